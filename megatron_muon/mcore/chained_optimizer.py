@@ -1,0 +1,203 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""One step over Muon and the scalar optimizer under Megatron-FSDP."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megatron_muon.exchange import raise_where_any_rank_fails
+from megatron_muon.mcore.fsdp_model import check_model_chunks
+
+
+class FSDPMuonChainedOptimizer(ChainedOptimizer):
+    """Step several optimizers of one Megatron-FSDP model as one.
+
+    A step: gradients are reduced and attached (``finish_grad_sync``, unless the training loop has
+    done it), the norm and the clipping span all optimizers, every inner optimizer steps, and only
+    then main weights are installed (``install_optimized_model_weights``) and the parameter gather
+    starts, once. ``DistributedOptimizer.step_with_ready_grads`` of each child would do the last two
+    after its own step, and gather weights that the next child has not stepped yet.
+
+    Optimizer state exists for every parameter on every rank from construction.
+
+    Args:
+        chained_optimizers: Wrapped Muon and scalar optimizers over the same model chunks.
+        model_chunks: The Megatron-FSDP model.
+        fqns: Name of each parameter, for errors.
+
+    Raises:
+        TypeError: A model chunk is not a Megatron-FSDP ``FullyShardedDataParallel``.
+
+    Communication: each step one flag over all ranks, the norm and zero count over the optimizers'
+        gradient-statistics groups, and what the inner optimizers and Megatron-FSDP exchange.
+    """
+
+    def __init__(
+        self,
+        chained_optimizers: Sequence[DistributedOptimizer],
+        model_chunks: Sequence[FullyShardedDataParallel],
+        fqns: Mapping[torch.Tensor, str],
+    ) -> None:
+        check_model_chunks(model_chunks)
+        super().__init__(list(chained_optimizers))
+        self.model_chunks = list(model_chunks)
+        self._fqns = fqns
+        for child in self.chained_optimizers:
+            child.init_state_fn(child.optimizer, child.config)
+            _add_step_counters(child.optimizer)
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Reduce and attach gradients, and check that they are complete.
+
+        Returns:
+            Whether an overflow was found: always False, without loss scaling.
+
+        Raises:
+            RuntimeError: On all ranks, when a non-empty shard of one has no gradient, or when HSDP
+                left gradients unreduced over the outer ranks. Nothing was updated.
+        """
+        for chunk in self.model_chunks:
+            if not chunk.module.is_param_fsdp_distributed:
+                chunk.finish_grad_sync()
+        problems = [
+            f"{self._fqns[param]}: expected a gradient on a shard of shape "
+            f"{tuple(param._local_tensor.shape)}, got None"
+            for param in self.get_parameters()
+            if param.grad is None and param._local_tensor.numel() > 0
+        ] + [problem for chunk in self.model_chunks for problem in _outer_reduction_problems(chunk)]
+        raise_where_any_rank_fails(
+            problems,
+            None,
+            self.model_chunks[0].module.device,
+            "Every trainable parameter needs a reduced gradient before step(); nothing was updated.",
+        )
+        return super().prepare_grads()
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step every inner optimizer, then install the weights and start the parameter gather.
+
+        Returns:
+            True; an inner optimizer that fails raises before any weight is installed.
+        """
+        with _timed(self.config, "optimizer-inner-step"):
+            for child in self.chained_optimizers:
+                if not child.is_stub_optimizer:
+                    child.optimizer.step()
+        with _timed(self.config, "optimizer-copy-main-to-model-params"):
+            for chunk in self.model_chunks:
+                chunk.module.install_optimized_model_weights()
+        with _timed(self.config, "params-all-gather"):
+            for chunk in self.model_chunks:
+                chunk.start_param_sync()
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradient buffers of the model, which hold the gradients of all optimizers."""
+        for chunk in self.model_chunks:
+            chunk.zero_grad_buffer()
+
+    @torch.no_grad()
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Overwrite main weights by the model's weights, as after loading a model alone.
+
+        Args:
+            state_dict: Unsupported; must be None.
+
+        Raises:
+            ValueError: A state dict was passed.
+        """
+        if state_dict is not None:
+            raise ValueError(
+                "reload_model_params: expected no state_dict, got one. Load main weights with the "
+                "fsdp_dtensor checkpoint instead of --load-main-params-from-ckpt."
+            )
+        for chunk in self.model_chunks:
+            for parameter_group in chunk.param_and_grad_buffer.parameter_groups:
+                _copy_model_weights_to_main_weights(parameter_group)
+
+    def state_dict(self) -> NoReturn:
+        """Refuse: Muon's state under Megatron-FSDP cannot be saved yet."""
+        raise RuntimeError(_NO_CHECKPOINT)
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:
+        """Refuse: Muon's state under Megatron-FSDP cannot be loaded yet."""
+        raise RuntimeError(_NO_CHECKPOINT)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: Muon's state under Megatron-FSDP cannot be saved yet."""
+        raise RuntimeError(_NO_CHECKPOINT)
+
+
+_NO_CHECKPOINT = (
+    "checkpoint: expected a run without optimizer checkpoints, got a request for Muon's state. "
+    "This version cannot save or load it under Megatron-FSDP; drop --save and --load."
+)
+
+
+class _timed:
+    """Run a block under one of Megatron's timers, where the configuration has them."""
+
+    def __init__(self, config: Any, name: str) -> None:
+        self._timer = config.timers(name, log_level=1) if config.timers is not None else None
+        self._barrier = config.barrier_with_L1_time
+
+    def __enter__(self) -> None:
+        if self._timer is not None:
+            self._timer.start(barrier=self._barrier)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._timer is not None:
+            self._timer.stop()
+
+
+def _add_step_counters(optimizer: torch.optim.Optimizer) -> None:
+    """Complete the state of torch's Adam, which Megatron's initializer leaves without ``step``."""
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        for state in optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+
+
+def _outer_reduction_problems(chunk: FullyShardedDataParallel) -> list[str]:
+    """Tell whether Megatron-FSDP skipped the reduction over HSDP's outer ranks.
+
+    It runs only in the backward pass of a microbatch marked as the last, which ``no_sync`` does.
+    """
+    fsdp = chunk.module
+    if not fsdp.dist_index.use_hybrid_fsdp or fsdp.model_auto_sync:
+        return []
+    if getattr(fsdp, "is_last_microbatch", False) and chunk.ddp_config.overlap_grad_reduce:
+        return []
+    return [
+        "HSDP: expected gradients reduced over the outer ranks, got a backward pass outside of "
+        "the last microbatch. Set ddp_config.overlap_grad_reduce and config.no_sync_func"
+    ]
+
+
+def _copy_model_weights_to_main_weights(parameter_group: Any) -> None:
+    """Copy one Megatron-FSDP parameter group's model weights into its fp32 main weights."""
+    main, model = parameter_group.main_weight_buffer, parameter_group.model_weight_buffer
+    if main is None:
+        return
+    if parameter_group.dtype == "float8":
+        raise ValueError(
+            "reload_model_params: expected bf16 or fp32 model weights, got float8. Load main weights "
+            "with the fsdp_dtensor checkpoint; float8 weights have lost the bits they need."
+        )
+    for param in parameter_group.params:
+        item_id = main.param_idx[param]
+        if model is not None and (model.is_data_distributed or main.is_data_distributed):
+            source = model.get_item(item_id, only_shard=True)
+        elif model is not None:
+            source = model.get_item(item_id)
+        else:
+            source = param.detach().flatten()
+        target = main.get_item(item_id, only_shard=main.is_data_distributed)
+        if target.numel() > 0:
+            target.copy_(source.view(target.shape))

@@ -1,0 +1,218 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Build the optimizer of a Megatron-FSDP model for ``OptimizerConfig.optimizer == "muon"``."""
+
+import copy
+import dataclasses
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as mcore_optimizer
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.emerging_optimizers import (
+    _EMERGING_OPTIMIZERS,
+    _get_qkv_split_shapes,
+    _muon_config_to_kwargs,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import log_single_rank
+
+from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
+from megatron_muon.mcore.fsdp_model import (
+    check_model_chunks,
+    copy_parameter_attributes,
+    describe_matrix,
+    grad_stats_group,
+    named_optimizer_parameters,
+)
+from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, ShardedMatrix
+from megatron_muon.mcore.support import raise_where_unsupported
+
+logger = logging.getLogger(__name__)
+
+
+def build_megatron_fsdp_emerging_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[FullyShardedDataParallel],
+    config_overrides: dict[ParamKey, Any] | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    *,
+    exchange: str = "all_gather",
+) -> FSDPMuonChainedOptimizer:
+    """Build Muon and its scalar optimizer over the DTensor parameters of a Megatron-FSDP model.
+
+    Parameters go where Megatron's own rule sends them without Megatron-FSDP: embeddings, the output
+    layer and whatever is not 2-D to ``config.muon_scalar_optimizer``, all else to Muon.
+
+    Args:
+        config: Optimizer configuration; the ``muon_*`` fields mean what they do under DDP.
+        model_chunks: Model chunks wrapped by Megatron-FSDP, not run forward yet.
+        config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
+            completed by Muon's rule. The dictionary is not changed.
+        pg_collection: Process groups of the model; None for ``parallel_state``'s.
+        exchange: How matrices are assembled (``--muon-fsdp-exchange``).
+
+    Returns:
+        The optimizer, with state for every parameter on every rank.
+
+    Raises:
+        ValueError: A setting cannot work, or a parameter is not as Megatron-FSDP makes it.
+        TypeError: A model chunk is not wrapped by Megatron-FSDP.
+        RuntimeError: Ranks disagree about the parameters.
+
+    Communication: parameter groups and layouts are compared once across ranks.
+    """
+    check_model_chunks(model_chunks)
+    ddp_config = model_chunks[0].ddp_config
+    raise_where_unsupported(_settings(config, model_chunks[0]))
+    if pg_collection is None:
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+
+    fqns = {param: fqn for fqn, param in named_optimizer_parameters(model_chunks)}
+    for param, fqn in fqns.items():
+        _tag_parameter(param, fqn, model_chunks[0].config)
+
+    overrides = {**(config_overrides or {}), **_muon_rule(config)}
+    buckets: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
+    for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
+        if group["params"]:
+            buckets[group.get("optimizer", "muon"), group["is_expert_parallel"]].append(group)
+
+    children = []
+    for (name, is_expert), groups in buckets.items():
+        if name == "muon":
+            child = _muon_child(config, groups, model_chunks, pg_collection, fqns, exchange)
+        else:
+            child = _scalar_child(config, name, groups, model_chunks, pg_collection)
+        child.grad_stats_parallel_group = grad_stats_group(
+            ddp_config, pg_collection, is_expert=is_expert
+        )
+        children.append(child)
+    _log_routing(buckets, fqns)
+    return FSDPMuonChainedOptimizer(children, model_chunks, fqns)
+
+
+def _settings(config: OptimizerConfig, chunk: FullyShardedDataParallel) -> dict[str, Any]:
+    """Merge the configurations of model, wrapper and optimizer into one table of settings."""
+    settings = {
+        field.name: getattr(part, field.name)
+        for part in (chunk.config, chunk.ddp_config, config)
+        for field in dataclasses.fields(part)
+    }
+    # The configurations name the dtype of main parameters; bf16 there is the model's.
+    settings["bf16"] = settings["bf16"] or settings["params_dtype"] == torch.bfloat16
+    return settings
+
+
+def _tag_parameter(param: torch.nn.Parameter, fqn: str, model_config: Any) -> None:
+    """Mark experts and QKV as upstream does before it builds an emerging optimizer."""
+    copy_parameter_attributes(param)
+    if "experts" in fqn and "shared" not in fqn:
+        param.expert_tp = True
+    if "linear_qkv.weight" in fqn and param.dim() == 2:
+        split_shapes = _get_qkv_split_shapes(model_config)
+        if param.orig_param.shape[0] % sum(split_shapes) == 0:
+            param.is_qkv = True
+            param.qkv_split_shapes = split_shapes
+
+
+def _muon_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
+    """Give Megatron's override that sends non-matrices to the configured scalar optimizer."""
+    rule = copy.deepcopy(_EMERGING_OPTIMIZERS["muon"].default_param_overrides)
+    for override in rule.values():
+        override["optimizer"] = config.muon_scalar_optimizer
+    return rule
+
+
+def _muon_child(
+    config: OptimizerConfig,
+    groups: list[dict[str, Any]],
+    model_chunks: Sequence[FullyShardedDataParallel],
+    pg_collection: ProcessGroupCollection,
+    fqns: dict[torch.Tensor, str],
+    exchange: str,
+) -> DistributedOptimizer:
+    matrices: dict[torch.Tensor, ShardedMatrix] = {
+        param: describe_matrix(fqns[param], param) for group in groups for param in group["params"]
+    }
+    optimizer = FSDPZeROTensorParallelMuon(
+        groups,
+        matrices=matrices,
+        exchange=exchange,
+        **_muon_config_to_kwargs(config, model_chunks, pg_collection),
+    )
+    child = DistributedOptimizer(
+        optimizer,
+        config,
+        None,
+        _EMERGING_OPTIMIZERS["muon"].init_state_fn,
+        model_chunks=list(model_chunks),
+        per_model_buffers=None,
+        data_parallel_group=pg_collection.dp_cp,
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=dist.get_rank(pg_collection.mp),
+        distributed_optimizer_instance_id=_instance_id(model_chunks, pg_collection),
+    )
+    child.tp_group = pg_collection.tp
+    child.expert_tp_group = pg_collection.expt_tp or pg_collection.tp
+    return child
+
+
+def _scalar_child(
+    config: OptimizerConfig,
+    name: str,
+    groups: list[dict[str, Any]],
+    model_chunks: Sequence[FullyShardedDataParallel],
+    pg_collection: ProcessGroupCollection,
+) -> DistributedOptimizer:
+    scalar_config = copy.copy(config)
+    scalar_config.optimizer = name
+    scalar_config.use_distributed_optimizer = True
+    child = mcore_optimizer._get_megatron_optimizer_based_on_param_groups(
+        config=scalar_config,
+        model_chunks=list(model_chunks),
+        param_groups=groups,
+        model_parallel_group=pg_collection.mp,
+        data_parallel_group=pg_collection.dp_cp,
+        data_parallel_group_idx=dist.get_rank(pg_collection.mp),
+        distributed_optimizer_instance_id=_instance_id(model_chunks, pg_collection),
+        pg_collection=pg_collection,
+    )
+    # A chain asserts one configuration; the inner optimizer was chosen by scalar_config above.
+    child.config = config
+    return child
+
+
+def _instance_id(
+    model_chunks: Sequence[FullyShardedDataParallel], pg_collection: ProcessGroupCollection
+) -> int:
+    if model_chunks[0].ddp_config.num_distributed_optimizer_instances == 1:
+        return 0
+    return dist.get_rank(pg_collection.inter_dist_opt)
+
+
+def _log_routing(
+    buckets: dict[tuple[str, bool], list[dict[str, Any]]], fqns: dict[torch.Tensor, str]
+) -> None:
+    """Log on rank 0 how many parameters and elements each optimizer was given, and why."""
+    parts = []
+    for (name, is_expert), groups in buckets.items():
+        params = [param for group in groups for param in group["params"]]
+        reason = "2-D weights" if name == "muon" else "embedding, output layer or not 2-D"
+        parts.append(
+            f"{name}: {len(params)} {'expert' if is_expert else 'dense'} parameters, "
+            f"{sum(param.orig_param.numel() for param in params):,} elements ({reason})"
+        )
+    log_single_rank(
+        logger,
+        logging.INFO,
+        "Muon under Megatron-FSDP, this rank's model-parallel part: %s; %d parameters in all",
+        "; ".join(parts),
+        len(fqns),
+    )

@@ -1,0 +1,171 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizer reads of a Megatron-FSDP model: parameters, row shards, groups."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.layout import RowLayout, shards_from_flat_ranges
+from megatron_muon.mcore.muon import ShardedMatrix
+
+
+def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Check that every model chunk is wrapped by Megatron-FSDP and holds its DTensor parameters.
+
+    Args:
+        model_chunks: What ``get_megatron_optimizer`` was given.
+
+    Raises:
+        TypeError: A chunk is not a ``FullyShardedDataParallel``, or holds Megatron-FSDP v2 modules.
+        ValueError: A chunk was run forward before, so that its parameters are the raw ones.
+    """
+    for index, chunk in enumerate(model_chunks):
+        if not isinstance(chunk, FullyShardedDataParallel):
+            raise TypeError(
+                f"model_chunks[{index}]: expected megatron.core.distributed.fsdp."
+                f"mcore_fsdp_adapter.FullyShardedDataParallel, got {type(chunk).__name__}. "
+                "Wrap the model with --use-megatron-fsdp, or use Muon without Megatron-FSDP."
+            )
+        if any(_is_v2_module(module) for module in chunk.modules()):
+            raise TypeError(
+                f"model_chunks[{index}]: expected Megatron-FSDP, got modules of the experimental "
+                "Megatron-FSDP v2. Muon does not support v2; use --use-megatron-fsdp."
+            )
+        for name, param in chunk.named_parameters():
+            if not isinstance(param, DTensor):
+                raise ValueError(
+                    f"{name}: expected a DTensor, got {type(param).__name__}. Build the optimizer "
+                    "before the first forward pass."
+                )
+
+
+def _is_v2_module(module: torch.nn.Module) -> bool:
+    """Tell whether a module was given the mixin of Megatron-FSDP v2."""
+    return any(".megatron_fsdp.experimental" in cls.__module__ for cls in type(module).__mro__)
+
+
+def named_optimizer_parameters(
+    model_chunks: Sequence[torch.nn.Module],
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the trainable parameters of all chunks with names free of wrapper prefixes."""
+    for chunk in model_chunks:
+        for name, param in chunk.named_parameters():
+            if param.requires_grad:
+                while name.startswith("module."):
+                    name = name.removeprefix("module.")
+                yield name, param
+
+
+def copy_parameter_attributes(param: torch.nn.Parameter) -> None:
+    """Give a DTensor parameter what Megatron's optimizers read and Megatron-FSDP leaves behind.
+
+    Among it ``allreduce``, False for experts under expert parallelism: without it experts would be
+    grouped, and their gradient norm counted, as dense parameters.
+    """
+    copy_optimizer_param_metadata(param, param.orig_param)
+
+
+def describe_matrix(fqn: str, param: torch.nn.Parameter) -> ShardedMatrix:
+    """Read the row shards of a matrix from the buffer that Megatron-FSDP cut it by.
+
+    Args:
+        fqn: Name of the parameter.
+        param: DTensor parameter of a Megatron-FSDP model, 2-D.
+
+    Returns:
+        Its tensor-parallel-local matrix, with the row range of every rank of the group it is
+        sharded over: dp_cp or expt_dp, the inner group under HSDP, inner x outer under HFSDP.
+
+    Raises:
+        ValueError: Megatron-FSDP cut the matrix inside a row.
+        RuntimeError: The buffer's rank is not where HFSDP's order of ranks puts it.
+
+    Communication: none.
+    """
+    buffers = param._megatron_fsdp_model.param_and_grad_buffer
+    orig_param = param.orig_param
+    num_rows, num_cols = (
+        orig_param.to_local().shape if isinstance(orig_param, DTensor) else orig_param.shape
+    )
+    parameter_group = buffers.parameter_groups[buffers.param_to_param_group[orig_param]]
+    buffer = parameter_group.main_weight_buffer or parameter_group.model_weight_buffer
+    if buffer is None or buffers.ddp_config.data_parallel_sharding_strategy == "no_shard":
+        return ShardedMatrix(fqn, RowLayout(num_rows, num_cols, ((0, num_rows),)), None)
+
+    group = buffer.data_parallel_group
+    world_size = dist.get_world_size(group)
+    shard_size = buffer.bucket_index.size // world_size
+    shard_indices = _shard_index_of_each_rank(buffers.dist_index, parameter_group, world_size)
+    if shard_indices[dist.get_rank(group)] != buffer.dp_rank:
+        raise RuntimeError(
+            f"{fqn}: expected shard {shard_indices[dist.get_rank(group)]} of the buffer on this "
+            f"rank, got {buffer.dp_rank}. This Megatron-FSDP orders shards in another way."
+        )
+    item = buffer.item_index_map[buffer.param_idx[orig_param]]
+    layout = shards_from_flat_ranges(
+        num_rows,
+        num_cols,
+        item.global_data_index,
+        [(index * shard_size, (index + 1) * shard_size) for index in shard_indices],
+    )
+    return ShardedMatrix(fqn, layout, group)
+
+
+def _shard_index_of_each_rank(dist_index: object, parameter_group: object, world: int) -> list[int]:
+    """Give the position in the buffer of each rank's shard, by rank of the shard group.
+
+    HFSDP shards over the inner ranks first and over the outer ranks within, while its group counts
+    the outer ranks first.
+    """
+    if not (dist_index.use_hybrid_fsdp and dist_index.hsdp_outer_dp_shard):
+        return list(range(world))
+    is_expert = parameter_group.is_expert_param
+    num_inner = dist.get_world_size(dist_index.get_fsdp_group(is_expert))
+    num_outer = world // num_inner
+    return [rank % num_inner * num_outer + rank // num_inner for rank in range(world)]
+
+
+def shards_over_outer_ranks(ddp_config: object) -> bool:
+    """Tell whether HFSDP is on: optimizer shards cut over the inner and the outer ranks."""
+    return (
+        ddp_config.num_distributed_optimizer_instances > 1
+        and ddp_config.outer_dp_sharding_strategy != "no_shard"
+    )
+
+
+def grad_stats_group(
+    ddp_config: object, groups: ProcessGroupCollection, *, is_expert: bool
+) -> dist.ProcessGroup:
+    """Choose the group that gradient norm and zero count are reduced over.
+
+    Args:
+        ddp_config: Configuration the model was wrapped with.
+        groups: Process groups of the model.
+        is_expert: Whether the gradients are expert parameters'.
+
+    Returns:
+        All ranks that hold different shards: the model-parallel group for ``no_shard``, where
+        gradients are whole on every rank; all instances under HFSDP; one optimizer instance else.
+
+    Raises:
+        RuntimeError: HFSDP does not span all ranks of the job.
+    """
+    if ddp_config.data_parallel_sharding_strategy == "no_shard":
+        return groups.tp_ep_pp if is_expert else groups.mp
+    if not shards_over_outer_ranks(ddp_config):
+        return groups.intra_dist_opt
+    num_ranks = dist.get_world_size(groups.intra_dist_opt) * dist.get_world_size(
+        groups.inter_dist_opt
+    )
+    if num_ranks != dist.get_world_size():
+        raise RuntimeError(
+            f"HFSDP gradient norm: expected optimizer instances that span all "
+            f"{dist.get_world_size()} ranks, got {num_ranks}. Give the whole job to one model."
+        )
+    return dist.group.WORLD

@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What :func:`megatron_muon.enable` changes in megatron-core, and what it relies on."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+from megatron_muon.mcore import arguments, repairs
+from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
+from megatron_muon.patching.patch import Patch, Target
+
+_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+
+
+def _route(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models."""
+
+    @functools.wraps(original)
+    def _get_megatron_emerging_optimizer(
+        config: Any,
+        model_chunks: list[Any],
+        config_overrides: dict[Any, Any] | None = None,
+        pg_collection: Any = None,
+    ) -> Any:
+        ddp_config = getattr(model_chunks[0], "ddp_config", None)
+        if not getattr(ddp_config, "use_megatron_fsdp", False) and not any(
+            isinstance(chunk, FullyShardedDataParallel) for chunk in model_chunks
+        ):
+            return original(config, model_chunks, config_overrides, pg_collection)
+        return build_megatron_fsdp_emerging_optimizer(
+            config,
+            model_chunks,
+            config_overrides,
+            pg_collection,
+            exchange=arguments.requested_exchange(),
+        )
+
+    return _get_megatron_emerging_optimizer
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        Target(
+            "megatron.training.arguments",
+            "add_megatron_arguments",
+            parameters=("parser",),
+            source_lines=("parser = _add_regularization_args(parser)", "return parser"),
+        ),
+        "add the --muon-fsdp-* flags",
+        arguments.add_arguments,
+    ),
+    Patch(
+        Target(
+            "megatron.training.arguments",
+            "validate_args",
+            parameters=("args", "defaults"),
+            source_lines=(
+                "assert args.optimizer in ('sgd', 'adam'), \\",
+                'assert not args.use_megatron_fsdp, "Emerging optimizer does not support '
+                'Megatron-FSDP for now."',
+                "args.use_layer_wise_distributed_optimizer = False",
+                "args.use_distributed_optimizer = True",
+            ),
+        ),
+        "accept --optimizer muon --use-megatron-fsdp, refuse what cannot work with it",
+        arguments.validate,
+    ),
+    Patch(
+        Target(
+            "megatron.training.yaml_arguments", "validate_yaml", parameters=("args", "defaults")
+        ),
+        "refuse Muon with Megatron-FSDP from --yaml-cfg, which skips the checks of flags",
+        arguments.refuse_yaml,
+    ),
+    Patch(
+        Target(
+            "megatron.core.optimizer",
+            "_get_megatron_emerging_optimizer",
+            parameters=("config", "model_chunks", "config_overrides", "pg_collection"),
+            source_lines=(
+                "config_overrides.update(default_param_overrides)",
+                "if 'experts' in name and 'shared' not in name:",
+                "if 'linear_qkv.weight' in name and len(param.shape) == 2:",
+                "all_param_groups = _get_param_groups(model_chunks, config, config_overrides)",
+            ),
+        ),
+        "build Muon over row shards for Megatron-FSDP models",
+        _route,
+    ),
+    Patch(
+        Target(
+            f"{_FSDP}.param_and_grad_buffer",
+            "_create_hfsdp_helper_buffer",
+            parameters=("dp_buffer", "inner_dp_group", "is_data_distributed"),
+            source_lines=("helper_buffer = DataParallelBuffer(", "return helper_buffer"),
+        ),
+        "HFSDP: keep the gradient scaling factor, without which gradients are dp times too large",
+        repairs.keep_gradient_scaling_factor,
+    ),
+    Patch(
+        Target(
+            "megatron.core.optimizer",
+            "_get_megatron_optimizer_based_on_param_groups",
+            parameters=(
+                "config",
+                "model_chunks",
+                "param_groups",
+                "per_model_buffers",
+                "model_parallel_group",
+                "data_parallel_group",
+                "data_parallel_group_gloo",
+                "data_parallel_group_idx",
+                "intra_dist_opt_group",
+                "distributed_optimizer_instance_id",
+                "pg_collection",
+                "skip_megatron_wrapping",
+            ),
+            source_lines=(
+                "setattr(optimizer, 'grad_stats_parallel_group', intra_dist_opt_group)",
+            ),
+        ),
+        "HFSDP: reduce the gradient norm over all instances, which hold different shards",
+        repairs.reduce_grad_norm_over_instances,
+    ),
+)
+
+REQUIREMENTS: tuple[Target, ...] = (
+    Target(
+        "megatron.core.optimizer.emerging_optimizers",
+        "TensorParallelMuon.orthogonalize",
+        parameters=("self", "p", "grad", "kwargs"),
+        source_lines=("num_query_groups = grad_shape[0] // qkv_split_dim",),
+    ),
+    Target(
+        "megatron.core.optimizer.emerging_optimizers",
+        "_muon_config_to_kwargs",
+        parameters=("config", "model_chunks", "pg_collection"),
+    ),
+    Target(
+        "emerging_optimizers.orthogonalized_optimizers.orthogonalized_optimizer",
+        "OrthogonalizedOptimizer.step",
+        parameters=("self", "closure"),
+        source_lines=(
+            'state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])',
+            'grad = grad.lerp(state["momentum_buffer"], group["momentum"])',
+            'p.add_(orth_grad, alpha=-group["lr"])',
+        ),
+    ),
+    Target(
+        "megatron.core.optimizer.optimizer",
+        "ChainedOptimizer.step",
+        parameters=("self",),
+        source_lines=(
+            "found_inf_flag = self.prepare_grads()",
+            "update_successful = False if should_skip_update else self.step_with_ready_grads()",
+        ),
+    ),
+    Target(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.step_with_ready_grads",
+        parameters=("self",),
+        source_lines=("model_chunk.start_param_sync()",),
+    ),
+    Target(
+        f"{_FSDP}.megatron_fsdp",
+        "MegatronFSDP.finish_grad_sync",
+        parameters=("self", "force_all_reduce"),
+        source_lines=(
+            "self.attach_grad_to_optimizer_state()",
+            "self._replace_param_with_distributed_if_needed()",
+        ),
+    ),
+    Target(
+        f"{_FSDP}.megatron_fsdp",
+        "MegatronFSDP.install_optimized_model_weights",
+        parameters=("self",),
+        source_lines=("self.param_and_grad_buffer.copy_main_weights_to_model_weights()",),
+    ),
+    Target(
+        f"{_FSDP}.param_and_grad_buffer",
+        "_get_dp_buffer_shard_bucket_index",
+        parameters=(
+            "bucket_index",
+            "is_data_distributed",
+            "data_parallel_world_size",
+            "data_parallel_rank",
+        ),
+        source_lines=(
+            "shard_size = bucket_index.size // data_parallel_world_size",
+            "bucket_data_index = shard_size * data_parallel_rank",
+        ),
+    ),
+    Target(
+        f"{_FSDP}.utils",
+        "FSDPDistributedIndex.get_logical_hybrid_fsdp_rank",
+        parameters=("self", "is_expert_parallel"),
+        source_lines=('"(outer_dp inner_dp) -> (inner_dp outer_dp)",',),
+    ),
+)

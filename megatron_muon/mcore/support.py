@@ -1,0 +1,148 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What Muon under Megatron-FSDP refuses: one table for command lines and for mcore scripts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """One setting that cannot work.
+
+    Args:
+        flag: How the user asked for it.
+        is_requested: Whether these settings ask for it.
+        reason: Why it cannot work.
+        instead: What to do.
+    """
+
+    flag: str
+    is_requested: Callable[[Settings], bool]
+    reason: str
+    instead: str
+
+
+def _is_hsdp(settings: Settings) -> bool:
+    return (settings.get("num_distributed_optimizer_instances") or 1) > 1
+
+
+def _has_low_precision_main_params(settings: Settings) -> bool:
+    dtype = str(settings.get("megatron_fsdp_main_params_dtype", "fp32")).removeprefix("torch.")
+    if dtype in ("auto", "None"):
+        return bool(settings.get("bf16"))
+    return dtype not in ("fp32", "float32")
+
+
+UNSUPPORTED: tuple[Unsupported, ...] = (
+    Unsupported(
+        "--optimizer other than adam, sgd, muon",
+        lambda s: s.get("optimizer") != "muon",
+        "of the emerging optimizers only Muon has a Megatron-FSDP implementation here",
+        "use --optimizer muon (dist_muon is its layer-wise form, which Megatron-FSDP replaces)",
+    ),
+    Unsupported(
+        "--fp16",
+        lambda s: bool(s.get("fp16")),
+        "emerging optimizers have no loss scaling",
+        "use --bf16",
+    ),
+    Unsupported(
+        "--use-precision-aware-optimizer",
+        lambda s: bool(s.get("use_precision_aware_optimizer")),
+        "it keeps gradients and states outside of the fp32 tensors that Muon steps",
+        "drop it; Muon already keeps one state tensor where Adam keeps two",
+    ),
+    Unsupported(
+        "--optimizer-cpu-offload",
+        lambda s: bool(s.get("optimizer_cpu_offload")),
+        "Newton-Schulz runs where the momentum lies",
+        "drop it, or shard over more ranks",
+    ),
+    Unsupported(
+        "--optimizer-cuda-graph",
+        lambda s: bool(s.get("optimizer_cuda_graph")),
+        "the step checks gradients on the host",
+        "drop it",
+    ),
+    Unsupported(
+        "the layer-wise distributed optimizer (--no-use-layer-wise-param-layout)",
+        lambda s: bool(s.get("use_layer_wise_distributed_optimizer"))
+        or s.get("use_layer_wise_param_layout", True) is False,
+        "it assigns whole layers to ranks, and Megatron-FSDP has already sharded their rows",
+        "drop it; rows stay sharded under --use-megatron-fsdp",
+    ),
+    Unsupported(
+        "--use-torch-fsdp2",
+        lambda s: bool(s.get("use_torch_fsdp2")),
+        "the optimizer reads Megatron-FSDP's shards",
+        "use --use-megatron-fsdp alone",
+    ),
+    Unsupported(
+        "--pipeline-model-parallel-size above 1",
+        lambda s: (s.get("pipeline_model_parallel_size") or 1) > 1,
+        "Megatron-FSDP itself lacks it: its mesh has no stage axis and its checkpoints hold one "
+        "chunk, although upstream does not say so",
+        "use data, tensor and expert parallelism",
+    ),
+    Unsupported(
+        "GTP weight rematerialization",
+        lambda s: (s.get("gtp_weight_remat_size") or 1) > 1,
+        "it shards rows a second time, which Megatron-FSDP does not record",
+        "drop it",
+    ),
+    Unsupported(
+        "HSDP without --overlap-grad-reduce",
+        lambda s: _is_hsdp(s) and not s.get("overlap_grad_reduce"),
+        "Megatron-FSDP then never reduces gradients over the outer ranks, and the replicas drift",
+        "add --overlap-grad-reduce",
+    ),
+    Unsupported(
+        "--outer-dp-sharding-strategy optim without optim_grads_params",
+        lambda s: _is_hsdp(s)
+        and s.get("outer_dp_sharding_strategy", "no_shard") != "no_shard"
+        and s.get("data_parallel_sharding_strategy") != "optim_grads_params",
+        "Megatron-FSDP shards over outer ranks only what is fully sharded over inner ones",
+        "add --data-parallel-sharding-strategy optim_grads_params",
+    ),
+    Unsupported(
+        "--megatron-fsdp-main-params-dtype other than fp32",
+        _has_low_precision_main_params,
+        "Newton-Schulz and momentum need float32 main parameters",
+        "use --megatron-fsdp-main-params-dtype fp32",
+    ),
+    Unsupported(
+        "--ckpt-format other than fsdp_dtensor",
+        lambda s: s.get("ckpt_format", "fsdp_dtensor") != "fsdp_dtensor",
+        "Megatron-FSDP writes no other format",
+        "use --ckpt-format fsdp_dtensor",
+    ),
+    Unsupported(
+        "--save, --load and --pretrained-checkpoint",
+        lambda s: any(s.get(key) is not None for key in ("save", "load", "pretrained_checkpoint")),
+        "this version cannot save or load Muon's state under Megatron-FSDP yet",
+        "drop them, or train with Adam until checkpoints are supported",
+    ),
+)
+
+
+def raise_where_unsupported(settings: Settings) -> None:
+    """Refuse settings that Muon under Megatron-FSDP cannot honour.
+
+    Args:
+        settings: Names and values as Megatron's arguments and configurations spell them; a name
+            that is absent counts as not requested.
+
+    Raises:
+        ValueError: With all refused settings, the reason of each and what to use instead.
+    """
+    refused = [row for row in UNSUPPORTED if row.is_requested(settings)]
+    if refused:
+        lines = [f"{row.flag}: {row.reason}; {row.instead}." for row in refused]
+        raise ValueError(
+            f"--optimizer {settings.get('optimizer')} --use-megatron-fsdp cannot run with:\n  "
+            + "\n  ".join(lines)
+        )

@@ -1,0 +1,149 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Patches as data: what is replaced, what must hold for it, and why.
+
+Vocabulary:
+
+==============  ======================================================================================
+target          a function or class of megatron, found by module and name at call time
+requirement     a target that is relied on but not replaced
+patch           a target and the function that wraps it
+==============  ======================================================================================
+"""
+
+import hashlib
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_muon.patching.errors import IncompatibleMegatronError
+
+_MARK = "__megatron_muon_patch__"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A symbol of another package, and what the patches rely on in it.
+
+    Args:
+        module: Module that holds the symbol.
+        name: Dotted name inside of the module.
+        parameters: Names of its parameters in order; None for symbols that are not called.
+        source_lines: Lines its source must contain, without indentation.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] | None = None
+    source_lines: tuple[str, ...] = ()
+
+    @property
+    def symbol(self) -> str:
+        """Dotted path, for messages."""
+        return f"{self.module}.{self.name}"
+
+    def holder(self) -> Any:
+        """Import the object that the symbol is an attribute of."""
+        holder = importlib.import_module(self.module)
+        for part in self.name.split(".")[:-1]:
+            holder = getattr(holder, part)
+        return holder
+
+    @property
+    def attribute(self) -> str:
+        """Last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    def problems(self) -> list[str]:
+        """Compare the symbol with what is relied on.
+
+        Returns:
+            One sentence for each difference; empty when all holds.
+        """
+        try:
+            found = getattr(self.holder(), self.attribute)
+        except (ImportError, AttributeError) as error:
+            return [f"{self.symbol}: expected it to exist, found {type(error).__name__}: {error}."]
+        problems = []
+        if self.parameters is not None:
+            parameters = tuple(inspect.signature(found).parameters)
+            if parameters != self.parameters:
+                problems.append(
+                    f"{self.symbol}: expected parameters {self.parameters}, found {parameters}."
+                )
+        if self.source_lines:
+            try:
+                source = inspect.getsource(found)
+            except (OSError, TypeError) as error:
+                return [*problems, f"{self.symbol}: expected readable source, found {error}."]
+            lines = {line.strip() for line in source.splitlines()}
+            digest = hashlib.sha256(textwrap.dedent(source).encode()).hexdigest()[:12]
+            problems += [
+                f"{self.symbol}: expected the source line {line!r}, found none (source {digest})."
+                for line in self.source_lines
+                if line not in lines
+            ]
+        return problems
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to megatron.
+
+    Args:
+        target: What is wrapped.
+        purpose: Why, in a sentence.
+        wrap: Takes the original, returns the replacement.
+    """
+
+    target: Target
+    purpose: str
+    wrap: Callable[[Any], Any] = field(repr=False)
+
+
+def verify_all(targets: Sequence[Target]) -> None:
+    """Check every target.
+
+    Args:
+        targets: Symbols to patch and to rely on.
+
+    Raises:
+        IncompatibleMegatronError: With all differences of all targets.
+    """
+    problems = [problem for target in targets for problem in target.problems()]
+    if problems:
+        raise IncompatibleMegatronError(problems)
+
+
+def apply_all(patches: Sequence[Patch]) -> None:
+    """Replace the targets of verified patches; the originals stay in ``__wrapped__``."""
+    for patch in patches:
+        holder = patch.target.holder()
+        original = getattr(holder, patch.target.attribute)
+        replacement = patch.wrap(original)
+        replacement.__wrapped__ = original
+        setattr(replacement, _MARK, patch.target.symbol)
+        setattr(holder, patch.target.attribute, replacement)
+
+
+def revert_all(patches: Sequence[Patch]) -> None:
+    """Put the originals back.
+
+    Args:
+        patches: What :func:`apply_all` was given.
+
+    Raises:
+        RuntimeError: A target no longer holds our replacement; nothing was restored.
+    """
+    current = [getattr(patch.target.holder(), patch.target.attribute) for patch in patches]
+    for patch, found in zip(patches, current, strict=True):
+        if getattr(found, _MARK, None) != patch.target.symbol:
+            raise RuntimeError(
+                f"{patch.target.symbol}: expected the replacement of megatron-muon, got {found!r}. "
+                "Undo the later change first; nothing was restored."
+            )
+    for patch, found in zip(patches, current, strict=True):
+        setattr(patch.target.holder(), patch.target.attribute, found.__wrapped__)
