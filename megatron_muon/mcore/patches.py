@@ -102,6 +102,34 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         Target(
+            f"{_FSDP}.param_and_grad_buffer",
+            "DataParallelBuffer.__init__",
+            parameters=(
+                "self",
+                "ddp_config",
+                "params",
+                "is_data_distributed",
+                "bucket_id",
+                "dtype",
+                "device",
+                "data_parallel_group",
+                "dp_rank",
+                "temporary_bucket_allocator",
+                "is_transpose_buffer",
+                "gradient_scaling_factor",
+                "chunk_size_factor",
+                "mem_alloc_context",
+                "item_index_map",
+                "bucket_index",
+                "shard_bucket_index",
+            ),
+            source_lines=("self.gradient_scaling_factor = gradient_scaling_factor",),
+        ),
+        "gradients over a group of one rank: scale each microbatch once, not again with the next",
+        repairs.scale_each_microbatch_once,
+    ),
+    Patch(
+        Target(
             "megatron.core.optimizer",
             "_get_megatron_optimizer_based_on_param_groups",
             parameters=(

@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs of two defects of HFSDP (``--outer-dp-sharding-strategy optim``) in megatron-core 0.19.2.
+"""Repairs of Megatron-FSDP's gradients in megatron-core 0.19.2.
 
-Both hide under Adam, whose update does not change when gradients are scaled, and neither under
-Muon, whose momentum mixes gradients that were clipped differently.
+All three hide under Adam, whose update hardly changes when gradients are scaled. They make a
+difference to Muon, whose momentum mixes gradients that were clipped or scaled differently.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +20,43 @@ def keep_gradient_scaling_factor(original: Callable[..., Any]) -> Callable[..., 
     """Wrap ``_create_hfsdp_helper_buffer``, which drops the gradient scaling factor.
 
     Gradients are reduced through the helper buffer, so without the factor of 1 / dp they come out
-    dp times too large.
+    dp times too large. With the factor, a helper over one inner rank has to be a sharded buffer for
+    the reason that :func:`scale_each_microbatch_once` gives.
     """
 
     @functools.wraps(original)
     def _create_hfsdp_helper_buffer(
         dp_buffer: Any, inner_dp_group: Any, is_data_distributed: bool
     ) -> Any:
-        helper = original(dp_buffer, inner_dp_group, is_data_distributed)
-        helper.gradient_scaling_factor = dp_buffer.gradient_scaling_factor
+        factor = dp_buffer.gradient_scaling_factor
+        helper = original(dp_buffer, inner_dp_group, is_data_distributed or factor is not None)
+        helper.gradient_scaling_factor = factor
         return helper
 
     return _create_hfsdp_helper_buffer
+
+
+def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DataParallelBuffer.__init__``, whose gradients over one rank are scaled repeatedly.
+
+    Where gradients are sharded, each microbatch is reduced and added to its shard. Over a group of
+    one rank (experts with as many expert-parallel as data-parallel ranks, or one inner rank under
+    HSDP) upstream makes the buffer unsharded: microbatches accumulate in it, and every reduction
+    multiplies all of it by 1 / dp again. A sharded buffer of one shard takes the path of any other
+    group. Only gradient buffers are given a scaling factor.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        settings = bound.arguments
+        if settings.get("gradient_scaling_factor") is not None and settings[
+            "ddp_config"
+        ].data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"):
+            settings["is_data_distributed"] = True
+        original(*bound.args, **bound.kwargs)
+
+    return __init__
 
 
 def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..., Any]:

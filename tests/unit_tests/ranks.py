@@ -1,0 +1,204 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks for the tests: processes forked from a server that has imported megatron once."""
+
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PRETRAIN_GPT = ROOT / "scripts" / "pretrain_gpt.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a world of ranks left behind.
+
+    Args:
+        exit_codes: By rank; negative where a signal ended the process.
+        outputs: Standard output and error by rank.
+        history: One record an iteration, as rank 0 saw it: loss, grad_norm, num_zeros, skipped.
+        results: What the function that was run returned, by rank (JSON values).
+    """
+
+    exit_codes: list[int]
+    outputs: list[str]
+    history: list[dict[str, float]]
+    results: list[Any]
+
+    @property
+    def losses(self) -> list[float]:
+        """Training loss of every iteration."""
+        return [record["loss"] for record in self.history]
+
+    def check(self) -> "Run":
+        """Return the run when every rank ended well, else fail with what the ranks printed."""
+        if any(self.exit_codes):
+            worst = next(rank for rank, code in enumerate(self.exit_codes) if code)
+            raise AssertionError(
+                f"exit codes {self.exit_codes}; rank {worst}:\n{self.outputs[worst][-6000:]}"
+            )
+        return self
+
+
+@functools.cache
+def _context() -> multiprocessing.context.ForkServerContext:
+    paths = [str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    return context
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 150.0,
+) -> Run:
+    """Run a function on every rank of a new world of processes.
+
+    Args:
+        world_size: Number of ranks.
+        function: Called with ``args`` on every rank; may return a JSON value. Top-level of a module.
+        *args: Passed on.
+        env: Environment variables to set on every rank.
+        timeout_s: Seconds after which all ranks are killed, which fails the run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(world_size),
+            **(env or {}),
+        }
+        ranks = [
+            _context().Process(target=_run_rank, args=(rank, variables, folder, function, args))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return Run(
+            exit_codes=[process.exitcode for process in ranks],
+            outputs=[_read(folder, f"output_{rank}") for rank in range(world_size)],
+            history=[json.loads(line) for line in _read(folder, "history").splitlines()],
+            results=[json.loads(_read(folder, f"result_{rank}") or "null") for rank in range(world_size)],
+        )
+
+
+def launch(
+    world_size: int,
+    arguments: Sequence[str],
+    *,
+    script: Path = PRETRAIN_GPT,
+    before: Callable[[], None] | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 150.0,
+) -> Run:
+    """Run a training script through the launcher, as ``torchrun ... -m megatron_muon`` does.
+
+    Args:
+        world_size: Number of ranks.
+        arguments: Arguments of the script.
+        script: The script.
+        before: Called on every rank before the launcher, to break something on purpose.
+        env: Environment variables to set on every rank.
+        timeout_s: Seconds after which all ranks are killed.
+    """
+    return run_ranks(
+        world_size, _launch_rank, str(script), list(arguments), before, env=env, timeout_s=timeout_s
+    )
+
+
+def _launch_rank(script: str, arguments: list[str], before: Callable[[], None] | None) -> int:
+    from megatron_muon.launcher import main
+
+    if before is not None:
+        before()
+    return main([script, *arguments])
+
+
+def _run_rank(
+    rank: int, variables: Mapping[str, str], folder: str, function: Callable[..., Any], args: tuple
+) -> None:
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank), MEGATRON_MUON_DEVICE="cpu")
+    with open(Path(folder) / f"output_{rank}", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+
+    import torch
+
+    torch.set_num_threads(1)
+    if rank == 0:
+        _record_history(Path(folder) / "history")
+    try:
+        result = function(*args)
+        (Path(folder) / f"result_{rank}").write_text(json.dumps(result))
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _record_history(path: Path) -> None:
+    """Write the unrounded numbers of each iteration, which Megatron logs with six digits."""
+    import inspect
+
+    from megatron.training import training
+
+    original = training.training_log
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        values = signature.bind(*args, **kwargs).arguments
+        if not values.get("is_first_iteration"):
+            record = {
+                "iteration": values["iteration"],
+                "loss": float(values["loss_dict"].get("lm loss", float("nan"))),
+                "grad_norm": float(values["grad_norm"] or 0.0),
+                "num_zeros": float(values["num_zeros_in_grad"] or 0.0),
+                "skipped": int(values["skipped_iter"]),
+            }
+            with open(path, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        return original(*args, **kwargs)
+
+    training.training_log = training_log
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def _read(folder: str, name: str) -> str:
+    path = Path(folder) / name
+    return path.read_text(errors="replace") if path.exists() else ""

@@ -1,0 +1,285 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The step of FSDPMuonChainedOptimizer over a real Megatron-FSDP model."""
+
+import math
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from toy_fsdp import build_model, build_optimizer, main_weights, model_weights, run_backward
+
+
+def _equal(first: dict[str, Any], second: dict[str, Any]) -> list[bool]:
+    import torch
+
+    return [torch.equal(first[name], second[name]) for name in first]
+
+
+def _step_alone() -> list[Any]:
+    from torch.distributed.tensor import DTensor
+
+    model = build_model()
+    optimizer = build_optimizer(model)
+    names = dict(model.param_and_grad_buffer.optimizer_named_parameters)
+    states = [
+        {
+            key: isinstance(value, DTensor)
+            and value._local_tensor.shape == param._local_tensor.shape
+            for key, value in child.optimizer.state[param].items()
+            if key != "step"
+        }
+        for child in optimizer.chained_optimizers
+        for param in child.get_parameters()
+    ]
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        losses.append(run_backward(model))
+        before = main_weights(model)
+        success, grad_norm, _ = optimizer.step()
+        assert success and grad_norm > 0
+        # An empty shard equals itself whatever happens.
+        moved = [not same for same in _equal(before, main_weights(model))]
+        held = [weight.numel() > 0 for weight in before.values()]
+        assert moved == held, (step, moved, held)
+    return [len(names), len(states), sorted({key for state in states for key in state}),
+            all(all(state.values()) for state in states), losses, float(optimizer.get_loss_scale())]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_step_reduces_gradients_and_installs_weights_without_a_training_loop(world_size):
+    """A bare loop of backward and step() trains; all parameters have sharded state from the start."""
+    run = run_ranks(world_size, _step_alone).check()
+    for result in run.results:
+        num_params, num_states, keys, are_sharded, losses, loss_scale = result
+        assert num_params == num_states
+        assert keys == ["exp_avg", "exp_avg_sq", "momentum_buffer"]
+        assert are_sharded
+        assert losses[0] == pytest.approx(math.log(48), rel=0.1)
+        assert losses[-1] < losses[0] - 0.05
+        assert loss_scale == 1.0
+
+
+def _skip_a_step() -> list[Any]:
+    model = build_model()
+    optimizer = build_optimizer(model, grad_norm_skip_threshold=1e-9)
+    run_backward(model)
+    before, installed = main_weights(model), model_weights(model)
+    success, grad_norm, _ = optimizer.step()
+    import torch
+
+    same = all(_equal(before, main_weights(model)))
+    unchanged = all(map(torch.equal, installed, model_weights(model)))
+    return [success, grad_norm > 1e-9, same, unchanged, math.isfinite(run_backward(model))]
+
+
+def test_skipped_step_installs_nothing():
+    """Above --grad-norm-skip-threshold nothing moves, and the next forward pass still runs."""
+    run = run_ranks(2, _skip_a_step).check()
+    assert run.results == [[False, True, True, True, True]] * 2
+
+
+def _fail_in_the_second_optimizer() -> list[Any]:
+    import torch
+
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    installed = model_weights(model)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("inner step")
+
+    optimizer.chained_optimizers[-1].optimizer.step = fail
+    try:
+        optimizer.step()
+    except ZeroDivisionError:
+        return [len(optimizer.chained_optimizers),
+                all(map(torch.equal, installed, model_weights(model)))]
+    return ["no error"]
+
+
+def test_failed_inner_step_installs_nothing():
+    """Weights are installed after all inner steps, so a failing one leaves the model as it was."""
+    run = run_ranks(2, _fail_in_the_second_optimizer).check()
+    assert run.results == [[2, True]] * 2
+
+
+def _count_installs() -> list[int]:
+    model = build_model()
+    optimizer = build_optimizer(model)
+    calls = {"install": 0, "gather": 0, "reduce": 0}
+    fsdp = model.module
+
+    def counted(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    fsdp.install_optimized_model_weights = counted("install", fsdp.install_optimized_model_weights)
+    model.start_param_sync = counted("gather", model.start_param_sync)
+    model.finish_grad_sync = counted("reduce", model.finish_grad_sync)
+    run_backward(model)
+    optimizer.step()
+    run_backward(model)
+    model.finish_grad_sync()
+    optimizer.step()
+    return list(calls.values())
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_weights_are_installed_once_a_step_and_gradients_reduced_once(world_size):
+    """DistributedOptimizer would install and gather after each child; a second reduction is wrong."""
+    run = run_ranks(world_size, _count_installs).check()
+    assert run.results == [[2, 2, 2]] * world_size
+
+
+def _lose_a_gradient(kind: str) -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    model.finish_grad_sync()
+    owner = next(
+        child
+        for child in optimizer.chained_optimizers
+        if type(child.optimizer).__name__ == kind
+    )
+    lost = next(param for param in owner.get_parameters() if param.grad is not None)
+    if dist.get_rank() == 1:
+        lost.grad = None
+    before, installed = main_weights(model), model_weights(model)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return [str(error), all(_equal(before, main_weights(model))),
+                all(map(torch.equal, installed, model_weights(model)))]
+    return ["no error"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("FSDPZeROTensorParallelMuon", "position_embeddings.weight"), ("AdamW", "embedding")],
+)
+def test_missing_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(kind, name):
+    """Neither Muon nor Adam moves when one rank lost a gradient of either."""
+    run = run_ranks(2, _lose_a_gradient, kind).check()
+    for text, same, unchanged in run.results:
+        assert "rank 1: " in text and name in text and "expected a gradient" in text
+        assert same and unchanged
+
+
+def _reload(sharding: str) -> list[Any]:
+    import torch
+
+    model = build_model(sharding)
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    optimizer.step()
+    for group in model.param_and_grad_buffer.parameter_groups:
+        group.model_weight_buffer.data.fill_(0.25)
+    optimizer.reload_model_params()
+    reloaded = all(bool((weight == 0.25).all()) for weight in main_weights(model).values())
+    try:
+        optimizer.reload_model_params(state_dict={"model": {}})
+    except ValueError as error:
+        refused = "expected no state_dict" in str(error)
+    try:
+        optimizer.sharded_state_dict({})
+    except RuntimeError as error:
+        refused = refused and "cannot save or load it" in str(error)
+    return [reloaded, refused, isinstance(optimizer.param_groups[0]["lr"], float),
+            torch.is_tensor(optimizer.get_loss_scale())]
+
+
+@pytest.mark.parametrize("sharding", ["optim", "optim_grads_params"])
+def test_reload_model_params_overwrites_main_weights(sharding):
+    """After a model-only load the main weights follow the model, on every shard."""
+    run = run_ranks(2, _reload, sharding).check()
+    assert run.results == [[True] * 4] * 2
+
+
+def _refuse_other_wrappers() -> str:
+    import torch
+
+    from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
+
+    class LooksLikeFSDP(torch.nn.Linear):
+        def finish_grad_sync(self) -> None: ...
+
+        def install_optimized_model_weights(self) -> None: ...
+
+    try:
+        FSDPMuonChainedOptimizer([], [LooksLikeFSDP(2, 2)], {})
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_model_of_another_type_is_refused_whatever_methods_it_has():
+    """The type decides, not attribute names."""
+    run = run_ranks(1, _refuse_other_wrappers).check()
+    assert "FullyShardedDataParallel, got LooksLikeFSDP" in run.results[0]
+
+
+def _hsdp_without_the_last_microbatch() -> str:
+    model = build_model("optim", num_distributed_optimizer_instances=2)
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    model.module.is_last_microbatch = False
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_hsdp_that_never_reduces_over_outer_ranks_is_an_error():
+    """Upstream reduces over the outer ranks only in a last microbatch; without one replicas drift."""
+    run = run_ranks(4, _hsdp_without_the_last_microbatch).check()
+    assert all("expected gradients reduced over the outer ranks" in text for text in run.results)
+
+
+def _build_with(settings: dict[str, Any]) -> str:
+    model = build_model()
+    try:
+        build_optimizer(model, **settings)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": "soap"}, "only Muon has a Megatron-FSDP implementation"),
+        ({"optimizer": "dist_muon"}, "dist_muon is its layer-wise form"),
+        ({"use_layer_wise_distributed_optimizer": True}, "Megatron-FSDP has already sharded"),
+        ({"optimizer_cpu_offload": True}, "Newton-Schulz runs where the momentum lies"),
+    ],
+)
+def test_factory_refuses_configurations_of_scripts_without_arguments(settings, message):
+    """A script on megatron-core alone meets the same refusals as a command line."""
+    run = run_ranks(1, _build_with, settings).check()
+    assert message in run.results[0]
+
+
+def _build_after_forward() -> str:
+    model = build_model()
+    run_backward(model)
+    try:
+        build_optimizer(model)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_optimizer_is_built_before_the_first_forward():
+    """After a forward pass the module holds raw parameters; stepping those would train nothing."""
+    run = run_ranks(1, _build_after_forward).check()
+    assert "Build the optimizer before the first forward pass" in run.results[0]

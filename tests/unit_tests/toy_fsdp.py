@@ -1,0 +1,112 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny GPT under Megatron-FSDP from megatron-core alone, as a script without megatron.training."""
+
+from typing import Any
+
+VOCAB_SIZE, SEQ_LENGTH = 48, 8
+
+
+def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> Any:
+    """Start the process groups and wrap a two-layer GPT in Megatron-FSDP."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    dist.init_process_group("gloo")
+    instances = ddp_settings.get("num_distributed_optimizer_instances", 1)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=1, num_distributed_optimizer_instances=instances
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=SEQ_LENGTH,
+        share_embeddings_and_output_weights=False,
+    )
+    ddp_config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=sharding,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        gradient_reduce_div_fusion=False,
+        **ddp_settings,
+    )
+    return FullyShardedDataParallel(config, ddp_config, model)
+
+
+def build_optimizer(model: Any, **settings: Any) -> Any:
+    """Build the optimizer the way a script on megatron-core does, with the patches enabled."""
+    import megatron_muon
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    megatron_muon.enable()
+    config = OptimizerConfig(
+        **{
+            "optimizer": "muon",
+            "lr": 0.01,
+            "weight_decay": 0.1,
+            "use_distributed_optimizer": True,
+            **settings,
+        }
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def run_backward(model: Any, seed: int = 0) -> float:
+    """Run forward and backward on random tokens; gradients stay unreduced, as before a step."""
+    import torch
+    import torch.distributed as dist
+
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    tokens = torch.randint(VOCAB_SIZE, (2, SEQ_LENGTH + 1), generator=generator)
+    positions = torch.arange(SEQ_LENGTH).expand(2, -1)
+    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH).tril() < 0.5
+    with model.no_sync():
+        pass
+    loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
+    loss.backward()
+    return loss.item()
+
+
+def main_weights(model: Any) -> dict[str, Any]:
+    """Copy this rank's shards of the main weights."""
+    buffers = model.param_and_grad_buffer
+    return {
+        name: param._local_tensor.detach().clone()
+        for name, param in buffers.optimizer_named_parameters
+    }
+
+
+def model_weights(model: Any) -> list[Any]:
+    """Copy the bits of this rank's part of the weights that the next forward pass gathers.
+
+    As integers: the buffer's padding is uninitialized, and a NaN there would differ from itself.
+    """
+    import torch
+
+    return [
+        group.model_weight_buffer.data.clone().view(torch.int32)
+        for group in model.param_and_grad_buffer.parameter_groups
+        if group.model_weight_buffer is not None
+    ]
