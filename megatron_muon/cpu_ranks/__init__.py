@@ -1,0 +1,184 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-LM on gloo ranks without a GPU, Megatron-FSDP included.
+
+    from megatron_muon import cpu_ranks
+
+    cpu_ranks.enable()  # before megatron is imported
+    ...                 # torch.distributed, megatron.training.pretrain, ...
+
+Importing the package changes nothing and imports neither torch nor megatron. What ``enable``
+replaces is listed, with the reasons, in ``table.REPLACEMENTS``. Files, each importing only those
+before it::
+
+    torch_cuda, collectives, megatron_core -> table -> this one
+
+Limits: the device mode acts in the thread that calls ``enable``. What megatron bound on import
+(``from torch.cuda import _lazy_call``) stays bound after ``disable``: use a GPU in a new process.
+"""
+
+import atexit
+import importlib
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_muon.cpu_ranks.table import Replacement
+
+__all__ = ["disable", "enable", "is_enabled"]
+
+logger = logging.getLogger(__name__)
+
+# A module or a class.
+type Owner = Any
+
+_ABSENT = object()
+
+# (owner, name, raw entry of the owner's __dict__ or _ABSENT), in the order replaced.
+_undo: list[tuple[Owner, str, object]] = []
+_mode: Any = None
+_dynamo_was_disabled: bool | None = None
+_has_imported_megatron = False
+
+
+def is_enabled() -> bool:
+    """Return whether CPU ranks are enabled in this process."""
+    return _mode is not None
+
+
+def enable(force: bool = False) -> None:
+    """Make ``torch.cuda`` act on the CPU, then import Megatron and adapt it; idempotent.
+
+    Also turns ``torch.compile`` into the identity (``TORCHDYNAMO_DISABLE=1``, unless it is set).
+
+    Args:
+        force: Enable although this machine has a usable CUDA device.
+
+    Raises:
+        RuntimeError: A CUDA device is usable and ``force`` is not given, or megatron.core was
+            imported before and has already bound what has to be replaced.
+    """
+    global _dynamo_was_disabled, _has_imported_megatron, _mode
+    if is_enabled():
+        return
+    if "megatron.core" in sys.modules and not _has_imported_megatron:
+        raise RuntimeError(
+            "cpu_ranks.enable(): expected megatron.core not yet imported, got it imported. Call "
+            "enable() first thing, or run the script through `python -m megatron_muon`."
+        )
+    # Read when torch compiles the first function, which Megatron's decorators do on import.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    import torch
+
+    if not force and torch.cuda.is_available():
+        raise RuntimeError(
+            "cpu_ranks.enable(): expected no usable CUDA device, got "
+            f"{torch.cuda.device_count()}. Run on the GPU, or set MEGATRON_MUON_DEVICE=cpu "
+            "(enable(force=True)) to run on CPU ranks all the same."
+        )
+    if "torch._dynamo" in sys.modules:
+        config: Any = importlib.import_module("torch._dynamo.config")
+        _dynamo_was_disabled, config.disable = config.disable, True
+
+    from megatron_muon.cpu_ranks.table import MEGATRON_REPLACEMENTS, TORCH_REPLACEMENTS
+    from megatron_muon.cpu_ranks.torch_cuda import CpuDeviceMode
+
+    mode = CpuDeviceMode()
+    mode.__enter__()
+    _mode = mode
+    try:
+        for row in TORCH_REPLACEMENTS:
+            _apply(row)
+        # Only now: on import, megatron binds torch's names and tests what is available.
+        _has_imported_megatron = True
+        for row in MEGATRON_REPLACEMENTS:
+            _apply(row)
+    except BaseException:
+        disable()
+        raise
+    atexit.register(_leave_groups)
+    logger.debug("CPU ranks: %s names replaced", len(_undo))
+
+
+def disable() -> None:
+    """Restore every name ``enable`` replaced; does nothing when not enabled.
+
+    ``TORCHDYNAMO_DISABLE`` stays in the environment: what was decorated on import stays as it is.
+
+    Raises:
+        RuntimeError: A ``TorchFunctionMode`` entered after ``enable`` is still active.
+    """
+    global _dynamo_was_disabled, _mode
+    if not is_enabled():
+        return
+    from torch.overrides import _get_current_function_mode
+
+    current = _get_current_function_mode()
+    if current is not _mode:
+        raise RuntimeError(
+            f"cpu_ranks.disable(): expected its own TorchFunctionMode on top, got {current}. Leave "
+            "the mode entered since enable(), and call it in the thread that enabled."
+        )
+    while _undo:
+        owner, name, raw = _undo.pop()
+        if raw is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, raw)
+    if _dynamo_was_disabled is not None:
+        config: Any = importlib.import_module("torch._dynamo.config")
+        config.disable, _dynamo_was_disabled = _dynamo_was_disabled, None
+    _mode.__exit__(None, None, None)
+    _mode = None
+    atexit.unregister(_leave_groups)
+
+
+def _leave_groups() -> None:
+    """Destroy the process groups before the interpreter goes.
+
+    Megatron leaves them, and now and then a gloo thread still there at exit then aborts the process
+    ("terminate called without an active exception") after all its work is done. After an error
+    nothing is done: peers may still wait for this rank, and destroying would wait for them.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized() and getattr(sys, "last_exc", None) is None:
+        dist.destroy_process_group()
+
+
+def _resolve(target: str) -> tuple[Owner, str]:
+    """Return the owner of ``target`` and the last name.
+
+    Raises:
+        RuntimeError: ``target`` does not exist.
+    """
+    path, name = target.rsplit(".", 1)
+    parts = path.split(".")
+    for num_module_parts in range(len(parts), 0, -1):
+        try:
+            owner = importlib.import_module(".".join(parts[:num_module_parts]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for attribute in parts[num_module_parts:]:
+                owner = getattr(owner, attribute)
+            getattr(owner, name)
+        except AttributeError:
+            break
+        return owner, name
+    raise RuntimeError(
+        f"{target}: expected it in the installed torch and megatron-core, got none. Install the "
+        "versions in requirements.lock."
+    )
+
+
+def _apply(row: "Replacement") -> None:
+    """Replace the name of ``row`` and remember how to restore it."""
+    owner, name = _resolve(row.target)
+    # The raw entry, not getattr: a staticmethod must go back as one, an inherited name must vanish.
+    raw = vars(owner).get(name, _ABSENT)
+    value = row.replacement(getattr(owner, name)) if row.wraps else row.replacement
+    _undo.append((owner, name, raw))
+    setattr(owner, name, staticmethod(value) if isinstance(raw, staticmethod) else value)

@@ -1,0 +1,187 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What NCCL does and gloo does not: averages, uneven lists, groups asked for by NCCL's name.
+
+Each function takes the original and returns its replacement, which falls through to the original
+wherever gloo needs no help.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+type ProcessGroups = dist.ProcessGroup | list[dist.ProcessGroup]
+type ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+# None where the collective has been waited for.
+type Work = "dist.Work | CompletedWork | None"
+
+
+class CompletedWork:
+    """A finished collective, for callers that passed ``async_op=True``."""
+
+    def wait(self, _timeout: object = None) -> bool:
+        """Return True at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+
+def as_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return c10d's ``_new_process_group_helper`` that creates gloo groups where NCCL is asked for.
+
+    It is the one function behind ``init_process_group``, ``new_group`` and their relatives. NCCL's
+    options and the device to bind to are dropped with the backend.
+    """
+
+    @functools.wraps(original)
+    def _new_process_group_helper(
+        group_size: int,
+        group_rank: int,
+        ranks: list[int],
+        backend: str,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[dist.ProcessGroup | None, dist.Store | None]:
+        # "undefined" is init_process_group without a backend: torch would pick NCCL, a GPU being
+        # "available"; "cpu:gloo,cuda:nccl" is how Megatron's callers ask for both.
+        if "nccl" in str(backend) or str(backend) == "undefined":
+            backend = dist.Backend(dist.Backend.GLOO)
+            kwargs["backend_options"] = None
+        kwargs["device_id"] = None
+        return original(group_size, group_rank, ranks, backend, *args, **kwargs)
+
+    return _new_process_group_helper
+
+
+def averaging_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``all_reduce`` that averages by dividing, then summing.
+
+    Communication: as the original.
+    """
+
+    @functools.wraps(original)
+    def all_reduce(
+        tensor: torch.Tensor,
+        op: ReduceOp = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        if op == dist.ReduceOp.AVG:
+            tensor.div_(dist.get_world_size(group))
+            op = dist.ReduceOp.SUM
+        return original(tensor, op=op, group=group, async_op=async_op)
+
+    return all_reduce
+
+
+def averaging_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``reduce_scatter_tensor`` that averages by dividing, then summing.
+
+    Communication: as the original.
+    Memory: a copy of the input when averaging, which must stay as it was.
+    """
+
+    @functools.wraps(original)
+    def reduce_scatter_tensor(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: ReduceOp = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        if op == dist.ReduceOp.AVG:
+            input = input / dist.get_world_size(group)
+            op = dist.ReduceOp.SUM
+        return original(output, input, op=op, group=group, async_op=async_op)
+
+    return reduce_scatter_tensor
+
+
+def _is_uneven(tensors: list[torch.Tensor]) -> bool:
+    return len({tensor.numel() for tensor in tensors}) > 1
+
+
+def _padded(tensor: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return ``tensor`` flat and zero-padded to ``numel`` elements."""
+    flat = tensor.new_zeros(numel)
+    flat[: tensor.numel()] = tensor.reshape(-1)
+    return flat
+
+
+def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``all_gather`` that takes outputs of different sizes.
+
+    Gloo moves equal blocks only, so everything is padded to the largest. Every rank knows all the
+    sizes, hence all take the same path.
+
+    Communication: one ``all_gather`` of the largest size per rank, waited for even if ``async_op``.
+    Memory: world size blocks of the largest size.
+    """
+
+    @functools.wraps(original)
+    def all_gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        if not _is_uneven(tensor_list):
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        numel = max(output.numel() for output in tensor_list)
+        gathered = [tensor.new_empty(numel) for _ in tensor_list]
+        original(gathered, _padded(tensor.detach(), numel), group=group)
+        for output, flat in zip(tensor_list, gathered, strict=True):
+            output.copy_(flat[: output.numel()].view(output.shape))
+        return CompletedWork() if async_op else None
+
+    return all_gather
+
+
+def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``reduce_scatter`` that takes inputs of different sizes, and averages.
+
+    Communication: one ``reduce_scatter`` of the largest size per rank, waited for even if
+    ``async_op`` when sizes differ.
+    Memory: world size blocks of the largest size.
+    """
+
+    @functools.wraps(original)
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: ReduceOp = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        if op == dist.ReduceOp.AVG:
+            world_size = dist.get_world_size(group)
+            input_list = [tensor / world_size for tensor in input_list]
+            op = dist.ReduceOp.SUM
+        if not _is_uneven(input_list):
+            return original(output, input_list, op=op, group=group, async_op=async_op)
+        numel = max(tensor.numel() for tensor in input_list)
+        flat = output.new_empty(numel)
+        padded = [_padded(tensor.detach(), numel) for tensor in input_list]
+        original(flat, padded, op=op, group=group)
+        output.copy_(flat[: output.numel()].view(output.shape))
+        return CompletedWork() if async_op else None
+
+    return reduce_scatter
+
+
+def mesh_from_group_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``DeviceMesh.from_group`` that makes meshes of CPU ranks where CUDA is asked for."""
+
+    @functools.wraps(original)
+    def from_group(
+        group: ProcessGroups, device_type: str, *args: object, **kwargs: object
+    ) -> DeviceMesh:
+        return original(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return from_group

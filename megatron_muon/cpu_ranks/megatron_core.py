@@ -1,0 +1,138 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What has to change inside Megatron itself; imports nothing of it.
+
+Functions named ``*_from`` take the original and return its replacement; the others are replacements
+themselves.
+"""
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer import TransformerConfig
+
+
+def compile_nothing() -> None:
+    """Stand in for ``compile_helpers``: the wheel ships the helpers compiled, and no Makefile."""
+
+
+def move_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Stand in for ``maybe_move_tensor_to_cpu``, whose test for a GPU tensor never holds here.
+
+    Args:
+        tensor: A tensor of any shape and dtype, or anything else, returned as it is.
+        as_numpy: Return tensors as numpy arrays sharing their memory.
+        record_stream: Ignored.
+    """
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def preprocessing_without_premul_from(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``gradient_reduce_preprocessing`` that never asks for NCCL's pre-multiplied sum.
+
+    The gradient is multiplied by the scaling factor before the sum, as for bf16 on GPUs.
+    """
+
+    @functools.wraps(original)
+    def gradient_reduce_preprocessing(
+        grad_data: torch.Tensor,
+        scaling_factor: float | None,
+        ddp_config: "DistributedDataParallelConfig",
+    ) -> "torch.distributed.ReduceOp.RedOpType":
+        config = SimpleNamespace(
+            average_in_collective=ddp_config.average_in_collective, gradient_reduce_div_fusion=False
+        )
+        return original(grad_data, scaling_factor, config)
+
+    return gradient_reduce_preprocessing
+
+
+def torch_norm_from(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``WrappedTorchNorm.__new__`` that allows sequence parallelism and persistent norms.
+
+    Torch's norms act on each token by itself, so a shard of the sequence is normalised as the whole
+    is; what sequence parallelism asks of them is the mark that has their gradients summed over the
+    tensor-parallel group. "Persistent" only names a fused GPU kernel.
+    """
+
+    @functools.wraps(original)
+    def __new__(
+        cls: type, config: "TransformerConfig", *args: object, **kwargs: object
+    ) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        plain.persist_layer_norm = False
+        module = original(cls, plain, *args, **kwargs)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return module
+
+    return __new__
+
+
+@contextlib.contextmanager
+def fork_rng(tracker: "CudaRNGStatesTracker", name: str = "model-parallel-rng") -> Iterator[None]:
+    """Stand in for ``CudaRNGStatesTracker.fork``: draw from the named state inside the context.
+
+    The original warns whenever the CPU's generator moved inside it, here always: device and CPU
+    share one.
+
+    Args:
+        tracker: The ``CudaRNGStatesTracker``.
+        name: One of the states added to it.
+
+    Raises:
+        KeyError: ``name`` was never added.
+        RuntimeError: Forks were left in another order than entered.
+    """
+    if name not in tracker.states_:
+        raise KeyError(
+            f"rng state: expected one of {sorted(tracker.states_)}, got {name}. "
+            "Add it to the tracker first."
+        )
+    outer_name = tracker._current_state_name
+    outer_state = torch.get_rng_state()
+    if outer_name != "default-rng":
+        tracker.states_[outer_name] = outer_state
+    torch.set_rng_state(tracker.states_[name])
+    tracker._current_state_name = name
+    try:
+        yield
+    finally:
+        if tracker._current_state_name != name:
+            raise RuntimeError(
+                f"rng state: expected {name}, got {tracker._current_state_name}. "
+                "Leave forks in the reverse order of entering them."
+            )
+        tracker.states_[name] = torch.get_rng_state()
+        if outer_name != "default-rng":
+            outer_state = tracker.states_[outer_name]
+        torch.set_rng_state(outer_state)
+        tracker._current_state_name = outer_name
+
+
+def model_parallel_without_context_from(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``initialize_model_parallel`` that refuses context parallelism."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize_model_parallel(*args: object, **kwargs: object) -> None:
+        size = signature.bind(*args, **kwargs).arguments.get("context_parallel_size", 1)
+        if size > 1:
+            raise ValueError(
+                f"--context-parallel-size: expected 1 on CPU ranks, got {size}. "
+                "Context parallelism needs Transformer Engine's attention: run on GPUs."
+            )
+        original(*args, **kwargs)
+
+    return initialize_model_parallel
