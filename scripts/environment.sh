@@ -1,0 +1,95 @@
+# shellcheck shell=bash
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+#
+# Sourced by scripts/*.sh and .ci/run: changes to the repository root and makes .venv there from
+# requirements.lock (Python 3.12, every file checked against its hash), with this package installed
+# editable. A stamp inside .venv lets the next call start at once; it is written last, so an
+# interrupted installation never looks complete.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+environment_stamp() {
+    # The path is part of it: an editable install points at its folder, so a copied .venv is synced.
+    { pwd -P && cat requirements.lock pyproject.toml; } | sha256sum | cut -d " " -f 1
+}
+
+environment_is_ready() {
+    [[ -x .venv/bin/python && -f .venv/megatron-muon.stamp ]] &&
+        [[ "$(cat .venv/megatron-muon.stamp)" == "$(environment_stamp)" ]]
+}
+
+# Sets the array UV to a command that runs uv, installing it under .uv when there is none.
+find_uv() {
+    local candidate
+    # Run each: a pyenv shim is on PATH even where uv belongs to another Python, and then fails.
+    for candidate in uv "python3 -m uv" "python3.12 -m uv" "${HOME:-}/.local/bin/uv" .uv/bin/uv; do
+        read -r -a UV <<<"$candidate"
+        "${UV[@]}" --version >/dev/null 2>&1 && return 0
+    done
+    echo "environment: installing uv into .uv" >&2
+    for candidate in python3 python3.12 /usr/bin/python3; do
+        # --target needs neither root nor a venv, and an externally managed Python takes it too.
+        "$candidate" -m pip install --quiet --upgrade --target .uv uv >&2 || continue
+        UV=(".uv/bin/uv")
+        "${UV[@]}" --version >/dev/null 2>&1 && return 0
+    done
+    echo "environment: expected uv or a python3 with pip, got neither. Install uv first." >&2
+    return 1
+}
+
+is_python_312() {
+    "$1" -c "import sys; sys.exit(sys.version_info[:2] != (3, 12))" 2>/dev/null
+}
+
+# Prints a Python 3.12, or just the version: uv then looks further, and downloads it at last.
+find_python() {
+    local candidate
+    local pyenv_root=${PYENV_ROOT:-${HOME:-}/.pyenv}
+    for candidate in python3.12 python3 "$pyenv_root"/versions/3.12*/bin/python; do
+        if is_python_312 "$candidate"; then
+            "$candidate" -c "import sys; print(sys.executable)"
+            return
+        fi
+    done
+    echo "3.12"
+}
+
+build_environment() {
+    find_uv || return 1
+    echo "environment: building .venv from requirements.lock with $("${UV[@]}" --version)" >&2
+    export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}"
+    # A marker without a stamp means that an installation was cut short: start from nothing.
+    if [[ -e .venv/megatron-muon.installing ]] || ! is_python_312 .venv/bin/python; then
+        rm -rf .venv
+        "${UV[@]}" venv --quiet --python "$(find_python)" .venv || return 1
+    fi
+    rm -f .venv/megatron-muon.stamp
+    touch .venv/megatron-muon.installing
+    "${UV[@]}" pip sync --quiet --python .venv/bin/python --require-hashes requirements.lock ||
+        return 1
+    # The build backend, setuptools, is in the lock: the editable install fetches nothing unpinned.
+    "${UV[@]}" pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation \
+        --editable . || return 1
+    environment_stamp >.venv/megatron-muon.stamp.new
+    rm .venv/megatron-muon.installing
+    mv .venv/megatron-muon.stamp.new .venv/megatron-muon.stamp
+    echo "environment: ready in .venv" >&2
+}
+
+ensure_environment() {
+    environment_is_ready && return 0
+    # The subshell holds the lock until it ends; whoever waited finds the environment ready.
+    (
+        flock 9 || exit 1
+        environment_is_ready || build_environment
+    ) 9>.venv.lock
+}
+
+if ! ensure_environment; then
+    echo "environment: the installation failed; its error stands above. Call again to retry." >&2
+    exit 1
+fi
+export PATH="$PWD/.venv/bin:$PATH" VIRTUAL_ENV="$PWD/.venv"
+# More threads than cores make ranks that share a machine slower, not faster.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

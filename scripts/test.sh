@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+#
+# Runs the tests, building the environment first: bash scripts/test.sh [pytest arguments].
+# Paths are relative to the repository root; without one, all of tests/unit_tests runs.
+set -euo pipefail
+
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+has_path=false
+for argument in "$@"; do
+    # A node id (file.py::test) counts; the value of an option such as -k is no file.
+    [[ -e "${argument%%::*}" ]] && has_path=true
+done
+$has_path || set -- tests/unit_tests "$@"
+
+exec .venv/bin/python -m pytest "$@"
