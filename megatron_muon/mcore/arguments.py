@@ -54,28 +54,32 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``validate_yaml`` to refuse Muon with Megatron-FSDP from a YAML configuration."""
+    """Wrap ``load_yaml`` to refuse Muon with Megatron-FSDP from a YAML configuration.
+
+    Megatron reads the file in place of the command line, whose flags it drops, and validates it
+    apart from :func:`validate`.
+    """
 
     @functools.wraps(original)
-    def validate_yaml(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
-        # Megatron reads the YAML file in place of the command line, whose flags it drops.
+    def load_yaml(yaml_path: str) -> Any:
+        config = original(yaml_path)
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--optimizer", default=getattr(args, "optimizer", "adam"))
+        parser.add_argument("--optimizer", default=getattr(config, "optimizer", "adam"))
         parser.add_argument(
             "--use-megatron-fsdp",
             action="store_true",
-            default=bool(getattr(args, "use_megatron_fsdp", False)),
+            default=bool(getattr(config, "use_megatron_fsdp", False)),
         )
         asked, _ = parser.parse_known_args(sys.argv[1:])
         if asked.use_megatron_fsdp and asked.optimizer not in ("adam", "sgd"):
             raise ValueError(
                 f"--yaml-cfg: expected command-line flags for --optimizer {asked.optimizer} "
-                "--use-megatron-fsdp, got a YAML file, whose validation Megatron keeps apart. "
+                f"--use-megatron-fsdp, got {yaml_path}, in whose place Megatron drops them. "
                 "Pass the settings as flags."
             )
-        return original(args, defaults)
+        return config
 
-    return validate_yaml
+    return load_yaml
 
 
 def requested_exchange() -> str:

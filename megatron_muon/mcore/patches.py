@@ -70,7 +70,10 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         Target(
-            "megatron.training.yaml_arguments", "validate_yaml", parameters=("args", "defaults")
+            "megatron.training.yaml_arguments",
+            "load_yaml",
+            parameters=("yaml_path",),
+            source_lines=("config_namespace.yaml_cfg = yaml_path",),
         ),
         "refuse Muon with Megatron-FSDP from --yaml-cfg, which skips the checks of flags",
         arguments.refuse_yaml,

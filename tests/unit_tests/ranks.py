@@ -178,16 +178,15 @@ def _record_history(path: Path) -> None:
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         values = signature.bind(*args, **kwargs).arguments
-        if not values.get("is_first_iteration"):
-            record = {
-                "iteration": values["iteration"],
-                "loss": float(values["loss_dict"].get("lm loss", float("nan"))),
-                "grad_norm": float(values["grad_norm"] or 0.0),
-                "num_zeros": float(values["num_zeros_in_grad"] or 0.0),
-                "skipped": int(values["skipped_iter"]),
-            }
-            with open(path, "a") as file:
-                file.write(json.dumps(record) + "\n")
+        record = {
+            "iteration": values["iteration"],
+            "loss": float(values["loss_dict"].get("lm loss", float("nan"))),
+            "grad_norm": float(values["grad_norm"] or 0.0),
+            "num_zeros": float(values["num_zeros_in_grad"] or 0.0),
+            "skipped": int(values["skipped_iter"]),
+        }
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
         return original(*args, **kwargs)
 
     training.training_log = training_log

@@ -137,7 +137,7 @@ def test_weights_are_installed_once_a_step_and_gradients_reduced_once(world_size
     assert run.results == [[2, 2, 2]] * world_size
 
 
-def _lose_a_gradient(kind: str) -> list[Any]:
+def _lose_a_gradient(kind: str, name: str) -> list[Any]:
     import torch
     import torch.distributed as dist
 
@@ -150,9 +150,10 @@ def _lose_a_gradient(kind: str) -> list[Any]:
         for child in optimizer.chained_optimizers
         if type(child.optimizer).__name__ == kind
     )
-    lost = next(param for param in owner.get_parameters() if param.grad is not None)
-    if dist.get_rank() == 1:
-        lost.grad = None
+    for param in owner.get_parameters():
+        if dist.get_rank() == 1 and optimizer._fqns[param] == name:
+            assert param.grad is not None
+            param.grad = None
     before, installed = main_weights(model), model_weights(model)
     try:
         optimizer.step()
@@ -164,11 +165,14 @@ def _lose_a_gradient(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("FSDPZeROTensorParallelMuon", "position_embeddings.weight"), ("AdamW", "embedding")],
+    [
+        ("FSDPZeROTensorParallelMuon", "embedding.position_embeddings.weight"),
+        ("AdamW", "output_layer.weight"),
+    ],
 )
 def test_missing_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(kind, name):
     """Neither Muon nor Adam moves when one rank lost a gradient of either."""
-    run = run_ranks(2, _lose_a_gradient, kind).check()
+    run = run_ranks(2, _lose_a_gradient, kind, name).check()
     for text, same, unchanged in run.results:
         assert "rank 1: " in text and name in text and "expected a gradient" in text
         assert same and unchanged

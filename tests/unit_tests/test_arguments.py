@@ -1,0 +1,87 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines: what is accepted, and each refusal with its message and exit code."""
+
+import pytest
+from ranks import launch
+from toy_gpt import fsdp_toy_gpt, toy_gpt
+
+ZERO_3 = "optim_grads_params"
+HSDP = ("--num-distributed-optimizer-instances", "2")
+
+REFUSALS = [
+    (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
+    (("--use-precision-aware-optimizer",), "--use-precision-aware-optimizer: it keeps gradients"),
+    (("--optimizer-cpu-offload",), "--optimizer-cpu-offload: Newton-Schulz runs where"),
+    (("--no-use-layer-wise-param-layout",), "the layer-wise distributed optimizer"),
+    (("--optimizer", "dist_muon"), "dist_muon is its layer-wise form"),
+    (("--optimizer", "soap"), "--optimizer soap --use-megatron-fsdp cannot run with"),
+    (("--optimizer", "lion"), "only Muon has a Megatron-FSDP implementation here"),
+    (("--optimizer", "adaptive_muon"), "use --optimizer muon"),
+    (("--pipeline-model-parallel-size", "2"), "--pipeline-model-parallel-size above 1"),
+    (("--ckpt-format", "torch_dist"), "--ckpt-format other than fsdp_dtensor"),
+    (("--use-torch-fsdp2",), "--use-torch-fsdp2: the optimizer reads Megatron-FSDP's shards"),
+    (("--save", "checkpoints"), "cannot save or load Muon's state under Megatron-FSDP yet"),
+    (("--load", "checkpoints"), "cannot save or load Muon's state under Megatron-FSDP yet"),
+    (("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"), "need float32 main parameters"),
+    (("--bf16", "--megatron-fsdp-main-params-dtype", "auto"), "need float32 main parameters"),
+    (("--muon-fsdp-exchange", "owner"), "invalid choice: 'owner' (choose from 'all_gather')"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSALS, ids=lambda value: str(value)[:40])
+def test_refusal_names_the_flag_the_reason_and_the_way_out(flags, message):
+    """Every rank ends with a non-zero exit code before a process group exists."""
+    run = launch(2, fsdp_toy_gpt(ZERO_3, *flags))
+    assert all(code in (1, 2) for code in run.exit_codes)
+    for output in run.outputs:
+        assert message in output
+
+
+def test_hsdp_without_overlap_is_refused():
+    """Upstream then never reduces gradients over the outer ranks, and says nothing."""
+    flags = [flag for flag in fsdp_toy_gpt("optim", *HSDP) if not flag.startswith("--overlap")]
+    run = launch(2, flags)
+    assert run.exit_codes == [1, 1]
+    assert "HSDP without --overlap-grad-reduce" in run.outputs[1]
+    assert "add --overlap-grad-reduce" in run.outputs[1]
+
+
+def test_outer_sharding_without_full_inner_sharding_is_refused():
+    """Megatron-FSDP raises for it late, while it builds buffers."""
+    run = launch(2, fsdp_toy_gpt("optim", *HSDP, "--outer-dp-sharding-strategy", "optim"))
+    assert run.exit_codes == [1, 1]
+    assert "add --data-parallel-sharding-strategy optim_grads_params" in run.outputs[0]
+
+
+def test_all_refusals_are_reported_together():
+    """A user who has two settings to change is told of both at once."""
+    run = launch(1, fsdp_toy_gpt(ZERO_3, "--fp16", "--optimizer-cpu-offload"))
+    assert run.exit_codes == [1]
+    assert "--fp16:" in run.outputs[0] and "--optimizer-cpu-offload:" in run.outputs[0]
+
+
+def test_yaml_configuration_is_refused(tmp_path):
+    """Megatron drops the command line for a YAML file, and Muon's checks with it."""
+    config = tmp_path / "config.yaml"
+    config.write_text("optimizer: adam\nuse_megatron_fsdp: false\n")
+    run = launch(1, fsdp_toy_gpt(ZERO_3, "--yaml-cfg", str(config)))
+    assert run.exit_codes == [1]
+    assert "--yaml-cfg: expected command-line flags for --optimizer muon" in run.outputs[0]
+
+
+def test_use_distributed_optimizer_is_accepted():
+    """Megatron-FSDP turns the flag on itself; it does not mean the layer-wise optimizer here."""
+    flags = ("--use-distributed-optimizer", "--muon-fsdp-exchange", "all_gather")
+    run = launch(1, fsdp_toy_gpt(ZERO_3, *flags, "--train-iters", "1", "--lr-warmup-iters", "0"))
+    assert len(run.check().history) == 1
+
+
+def test_adam_and_muon_without_megatron_fsdp_are_left_alone():
+    """Upstream's own refusals still speak where our optimizer is not involved."""
+    run = launch(1, toy_gpt("--optimizer", "adam", "--use-megatron-fsdp"))
+    assert run.exit_codes == [1]
+    assert "Megatron-FSDP requires the `fsdp_dtensor` checkpointing format." in run.outputs[0]
+    run = launch(1, toy_gpt("--ckpt-format", "fsdp_dtensor"))
+    assert run.exit_codes == [1]
+    assert "--ckpt-format fsdp_dtensor is only tested with Megatron FSDP." in run.outputs[0]

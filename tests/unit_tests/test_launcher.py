@@ -1,0 +1,121 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher, as a user starts it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from ranks import PRETRAIN_GPT, ROOT, launch
+from toy_gpt import fsdp_toy_gpt
+
+from megatron_muon import launcher
+
+
+def _torchrun(num_ranks: int, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        + ["--nproc-per-node", str(num_ranks), "-m", "megatron_muon", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        timeout=240,
+    )
+
+
+def test_torchrun_trains_and_logs_one_line_a_patch_on_rank_0():
+    """The command of the README; versions, device and every patch are said once."""
+    flags = fsdp_toy_gpt("optim_grads_params", "--train-iters", "2", "--lr-warmup-iters", "0")
+    done = _torchrun(2, str(PRETRAIN_GPT), *flags, MEGATRON_MUON_DEVICE="cpu")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall(r"lm loss: \d\.\d+E", done.stdout)) == 2
+    versions = re.findall(
+        r"megatron-core 0\.19\.\S+, emerging-optimizers 0\.3\.\S+, torch 2\.11\.\S+ device cpu",
+        done.stdout,
+    )
+    assert len(versions) == 1
+    from megatron_muon.mcore.patches import PATCHES
+
+    for patch in PATCHES:
+        assert done.stdout.count(f"patched {patch.target.symbol}: {patch.purpose}") == 1
+
+
+def _run_script(tmp_path, code: str, name: str = "script.py"):
+    script = tmp_path / name
+    script.write_text(code)
+    return launch(1, ["--flag", "value"], script=script)
+
+
+def test_script_runs_as_main_with_its_folder_and_arguments(tmp_path):
+    """As ``python SCRIPT ARGS`` would run it."""
+    (tmp_path / "beside.py").write_text("NAME = 'found'")
+    code = (
+        "import sys, beside, megatron_muon\n"
+        "print('SEEN', __name__, sys.argv[1:], beside.NAME, megatron_muon.is_enabled(),"
+        " sys.modules['__main__'].__file__ == __file__)\n"
+    )
+    run = _run_script(tmp_path, code).check()
+    assert "SEEN __main__ ['--flag', 'value'] found True True" in run.outputs[0]
+
+
+def test_exit_status_of_the_script_is_kept(tmp_path):
+    """A script that raises or exits with a status ends the rank with it."""
+    assert _run_script(tmp_path, "raise KeyError('x')").exit_codes == [1]
+
+
+CHECKOUT = """
+import megatron.core, megatron.training
+print("CORE", megatron.core.__file__)
+"""
+
+
+def test_megatron_package_beside_the_script_is_used(tmp_path):
+    """A Megatron-LM checkout's own pretrain_gpt.py brings the megatron package next to it."""
+    import megatron.core
+
+    checkout = tmp_path / "Megatron-LM"
+    checkout.mkdir()
+    package = os.path.dirname(os.path.dirname(megatron.core.__file__))
+    os.symlink(package, checkout / "megatron")
+    (checkout / "pretrain_gpt.py").write_text(CHECKOUT)
+    done = _torchrun(1, str(checkout / "pretrain_gpt.py"), MEGATRON_MUON_DEVICE="cpu")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"CORE {checkout}/megatron/core/__init__.py" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("requested", "has_gpu", "expected"),
+    [("", True, "cuda"), ("", False, "cpu"), ("cpu", True, "cpu"), ("cuda", True, "cuda")],
+)
+def test_device_is_the_gpu_where_there_is_one_unless_asked(monkeypatch, requested, has_gpu, expected):
+    """MEGATRON_MUON_DEVICE overrides what torch.cuda finds."""
+    import torch
+
+    monkeypatch.setenv("MEGATRON_MUON_DEVICE", requested)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(has_gpu))
+    assert launcher.choose_device() == expected
+
+
+def test_impossible_devices_are_refused(monkeypatch):
+    """A wrong name and a GPU that is not there are errors, not a fall back."""
+    import torch
+
+    monkeypatch.setenv("MEGATRON_MUON_DEVICE", "gpu")
+    with pytest.raises(ValueError, match="MEGATRON_MUON_DEVICE: expected one of"):
+        launcher.choose_device()
+    monkeypatch.setenv("MEGATRON_MUON_DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="expected a usable GPU for cuda, got none"):
+        launcher.choose_device()
+
+
+def test_usage_and_missing_scripts_are_errors(capsys):
+    """Without a script the usage is shown; a wrong path is named."""
+    assert launcher.main([]) == 2
+    assert "-m megatron_muon SCRIPT" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match="got no_such_script.py"):
+        launcher.main(["no_such_script.py"])
