@@ -11,7 +11,7 @@ Each layer imports only the ones above it::
     exchange    the collectives that assemble matrices from row shards
     mcore/      the only code that imports megatron: optimizer, factory, arguments, repairs
     patching/   verifies and applies what changes in megatron
-    launcher    ``torchrun ... -m megatron_muon SCRIPT ARGS``; ``cpu_ranks/`` serves it without a GPU
+    launcher    ``torchrun ... -m megatron_muon SCRIPT ARGS``; without a GPU on ``cpu_ranks/``
 """
 
 from megatron_muon.patching import IncompatibleMegatronError, disable, enable, is_enabled

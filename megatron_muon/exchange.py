@@ -4,11 +4,11 @@
 
 Vocabulary:
 
-==============  ======================================================================================
+==============  ================================================================================
 row shard       the contiguous rows of a matrix that one rank holds, ``(local_rows, cols)``
 all_gather      every rank receives every shard and assembles the whole matrix
 agreement       ranks compare what they know before they act on it
-==============  ======================================================================================
+==============  ================================================================================
 """
 
 import hashlib
@@ -83,7 +83,9 @@ def raise_where_any_rank_fails(
     texts: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(texts, list(problems), group=group)
     ranks = dist.get_process_group_ranks(group) if group is not None else range(len(texts))
-    lines = [f"rank {rank}: {text}" for rank, found in zip(ranks, texts, strict=True) for text in found]
+    lines = [
+        f"rank {rank}: {text}" for rank, found in zip(ranks, texts, strict=True) for text in found
+    ]
     shown = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
     raise RuntimeError("\n  ".join(["ranks cannot go on together:", *shown]) + f"\n{advice}")
 

@@ -4,11 +4,11 @@
 
 Vocabulary:
 
-==============  ======================================================================================
-matrix          one 2-D parameter as tensor parallelism leaves it on this rank, ``(num_rows, num_cols)``
+==============  ================================================================================
+matrix          one 2-D parameter as tensor parallelism leaves it on this rank, ``(rows, cols)``
 row shard       the contiguous rows ``[start, stop)`` of a matrix that one rank holds, maybe none
 layout          the row shards of one matrix, by rank of the group they are cut over
-==============  ======================================================================================
+==============  ================================================================================
 """
 
 from dataclasses import dataclass

@@ -83,7 +83,7 @@ def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def requested_exchange() -> str:
-    """Read ``--muon-fsdp-exchange`` of this process, or its default outside of megatron.training."""
+    """Read ``--muon-fsdp-exchange``, or its default in scripts without megatron.training."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     args = global_vars._GLOBAL_ARGS if global_vars is not None else None
     return getattr(args, "muon_fsdp_exchange", EXCHANGES[0])

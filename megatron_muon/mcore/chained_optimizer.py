@@ -75,7 +75,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             problems,
             None,
             self.model_chunks[0].module.device,
-            "Every trainable parameter needs a reduced gradient before step(); nothing was updated.",
+            "Every trainable parameter needs a reduced gradient before step(); nothing changed.",
         )
         return super().prepare_grads()
 
@@ -187,8 +187,8 @@ def _copy_model_weights_to_main_weights(parameter_group: Any) -> None:
         return
     if parameter_group.dtype == "float8":
         raise ValueError(
-            "reload_model_params: expected bf16 or fp32 model weights, got float8. Load main weights "
-            "with the fsdp_dtensor checkpoint; float8 weights have lost the bits they need."
+            "reload_model_params: expected bf16 or fp32 model weights, got float8. Load main "
+            "weights with the fsdp_dtensor checkpoint; float8 weights have lost their bits."
         )
     for param in parameter_group.params:
         item_id = main.param_idx[param]

@@ -25,6 +25,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.fsdp_model import (
+    FSDPParameter,
     check_model_chunks,
     copy_parameter_attributes,
     describe_matrix,
@@ -110,7 +111,7 @@ def _settings(config: OptimizerConfig, chunk: FullyShardedDataParallel) -> dict[
     return settings
 
 
-def _tag_parameter(param: torch.nn.Parameter, fqn: str, model_config: Any) -> None:
+def _tag_parameter(param: FSDPParameter, fqn: str, model_config: Any) -> None:
     """Mark experts and QKV as upstream does before it builds an emerging optimizer."""
     copy_parameter_attributes(param)
     if "experts" in fqn and "shared" not in fqn:
@@ -135,7 +136,7 @@ def _muon_child(
     groups: list[dict[str, Any]],
     model_chunks: Sequence[FullyShardedDataParallel],
     pg_collection: ProcessGroupCollection,
-    fqns: dict[torch.Tensor, str],
+    fqns: dict[FSDPParameter, str],
     exchange: str,
 ) -> DistributedOptimizer:
     matrices: dict[torch.Tensor, ShardedMatrix] = {
@@ -198,7 +199,7 @@ def _instance_id(
 
 
 def _log_routing(
-    buckets: dict[tuple[str, bool], list[dict[str, Any]]], fqns: dict[torch.Tensor, str]
+    buckets: dict[tuple[str, bool], list[dict[str, Any]]], fqns: dict[FSDPParameter, str]
 ) -> None:
     """Log on rank 0 how many parameters and elements each optimizer was given, and why."""
     parts = []

@@ -3,6 +3,7 @@
 """What the optimizer reads of a Megatron-FSDP model: parameters, row shards, groups."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.layout import RowLayout, shards_from_flat_ranges
 from megatron_muon.mcore.muon import ShardedMatrix
+
+# A DTensor parameter with the attributes Megatron-FSDP sets on it (orig_param, ...).
+type FSDPParameter = Any
 
 
 def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
@@ -52,7 +56,7 @@ def _is_v2_module(module: torch.nn.Module) -> bool:
 
 def named_optimizer_parameters(
     model_chunks: Sequence[torch.nn.Module],
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
+) -> Iterator[tuple[str, FSDPParameter]]:
     """Yield the trainable parameters of all chunks with names free of wrapper prefixes."""
     for chunk in model_chunks:
         for name, param in chunk.named_parameters():
@@ -62,7 +66,7 @@ def named_optimizer_parameters(
                 yield name, param
 
 
-def copy_parameter_attributes(param: torch.nn.Parameter) -> None:
+def copy_parameter_attributes(param: FSDPParameter) -> None:
     """Give a DTensor parameter what Megatron's optimizers read and Megatron-FSDP leaves behind.
 
     Among it ``allreduce``, False for experts under expert parallelism: without it experts would be
@@ -71,7 +75,7 @@ def copy_parameter_attributes(param: torch.nn.Parameter) -> None:
     copy_optimizer_param_metadata(param, param.orig_param)
 
 
-def describe_matrix(fqn: str, param: torch.nn.Parameter) -> ShardedMatrix:
+def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
     """Read the row shards of a matrix from the buffer that Megatron-FSDP cut it by.
 
     Args:
@@ -117,7 +121,7 @@ def describe_matrix(fqn: str, param: torch.nn.Parameter) -> ShardedMatrix:
     return ShardedMatrix(fqn, layout, group)
 
 
-def _shard_index_of_each_rank(dist_index: object, parameter_group: object, world: int) -> list[int]:
+def _shard_index_of_each_rank(dist_index: Any, parameter_group: Any, world: int) -> list[int]:
     """Give the position in the buffer of each rank's shard, by rank of the shard group.
 
     HFSDP shards over the inner ranks first and over the outer ranks within, while its group counts
@@ -131,7 +135,7 @@ def _shard_index_of_each_rank(dist_index: object, parameter_group: object, world
     return [rank % num_inner * num_outer + rank // num_inner for rank in range(world)]
 
 
-def shards_over_outer_ranks(ddp_config: object) -> bool:
+def shards_over_outer_ranks(ddp_config: Any) -> bool:
     """Tell whether HFSDP is on: optimizer shards cut over the inner and the outer ranks."""
     return (
         ddp_config.num_distributed_optimizer_instances > 1
@@ -140,7 +144,7 @@ def shards_over_outer_ranks(ddp_config: object) -> bool:
 
 
 def grad_stats_group(
-    ddp_config: object, groups: ProcessGroupCollection, *, is_expert: bool
+    ddp_config: Any, groups: ProcessGroupCollection, *, is_expert: bool
 ) -> dist.ProcessGroup:
     """Choose the group that gradient norm and zero count are reduced over.
 
@@ -168,4 +172,4 @@ def grad_stats_group(
             f"HFSDP gradient norm: expected optimizer instances that span all "
             f"{dist.get_world_size()} ranks, got {num_ranks}. Give the whole job to one model."
         )
-    return dist.group.WORLD
+    return dist.group.WORLD  # type: ignore[return-value]

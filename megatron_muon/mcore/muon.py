@@ -110,7 +110,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         for param_group in self.param_groups:
             self._init_group(param_group, skip_non_grad_params=False)
 
-    def _all_params(self) -> list[torch.Tensor]:
+    def _all_params(self) -> list[Any]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def _all_matrices(self) -> list[ShardedMatrix]:
@@ -126,7 +126,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     @property
     def _device(self) -> torch.device:
-        return self._all_params()[0].to_local().device  # type: ignore[attr-defined]
+        return self._all_params()[0]._local_tensor.device
 
     def _check_parameters(self) -> None:
         for param in self._all_params():
@@ -161,7 +161,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                 gradient; parameters and momentum are unchanged.
         """
         if closure is not None:
-            raise ValueError("closure: expected None, got a closure. Compute the loss before step().")
+            raise ValueError("closure: expected None, got one. Compute the loss before step().")
         self._raise_where_gradients_are_missing()
         for group in self.param_groups:
             settings = {key: value for key, value in group.items() if key != "params"}
@@ -179,7 +179,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         momentum = self.state[param]["momentum_buffer"]._local_tensor
         if param.grad is None:
             return _with_local(param, torch.empty_like(local))
-        grad = param.grad._local_tensor
+        grad = param.grad._local_tensor  # type: ignore[attr-defined]
         self._apply_weight_decay_inplace(local, grad, group["lr"], group["weight_decay"])
         momentum.lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(momentum, group["momentum"]) if self.nesterov else momentum

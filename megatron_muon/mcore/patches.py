@@ -149,9 +149,7 @@ PATCHES: tuple[Patch, ...] = (
                 "pg_collection",
                 "skip_megatron_wrapping",
             ),
-            source_lines=(
-                "setattr(optimizer, 'grad_stats_parallel_group', intra_dist_opt_group)",
-            ),
+            source_lines=("setattr(optimizer, 'grad_stats_parallel_group', intra_dist_opt_group)",),
         ),
         "HFSDP: reduce the gradient norm over all instances, which hold different shards",
         repairs.reduce_grad_norm_over_instances,

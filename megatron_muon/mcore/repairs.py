@@ -42,9 +42,10 @@ def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., An
     Where gradients are sharded, each microbatch is reduced and added to its shard. Over a group of
     one rank (experts with as many expert-parallel as data-parallel ranks, or one inner rank under
     HSDP) upstream makes the buffer unsharded: microbatches accumulate in it, and every reduction
-    multiplies all of it by 1 / dp again; with another communication dtype it also adds the buffer to
-    itself. A sharded buffer of one shard takes the path of any other group. Only gradient buffers
-    are given a scaling factor.
+    multiplies all of it by 1 / dp again; with another communication dtype it even adds the buffer
+    to itself. A sharded buffer of one shard takes the path of any other group.
+
+    Only gradient buffers are given a scaling factor, which tells them from weight buffers.
 
     Source: NVIDIA/Megatron-LM issue 6660 and pull request 6773, which came after 0.19.2.
     """
@@ -82,4 +83,3 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
         return optimizer
 
     return _get_megatron_optimizer_based_on_param_groups
-

@@ -70,8 +70,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "the layer-wise distributed optimizer (--no-use-layer-wise-param-layout)",
-        lambda s: bool(s.get("use_layer_wise_distributed_optimizer"))
-        or s.get("use_layer_wise_param_layout", True) is False,
+        lambda s: (
+            bool(s.get("use_layer_wise_distributed_optimizer"))
+            or s.get("use_layer_wise_param_layout", True) is False
+        ),
         "it assigns whole layers to ranks, and Megatron-FSDP has already sharded their rows",
         "drop it; rows stay sharded under --use-megatron-fsdp",
     ),
@@ -102,9 +104,11 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "--outer-dp-sharding-strategy optim without optim_grads_params",
-        lambda s: _is_hsdp(s)
-        and s.get("outer_dp_sharding_strategy", "no_shard") != "no_shard"
-        and s.get("data_parallel_sharding_strategy") != "optim_grads_params",
+        lambda s: (
+            _is_hsdp(s)
+            and s.get("outer_dp_sharding_strategy", "no_shard") != "no_shard"
+            and s.get("data_parallel_sharding_strategy") != "optim_grads_params"
+        ),
         "Megatron-FSDP shards over outer ranks only what is fully sharded over inner ones",
         "add --data-parallel-sharding-strategy optim_grads_params",
     ),

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Imported once by the fork server, so that ranks start with megatron on CPU ranks already loaded."""
+"""Imported once by the fork server, so that ranks start with megatron already loaded."""
 
 import os
 

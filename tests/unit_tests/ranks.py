@@ -72,7 +72,7 @@ def run_ranks(
 
     Args:
         world_size: Number of ranks.
-        function: Called with ``args`` on every rank; may return a JSON value. Top-level of a module.
+        function: Called with ``args`` on every rank; top-level; may return a JSON value.
         *args: Passed on.
         env: Environment variables to set on every rank.
         timeout_s: Seconds after which all ranks are killed, which fails the run.
@@ -101,7 +101,9 @@ def run_ranks(
             exit_codes=[process.exitcode for process in ranks],
             outputs=[_read(folder, f"output_{rank}") for rank in range(world_size)],
             history=[json.loads(line) for line in _read(folder, "history").splitlines()],
-            results=[json.loads(_read(folder, f"result_{rank}") or "null") for rank in range(world_size)],
+            results=[
+                json.loads(_read(folder, f"result_{rank}") or "null") for rank in range(world_size)
+            ],
         )
 
 

@@ -43,13 +43,19 @@ def _step_alone() -> list[Any]:
         moved = [not same for same in _equal(before, main_weights(model))]
         held = [weight.numel() > 0 for weight in before.values()]
         assert moved == held, (step, moved, held)
-    return [len(names), len(states), sorted({key for state in states for key in state}),
-            all(all(state.values()) for state in states), losses, float(optimizer.get_loss_scale())]
+    return [
+        len(names),
+        len(states),
+        sorted({key for state in states for key in state}),
+        all(all(state.values()) for state in states),
+        losses,
+        float(optimizer.get_loss_scale()),
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_step_reduces_gradients_and_installs_weights_without_a_training_loop(world_size):
-    """A bare loop of backward and step() trains; all parameters have sharded state from the start."""
+    """A bare loop of backward and step() trains; every parameter has state from the start."""
     run = run_ranks(world_size, _step_alone).check()
     for result in run.results:
         num_params, num_states, keys, are_sharded, losses, loss_scale = result
@@ -95,8 +101,10 @@ def _fail_in_the_second_optimizer() -> list[Any]:
     try:
         optimizer.step()
     except ZeroDivisionError:
-        return [len(optimizer.chained_optimizers),
-                all(map(torch.equal, installed, model_weights(model)))]
+        return [
+            len(optimizer.chained_optimizers),
+            all(map(torch.equal, installed, model_weights(model))),
+        ]
     return ["no error"]
 
 
@@ -132,7 +140,7 @@ def _count_installs() -> list[int]:
 
 @pytest.mark.parametrize("world_size", [2])
 def test_weights_are_installed_once_a_step_and_gradients_reduced_once(world_size):
-    """DistributedOptimizer would install and gather after each child; a second reduction is wrong."""
+    """Children would install and gather once each; a second reduction would be wrong."""
     run = run_ranks(world_size, _count_installs).check()
     assert run.results == [[2, 2, 2]] * world_size
 
@@ -146,9 +154,7 @@ def _lose_a_gradient(kind: str, name: str) -> list[Any]:
     run_backward(model)
     model.finish_grad_sync()
     owner = next(
-        child
-        for child in optimizer.chained_optimizers
-        if type(child.optimizer).__name__ == kind
+        child for child in optimizer.chained_optimizers if type(child.optimizer).__name__ == kind
     )
     for param in owner.get_parameters():
         if dist.get_rank() == 1 and optimizer._fqns[param] == name:
@@ -158,8 +164,11 @@ def _lose_a_gradient(kind: str, name: str) -> list[Any]:
     try:
         optimizer.step()
     except RuntimeError as error:
-        return [str(error), all(_equal(before, main_weights(model))),
-                all(map(torch.equal, installed, model_weights(model)))]
+        return [
+            str(error),
+            all(_equal(before, main_weights(model))),
+            all(map(torch.equal, installed, model_weights(model))),
+        ]
     return ["no error"]
 
 
@@ -197,8 +206,12 @@ def _reload(sharding: str) -> list[Any]:
         optimizer.sharded_state_dict({})
     except RuntimeError as error:
         refused = refused and "cannot save or load it" in str(error)
-    return [reloaded, refused, isinstance(optimizer.param_groups[0]["lr"], float),
-            torch.is_tensor(optimizer.get_loss_scale())]
+    return [
+        reloaded,
+        refused,
+        isinstance(optimizer.param_groups[0]["lr"], float),
+        torch.is_tensor(optimizer.get_loss_scale()),
+    ]
 
 
 @pytest.mark.parametrize("sharding", ["optim", "optim_grads_params"])
@@ -244,7 +257,7 @@ def _hsdp_without_the_last_microbatch() -> str:
 
 
 def test_hsdp_that_never_reduces_over_outer_ranks_is_an_error():
-    """Upstream reduces over the outer ranks only in a last microbatch; without one replicas drift."""
+    """Upstream reduces over outer ranks only in a last microbatch; without, replicas drift."""
     run = run_ranks(4, _hsdp_without_the_last_microbatch).check()
     assert all("expected gradients reduced over the outer ranks" in text for text in run.results)
 

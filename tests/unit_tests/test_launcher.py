@@ -90,7 +90,9 @@ def test_megatron_package_beside_the_script_is_used(tmp_path):
     ("requested", "has_gpu", "expected"),
     [("", True, "cuda"), ("", False, "cpu"), ("cpu", True, "cpu"), ("cuda", True, "cuda")],
 )
-def test_device_is_the_gpu_where_there_is_one_unless_asked(monkeypatch, requested, has_gpu, expected):
+def test_device_is_the_gpu_where_there_is_one_unless_asked(
+    monkeypatch, requested, has_gpu, expected
+):
     """MEGATRON_MUON_DEVICE overrides what torch.cuda finds."""
     import torch
 

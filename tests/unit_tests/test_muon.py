@@ -44,7 +44,9 @@ def _whole(shape: tuple[int, int], seed: int) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _build(world: int, settings: dict[str, Any]) -> tuple[Any, Any, list[Any], list[Any], list[Any]]:
+def _build(
+    world: int, settings: dict[str, Any]
+) -> tuple[Any, Any, list[Any], list[Any], list[Any]]:
     """Make the sharded and the whole optimizer over the same parameters."""
     import torch
     import torch.distributed as dist
@@ -90,7 +92,13 @@ def _build(world: int, settings: dict[str, Any]) -> tuple[Any, Any, list[Any], l
         **settings,
     }
     optimizer = FSDPZeROTensorParallelMuon(sharded, matrices=matrices, **arguments)
-    return optimizer, TensorParallelMuon(whole, **arguments), sharded, whole, list(matrices.values())
+    return (
+        optimizer,
+        TensorParallelMuon(whole, **arguments),
+        sharded,
+        whole,
+        list(matrices.values()),
+    )
 
 
 def _set_gradients(sharded: list[Any], whole: list[Any], matrices: list[Any], step: int) -> None:
@@ -120,9 +128,7 @@ def _step_and_compare(world: int) -> list[str]:
             momentum = reference_optimizer.state[reference]["momentum_buffer"][start:stop]
             if not torch.equal(param._local_tensor, reference[start:stop]):
                 different.append(f"{settings} {matrix.fqn}: parameter")
-            if not torch.equal(
-                optimizer.state[param]["momentum_buffer"]._local_tensor, momentum
-            ):
+            if not torch.equal(optimizer.state[param]["momentum_buffer"]._local_tensor, momentum):
                 different.append(f"{settings} {matrix.fqn}: momentum")
     return different
 
@@ -155,10 +161,12 @@ def _forget_a_gradient() -> str:
 
 
 def test_step_with_a_missing_gradient_raises_on_all_ranks_and_changes_nothing():
-    """One rank without a gradient on a non-empty shard stops all ranks, naming it and the parameter."""
+    """One rank without a gradient on a non-empty shard stops all ranks, naming both."""
     run = run_ranks(3, _forget_a_gradient).check()
     assert len(set(run.results)) == 1
-    assert "rank 1: layer.0.weight: expected a gradient on a shard of shape (47, 24)" in run.results[0]
+    assert (
+        "rank 1: layer.0.weight: expected a gradient on a shard of shape (47, 24)" in run.results[0]
+    )
     assert "nothing was updated" in run.results[0]
 
 
@@ -169,7 +177,9 @@ def _state_of_every_parameter() -> list[tuple[int, int]]:
     optimizer, _, sharded, _, _ = _build(4, {})
     buffers = [optimizer.state[param]["momentum_buffer"] for param in sharded]
     assert all(isinstance(buffer, DTensor) for buffer in buffers)
-    assert all(buffer.placements == p.placements for buffer, p in zip(buffers, sharded, strict=True))
+    assert all(
+        buffer.placements == p.placements for buffer, p in zip(buffers, sharded, strict=True)
+    )
     return [tuple(buffer._local_tensor.shape) for buffer in buffers]
 
 

@@ -75,7 +75,11 @@ def test_mismatch_names_symbol_expected_found_and_tested_versions(stub, target, 
 
 def test_all_mismatches_are_reported_at_once(stub):
     """One message for the whole of an incompatible release."""
-    targets = [Target("stub_megatron", "gone"), Target("no_such_module", "x"), Target("stub_megatron", "scale")]
+    targets = [
+        Target("stub_megatron", "gone"),
+        Target("no_such_module", "x"),
+        Target("stub_megatron", "scale"),
+    ]
     with pytest.raises(IncompatibleMegatronError) as caught:
         verify_all(targets)
     assert len(caught.value.problems) == 2

@@ -38,9 +38,7 @@ def _grad_norms(world_size: int, flags: list[str], without: str | None = None) -
     ("attribute", "world_size", "flags", "fsdp_flags"),
     [
         pytest.param("_create_hfsdp_helper_buffer", 4, (), HFSDP, id="scaling_factor"),
-        pytest.param(
-            "_get_megatron_optimizer_based_on_param_groups", 4, (), HFSDP, id="instances"
-        ),
+        pytest.param("_get_megatron_optimizer_based_on_param_groups", 4, (), HFSDP, id="instances"),
         pytest.param("__init__", 2, EP, (), id="group_of_one_rank"),
     ],
 )

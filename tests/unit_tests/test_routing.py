@@ -63,9 +63,11 @@ def routes(run: Run) -> list[dict[str, tuple[str, ...]]]:
     ],
 )
 def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
-    """Name by name the same optimizer, expert flag, weight decay and learning rate, on every rank."""
+    """Name by name the same optimizer, expert flag, weight decay and rate, on every rank."""
     flags = (*flags, "--train-iters", "1", "--lr-warmup-iters", "0")
-    found = routes(launch(2, fsdp_toy_gpt("optim_grads_params", *flags), before=_print_routes).check())
+    found = routes(
+        launch(2, fsdp_toy_gpt("optim_grads_params", *flags), before=_print_routes).check()
+    )
     expected = routes(launch(2, toy_gpt(*flags), before=_print_routes).check())
     assert found == expected
     assert {"muon"} < {route[0] for route in found[0].values()}
@@ -73,7 +75,15 @@ def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
 
 def test_experts_embeddings_norms_and_router_go_where_megatron_sends_them():
     """In 0.19.2 the router is a matrix and goes to Muon; experts are known as experts."""
-    flags = (*MOE, "--expert-model-parallel-size", "2", "--train-iters", "1", "--lr-warmup-iters", "0")
+    flags = (
+        *MOE,
+        "--expert-model-parallel-size",
+        "2",
+        "--train-iters",
+        "1",
+        "--lr-warmup-iters",
+        "0",
+    )
     run = launch(2, fsdp_toy_gpt("optim_grads_params", *flags), before=_print_routes).check()
     found = {name: route[:2] for name, route in routes(run)[0].items()}
     assert found["embedding.word_embeddings.weight"] == ("AdamW", "False")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny GPT under Megatron-FSDP from megatron-core alone, as a script without megatron.training."""
+"""A tiny GPT under Megatron-FSDP from megatron-core alone, without megatron.training."""
 
 from typing import Any
 
@@ -57,8 +57,9 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
 
 def build_optimizer(model: Any, **settings: Any) -> Any:
     """Build the optimizer the way a script on megatron-core does, with the patches enabled."""
-    import megatron_muon
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import megatron_muon
 
     megatron_muon.enable()
     config = OptimizerConfig(
