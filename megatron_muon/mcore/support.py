@@ -103,6 +103,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "add --overlap-grad-reduce",
     ),
     Unsupported(
+        "--ddp-average-in-collective",
+        lambda s: bool(s.get("ddp_average_in_collective") or s.get("average_in_collective")),
+        "Megatron-FSDP then drops the scaling of expert gradients, and fails on dense models",
+        "drop it; gradients are averaged all the same",
+    ),
+    Unsupported(
         "--outer-dp-sharding-strategy optim without optim_grads_params",
         lambda s: (
             _is_hsdp(s)

@@ -3,6 +3,7 @@
 """Ranks for the tests: processes forked from a server that has imported megatron once."""
 
 import dataclasses
+import faulthandler
 import functools
 import json
 import multiprocessing
@@ -148,6 +149,8 @@ def _run_rank(
         os.dup2(output.fileno(), 2)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+
+    faulthandler.enable()
 
     import torch
 

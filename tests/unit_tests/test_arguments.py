@@ -20,6 +20,7 @@ REFUSALS = [
     (("--optimizer", "adaptive_muon"), "use --optimizer muon"),
     (("--pipeline-model-parallel-size", "2"), "--pipeline-model-parallel-size above 1"),
     (("--ckpt-format", "torch_dist"), "--ckpt-format other than fsdp_dtensor"),
+    (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),
     (("--use-torch-fsdp2",), "--use-torch-fsdp2: the optimizer reads Megatron-FSDP's shards"),
     (("--save", "checkpoints"), "cannot save or load Muon's state under Megatron-FSDP yet"),
     (("--load", "checkpoints"), "cannot save or load Muon's state under Megatron-FSDP yet"),
