@@ -7,7 +7,8 @@ wherever gloo needs no help.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -173,6 +174,24 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         return CompletedWork() if async_op else None
 
     return reduce_scatter
+
+
+def waiting_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``_coalescing_manager`` whose collectives are done when it is left.
+
+    Communication: as the original, waited for even if ``async_ops``.
+    """
+
+    @contextmanager
+    def _coalescing_manager(
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        async_ops: bool = False,
+    ) -> Iterator[Any]:
+        with original(group, device, async_ops=False) as pending:
+            yield pending
+
+    return functools.wraps(original)(_coalescing_manager)
 
 
 def mesh_from_group_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:

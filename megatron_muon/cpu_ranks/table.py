@@ -39,6 +39,7 @@ _IN_ORDER = "a CPU runs in program order"
 _ONE_GENERATOR = "the device draws from the CPU's generator"
 _NO_COUNTERS = "no device memory to count"
 _NO_AVERAGE = "gloo has no average"
+_NOT_BEHIND = "streams that do nothing cannot keep a buffer from being freed under a collective"
 _UNEVEN = "gloo gathers and scatters equal blocks only"
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
@@ -121,6 +122,7 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
         ("reduce_scatter_tensor", collectives.averaging_reduce_scatter_tensor, _NO_AVERAGE),
         ("all_gather", collectives.uneven_all_gather, _UNEVEN),
         ("reduce_scatter", collectives.uneven_reduce_scatter, _UNEVEN),
+        ("_coalescing_manager", collectives.waiting_coalescing_manager, _NOT_BEHIND),
     )
     # The second name is what the coalescing manager compares with.
     for module in ("torch.distributed", "torch.distributed.distributed_c10d")

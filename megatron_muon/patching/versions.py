@@ -23,7 +23,9 @@ def installed_versions() -> dict[str, str | None]:
     """
     versions: dict[str, str | None] = {}
     try:
-        versions["megatron-core"] = importlib.import_module("megatron.core").__version__
+        # megatron-core appends the commit of whatever repository it lies in.
+        found = Version(importlib.import_module("megatron.core").__version__)
+        versions["megatron-core"] = found.public
     except ModuleNotFoundError:
         versions["megatron-core"] = None
     try:

@@ -163,10 +163,11 @@ def _run_rank(
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (0, None)):
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(error.code if isinstance(getattr(error, "code", None), int) else 1)
     sys.stdout.flush()
     os._exit(0)
 

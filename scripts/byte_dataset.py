@@ -1,0 +1,148 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Byte-level Megatron data set (``.bin`` and ``.idx``) of files that every machine has.
+
+| term | meaning |
+| --- | --- |
+| token | one byte of a file, 0 to 255 |
+| end token | ``END_OF_DOCUMENT``, 256, after each document: the vocabulary has 257 tokens |
+| document | one file; a very large file is cut into several |
+| prefix | path of the data set without ``.bin`` and ``.idx`` |
+"""
+
+import hashlib
+import logging
+import os
+import random
+import sysconfig
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+END_OF_DOCUMENT = 256
+VOCAB_SIZE = 257
+MIN_BYTES = 100_000
+# Megatron splits train and validation by whole documents: neither may end up with one huge one.
+MIN_DOCUMENTS = 40
+# Tests, generated tables, and what a distribution adds or leaves out: not text worth learning.
+SKIPPED_FOLDERS = frozenset(
+    "__pycache__ dist-packages encodings ensurepip idlelib lib2to3 pydoc_data site-packages test "
+    "tests turtledemo".split()
+)
+
+
+@dataclass(frozen=True)
+class ByteDataset:
+    """A data set on disk: where it is and how much it holds."""
+
+    prefix: Path
+    num_documents: int
+    num_bytes: int
+
+
+def standard_library_files() -> list[Path]:
+    """Return the ``.py`` sources of the running interpreter's standard library, sorted by path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    relative = (path.relative_to(root) for path in root.rglob("*.py"))
+    # _sysconfigdata holds this machine's paths and compiler flags.
+    kept = [
+        path
+        for path in relative
+        if not SKIPPED_FOLDERS & set(path.parts) and not path.name.startswith("_sysconfigdata")
+    ]
+    return [root / path for path in sorted(kept, key=lambda path: path.as_posix())]
+
+
+def files_below(paths: Iterable[Path]) -> list[Path]:
+    """Return the given files and all files, hidden ones excepted, below the given folders.
+
+    Raises:
+        ValueError: A path does not exist.
+    """
+    files = []
+    for path in paths:
+        if path.is_file():
+            files.append(path)
+        elif path.is_dir():
+            below = (p for p in path.rglob("*") if p.is_file())
+            files += sorted(
+                p for p in below if not any(x.startswith(".") for x in p.relative_to(path).parts)
+            )
+        else:
+            raise ValueError(f"--data: expected a file or folder, got {path}. Check the path.")
+    return files
+
+
+def read_documents(files: Sequence[Path], max_bytes: int, seed: int = 0) -> list[bytes]:
+    """Return the files' bytes in an order shuffled by ``seed``, ``max_bytes`` of them at most.
+
+    Shuffled, because train and validation are cut off one after the other: sorted by name they
+    would hold different kinds of text.
+
+    Raises:
+        ValueError: The files hold fewer than ``MIN_BYTES`` bytes.
+    """
+    files = list(files)
+    random.Random(seed).shuffle(files)
+    contents, total = [], 0
+    for file in files:
+        content = file.read_bytes()[: max_bytes - total]
+        if content:
+            contents.append(content)
+            total += len(content)
+        if total >= max_bytes:
+            break
+    if total < MIN_BYTES:
+        raise ValueError(
+            f"data: expected at least {MIN_BYTES} bytes of text, got {total} in {len(files)} "
+            "files. Give more files with --data."
+        )
+    limit = -(-total // MIN_DOCUMENTS)
+    documents = [
+        content[start : start + limit]
+        for content in contents
+        for start in range(0, len(content), limit)
+    ]
+    return documents
+
+
+def write_dataset(documents: Sequence[bytes], prefix: Path) -> None:
+    """Write the documents, each with its end token, as ``prefix.bin`` and ``prefix.idx``."""
+    with warnings.catch_warnings():
+        # Of Transformer Engine, Apex and CUDA, which a data set does not need.
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    # Written under another name first: an interrupted call leaves nothing that looks complete.
+    partial = prefix.with_name(f"{prefix.name}.{os.getpid()}.partial")
+    partial_bin, partial_idx = Path(f"{partial}.bin"), Path(f"{partial}.idx")
+    builder = IndexedDatasetBuilder(str(partial_bin), dtype=np.uint16)
+    for document in documents:
+        tokens = np.empty(len(document) + 1, dtype=np.uint16)
+        tokens[:-1] = np.frombuffer(document, dtype=np.uint8)
+        tokens[-1] = END_OF_DOCUMENT
+        builder.add_document(tokens, [len(tokens)])
+    builder.finalize(str(partial_idx))
+    partial_bin.rename(f"{prefix}.bin")
+    partial_idx.rename(f"{prefix}.idx")
+
+
+def build_byte_dataset(files: Sequence[Path], folder: Path, max_bytes: int) -> ByteDataset:
+    """Build the data set of ``files`` in ``folder``, or find it there.
+
+    Its name holds a hash of its content: Megatron keeps an index of the samples next to it and
+    finds that again by name.
+    """
+    documents = read_documents(files, max_bytes)
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(len(document).to_bytes(8, "little") + document)
+    prefix = folder / f"bytes-{digest.hexdigest()[:12]}"
+    if not Path(f"{prefix}.idx").exists():
+        write_dataset(documents, prefix)
+    return ByteDataset(prefix, len(documents), sum(map(len, documents)))

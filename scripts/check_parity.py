@@ -1,0 +1,111 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Compare Muon under Megatron-FSDP with upstream's Muon under DDP on this machine, by their losses.
+
+    .venv/bin/python scripts/check_parity.py --ranks 4 --noise-ranks 3
+
+Every run goes through the launcher on the same number of ranks: GPUs where there are any, gloo
+ranks else. ``--noise-ranks`` adds upstream's DDP on another number of ranks: how far the reference
+is from itself when sums are taken in another order.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from training_log import TrainingLog
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 112 --num-attention-heads 4"
+    " --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu"
+    " --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"
+    " --seq-length 32 --max-position-embeddings 32 --attention-dropout 0 --hidden-dropout 0"
+    " --tokenizer-type NullTokenizer --vocab-size 95 --make-vocab-size-divisible-by 16 --mock-data"
+    " --micro-batch-size 1 --global-batch-size 24 --lr 2e-3 --min-lr 1e-4 --weight-decay 0.1"
+    " --lr-decay-style cosine --clip-grad 1.0 --seed 7 --eval-iters 0 --log-interval 1"
+    " --num-workers 0 --transformer-impl local --attention-backend unfused --no-rope-fusion"
+    " --no-bias-swiglu-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion"
+    " --no-masked-softmax-fusion --no-gradient-reduce-div-fusion"
+    " --optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2"
+)
+FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather"
+# Megatron-FSDP keeps gradients in the dtype of the weights unless told otherwise; DDP keeps fp32.
+FP32_GRADIENTS = "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype fp32"
+PRECISIONS = {
+    "high": "--muon-fp32-matmul-prec high",
+    "medium": "--muon-fp32-matmul-prec medium",
+    "bf16": "--bf16 --muon-fp32-matmul-prec medium",
+}
+# Twice what was seen at most, see docs/numerics.md.
+TOLERANCES = {"high": 5e-7, "medium": 1e-5, "bf16": 1.5e-4}
+
+
+def runs_under_fsdp(ranks: int) -> dict[str, str]:
+    """Return the flags of each way to shard over this number of ranks, by name."""
+    strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    runs = {
+        f"ZeRO-{stage} {name}": f"{FSDP} --data-parallel-sharding-strategy {name}"
+        for stage, name in enumerate(strategies)
+    }
+    if ranks % 2 == 0:
+        hsdp = f"{runs['ZeRO-3 optim_grads_params']} --num-distributed-optimizer-instances 2"
+        runs[f"HSDP 2x{ranks // 2}"] = hsdp
+        runs[f"HFSDP 2x{ranks // 2}"] = f"{hsdp} --outer-dp-sharding-strategy optim"
+    return runs
+
+
+def losses(ranks: int, flags: str, iterations: int) -> list[float]:
+    """Train through the launcher and return the loss of every iteration.
+
+    Raises:
+        RuntimeError: The run failed; with the end of what it printed.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "megatron_muon"]
+    command += [str(REPOSITORY / "scripts" / "pretrain_gpt.py"), *MODEL.split(), *flags.split()]
+    command += ["--train-iters", str(iterations), "--eval-interval", str(iterations + 1)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"exit code {done.returncode}: {' '.join(command)}\n{done.stderr[-4000:]}"
+        )
+    log = TrainingLog()
+    for line in done.stdout.splitlines():
+        log.feed(line)
+    return [log.losses[iteration] for iteration in range(1, iterations + 1)]
+
+
+def main() -> int:
+    """Run the reference and every way to shard; print a table; 1 where a tolerance is exceeded."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--noise-ranks", type=int, nargs="*", default=[])
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--precision", choices=PRECISIONS, nargs="+", default=list(PRECISIONS))
+    options = parser.parse_args()
+    is_within = True
+    print("| precision | run | last loss | largest relative difference | tolerance |")
+    print("| --- | --- | --- | --- | --- |", flush=True)
+    for precision in options.precision:
+        flags, tolerance = PRECISIONS[precision], TOLERANCES[precision]
+        reference = losses(options.ranks, flags, options.iterations)
+        print(f"| {precision} | DDP, {options.ranks} ranks | {reference[-1]:.6f} | | |", flush=True)
+        runs = [(f"DDP, {n} ranks", n, "") for n in options.noise_ranks]
+        runs += [(n, options.ranks, f) for n, f in runs_under_fsdp(options.ranks).items()]
+        for name, ranks, more in runs:
+            dtypes = FP32_GRADIENTS if more and precision == "bf16" else ""
+            found = losses(ranks, f"{flags} {more} {dtypes}", options.iterations)
+            worst = max(abs(a - b) / b for a, b in zip(found, reference, strict=True))
+            is_within &= worst <= tolerance or not more
+            limit = f"{tolerance:.1e}" if more else "noise"
+            print(f"| {precision} | {name} | {found[-1]:.6f} | {worst:.1e} | {limit} |", flush=True)
+    return 0 if is_within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run says: Megatron's log lines read into numbers."""
+
+import re
+import statistics
+from dataclasses import dataclass, field
+
+RANK_PREFIX = re.compile(r"^\[[a-z]+(\d+)\]:")
+ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|")
+STEP_MS = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
+LOSS = re.compile(r"lm loss: (\S+)")
+VALIDATION = re.compile(r"validation loss at iteration (\d+)(.*?)\| lm loss value: (\S+)")
+# SIGABRT, SIGBUS and SIGSEGV: faults, unlike SIGTERM and SIGKILL, which someone sent.
+FAULT = re.compile(r"^E.*\bfailed \(exitcode: -(6|7|11)\)")
+ROOT_CAUSE_RANK = re.compile(r"^ *rank +: (\d+) ")
+OPTIMIZER_MS = re.compile(r"^ *optimizer \.*: ([\d.]+)$")
+
+
+@dataclass
+class TrainingLog:
+    """Numbers of one run by iteration; feed it the log line by line.
+
+    Megatron prints a line an iteration, then that iteration's timers (``--logging-level 20
+    --timing-log-level 1 --timing-log-option max``). A NaN loss it leaves out.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    validation_losses: dict[int, float] = field(default_factory=dict)
+    step_ms: dict[int, float] = field(default_factory=dict)
+    optimizer_ms: dict[int, float] = field(default_factory=dict)
+    iteration: int = 0
+    is_complete: bool = False
+
+    def feed(self, line: str) -> bool:
+        """Read one line; return whether it ended an iteration."""
+        line = RANK_PREFIX.sub("", line.rstrip("\n"))
+        if match := ITERATION.search(line):
+            self.iteration = int(match[1])
+            loss, step_ms = LOSS.search(line), STEP_MS.search(line)
+            self.losses[self.iteration] = float(loss[1]) if loss else float("nan")
+            if step_ms:
+                self.step_ms[self.iteration] = float(step_ms[1])
+            return True
+        if match := OPTIMIZER_MS.match(line):
+            self.optimizer_ms[self.iteration] = float(match[1])
+        elif match := VALIDATION.search(line):
+            self.validation_losses[int(match[1])] = float(match[3])
+            # Only the validation after the last iteration says so.
+            self.is_complete = self.is_complete or "on validation set" in match[2]
+        return False
+
+    def mean_loss(self, iteration: int, num_iterations: int = 10) -> float:
+        """Return the mean training loss of the last iterations up to ``iteration``."""
+        first = max(1, iteration - num_iterations + 1)
+        return statistics.fmean(
+            self.losses.get(i, float("nan")) for i in range(first, iteration + 1)
+        )
+
+    def final_validation_loss(self) -> float:
+        """Return the last validation loss, NaN where there is none."""
+        if not self.validation_losses:
+            return float("nan")
+        return self.validation_losses[max(self.validation_losses)]
+
+    def median_step_ms(self) -> float:
+        """Return the median time of an iteration; the first few, which allocate, do not count."""
+        return _median(self.step_ms)
+
+    def median_optimizer_ms(self) -> float:
+        """Return the median time of the optimizer's part of an iteration, slowest rank."""
+        return _median(self.optimizer_ms)
+
+
+def _median(by_iteration: dict[int, float], num_skipped: int = 5) -> float:
+    settled = [value for i, value in by_iteration.items() if i > num_skipped]
+    return statistics.median(settled or by_iteration.values()) if by_iteration else float("nan")
+
+
+def failed_rank(lines: list[str]) -> str:
+    """Return the rank whose traceback came first, else the one that torchrun blames, else 0."""
+    for line in lines:
+        if "Traceback (" in line and (match := RANK_PREFIX.match(line)):
+            return match[1]
+    is_root_cause = False
+    for line in lines:
+        is_root_cause = is_root_cause or line.startswith("Root Cause")
+        if is_root_cause and (match := ROOT_CAUSE_RANK.match(line)):
+            return match[1]
+    return "0"
+
+
+def failure_excerpt(lines: list[str], num_lines: int = 40) -> list[str]:
+    """Return the last lines of the rank that failed first; all ranks' where it printed none."""
+    rank = failed_rank(lines)
+    of_rank = [x for x in lines if (match := RANK_PREFIX.match(x)) and match[1] == rank]
+    return [line.rstrip("\n") for line in (of_rank or lines)[-num_lines:]]
+
+
+def was_ended_by_signal(lines: list[str]) -> bool:
+    """Return whether torchrun says that a fault of native code ended the rank that failed first."""
+    return any(FAULT.match(line) for line in lines)
