@@ -8,11 +8,13 @@ import functools
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,9 +69,12 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 150.0,
+    timeout_s: float = 240.0,
 ) -> Run:
     """Run a function on every rank of a new world of processes.
+
+    A world whose rank a native fault ended (SIGSEGV, SIGABRT) is run once more, with a warning: on
+    a busy machine gloo's threads have been seen to die so, under Adam as under Muon.
 
     Args:
         world_size: Number of ranks.
@@ -78,12 +83,26 @@ def run_ranks(
         env: Environment variables to set on every rank.
         timeout_s: Seconds after which all ranks are killed, which fails the run.
     """
+    run = _run_once(world_size, function, args, env or {}, timeout_s)
+    if any(code in (-signal.SIGSEGV, -signal.SIGABRT) for code in run.exit_codes):
+        warnings.warn(f"native fault, exit codes {run.exit_codes}: run again", stacklevel=2)
+        run = _run_once(world_size, function, args, env or {}, timeout_s)
+    return run
+
+
+def _run_once(
+    world_size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    env: Mapping[str, str],
+    timeout_s: float,
+) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         variables = {
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(_free_port()),
             "WORLD_SIZE": str(world_size),
-            **(env or {}),
+            **env,
         }
         ranks = [
             _context().Process(target=_run_rank, args=(rank, variables, folder, function, args))
@@ -115,7 +134,7 @@ def launch(
     script: Path = PRETRAIN_GPT,
     before: Callable[[], None] | None = None,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 150.0,
+    timeout_s: float = 240.0,
 ) -> Run:
     """Run a training script through the launcher, as ``torchrun ... -m megatron_muon`` does.
 
