@@ -40,7 +40,8 @@ def all_gather_rows(
         ValueError: The shard's shape differs from the layout.
 
     Communication: one ``all_gather_into_tensor``; sends ``max_shard_rows * cols`` elements to each
-        of the other ranks.
+        of the other ranks. Megatron-FSDP's shards are uneven, so much of it may be padding: the
+        matrix times ``world * max_shard_rows / rows``.
     Memory: ``world * max_shard_rows * cols`` elements until it returns, and the matrix.
     """
     rank = dist.get_rank(group)

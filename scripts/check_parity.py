@@ -36,12 +36,16 @@ FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce --o
 # Megatron-FSDP keeps gradients in the dtype of the weights unless told otherwise; DDP keeps fp32.
 FP32_GRADIENTS = "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype fp32"
 PRECISIONS = {
-    "high": "--muon-fp32-matmul-prec high",
+    # "high" would be TF32 on a GPU.
+    "highest": "--muon-fp32-matmul-prec highest",
     "medium": "--muon-fp32-matmul-prec medium",
     "bf16": "--bf16 --muon-fp32-matmul-prec medium",
 }
-# Twice what was seen at most, see docs/numerics.md.
-TOLERANCES = {"high": 5e-7, "medium": 1e-5, "bf16": 1.5e-4}
+# About twice what was seen on CPU ranks, see docs/numerics.md; with --noise-ranks, three times what
+# the reference differs from itself, where that is more.
+TOLERANCES = {"highest": 5e-7, "medium": 1e-5, "bf16": 1.5e-4}
+# Megatron logs six decimals of a loss.
+LOGGED_DIGIT = 1e-6
 
 
 def runs_under_fsdp(ranks: int) -> dict[str, str]:
@@ -101,7 +105,9 @@ def main() -> int:
             dtypes = FP32_GRADIENTS if more and precision == "bf16" else ""
             found = losses(ranks, f"{flags} {more} {dtypes}", options.iterations)
             worst = max(abs(a - b) / b for a, b in zip(found, reference, strict=True))
-            is_within &= worst <= tolerance or not more
+            if not more:
+                tolerance = max(tolerance, 3 * worst)
+            is_within &= worst <= tolerance + LOGGED_DIGIT / min(reference)
             limit = f"{tolerance:.1e}" if more else "noise"
             print(f"| {precision} | {name} | {found[-1]:.6f} | {worst:.1e} | {limit} |", flush=True)
     return 0 if is_within else 1

@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step over Muon and the scalar optimizer under Megatron-FSDP."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +15,11 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_muon.exchange import raise_where_any_rank_fails
 from megatron_muon.mcore.fsdp_model import check_model_chunks
+from megatron_muon.mcore.muon import (
+    MISSING_GRADIENT_ADVICE,
+    FSDPZeROTensorParallelMuon,
+    missing_gradients,
+)
 
 
 class FSDPMuonChainedOptimizer(ChainedOptimizer):
@@ -47,9 +55,16 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         super().__init__(list(chained_optimizers))
         self.model_chunks = list(model_chunks)
         self._fqns = fqns
+        self._outer_reductions = [
+            _OuterReductions(chunk)
+            for chunk in self.model_chunks
+            if chunk.module.dist_index.use_hybrid_fsdp
+        ]
         for child in self.chained_optimizers:
             child.init_state_fn(child.optimizer, child.config)
             _add_step_counters(child.optimizer)
+            if isinstance(child.optimizer, FSDPZeROTensorParallelMuon):
+                child.optimizer.checks_gradients = False
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
@@ -65,17 +80,11 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         for chunk in self.model_chunks:
             if not chunk.module.is_param_fsdp_distributed:
                 chunk.finish_grad_sync()
-        problems = [
-            f"{self._fqns[param]}: expected a gradient on a shard of shape "
-            f"{tuple(param._local_tensor.shape)}, got None"
-            for param in self.get_parameters()
-            if param.grad is None and param._local_tensor.numel() > 0
-        ] + [problem for chunk in self.model_chunks for problem in _outer_reduction_problems(chunk)]
+        problems = missing_gradients({param: self._fqns[param] for param in self.get_parameters()})
+        for reduction in self._outer_reductions:
+            problems += reduction.problems()
         raise_where_any_rank_fails(
-            problems,
-            None,
-            self.model_chunks[0].module.device,
-            "Every trainable parameter needs a reduced gradient before step(); nothing changed.",
+            problems, None, self.model_chunks[0].module.device, MISSING_GRADIENT_ADVICE
         )
         return super().prepare_grads()
 
@@ -141,20 +150,16 @@ _NO_CHECKPOINT = (
 )
 
 
-class _timed:
+@contextmanager
+def _timed(config: Any, name: str) -> Iterator[None]:
     """Run a block under one of Megatron's timers, where the configuration has them."""
-
-    def __init__(self, config: Any, name: str) -> None:
-        self._timer = config.timers(name, log_level=1) if config.timers is not None else None
-        self._barrier = config.barrier_with_L1_time
-
-    def __enter__(self) -> None:
-        if self._timer is not None:
-            self._timer.start(barrier=self._barrier)
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._timer is not None:
-            self._timer.stop()
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers(name, log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    yield
+    timer.stop()
 
 
 def _add_step_counters(optimizer: torch.optim.Optimizer) -> None:
@@ -164,20 +169,43 @@ def _add_step_counters(optimizer: torch.optim.Optimizer) -> None:
             state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
 
-def _outer_reduction_problems(chunk: FullyShardedDataParallel) -> list[str]:
-    """Tell whether Megatron-FSDP skipped the reduction over HSDP's outer ranks.
+class _OuterReductions:
+    """Watch that HSDP reduces each gradient bucket over the outer ranks once a step.
 
-    It runs only in the backward pass of a microbatch marked as the last, which ``no_sync`` does.
+    Megatron-FSDP does it only in the backward pass of a microbatch marked as the last, which
+    ``config.no_sync_func`` marks. Unmarked, replicas drift; marked twice, gradients are summed
+    twice. Nothing upstream notices either.
     """
-    fsdp = chunk.module
-    if not fsdp.dist_index.use_hybrid_fsdp or fsdp.model_auto_sync:
-        return []
-    if getattr(fsdp, "is_last_microbatch", False) and chunk.ddp_config.overlap_grad_reduce:
-        return []
-    return [
-        "HSDP: expected gradients reduced over the outer ranks, got a backward pass outside of "
-        "the last microbatch. Set ddp_config.overlap_grad_reduce and config.no_sync_func"
-    ]
+
+    def __init__(self, chunk: FullyShardedDataParallel) -> None:
+        self._buffers = chunk.param_and_grad_buffer
+        self._counts: Counter[int] = Counter()
+        pipeline = chunk.module.grad_reduce_pipeline
+        reduce_buckets = pipeline._bucket_group_gradient_reduce
+
+        @functools.wraps(reduce_buckets)
+        def counted(bucket_group: list[int], *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("outer_fsdp_group_grad_reduce"):
+                self._counts.update(bucket_group)
+            return reduce_buckets(bucket_group, *args, **kwargs)
+
+        pipeline._bucket_group_gradient_reduce = counted
+
+    def problems(self) -> list[str]:
+        """List what went wrong since the last call, and start to count anew."""
+        counts = {
+            self._counts[index]
+            for index, group in enumerate(self._buffers.parameter_groups)
+            if group.main_grad_buffer is not None
+        }
+        self._counts.clear()
+        if counts <= {1}:
+            return []
+        return [
+            "HSDP: expected each gradient bucket reduced once over the outer ranks, got "
+            f"{sorted(counts)} times. Set ddp_config.overlap_grad_reduce, and run all microbatches "
+            "but the last under the model's no_sync() (config.no_sync_func)"
+        ]
 
 
 def _copy_model_weights_to_main_weights(parameter_group: Any) -> None:

@@ -23,6 +23,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
+from megatron_muon.exchange import raise_where_any_rank_fails
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.fsdp_model import (
     FSDPParameter,
@@ -139,9 +140,16 @@ def _muon_child(
     fqns: dict[FSDPParameter, str],
     exchange: str,
 ) -> DistributedOptimizer:
-    matrices: dict[torch.Tensor, ShardedMatrix] = {
-        param: describe_matrix(fqns[param], param) for group in groups for param in group["params"]
-    }
+    matrices: dict[torch.Tensor, ShardedMatrix] = {}
+    problems = []
+    for param in (param for group in groups for param in group["params"]):
+        try:
+            matrices[param] = describe_matrix(fqns[param], param)
+        except (RuntimeError, ValueError) as error:
+            problems.append(str(error))
+    raise_where_any_rank_fails(
+        problems, None, model_chunks[0].module.device, "No optimizer was built."
+    )
     optimizer = FSDPZeROTensorParallelMuon(
         groups,
         matrices=matrices,

@@ -19,6 +19,27 @@ from megatron_muon.mcore.muon import ShardedMatrix
 type FSDPParameter = Any
 
 
+def refuse_v2(model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Refuse models that Megatron-FSDP v2 shards, wrapped or not.
+
+    Args:
+        model_chunks: What ``get_megatron_optimizer`` was given.
+
+    Raises:
+        TypeError: A chunk holds modules with the mixin of Megatron-FSDP v2.
+    """
+    for index, chunk in enumerate(model_chunks):
+        if any(
+            ".megatron_fsdp.experimental" in cls.__module__
+            for module in chunk.modules()
+            for cls in type(module).__mro__
+        ):
+            raise TypeError(
+                f"model_chunks[{index}]: expected Megatron-FSDP, got modules of the experimental "
+                "Megatron-FSDP v2. Muon does not support v2; use --use-megatron-fsdp."
+            )
+
+
 def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
     """Check that every model chunk is wrapped by Megatron-FSDP and holds its DTensor parameters.
 
@@ -26,7 +47,7 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
         model_chunks: What ``get_megatron_optimizer`` was given.
 
     Raises:
-        TypeError: A chunk is not a ``FullyShardedDataParallel``, or holds Megatron-FSDP v2 modules.
+        TypeError: A chunk is not a ``FullyShardedDataParallel``.
         ValueError: A chunk was run forward before, so that its parameters are the raw ones.
     """
     for index, chunk in enumerate(model_chunks):
@@ -36,22 +57,12 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
                 f"mcore_fsdp_adapter.FullyShardedDataParallel, got {type(chunk).__name__}. "
                 "Wrap the model with --use-megatron-fsdp, or use Muon without Megatron-FSDP."
             )
-        if any(_is_v2_module(module) for module in chunk.modules()):
-            raise TypeError(
-                f"model_chunks[{index}]: expected Megatron-FSDP, got modules of the experimental "
-                "Megatron-FSDP v2. Muon does not support v2; use --use-megatron-fsdp."
-            )
         for name, param in chunk.named_parameters():
             if not isinstance(param, DTensor):
                 raise ValueError(
                     f"{name}: expected a DTensor, got {type(param).__name__}. Build the optimizer "
                     "before the first forward pass."
                 )
-
-
-def _is_v2_module(module: torch.nn.Module) -> bool:
-    """Tell whether a module was given the mixin of Megatron-FSDP v2."""
-    return any(".megatron_fsdp.experimental" in cls.__module__ for cls in type(module).__mro__)
 
 
 def named_optimizer_parameters(

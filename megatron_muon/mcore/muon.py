@@ -69,12 +69,17 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         **muon_kwargs: Arguments of :class:`TensorParallelMuon`.
 
     Raises:
-        ValueError: Unknown exchange; a parameter without an entry in ``matrices``, not a float32
-            DTensor, or with a local shape other than its layout's.
-        RuntimeError: Ranks of a group hold different parameters or layouts (on all of them).
+        ValueError: Unknown exchange.
+        RuntimeError: On all ranks, when one has a parameter without an entry in ``matrices``, not a
+            float32 DTensor, or of another local shape than its layout's; or when ranks of a group
+            hold different parameters or layouts.
 
-    Communication: at construction one hash per group; each step one flag per group, and for each
-        matrix what the exchange says.
+    Attributes:
+        checks_gradients: Whether :meth:`step` starts by agreeing that no gradient is missing;
+            :class:`FSDPMuonChainedOptimizer` does it for all its optimizers together instead.
+
+    Communication: at construction one flag over all ranks and one hash per group; each step a flag
+        over all ranks, and for each matrix what the exchange says.
     Memory: one momentum element for each local parameter element, in the parameter's dtype.
     """
 
@@ -93,8 +98,11 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             )
         super().__init__(params, **muon_kwargs)
         self.exchange = exchange
+        self.checks_gradients = True
         self._matrices = matrices
-        self._check_parameters()
+        raise_where_any_rank_fails(
+            self._parameter_problems(), None, self._device, "No optimizer was built."
+        )
         self._groups = self._distinct_groups()
         for group in self._groups:
             raise_where_ranks_differ(
@@ -126,27 +134,30 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     @property
     def _device(self) -> torch.device:
-        return self._all_params()[0]._local_tensor.device
+        param = self._all_params()[0]
+        return param._local_tensor.device if isinstance(param, DTensor) else param.device
 
-    def _check_parameters(self) -> None:
+    def _parameter_problems(self) -> list[str]:
+        problems = []
         for param in self._all_params():
-            if param not in self._matrices:
-                raise ValueError(
+            matrix = self._matrices.get(param)
+            if matrix is None:
+                problems.append(
                     f"parameter of shape {tuple(param.shape)}: expected an entry in matrices, got "
-                    "none. Build the optimizer through build_megatron_fsdp_emerging_optimizer."
+                    "none. Build the optimizer through build_megatron_fsdp_emerging_optimizer"
                 )
-            matrix = self._matrices[param]
-            if not isinstance(param, DTensor) or param.dtype != torch.float32:
-                raise ValueError(
+            elif not isinstance(param, DTensor) or param.dtype != torch.float32:
+                problems.append(
                     f"{matrix.fqn}: expected a float32 DTensor, got {type(param).__name__} of "
                     f"{param.dtype}. Wrap the model in Megatron-FSDP with fp32 main parameters "
-                    "(--megatron-fsdp-main-params-dtype fp32)."
+                    "(--megatron-fsdp-main-params-dtype fp32)"
                 )
-            if tuple(param._local_tensor.shape) != matrix.local_shape:
-                raise ValueError(
+            elif tuple(param._local_tensor.shape) != matrix.local_shape:
+                problems.append(
                     f"{matrix.fqn}: expected a local shard of shape {matrix.local_shape}, got "
-                    f"{tuple(param._local_tensor.shape)}. Pass the layout the model was sharded by."
+                    f"{tuple(param._local_tensor.shape)}. Pass the layout the model was sharded by"
                 )
+        return problems
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -157,12 +168,20 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
         Raises:
             ValueError: A closure was passed.
-            RuntimeError: On all ranks of a shard group, when a non-empty shard of one has no
-                gradient; parameters and momentum are unchanged.
+            RuntimeError: On all ranks, when a non-empty shard of one has no gradient; parameters
+                and momentum are unchanged.
         """
         if closure is not None:
             raise ValueError("closure: expected None, got one. Compute the loss before step().")
-        self._raise_where_gradients_are_missing()
+        if self.checks_gradients:
+            raise_where_any_rank_fails(
+                missing_gradients(
+                    {param: self._matrices[param].fqn for param in self._all_params()}
+                ),
+                None,
+                self._device,
+                MISSING_GRADIENT_ADVICE,
+            )
         for group in self.param_groups:
             settings = {key: value for key, value in group.items() if key != "params"}
             for param in group["params"]:
@@ -209,18 +228,28 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         start, stop = matrix.local_range
         return _with_local(p, orthogonal[start:stop])
 
-    def _raise_where_gradients_are_missing(self) -> None:
-        missing = [
-            f"{self._matrices[param].fqn}: expected a gradient on a shard of shape "
-            f"{self._matrices[param].local_shape}, got None"
-            for param in self._all_params()
-            if param.grad is None and param._local_tensor.numel() > 0
-        ]
-        advice = "Call finish_grad_sync() after the backward pass; nothing was updated."
-        if missing and not self._groups:
-            raise RuntimeError("; ".join(missing) + f". {advice}")
-        for group in self._groups:
-            raise_where_any_rank_fails(missing, group, self._device, advice)
+
+MISSING_GRADIENT_ADVICE = (
+    "Every trainable parameter needs a reduced gradient before step(): call finish_grad_sync() "
+    "after the backward pass. Nothing was updated."
+)
+
+
+def missing_gradients(fqns: Mapping[Any, str]) -> list[str]:
+    """List the parameters that lack a gradient on this rank although they hold elements here.
+
+    Args:
+        fqns: Names of the DTensor parameters.
+
+    Returns:
+        One sentence each.
+    """
+    return [
+        f"{fqn}: expected a gradient on a shard of shape {tuple(param._local_tensor.shape)}, "
+        "got None"
+        for param, fqn in fqns.items()
+        if param.grad is None and param._local_tensor.numel() > 0
+    ]
 
 
 def _with_local(like: DTensor, local: torch.Tensor) -> DTensor:

@@ -10,6 +10,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 
 from megatron_muon.mcore import arguments, repairs
 from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
+from megatron_muon.mcore.fsdp_model import refuse_v2
 from megatron_muon.patching.patch import Patch, Target
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
@@ -25,6 +26,7 @@ def _route(original: Callable[..., Any]) -> Callable[..., Any]:
         config_overrides: dict[Any, Any] | None = None,
         pg_collection: Any = None,
     ) -> Any:
+        refuse_v2(model_chunks)
         ddp_config = getattr(model_chunks[0], "ddp_config", None)
         if not getattr(ddp_config, "use_megatron_fsdp", False) and not any(
             isinstance(chunk, FullyShardedDataParallel) for chunk in model_chunks

@@ -15,22 +15,24 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.mcore.fsdp_model import grad_stats_group, shards_over_outer_ranks
 
+_IS_GRADIENT_BUFFER = "_megatron_muon_is_gradient_buffer"
+
 
 def keep_gradient_scaling_factor(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``_create_hfsdp_helper_buffer``, which drops the gradient scaling factor.
 
     Gradients are reduced through the helper buffer, so without the factor of 1 / dp they come out
-    dp times too large. With the factor, a helper over one inner rank has to be a sharded buffer for
-    the reason that :func:`scale_each_microbatch_once` gives.
+    dp times too large. A helper of gradients over one inner rank has to be a sharded buffer for the
+    reason that :func:`scale_each_microbatch_once` gives.
     """
 
     @functools.wraps(original)
     def _create_hfsdp_helper_buffer(
         dp_buffer: Any, inner_dp_group: Any, is_data_distributed: bool
     ) -> Any:
-        factor = dp_buffer.gradient_scaling_factor
-        helper = original(dp_buffer, inner_dp_group, is_data_distributed or factor is not None)
-        helper.gradient_scaling_factor = factor
+        is_sharded = is_data_distributed or getattr(dp_buffer, _IS_GRADIENT_BUFFER, False)
+        helper = original(dp_buffer, inner_dp_group, is_sharded)
+        helper.gradient_scaling_factor = dp_buffer.gradient_scaling_factor
         return helper
 
     return _create_hfsdp_helper_buffer
@@ -45,7 +47,7 @@ def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., An
     multiplies all of it by 1 / dp again; with another communication dtype it even adds the buffer
     to itself. A sharded buffer of one shard takes the path of any other group.
 
-    Only gradient buffers are given a scaling factor, which tells them from weight buffers.
+    A gradient buffer is told from a weight buffer by being given a scaling factor, None included.
 
     Source: NVIDIA/Megatron-LM issue 6660 and pull request 6773, which came after 0.19.2.
     """
@@ -53,11 +55,11 @@ def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(self, *args, **kwargs)
-        settings = bound.arguments
-        if settings.get("gradient_scaling_factor") is not None and settings[
-            "ddp_config"
-        ].data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"):
-            settings["is_data_distributed"] = True
+        given = bound.arguments
+        strategy = given["ddp_config"].data_parallel_sharding_strategy
+        if "gradient_scaling_factor" in given and strategy in ("optim_grads", "optim_grads_params"):
+            given["is_data_distributed"] = True
+            setattr(self, _IS_GRADIENT_BUFFER, True)
         original(*bound.args, **bound.kwargs)
 
     return __init__

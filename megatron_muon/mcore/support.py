@@ -91,6 +91,18 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "use data, tensor and expert parallelism",
     ),
     Unsupported(
+        "--qk-clip and --log-max-attention-logit",
+        lambda s: bool(s.get("qk_clip") or s.get("log_max_attention_logit")),
+        "upstream looks for the layers under DDP, and clips weights that Megatron-FSDP overwrites",
+        "drop them",
+    ),
+    Unsupported(
+        "ddp_config.megatron_fsdp_use_decoupled_grad",
+        lambda s: bool(s.get("megatron_fsdp_use_decoupled_grad")),
+        "gradients then hang on another attribute than Muon and Adam read",
+        "leave it False",
+    ),
+    Unsupported(
         "GTP weight rematerialization",
         lambda s: (s.get("gtp_weight_remat_size") or 1) > 1,
         "it shards rows a second time, which Megatron-FSDP does not record",

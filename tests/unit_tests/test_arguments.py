@@ -21,6 +21,8 @@ REFUSALS = [
     (("--pipeline-model-parallel-size", "2"), "--pipeline-model-parallel-size above 1"),
     (("--ckpt-format", "torch_dist"), "--ckpt-format other than fsdp_dtensor"),
     (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),
+    (("--qk-clip",), "upstream looks for the layers under DDP"),
+    (("--optimizer-cuda-graph",), "the step checks gradients on the host"),
     (("--use-torch-fsdp2",), "--use-torch-fsdp2: the optimizer reads Megatron-FSDP's shards"),
     (("--save", "checkpoints"), "cannot save or load Muon's state under Megatron-FSDP yet"),
     (("--load", "checkpoints"), "cannot save or load Muon's state under Megatron-FSDP yet"),
@@ -32,7 +34,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("flags", "message"), REFUSALS, ids=lambda value: str(value)[:40])
 def test_refusal_names_the_flag_the_reason_and_the_way_out(flags, message):
-    """Every rank ends with a non-zero exit code before a process group exists."""
+    """Every rank ends with a non-zero exit code and the same message."""
     run = launch(2, fsdp_toy_gpt(ZERO_3, *flags))
     assert all(code in (1, 2) for code in run.exit_codes)
     for output in run.outputs:

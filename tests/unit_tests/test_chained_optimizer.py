@@ -244,22 +244,54 @@ def test_model_of_another_type_is_refused_whatever_methods_it_has():
     assert "FullyShardedDataParallel, got LooksLikeFSDP" in run.results[0]
 
 
-def _hsdp_without_the_last_microbatch() -> str:
+def _reduce_over_outer_ranks(are_last: list[bool]) -> str:
     model = build_model("optim", num_distributed_optimizer_instances=2)
     optimizer = build_optimizer(model)
-    run_backward(model)
-    model.module.is_last_microbatch = False
+    for is_last in are_last:
+        run_backward(model, is_last=is_last)
+    before = main_weights(model)
     try:
         optimizer.step()
     except RuntimeError as error:
+        assert all(_equal(before, main_weights(model)))
         return str(error)
     return "no error"
 
 
-def test_hsdp_that_never_reduces_over_outer_ranks_is_an_error():
-    """Upstream reduces over outer ranks only in a last microbatch; without, replicas drift."""
-    run = run_ranks(4, _hsdp_without_the_last_microbatch).check()
-    assert all("expected gradients reduced over the outer ranks" in text for text in run.results)
+@pytest.mark.parametrize(
+    ("are_last", "message"),
+    [
+        ([False, True], "no error"),
+        ([False, False], "reduced once over the outer ranks, got [0] times"),
+        ([True, True], "reduced once over the outer ranks, got [2] times"),
+    ],
+)
+def test_hsdp_reduces_over_outer_ranks_once_or_raises(are_last, message):
+    """Upstream reduces over the outer ranks in each microbatch marked as the last, and no other."""
+    run = run_ranks(4, _reduce_over_outer_ranks, are_last).check()
+    assert all(message in text for text in run.results)
+
+
+def _refuse_v2() -> str:
+    import torch
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import FsdpModule
+
+    class Sharded(FsdpModule, torch.nn.Linear):
+        pass
+
+    sharded = Sharded.__new__(Sharded)
+    torch.nn.Module.__init__(sharded)
+    try:
+        build_optimizer(torch.nn.Sequential(sharded))
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_megatron_fsdp_v2_is_refused_though_it_has_no_wrapper():
+    """v2 swaps the class of modules: nothing else tells that their parameters are shards."""
+    run = run_ranks(1, _refuse_v2).check()
+    assert "Megatron-FSDP v2. Muon does not support v2" in run.results[0]
 
 
 def _build_with(settings: dict[str, Any]) -> str:
@@ -278,6 +310,7 @@ def _build_with(settings: dict[str, Any]) -> str:
         ({"optimizer": "dist_muon"}, "dist_muon is its layer-wise form"),
         ({"use_layer_wise_distributed_optimizer": True}, "Megatron-FSDP has already sharded"),
         ({"optimizer_cpu_offload": True}, "Newton-Schulz runs where the momentum lies"),
+        ({"optimizer_cuda_graph": True}, "the step checks gradients on the host"),
     ],
 )
 def test_factory_refuses_configurations_of_scripts_without_arguments(settings, message):

@@ -8,7 +8,10 @@ VOCAB_SIZE, SEQ_LENGTH = 48, 8
 
 
 def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> Any:
-    """Start the process groups and wrap a two-layer GPT in Megatron-FSDP."""
+    """Start the process groups and wrap a two-layer GPT in Megatron-FSDP.
+
+    The weights before they were sharded, the same on every rank, are kept in ``whole_weights``.
+    """
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
@@ -36,7 +39,7 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
-    model = GPTModel(
+    gpt = GPTModel(
         config,
         get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=VOCAB_SIZE,
@@ -52,7 +55,12 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
         gradient_reduce_div_fusion=False,
         **ddp_settings,
     )
-    return FullyShardedDataParallel(config, ddp_config, model)
+    whole = {name: param.detach().clone() for name, param in gpt.named_parameters()}
+    model = FullyShardedDataParallel(config, ddp_config, gpt)
+    model.whole_weights = whole
+    with model.no_sync():
+        pass
+    return model
 
 
 def build_optimizer(model: Any, **settings: Any) -> Any:
@@ -74,8 +82,10 @@ def build_optimizer(model: Any, **settings: Any) -> Any:
     return get_megatron_optimizer(config, [model])
 
 
-def run_backward(model: Any, seed: int = 0) -> float:
-    """Run forward and backward on random tokens; gradients stay unreduced, as before a step."""
+def run_backward(model: Any, seed: int = 0, is_last: bool = True) -> float:
+    """Run forward and backward on random tokens, the last microbatch of a step or another one."""
+    import contextlib
+
     import torch
     import torch.distributed as dist
 
@@ -83,10 +93,9 @@ def run_backward(model: Any, seed: int = 0) -> float:
     tokens = torch.randint(VOCAB_SIZE, (2, SEQ_LENGTH + 1), generator=generator)
     positions = torch.arange(SEQ_LENGTH).expand(2, -1)
     mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH).tril() < 0.5
-    with model.no_sync():
-        pass
-    loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
-    loss.backward()
+    with contextlib.nullcontext() if is_last else model.no_sync():
+        loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
+        loss.backward()
     return loss.item()
 
 
