@@ -196,6 +196,16 @@ REQUIREMENTS: tuple[Target, ...] = (
         source_lines=("model_chunk.start_param_sync()",),
     ),
     Target(
+        f"{_FSDP}.param_and_grad_buffer",
+        "GradReducePipeline._bucket_group_gradient_reduce",
+        parameters=("self", "bucket_group", "async_op", "outer_fsdp_group_grad_reduce"),
+    ),
+    Target(
+        f"{_FSDP}.param_and_grad_buffer",
+        "GradReducePipeline.reduce_gradients",
+        source_lines=("outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce,",),
+    ),
+    Target(
         f"{_FSDP}.megatron_fsdp",
         "MegatronFSDP.finish_grad_sync",
         parameters=("self", "force_all_reduce"),

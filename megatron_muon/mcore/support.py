@@ -103,6 +103,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "leave it False",
     ),
     Unsupported(
+        "--muon-fp32-matmul-prec low",
+        lambda s: s.get("muon_fp32_matmul_prec") == "low",
+        "Megatron offers it, but torch has no such precision and the first step fails",
+        "use medium or high",
+    ),
+    Unsupported(
         "GTP weight rematerialization",
         lambda s: (s.get("gtp_weight_remat_size") or 1) > 1,
         "it shards rows a second time, which Megatron-FSDP does not record",

@@ -21,6 +21,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+MAX_NATIVE_FAULTS = 2
+_native_faults: list[list[int]] = []
 PRETRAIN_GPT = ROOT / "scripts" / "pretrain_gpt.py"
 
 
@@ -73,8 +75,9 @@ def run_ranks(
 ) -> Run:
     """Run a function on every rank of a new world of processes.
 
-    A world whose rank a native fault ended (SIGSEGV, SIGABRT) is run once more, with a warning: on
-    a busy machine gloo's threads have been seen to die so, under Adam as under Muon.
+    A world whose rank a native fault ended (SIGSEGV, SIGABRT) is run once more, with a warning, at
+    most ``MAX_NATIVE_FAULTS`` times a session: on a busy machine gloo's threads have been seen to
+    die so, under Adam as under Muon, before cpu_ranks waited for coalesced collectives.
 
     Args:
         world_size: Number of ranks.
@@ -85,6 +88,8 @@ def run_ranks(
     """
     run = _run_once(world_size, function, args, env or {}, timeout_s)
     if any(code in (-signal.SIGSEGV, -signal.SIGABRT) for code in run.exit_codes):
+        _native_faults.append(run.exit_codes)
+        assert len(_native_faults) <= MAX_NATIVE_FAULTS, _native_faults
         warnings.warn(f"native fault, exit codes {run.exit_codes}: run again", stacklevel=2)
         run = _run_once(world_size, function, args, env or {}, timeout_s)
     return run

@@ -21,6 +21,7 @@ REFUSALS = [
     (("--pipeline-model-parallel-size", "2"), "--pipeline-model-parallel-size above 1"),
     (("--ckpt-format", "torch_dist"), "--ckpt-format other than fsdp_dtensor"),
     (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),
+    (("--muon-fp32-matmul-prec", "low"), "torch has no such precision"),
     (("--qk-clip",), "upstream looks for the layers under DDP"),
     (("--optimizer-cuda-graph",), "the step checks gradients on the host"),
     (("--use-torch-fsdp2",), "--use-torch-fsdp2: the optimizer reads Megatron-FSDP's shards"),

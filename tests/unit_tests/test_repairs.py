@@ -40,17 +40,17 @@ def _grad_norms(world_size: int, flags: list[str], without: str | None = None) -
     return [record["grad_norm"] for record in run.history]
 
 
-@pytest.mark.parametrize(
-    ("attribute", "world_size", "flags", "fsdp_flags", "rel"),
-    [
-        pytest.param("_create_hfsdp_helper_buffer", 4, (), HFSDP, 1e-5, id="scaling_factor"),
-        pytest.param(
-            "_get_megatron_optimizer_based_on_param_groups", 4, (), HFSDP, 1e-5, id="instances"
-        ),
-        pytest.param("__init__", 2, EP, (), 1e-5, id="group_of_one_rank"),
-        pytest.param("__init__", 2, PER_TOKEN, BF16_ON_THE_WIRE, 1e-2, id="added_to_itself"),
-    ],
-)
+CASES = [
+    pytest.param("_create_hfsdp_helper_buffer", 4, (), HFSDP, 1e-5, id="scaling_factor"),
+    pytest.param(
+        "_get_megatron_optimizer_based_on_param_groups", 4, (), HFSDP, 1e-5, id="instances"
+    ),
+    pytest.param("__init__", 2, EP, (), 1e-5, id="group_of_one_rank"),
+    pytest.param("__init__", 2, PER_TOKEN, BF16_ON_THE_WIRE, 1e-2, id="added_to_itself"),
+]
+
+
+@pytest.mark.parametrize(("attribute", "world_size", "flags", "fsdp_flags", "rel"), CASES)
 def test_gradient_norm_is_ddps_and_is_not_without_the_repair(
     attribute, world_size, flags, fsdp_flags, rel
 ):
