@@ -84,7 +84,7 @@ def test_tensor_parallel_modes_train_like_ddp(mode, zero):
 @pytest.mark.parametrize(
     "parallelism",
     [
-        pytest.param(("--muon-no-split-qkv", *EP), id="ep2"),
+        pytest.param((*EP, "--moe-layer-freq", "[0,1]"), id="ep2"),
         pytest.param((*EP, "--expert-tensor-parallel-size", "2"), id="ep2_etp2"),
         pytest.param(
             (*MOE, *TP, "--sequence-parallel", "--expert-tensor-parallel-size", "2"), id="tp2_etp2"
