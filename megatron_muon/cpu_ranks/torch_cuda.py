@@ -8,6 +8,7 @@ module is active by itself: ``cpu_ranks.table`` lists what replaces what.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -98,22 +99,12 @@ class CpuStream:
 DEFAULT_STREAM = CpuStream()
 
 
-class NullContext:
+class NullContext(nullcontext[None]):
     """Stands in for ``torch.cuda.stream`` and ``torch.cuda.device``: changes nothing."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         """Accept and ignore the stream or the device."""
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _value: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
-        """Do nothing."""
+        super().__init__()
 
 
 class CpuGenerators:

@@ -111,6 +111,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         """Zero the gradient buffers of the model, which hold the gradients of all optimizers."""
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
+        for reduction in self._outer_reductions:
+            reduction.clear()
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
@@ -191,14 +193,18 @@ class _OuterReductions:
 
         pipeline._bucket_group_gradient_reduce = counted
 
+    def clear(self) -> None:
+        """Start to count anew, as Megatron does when it runs the microbatches of a step again."""
+        self._counts.clear()
+
     def problems(self) -> list[str]:
-        """List what went wrong since the last call, and start to count anew."""
+        """List what went wrong since the gradients were zeroed, and start to count anew."""
         counts = {
             self._counts[index]
             for index, group in enumerate(self._buffers.parameter_groups)
             if group.main_grad_buffer is not None
         }
-        self._counts.clear()
+        self.clear()
         if counts <= {1}:
             return []
         return [

@@ -81,6 +81,22 @@ def test_tensor_parallel_modes_train_like_ddp(mode, zero):
     check_parity(4, zero, (*HIGH, *TP, "--muon-tp-mode", mode), (), HIGH_TOLERANCE)
 
 
+def _step_replicas_by_the_parent() -> None:
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+
+    FSDPZeROTensorParallelMuon.step = TensorParallelMuon.step
+    FSDPZeROTensorParallelMuon.orthogonalize = TensorParallelMuon.orthogonalize
+
+
+def test_upstreams_muon_is_wrong_on_replicas_under_tensor_parallelism():
+    """Why no_shard has our subclass: to upstream the block is as large as the whole matrix."""
+    flags = (*HIGH, *TP, "--muon-tp-mode", "blockwise")
+    run = launch(4, fsdp_toy_gpt(ZERO[0], *flags), before=_step_replicas_by_the_parent).check()
+    assert max(relative_differences(run.losses, ddp_losses(4, *flags))) > 100 * HIGH_TOLERANCE
+
+
 @pytest.mark.parametrize(
     "parallelism",
     [
