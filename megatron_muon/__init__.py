@@ -7,11 +7,22 @@ Importing this package changes nothing. :func:`enable` patches an installed mega
 
 Each layer imports only the ones above it::
 
-    layout      integers: which rank holds which rows of a matrix
-    exchange    the collectives that assemble matrices from row shards
-    mcore/      the only code that imports megatron: optimizer, factory, arguments, repairs
-    patching/   verifies and applies what changes in megatron
-    launcher    ``torchrun ... -m megatron_muon SCRIPT ARGS``; without a GPU on ``cpu_ranks/``
+    layout          integers: which rank holds which rows of a matrix
+    cost            seconds of Newton-Schulz by shape, seconds of traffic by link
+    placement       matrices on ranks up to a capacity
+    assignment      owner of each matrix: one function of the layouts, the same on every rank
+    plan/           buckets, stacks and messages; ``python -m megatron_muon.plan`` reports them
+    settings        what the ``--muon-fsdp-*`` flags say
+    agreement       ranks compare what they know, and fail together
+    domain          which ranks exchange matrices
+    exchange        the collectives that move rows and results
+    newton_schulz   emerging-optimizers' maths on stacks of matrices
+    engine          runs a plan: local rows in, orthogonalized local rows out
+    owner_compute   domain, plan and engine for the parameters of one optimizer
+    chunk_layout    row shards of a DTensor that lies in no buffer of Megatron-FSDP
+    mcore/          the only code that imports megatron: optimizer, factory, arguments, repairs
+    patching/       verifies and applies what changes in megatron
+    launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``; without a GPU on ``cpu_ranks/``
 """
 
 from megatron_muon.patching import IncompatibleMegatronError, disable, enable, is_enabled

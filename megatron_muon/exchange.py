@@ -1,18 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of the optimizer, and nothing else.
+"""The collectives that move rows and results, and nothing else.
 
 Vocabulary:
 
 ==============  ================================================================================
 row shard       the contiguous rows of a matrix that one rank holds, ``(local_rows, cols)``
 all_gather      every rank receives every shard and assembles the whole matrix
-agreement       ranks compare what they know before they act on it
+gather          each owner receives the pieces of the matrices it owns
+scatter         each holder receives the pieces of the results that it holds
+message         the pieces that one rank sends to another at once
 ==============  ================================================================================
 """
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -61,71 +63,135 @@ def all_gather_rows(
     return matrix
 
 
-def raise_where_any_rank_fails(
-    problems: Sequence[str], group: dist.ProcessGroup | None, device: torch.device, advice: str
-) -> None:
-    """Raise on every rank of a group when one of them has something to report.
+def all_reduce_norms(squares: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Add up the squared norms of all ranks, in place.
 
     Args:
-        problems: What is wrong on this rank, a sentence each; empty when nothing is.
-        group: Ranks that decide together; None for all ranks of the job.
-        device: Where the flag that is reduced lives (the backend's device).
-        advice: What the user should do, the end of the message.
+        squares: Sum of squares of this rank's rows of every block, ``(num_blocks,)``, float64.
+        group: Ranks that hold rows.
 
-    Raises:
-        RuntimeError: On all ranks, naming the ranks and their problems.
-
-    Communication: one all-reduce of a single int32; the texts are gathered only before raising.
+    Communication: one all-reduce of 8 bytes a block.
     """
-    num_problems = torch.tensor([len(problems)], dtype=torch.int32, device=device)
-    dist.all_reduce(num_problems, group=group)
-    if num_problems.item() == 0:
-        return
-    texts: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(texts, list(problems), group=group)
-    ranks = dist.get_process_group_ranks(group) if group is not None else range(len(texts))
-    lines = [
-        f"rank {rank}: {text}" for rank, found in zip(ranks, texts, strict=True) for text in found
-    ]
-    shown = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
-    raise RuntimeError("\n  ".join(["ranks cannot go on together:", *shown]) + f"\n{advice}")
+    dist.all_reduce(squares, group=group)
 
 
-def raise_where_ranks_differ(
-    entries: Sequence[str], group: dist.ProcessGroup, device: torch.device, what: str
-) -> None:
-    """Check that all ranks of a group hold the same list, by its hash.
+class Rectangle(Protocol):
+    """What is packed into a message: only its shape is looked at."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows."""
+
+    @property
+    def num_cols(self) -> int:
+        """Columns."""
+
+
+class Messages[T: Rectangle](NamedTuple):
+    """What one rank sends and receives in one collective, by rank of the job.
 
     Args:
-        entries: The list, one line of text for each item, in order.
-        group: Ranks that must agree.
-        device: Where the hash that is gathered lives (the backend's device).
-        what: Name of the list for the message.
-
-    Raises:
-        RuntimeError: On all ranks, naming the first item that differs on each deviating rank.
-
-    Communication: one all-gather of one int64 a rank; the lists only before raising.
+        sends: For each receiver what it gets, in an order that both know.
+        receives: For each sender what comes from it, in the same order.
+        is_used: Whether any rank of the group has something to send.
     """
-    digest = hashlib.sha256("\n".join(entries).encode()).digest()
-    mine = torch.tensor([int.from_bytes(digest[:7], "big")], dtype=torch.int64, device=device)
-    hashes = mine.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(hashes, mine, group=group)
-    if bool((hashes == hashes[0]).all()):
-        return
-    lists: list[list[str]] = [[] for _ in range(len(hashes))]
-    dist.all_gather_object(lists, list(entries), group=group)
-    ranks = dist.get_process_group_ranks(group)
-    lines = []
-    for rank, found in zip(ranks, lists, strict=True):
-        for index in range(max(len(found), len(lists[0]))):
-            here = found[index] if index < len(found) else "nothing"
-            there = lists[0][index] if index < len(lists[0]) else "nothing"
-            if here != there:
-                lines.append(f"rank {rank} has {here!r} where rank {ranks[0]} has {there!r}")
-                break
-    raise RuntimeError(
-        f"{what}: expected the same on all ranks of the group, got "
-        + "; ".join(lines[:8])
-        + ". Build the same model with the same arguments on every rank."
-    )
+
+    sends: Mapping[int, Sequence[T]]
+    receives: Mapping[int, Sequence[T]]
+    is_used: bool
+
+
+class Exchange[T: Rectangle]:
+    """Send rectangles to other ranks and receive some, once for each bucket.
+
+    Staging buffers are allocated once, two of each kind, and re-used by every other bucket: the
+    messages of one bucket may travel while those of the one before are still being read. The caller
+    must be done with bucket ``i`` when it packs bucket ``i + 2``.
+
+    Args:
+        group: Ranks that exchange; None where nothing travels.
+        buckets: Messages of this rank for each bucket; a rank without any has empty ones.
+        dtype: What travels.
+        device: Where the buffers live.
+
+    Communication: :meth:`start` is one ``all_to_all_single`` over the group: one message a peer,
+        exactly the rectangles, no padding. Skipped on all ranks where a bucket is not used.
+    Memory: twice the largest send and twice the largest receive of a bucket.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        buckets: Sequence[Messages[T]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._group, self._buckets = group, buckets
+        ranks = dist.get_process_group_ranks(group) if group is not None else []
+        self._sends, self._receives = (
+            _Staging([getattr(bucket, kind) for bucket in buckets], ranks, dtype, device)
+            for kind in ("sends", "receives")
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the staging buffers, bytes."""
+        return self._sends.num_bytes + self._receives.num_bytes
+
+    def packing(self, index: int) -> Sequence[tuple[T, torch.Tensor]]:
+        """Return where each rectangle of a bucket must be written before :meth:`start`."""
+        return self._sends.views[index]
+
+    def start(self, index: int) -> dist.Work | None:
+        """Send a bucket off, and return what to wait for before reading :meth:`unpacking`."""
+        if not self._buckets[index].is_used:
+            return None
+        return dist.all_to_all_single(
+            self._receives.flat(index),
+            self._sends.flat(index),
+            self._receives.split_sizes[index],
+            self._sends.split_sizes[index],
+            group=self._group,
+            async_op=True,
+        )
+
+    def unpacking(self, index: int) -> Sequence[tuple[T, torch.Tensor]]:
+        """Return where each rectangle of a bucket lies after it arrived."""
+        return self._receives.views[index]
+
+
+class _Staging[T: Rectangle]:
+    """Two flat buffers, and where each rectangle of each bucket lies in them."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Mapping[int, Sequence[T]]],
+        ranks: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.split_sizes = [
+            [sum(each.num_rows * each.num_cols for each in bucket.get(rank, ())) for rank in ranks]
+            for bucket in buckets
+        ]
+        num_elements = max((sum(sizes) for sizes in self.split_sizes), default=0)
+        self._buffers = [
+            torch.empty(num_elements, dtype=dtype, device=device)
+            for _ in range(min(2, len(buckets)))
+        ]
+        self.views: list[list[tuple[T, torch.Tensor]]] = []
+        for index, bucket in enumerate(buckets):
+            views, offset = [], 0
+            for each in (each for rank in ranks for each in bucket.get(rank, ())):
+                size = each.num_rows * each.num_cols
+                flat = self._buffers[index % 2][offset : offset + size]
+                views.append((each, flat.view(each.num_rows, each.num_cols)))
+                offset += size
+            self.views.append(views)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def flat(self, index: int) -> torch.Tensor:
+        return self._buffers[index % 2][: sum(self.split_sizes[index])]

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_muon.mcore.muon import EXCHANGES
 from megatron_muon.mcore.support import raise_where_unsupported
+from megatron_muon.settings import EXCHANGES, WIRES, ExchangeSettings
 
 
 def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,12 +19,47 @@ def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = original(parser)
         group = parser.add_argument_group(title="muon under Megatron-FSDP")
+        defaults = ExchangeSettings()
         group.add_argument(
             "--muon-fsdp-exchange",
             choices=EXCHANGES,
-            default=EXCHANGES[0],
-            help="How whole matrices are assembled for Newton-Schulz. all_gather: every rank of "
-            "the shard group receives every matrix and orthogonalizes it.",
+            default=defaults.exchange,
+            help="How whole matrices are assembled for Newton-Schulz. owner: each is sent to one "
+            "rank, orthogonalized there once, and sent back. all_gather: every rank of the shard "
+            "group receives every matrix and orthogonalizes it.",
+        )
+        group.add_argument(
+            "--muon-fsdp-wire",
+            choices=WIRES,
+            default=defaults.wire,
+            help="What travels to owners. bf16: rows normalized by the float64 norm of their "
+            "matrix; fp32: fp32 rows, for the very bits of upstream's Muon; auto: bf16 with "
+            "--muon-fp32-matmul-prec medium, else fp32.",
+        )
+        group.add_argument(
+            "--muon-fsdp-bucket-size",
+            type=int,
+            default=defaults.bucket_elements,
+            help="Elements that a rank owns of the matrices it exchanges at once, at most; bounds "
+            "the memory of staging buffers.",
+        )
+        group.add_argument(
+            "--muon-fsdp-max-parts",
+            type=int,
+            default=defaults.max_parts,
+            help="Ranks that one matrix may be cut over where ranks outnumber matrices, a power of "
+            "two. 1 keeps matrices whole, and results the same bits on any number of ranks.",
+        )
+        group.add_argument(
+            "--muon-fsdp-cost-model",
+            default=defaults.cost,
+            help="Rates of the machine for choosing owners, as name=value,...: tflops, gbps, "
+            "gbps_between_nodes, ranks_per_node, kernel_us, all_reduce_us, stack_elements.",
+        )
+        group.add_argument(
+            "--muon-fsdp-log-plan",
+            action="store_true",
+            help="Log who orthogonalizes what, and what it costs.",
         )
         return parser
 
@@ -43,6 +78,7 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
         if not args.use_megatron_fsdp or args.optimizer in ("adam", "sgd"):
             return original(args, defaults)
         raise_where_unsupported(vars(args))
+        _exchange_settings(args).wire_for(args.muon_fp32_matmul_prec == "medium")
         requested = args.optimizer
         args.optimizer = "adam"
         try:
@@ -82,8 +118,19 @@ def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_yaml
 
 
-def requested_exchange() -> str:
-    """Read ``--muon-fsdp-exchange``, or its default in scripts without megatron.training."""
+def requested_exchange() -> ExchangeSettings:
+    """Read the ``--muon-fsdp-*`` flags, or their defaults in scripts without megatron.training."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     args = global_vars._GLOBAL_ARGS if global_vars is not None else None
-    return getattr(args, "muon_fsdp_exchange", EXCHANGES[0])
+    return _exchange_settings(args) if hasattr(args, "muon_fsdp_exchange") else ExchangeSettings()
+
+
+def _exchange_settings(args: Any) -> ExchangeSettings:
+    return ExchangeSettings(
+        exchange=args.muon_fsdp_exchange,
+        wire=args.muon_fsdp_wire,
+        bucket_elements=args.muon_fsdp_bucket_size,
+        max_parts=args.muon_fsdp_max_parts,
+        cost=args.muon_fsdp_cost_model,
+        log_plan=args.muon_fsdp_log_plan,
+    )

@@ -13,13 +13,8 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_muon.exchange import raise_where_any_rank_fails
 from megatron_muon.mcore.fsdp_model import check_model_chunks
-from megatron_muon.mcore.muon import (
-    MISSING_GRADIENT_ADVICE,
-    FSDPZeROTensorParallelMuon,
-    missing_gradients,
-)
+from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, raise_where_gradients_fail
 
 
 class FSDPMuonChainedOptimizer(ChainedOptimizer):
@@ -68,24 +63,26 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Reduce and attach gradients, and check that they are complete.
+        """Reduce and attach gradients, and check that they are complete and finite.
 
         Returns:
             Whether an overflow was found: always False, without loss scaling.
 
         Raises:
-            RuntimeError: On all ranks, when a non-empty shard of one has no gradient, or when HSDP
-                left gradients unreduced over the outer ranks. Nothing was updated.
+            RuntimeError: On all ranks, when a non-empty shard of one has no gradient or one that
+                is not finite, when parameters have changed since construction, or when HSDP left
+                gradients unreduced over the outer ranks. Nothing was updated.
         """
         for chunk in self.model_chunks:
             if not chunk.module.is_param_fsdp_distributed:
                 chunk.finish_grad_sync()
-        problems = missing_gradients({param: self._fqns[param] for param in self.get_parameters()})
+        problems = []
+        for child in self.chained_optimizers:
+            if isinstance(child.optimizer, FSDPZeROTensorParallelMuon):
+                problems += child.optimizer.parameter_changes()
         for reduction in self._outer_reductions:
             problems += reduction.problems()
-        raise_where_any_rank_fails(
-            problems, None, self.model_chunks[0].module.device, MISSING_GRADIENT_ADVICE
-        )
+        raise_where_gradients_fail(self._fqns, problems, self.model_chunks[0].module.device)
         return super().prepare_grads()
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.exchange import raise_where_any_rank_fails
+from megatron_muon.agreement import raise_where_any_rank_fails
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.fsdp_model import (
     FSDPParameter,
@@ -33,8 +33,10 @@ from megatron_muon.mcore.fsdp_model import (
     grad_stats_group,
     named_optimizer_parameters,
 )
-from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, ShardedMatrix
+from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.support import raise_where_unsupported
+from megatron_muon.owner_compute import ShardedMatrix
+from megatron_muon.settings import ExchangeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ def build_megatron_fsdp_emerging_optimizer(
     config_overrides: dict[ParamKey, Any] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
     *,
-    exchange: str = "all_gather",
+    exchange: ExchangeSettings | None = None,
 ) -> FSDPMuonChainedOptimizer:
     """Build Muon and its scalar optimizer over the DTensor parameters of a Megatron-FSDP model.
 
@@ -58,7 +60,8 @@ def build_megatron_fsdp_emerging_optimizer(
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
             completed by Muon's rule. The dictionary is not changed.
         pg_collection: Process groups of the model; None for ``parallel_state``'s.
-        exchange: How matrices are assembled (``--muon-fsdp-exchange``).
+        exchange: Who orthogonalizes what, and what travels (the ``--muon-fsdp-*`` flags); None for
+            the defaults.
 
     Returns:
         The optimizer, with state for every parameter on every rank.
@@ -86,18 +89,31 @@ def build_megatron_fsdp_emerging_optimizer(
         if group["params"]:
             buckets[group.get("optimizer", "muon"), group["is_expert_parallel"]].append(group)
 
-    children = []
-    for (name, is_expert), groups in buckets.items():
+    children: dict[tuple[str, bool], DistributedOptimizer] = {}
+    busy_seconds = 0.0
+    # Experts first: they mostly lie whole on a rank, and dense matrices fill what they leave.
+    for name, is_expert in sorted(buckets, key=lambda key: not key[1]):
+        groups = buckets[name, is_expert]
         if name == "muon":
-            child = _muon_child(config, groups, model_chunks, pg_collection, fqns, exchange)
+            muon = _inner_muon(
+                config,
+                groups,
+                model_chunks,
+                pg_collection,
+                fqns,
+                exchange=exchange,
+                busy_seconds=busy_seconds,
+            )
+            busy_seconds = muon.newton_schulz_seconds
+            child = _wrapped(muon, config, model_chunks, pg_collection)
         else:
             child = _scalar_child(config, name, groups, model_chunks, pg_collection)
         child.grad_stats_parallel_group = grad_stats_group(
             ddp_config, pg_collection, is_expert=is_expert
         )
-        children.append(child)
+        children[name, is_expert] = child
     _log_routing(buckets, fqns)
-    return FSDPMuonChainedOptimizer(children, model_chunks, fqns)
+    return FSDPMuonChainedOptimizer([children[key] for key in buckets], model_chunks, fqns)
 
 
 def _settings(config: OptimizerConfig, chunk: FullyShardedDataParallel) -> dict[str, Any]:
@@ -132,14 +148,16 @@ def _muon_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
     return rule
 
 
-def _muon_child(
+def _inner_muon(
     config: OptimizerConfig,
     groups: list[dict[str, Any]],
     model_chunks: Sequence[FullyShardedDataParallel],
     pg_collection: ProcessGroupCollection,
     fqns: dict[FSDPParameter, str],
-    exchange: str,
-) -> DistributedOptimizer:
+    *,
+    exchange: ExchangeSettings | None,
+    busy_seconds: float,
+) -> FSDPZeROTensorParallelMuon:
     matrices: dict[torch.Tensor, ShardedMatrix] = {}
     problems = []
     for param in (param for group in groups for param in group["params"]):
@@ -150,14 +168,23 @@ def _muon_child(
     raise_where_any_rank_fails(
         problems, None, model_chunks[0].module.device, "No optimizer was built."
     )
-    optimizer = FSDPZeROTensorParallelMuon(
+    return FSDPZeROTensorParallelMuon(
         groups,
         matrices=matrices,
         exchange=exchange,
+        busy_seconds=busy_seconds,
         **_muon_config_to_kwargs(config, model_chunks, pg_collection),
     )
+
+
+def _wrapped(
+    muon: FSDPZeROTensorParallelMuon,
+    config: OptimizerConfig,
+    model_chunks: Sequence[FullyShardedDataParallel],
+    pg_collection: ProcessGroupCollection,
+) -> DistributedOptimizer:
     child = DistributedOptimizer(
-        optimizer,
+        muon,
         config,
         None,
         _EMERGING_OPTIMIZERS["muon"].init_state_fn,

@@ -12,8 +12,9 @@ from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.chunk_layout import describe_dtensor
 from megatron_muon.layout import RowLayout, shards_from_flat_ranges
-from megatron_muon.mcore.muon import ShardedMatrix
+from megatron_muon.owner_compute import ShardedMatrix
 
 # A DTensor parameter with the attributes Megatron-FSDP sets on it (orig_param, ...).
 type FSDPParameter = Any
@@ -95,14 +96,17 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
 
     Returns:
         Its tensor-parallel-local matrix, with the row range of every rank of the group it is
-        sharded over: dp_cp or expt_dp, the inner group under HSDP, inner x outer under HFSDP.
+        sharded over: dp_cp or expt_dp, the inner group under HSDP, inner x outer under HFSDP; and
+        the ranks that hold copies of the shards: all of them under ZeRO-0, HSDP's outer ranks.
 
     Raises:
         ValueError: Megatron-FSDP cut the matrix inside a row.
         RuntimeError: The buffer's rank is not where HFSDP's order of ranks puts it.
 
-    Communication: none.
+    Communication: none; for a parameter in no buffer see :func:`describe_dtensor`.
     """
+    if not hasattr(param, "_megatron_fsdp_model"):
+        return describe_dtensor(fqn, param)
     buffers = param._megatron_fsdp_model.param_and_grad_buffer
     orig_param = param.orig_param
     num_rows, num_cols = (
@@ -110,13 +114,15 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
     )
     parameter_group = buffers.parameter_groups[buffers.param_to_param_group[orig_param]]
     buffer = parameter_group.main_weight_buffer or parameter_group.model_weight_buffer
+    dist_index, is_expert = buffers.dist_index, parameter_group.is_expert_param
     if buffer is None or buffers.ddp_config.data_parallel_sharding_strategy == "no_shard":
-        return ShardedMatrix(fqn, RowLayout(num_rows, num_cols, ((0, num_rows),)), None)
+        whole = RowLayout(num_rows, num_cols, ((0, num_rows),))
+        return ShardedMatrix(fqn, whole, None, dist_index.get_dp_group(is_expert))
 
     group = buffer.data_parallel_group
     world_size = dist.get_world_size(group)
     shard_size = buffer.bucket_index.size // world_size
-    shard_indices = _shard_index_of_each_rank(buffers.dist_index, parameter_group, world_size)
+    shard_indices = _shard_index_of_each_rank(dist_index, is_expert, world_size)
     if shard_indices[dist.get_rank(group)] != buffer.dp_rank:
         raise RuntimeError(
             f"{fqn}: expected shard {shard_indices[dist.get_rank(group)]} of the buffer on this "
@@ -129,10 +135,12 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
         item.global_data_index,
         [(index * shard_size, (index + 1) * shard_size) for index in shard_indices],
     )
-    return ShardedMatrix(fqn, layout, group)
+    has_replicas = dist_index.use_hybrid_fsdp and not dist_index.hsdp_outer_dp_shard
+    replicas = dist_index.get_outer_fsdp_group(is_expert) if has_replicas else None
+    return ShardedMatrix(fqn, layout, group, replicas)
 
 
-def _shard_index_of_each_rank(dist_index: Any, parameter_group: Any, world: int) -> list[int]:
+def _shard_index_of_each_rank(dist_index: Any, is_expert: bool, world: int) -> list[int]:
     """Give the position in the buffer of each rank's shard, by rank of the shard group.
 
     HFSDP shards over the inner ranks first and over the outer ranks within, while its group counts
@@ -140,7 +148,6 @@ def _shard_index_of_each_rank(dist_index: Any, parameter_group: Any, world: int)
     """
     if not (dist_index.use_hybrid_fsdp and dist_index.hsdp_outer_dp_shard):
         return list(range(world))
-    is_expert = parameter_group.is_expert_param
     num_inner = dist.get_world_size(dist_index.get_fsdp_group(is_expert))
     num_outer = world // num_inner
     return [rank % num_inner * num_outer + rank // num_inner for rank in range(world)]

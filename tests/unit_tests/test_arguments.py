@@ -29,7 +29,14 @@ REFUSALS = [
     (("--load", "checkpoints"), "cannot save or load Muon's state under Megatron-FSDP yet"),
     (("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"), "need float32 main parameters"),
     (("--bf16", "--megatron-fsdp-main-params-dtype", "auto"), "need float32 main parameters"),
-    (("--muon-fsdp-exchange", "owner"), "invalid choice: 'owner' (choose from 'all_gather')"),
+    (("--muon-fsdp-exchange", "nobody"), "invalid choice: 'nobody' (choose from 'owner', "),
+    (("--muon-fsdp-bucket-size", "0"), "bucket size: expected a positive number of elements, got"),
+    (("--muon-fsdp-max-parts", "3"), "max parts: expected a power of two, got 3."),
+    (("--muon-fsdp-cost-model", "gbps=fast"), "cost model: expected name=value with a name of"),
+    (
+        ("--muon-fsdp-wire", "bf16", "--muon-fp32-matmul-prec", "high"),
+        "wire: expected fp32 for Newton-Schulz in fp32, got bf16",
+    ),
 ]
 
 

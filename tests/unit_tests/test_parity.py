@@ -127,6 +127,43 @@ def test_medium_precision_trains_like_ddp(world_size, zero):
     check_parity(world_size, zero, (), (), MEDIUM_TOLERANCE)
 
 
+FP32_WIRE = ("--muon-fsdp-wire", "fp32")
+SMALL_BUCKETS = ("--muon-fsdp-bucket-size", "4096")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "zero", "flags", "tolerance"),
+    [
+        pytest.param(4, 3, FP32_WIRE, MEDIUM_TOLERANCE, id="fp32_wire"),
+        pytest.param(3, 1, (*FP32_WIRE, *SMALL_BUCKETS), MEDIUM_TOLERANCE, id="fp32_wire_buckets"),
+        pytest.param(4, 3, (*HSDP, *SMALL_BUCKETS), MEDIUM_TOLERANCE, id="bf16_wire_hsdp"),
+        pytest.param(4, 0, SMALL_BUCKETS, MEDIUM_TOLERANCE, id="bf16_wire_replicas"),
+    ],
+)
+def test_both_wires_train_like_ddp(world_size, zero, flags, tolerance):
+    """Newton-Schulz in bf16 with either wire, matrices of a few kilobytes a bucket."""
+    check_parity(world_size, zero, (), flags, tolerance)
+
+
+@pytest.mark.parametrize("mode", ["blockwise", "duplicated", "distributed"])
+def test_tensor_parallel_modes_train_like_ddp_on_the_bf16_wire(mode):
+    """Owners of whole matrices gather blocks of both tensor-parallel ranks, in bf16."""
+    check_parity(4, 3, (*TP, "--muon-tp-mode", mode), (), MEDIUM_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "zero", "flags"),
+    [
+        pytest.param(3, 3, (), id="zero3"),
+        pytest.param(4, 0, (*TP, "--muon-tp-mode", "distributed"), id="zero0_tp2"),
+    ],
+)
+def test_all_gather_trains_like_ddp(world_size, zero, flags):
+    """The simple exchange, where every rank repeats Newton-Schulz."""
+    exchange = ("--muon-fsdp-exchange", "all_gather")
+    check_parity(world_size, zero, (*HIGH, *flags), exchange, HIGH_TOLERANCE)
+
+
 @pytest.mark.parametrize(("world_size", "zero"), [(4, 0), (4, 1), (3, 2), (4, 3)])
 def test_bf16_trains_like_ddp(world_size, zero):
     """bf16 weights with fp32 main weights."""
@@ -193,21 +230,28 @@ def test_skipped_iterations_and_zero_counts_match_ddp():
 
 
 def _skip_newton_schulz() -> None:
-    from megatron.core.optimizer import emerging_optimizers
+    from megatron_muon import engine
 
-    emerging_optimizers.newton_schulz_tp = lambda grad, **kwargs: grad / grad.norm()
+    def normalized(stack, **kwargs):
+        return stack / stack.float().norm(dim=(-2, -1), keepdim=True).to(stack.dtype)
+
+    engine.newton_schulz = engine.newton_schulz_normalized = normalized
 
 
 def _orthogonalize_local_rows() -> None:
-    from megatron_muon.mcore import muon
+    """Owners see zeros in place of the rows of other ranks."""
+    from megatron_muon.engine import Engine
 
-    def padded(rows, layout, group):
-        matrix = rows.new_zeros(layout.num_rows, layout.num_cols)
-        start, stop = layout.shards[group.rank()]
-        matrix[start:stop] = rows
-        return matrix
+    original = Engine._orthogonalize_gathered
 
-    muon.all_gather_rows = padded
+    def without_arrivals(self, index, work):
+        if work is not None:
+            work.wait()
+        for _, rows in self._gathers.unpacking(index):
+            rows.zero_()
+        return original(self, index, None)
+
+    Engine._orthogonalize_gathered = without_arrivals
 
 
 @pytest.mark.parametrize("break_it", [_skip_newton_schulz, _orthogonalize_local_rows])

@@ -1,0 +1,91 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks compare what they know before they act on it, and fail together."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def raise_where_any_rank_fails(
+    problems: Sequence[str],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    advice: str,
+    *,
+    suspects: torch.Tensor | None = None,
+    explain: Callable[[], Sequence[str]] = list,
+) -> None:
+    """Raise on every rank of a group when one of them has something to report.
+
+    Args:
+        problems: What is wrong on this rank, a sentence each; empty when nothing is.
+        group: Ranks that decide together; None for all ranks of the job.
+        device: Where the flag that is reduced lives (the backend's device).
+        advice: What the user should do, the end of the message.
+        suspects: Number of problems that only the device knows of, an integer scalar; read on the
+            host together with the flag.
+        explain: Gives a sentence for each of the suspects.
+
+    Raises:
+        RuntimeError: On all ranks, naming the ranks and their problems.
+
+    Communication: one all-reduce of a single int32; the texts are gathered only before raising.
+    """
+    num_problems = torch.tensor([len(problems)], dtype=torch.int32, device=device)
+    if suspects is not None:
+        num_problems += suspects
+    dist.all_reduce(num_problems, group=group)
+    if num_problems.item() == 0:
+        return
+    problems = [*problems, *explain()]
+    texts: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(texts, problems, group=group)
+    ranks = dist.get_process_group_ranks(group) if group is not None else range(len(texts))
+    lines = [
+        f"rank {rank}: {text}" for rank, found in zip(ranks, texts, strict=True) for text in found
+    ]
+    shown = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
+    raise RuntimeError("\n  ".join(["ranks cannot go on together:", *shown]) + f"\n{advice}")
+
+
+def raise_where_ranks_differ(
+    entries: Sequence[str], group: dist.ProcessGroup, device: torch.device, what: str
+) -> None:
+    """Check that all ranks of a group hold the same list, by its hash.
+
+    Args:
+        entries: The list, one line of text for each item, in order.
+        group: Ranks that must agree.
+        device: Where the hash that is gathered lives (the backend's device).
+        what: Name of the list for the message.
+
+    Raises:
+        RuntimeError: On all ranks, naming the first item that differs on each deviating rank.
+
+    Communication: one all-gather of one int64 a rank; the lists only before raising.
+    """
+    digest = hashlib.sha256("\n".join(entries).encode()).digest()
+    mine = torch.tensor([int.from_bytes(digest[:7], "big")], dtype=torch.int64, device=device)
+    hashes = mine.new_empty(dist.get_world_size(group))
+    dist.all_gather_into_tensor(hashes, mine, group=group)
+    if bool((hashes == hashes[0]).all()):
+        return
+    lists: list[list[str]] = [[] for _ in range(len(hashes))]
+    dist.all_gather_object(lists, list(entries), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    lines = []
+    for rank, found in zip(ranks, lists, strict=True):
+        for index in range(max(len(found), len(lists[0]))):
+            here = found[index] if index < len(found) else "nothing"
+            there = lists[0][index] if index < len(lists[0]) else "nothing"
+            if here != there:
+                lines.append(f"rank {rank} has {here!r} where rank {ranks[0]} has {there!r}")
+                break
+    raise RuntimeError(
+        f"{what}: expected the same on all ranks of the group, got "
+        + "; ".join(lines[:8])
+        + ". Build the same model with the same arguments on every rank."
+    )

@@ -1,0 +1,68 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Row shards of a DTensor that lies in no buffer of Megatron-FSDP, from its chunk metadata."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.layout import RowLayout
+from megatron_muon.owner_compute import ShardedMatrix
+
+
+def describe_dtensor(fqn: str, param: DTensor) -> ShardedMatrix:
+    """Read which rows each rank holds from the offsets that checkpoints are written by.
+
+    Args:
+        fqn: Name of the parameter.
+        param: 2-D, rows sharded over at most one axis of its mesh, evenly as torch does or
+            unevenly as Megatron-FSDP records; replicated over at most one other.
+
+    Returns:
+        Its matrix. A tensor-parallel offset, the same on all ranks of the axis, is taken off.
+
+    Raises:
+        ValueError: Another placement; or, on all ranks of the axis, chunks that do not tile the
+            rows or are not those of the shards.
+
+    Communication: one all-gather of 24 bytes a rank over the sharded axis.
+    """
+    num_cols = param._local_tensor.shape[1]
+    axes: dict[str, list[dist.ProcessGroup]] = {"shard": [], "replicate": []}
+    for axis, placement in enumerate(param.placements):
+        if placement.is_shard(0):
+            axes["shard"].append(param.device_mesh.get_group(axis))
+        elif placement.is_replicate() and param.device_mesh.size(axis) > 1:
+            axes["replicate"].append(param.device_mesh.get_group(axis))
+        elif not placement.is_replicate():
+            axes["shard"] += [param.device_mesh.get_group(axis)] * 2
+    if len(axes["shard"]) > 1 or len(axes["replicate"]) > 1:
+        raise ValueError(
+            f"{fqn}: expected rows sharded over one mesh axis and replicated over at most one, got "
+            f"placements {param.placements}. Wrap the model in Megatron-FSDP, or describe the "
+            "matrix by a ShardedMatrix of its own."
+        )
+    replicas = axes["replicate"][0] if axes["replicate"] else None
+    if not axes["shard"]:
+        num_rows = param._local_tensor.shape[0]
+        return ShardedMatrix(fqn, RowLayout(num_rows, num_cols, ((0, num_rows),)), None, replicas)
+
+    group = axes["shard"][0]
+    create = getattr(param._local_tensor, "__create_chunk_list__", param.__create_chunk_list__)
+    chunks = create()
+    offset, rows = (chunks[0].offsets[0], chunks[0].sizes[0]) if chunks else (0, 0)
+    local_rows = param._local_tensor.shape[0]
+    mine = torch.tensor([offset, rows, local_rows], device=param._local_tensor.device)
+    table = mine.new_empty(dist.get_world_size(group), 3)
+    dist.all_gather_into_tensor(table.view(-1), mine, group=group)
+    if not torch.equal(table[:, 1], table[:, 2]):
+        raise ValueError(
+            f"{fqn}: expected chunks of {table[:, 2].tolist()} rows by rank, as the shards have, "
+            f"got {table[:, 1].tolist()}. Call update_uneven_dtensor_chunk_metadata on it first."
+        )
+    first = min((start for start, count, _ in table.tolist() if count), default=0)
+    shards = tuple(
+        (start - first, start - first + count) if count else (0, 0)
+        for start, count, _ in table.tolist()
+    )
+    return ShardedMatrix(fqn, RowLayout(int(table[:, 1].sum()), num_cols, shards), group, replicas)

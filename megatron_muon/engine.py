@@ -1,0 +1,370 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Run an exchange plan: local rows in, orthogonalized local rows out, one call a step.
+
+Vocabulary:
+
+==============  ================================================================================
+wire ``fp32``   fp32 rows travel to the owner, who calls emerging-optimizers' Newton-Schulz
+wire ``bf16``   squared norms are all-reduced in float64; normalized bf16 rows travel there,
+                bf16 results back
+update          what is orthogonalized: the (Nesterov) momentum, this rank's rows of it
+staging buffer  flat memory that messages are packed into or arrive in; two of each kind, re-used
+==============  ================================================================================
+
+The order of a step, for buckets 0, 1, 2, ...::
+
+    norms | gather 0 | local matrices | gather 1 | orthogonalize 0 | scatter 0
+          | gather 2 | orthogonalize 1 | scatter 1 | apply 0 | gather 3 | orthogonalize 2 | ...
+
+Gathers and scatters are launched asynchronously, so that those of bucket i + 1 and i - 1 travel
+while bucket i is orthogonalized. Over NCCL they run on the process group's own stream, and waiting
+for them is an event: the host never waits. Over gloo they run on its threads.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.exchange import Exchange, Messages, all_reduce_norms
+from megatron_muon.newton_schulz import EPSILON, newton_schulz, newton_schulz_normalized
+from megatron_muon.plan import ExchangePlan, Piece, RankBucket, Slot
+
+type Update = Callable[[int], torch.Tensor]
+type Apply = Callable[[int, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class NewtonSchulzSettings:
+    """How matrices are orthogonalized and scaled.
+
+    Args:
+        steps: Newton-Schulz steps.
+        coefficient_type: Name of emerging-optimizers' coefficients.
+        is_bf16: Whether it runs in bf16 (matmul precision "medium"); its results are then
+            bf16-valued and travel as bf16 on either wire.
+        scale: Factors that results are multiplied with in fp32, one after the other, by shape
+            ``(rows, cols)`` of the whole block.
+    """
+
+    steps: int
+    coefficient_type: str
+    is_bf16: bool
+    scale: Callable[[int, int], Sequence[float]]
+
+
+class Engine:
+    """Orthogonalize the matrices of a plan, each once, on its owner.
+
+    Every rank of the group makes the same collective calls in the same order.
+
+    Args:
+        plan: The plan, equal on all ranks of the group.
+        settings: Newton-Schulz and scale.
+        wire: ``bf16`` or ``fp32``; see :class:`~megatron_muon.settings.ExchangeSettings`.
+        rank: This rank of the job.
+        group: Ranks the plan speaks of; None where nothing travels.
+        parts_groups: Group of each set of ranks that share a cut matrix, as far as this rank is
+            in it.
+        device: Where shards live.
+
+    Communication: a step is one all-reduce of 8 bytes a block (wire ``bf16``), and for each bucket
+        one ``all_to_all_single`` there and one back, of the plan's pieces without padding; cut
+        matrices add their Gram matrices.
+    Memory: two buckets' staging buffers and stacks, ``2 * (there + back + owned)`` elements, where
+        ``owned`` of a rank in a bucket is at most the plan's ``bucket_elements`` or one matrix,
+        ``there`` and ``back`` are what it sends and receives: at most ``owned`` and its own rows of
+        the bucket, each way. Besides, the stacks of one group of local matrices (``owned`` again),
+        and what Newton-Schulz needs for one stack.
+    """
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        settings: NewtonSchulzSettings,
+        *,
+        wire: str,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        parts_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        device: torch.device,
+    ) -> None:
+        self.plan, self.settings, self.wire, self.rank = plan, settings, wire, rank
+        self._group, self._parts_groups, self._device = group, parts_groups, device
+        self._dtype = torch.bfloat16 if wire == "bf16" else torch.float32
+        rank_plan = plan.for_rank(rank)
+        self._buckets = [_Bucket(bucket, self._num_slots) for bucket in rank_plan.buckets]
+        self._local = [_Bucket(bucket, self._num_slots) for bucket in rank_plan.local]
+        self._gathers = Exchange(
+            group,
+            [
+                Messages(bucket.gather_sends, bucket.gather_receives, bucket.has_gather)
+                for bucket in rank_plan.buckets
+            ],
+            self._dtype,
+            device,
+        )
+        self._scatters = Exchange(
+            group,
+            [
+                Messages(bucket.scatter_sends, bucket.scatter_receives, True)
+                for bucket in rank_plan.buckets
+            ],
+            torch.bfloat16 if settings.is_bf16 else torch.float32,
+            device,
+        )
+        self._stack_memory = [
+            *(self._allocate(self._buckets[start::2]) for start in range(2)),
+            self._allocate(self._local),
+        ]
+        self._first_norm = [0]
+        for matrix in plan.matrices:
+            self._first_norm.append(self._first_norm[-1] + len(matrix.blocks))
+        self._norm_pieces = self._primary_pieces() if wire == "bf16" else {}
+        self._norms: tuple[torch.Tensor, ...] = ()
+
+    def _allocate(self, buckets: Sequence["_Bucket"]) -> torch.Tensor:
+        num_elements = max((bucket.num_elements for bucket in buckets), default=0)
+        return torch.zeros(num_elements, dtype=self._dtype, device=self._device)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of all staging buffers and stacks, bytes."""
+        stacks = sum(memory.nbytes for memory in self._stack_memory)
+        return self._gathers.num_bytes + self._scatters.num_bytes + stacks
+
+    def _num_slots(self, stack: Sequence[Slot]) -> int:
+        """Return the size of a stack with padding.
+
+        A GPU's batched kernels may depend on the size, so it is the shape's. On a CPU results do
+        not (tests/unit_tests/test_newton_schulz.py), and zeros would cost time. Wire fp32 calls
+        Newton-Schulz matrix by matrix.
+        """
+        if self._device.type == "cpu" or self.wire == "fp32" or len(stack[0].owners) > 1:
+            return len(stack)
+        return self.plan.cost.stack_size(stack[0].part.num_rows, stack[0].part.num_cols)
+
+    def _primary_pieces(self) -> dict[int, list[Piece]]:
+        """List the pieces whose squares this rank adds up: of several holders the first does."""
+        pieces: dict[int, list[Piece]] = {}
+        for index, matrix in enumerate(self.plan.matrices):
+            if self.rank in matrix.ranks:
+                mine = [p for p in self.plan.pieces(index) if p.holders[0] == self.rank]
+                if mine:
+                    pieces[index] = mine
+        return pieces
+
+    @torch.no_grad()
+    def step(self, update: Update, apply: Apply) -> None:
+        """Orthogonalize all matrices.
+
+        Args:
+            update: Gives this rank's rows of a matrix, ``(local_rows, cols)`` fp32; called several
+                times for each matrix, and must give the same bits each time until it is applied.
+            apply: Takes this rank's rows of the scaled result, ``(local_rows, cols)`` fp32; called
+                once for each matrix of which this rank holds rows.
+        """
+        if self.wire == "bf16":
+            self._norms = self._reduce_norms(update)
+        num_buckets = len(self._buckets)
+        gathering = self._gather(0, update) if num_buckets else None
+        for bucket in self._local:
+            memory = self._stack_memory[2]
+            self._load(bucket, memory, (), update)
+            self._apply(bucket.kept(self._orthogonalize(bucket, memory)), apply)
+        scattering: _Scattering | None = None
+        for index in range(num_buckets):
+            following = self._gather(index + 1, update) if index + 1 < num_buckets else None
+            results = self._orthogonalize_gathered(index, gathering)
+            scattered = self._scatter(index, results)
+            if scattering is not None:
+                self._finish(scattering, apply)
+            scattering, gathering = scattered, following
+        if scattering is not None:
+            self._finish(scattering, apply)
+        self._norms = ()
+
+    def _reduce_norms(self, update: Update) -> tuple[torch.Tensor, ...]:
+        """Return the Frobenius norm of every block, fp32 scalars."""
+        norms: list[torch.Tensor] = []
+        blocks: list[int] = []
+        for index, pieces in self._norm_pieces.items():
+            rows = update(index)
+            norms += torch._foreach_norm(
+                [_local(rows, piece) for piece in pieces], 2, dtype=torch.float64
+            )
+            blocks += [self._first_norm[index] + piece.block for piece in pieces]
+        squares = torch.zeros(self._first_norm[-1], dtype=torch.float64, device=self._device)
+        if norms:
+            indices = torch.tensor(blocks, device=self._device)
+            squares.index_add_(0, indices, torch.stack(norms).square_())
+        if self._group is not None:
+            all_reduce_norms(squares, self._group)
+        return squares.sqrt_().clamp_min_(EPSILON).float().unbind()
+
+    def _for_wire(self, rows: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Return a piece of this rank's rows as it travels, but for the dtype."""
+        local = _local(rows, piece)
+        if self.wire == "fp32":
+            return local
+        return local / self._norms[self._first_norm[piece.matrix] + piece.block]
+
+    def _load(
+        self,
+        bucket: "_Bucket",
+        memory: torch.Tensor,
+        packing: Sequence[tuple[Piece, torch.Tensor]],
+        update: Update,
+    ) -> None:
+        """Copy this rank's rows of a bucket into messages, and into its own stacks."""
+        targets: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
+        for piece, target in packing:
+            targets[piece.matrix].append((piece, target))
+        for piece in bucket.plan.kept:
+            targets[piece.matrix].append((piece, bucket.place(memory, piece)))
+        for matrix, pairs in targets.items():
+            rows = update(matrix)
+            torch._foreach_copy_(
+                [target for _, target in pairs],
+                [self._for_wire(rows, piece) for piece, _ in pairs],
+            )
+
+    def _gather(self, index: int, update: Update) -> dist.Work | None:
+        memory = self._stack_memory[index % 2]
+        self._load(self._buckets[index], memory, self._gathers.packing(index), update)
+        return self._gathers.start(index)
+
+    def _orthogonalize_gathered(self, index: int, work: dist.Work | None) -> list[torch.Tensor]:
+        """Wait for the rows of a bucket, and orthogonalize what this rank owns."""
+        bucket, memory = self._buckets[index], self._stack_memory[index % 2]
+        if work is not None:
+            work.wait()
+        arrived = self._gathers.unpacking(index)
+        if arrived:
+            torch._foreach_copy_(
+                [bucket.place(memory, piece) for piece, _ in arrived],
+                [rows for _, rows in arrived],
+            )
+        return self._orthogonalize(bucket, memory)
+
+    def _orthogonalize(self, bucket: "_Bucket", memory: torch.Tensor) -> list[torch.Tensor]:
+        run = newton_schulz_normalized if self.wire == "bf16" else newton_schulz
+        results = []
+        for stack, tensor in bucket.stacks(memory):
+            slot = stack[0]
+            result = run(
+                tensor,
+                steps=self.settings.steps,
+                coefficient_type=self.settings.coefficient_type,
+                whole_shape=self.plan.matrices[slot.matrix].blocks[slot.block],
+                parts_group=self._parts_groups[slot.owners] if len(slot.owners) > 1 else None,
+            )
+            results.append(result)
+        return results
+
+    def _scatter(self, index: int, results: Sequence[torch.Tensor]) -> "_Scattering":
+        bucket = self._buckets[index]
+        packing = self._scatters.packing(index)
+        if packing:
+            torch._foreach_copy_(
+                [target for _, target in packing],
+                [bucket.result(results, piece) for piece, _ in packing],
+            )
+        return _Scattering(index, bucket.kept(results), self._scatters.start(index))
+
+    def _finish(self, scattering: "_Scattering", apply: Apply) -> None:
+        """Wait for the results of a bucket, and apply this rank's rows."""
+        if scattering.work is not None:
+            scattering.work.wait()
+        self._apply([*scattering.kept, *self._scatters.unpacking(scattering.bucket)], apply)
+
+    def _apply(self, results: Sequence[tuple[Piece, torch.Tensor]], apply: Apply) -> None:
+        """Put the results of each matrix together, scale them, and hand them over."""
+        by_matrix: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
+        for piece, result in results:
+            by_matrix[piece.matrix].append((piece, result))
+        for index, pairs in by_matrix.items():
+            num_rows = max(piece.local_row + piece.num_rows for piece, _ in pairs)
+            num_cols = max(piece.local_col + piece.num_cols for piece, _ in pairs)
+            rows = torch.empty(num_rows, num_cols, dtype=torch.float32, device=self._device)
+            views = [_local(rows, piece) for piece, _ in pairs]
+            torch._foreach_copy_(views, [result for _, result in pairs])
+            blocks = self.plan.matrices[index].blocks
+            factors = [self.settings.scale(*blocks[piece.block]) for piece, _ in pairs]
+            for each in zip(*factors, strict=True):
+                torch._foreach_mul_(views, list(each))
+            apply(index, rows)
+
+
+class _Bucket:
+    """Where the parts that a rank owns in a bucket lie in its stack memory."""
+
+    def __init__(self, plan: RankBucket, num_slots: Callable[[Sequence[Slot]], int]) -> None:
+        self.plan = plan
+        self._shapes: list[tuple[int, int, int]] = []
+        self._offsets = [0]
+        self._position: dict[tuple[int, int], tuple[int, int]] = {}
+        for stack in plan.stacks:
+            part = stack[0].part
+            shape = (num_slots(stack), part.num_rows, part.num_cols)
+            for number, slot in enumerate(stack):
+                self._position[slot.matrix, slot.block] = (len(self._shapes), number)
+            self._shapes.append(shape)
+            self._offsets.append(self._offsets[-1] + math.prod(shape))
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all stacks, padding included."""
+        return self._offsets[-1]
+
+    def stacks(self, memory: torch.Tensor) -> Iterator[tuple[tuple[Slot, ...], torch.Tensor]]:
+        """Yield each stack with its tensor; slots without a matrix are zero."""
+        for number, stack in enumerate(self.plan.stacks):
+            tensor = self._stack(memory, number)
+            if len(stack) < len(tensor):
+                tensor[len(stack) :].zero_()
+            yield stack, tensor
+
+    def _stack(self, memory: torch.Tensor, number: int) -> torch.Tensor:
+        start, stop = self._offsets[number : number + 2]
+        return memory[start:stop].view(self._shapes[number])
+
+    def place(self, memory: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Return where a piece belongs in the stacks."""
+        number, slot = self._position[piece.matrix, piece.block]
+        return _in_part(self._stack(memory, number)[slot], piece)
+
+    def result(self, results: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
+        """Return a piece of the orthogonalized stacks."""
+        number, slot = self._position[piece.matrix, piece.block]
+        return _in_part(results[number][slot], piece)
+
+    def kept(self, results: Sequence[torch.Tensor]) -> list[tuple[Piece, torch.Tensor]]:
+        """Return the pieces of the results that this rank holds itself."""
+        return [(piece, self.result(results, piece)) for piece in self.plan.kept]
+
+
+class _Scattering(NamedTuple):
+    """Results on their way: those that stay here, and what to wait for."""
+
+    bucket: int
+    kept: list[tuple[Piece, torch.Tensor]]
+    work: dist.Work | None
+
+
+def _local(rows: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """View a piece in a shard."""
+    return rows[
+        piece.local_row : piece.local_row + piece.num_rows,
+        piece.local_col : piece.local_col + piece.num_cols,
+    ]
+
+
+def _in_part(part: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """View a piece in the part it belongs to."""
+    return part[piece.row : piece.row + piece.num_rows, piece.col : piece.col + piece.num_cols]

@@ -1,0 +1,177 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Report who would orthogonalize what: ``python -m megatron_muon.plan --preset llama3-8b --dp 64``.
+
+Needs no GPU, no process group and no torch.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_muon.assignment import OBJECTIVES
+from megatron_muon.cost import CostModel
+from megatron_muon.plan.model_shape import PRESETS, ModelShape
+from megatron_muon.plan.report import Report, build_report
+from megatron_muon.plan.simulation import (
+    SHARDINGS,
+    Parallelism,
+    Planning,
+    Simulation,
+    simulate,
+    simulate_shard_map,
+)
+from megatron_muon.settings import ExchangeSettings, wire_bytes
+
+_REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_muon.plan",
+        description="Report who would orthogonalize what, and what it costs each rank.",
+    )
+    defaults = ExchangeSettings()
+    rates = CostModel()
+    source = parser.add_argument_group("model: a shard map, a preset, or Megatron's flags")
+    source.add_argument("--shards", type=Path, metavar="FILE", help="JSON map of row shards")
+    source.add_argument("--preset", choices=PRESETS)
+    for field in dataclasses.fields(ModelShape):
+        flag = "--" + field.name.replace("_", "-")
+        if field.type is bool:
+            source.add_argument(flag, action="store_true", default=None)
+        else:
+            source.add_argument(flag, type=int, metavar="N")
+    source.add_argument("--muon-no-split-qkv", action="store_true")
+    job = parser.add_argument_group("job")
+    job.add_argument("--dp", type=int, default=8, help="data-parallel ranks")
+    job.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    job.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
+    job.add_argument("--etp", type=int, default=0, help="expert tensor parallelism; 0: --tp")
+    job.add_argument("--pp", type=int, default=1, help="pipeline stages; the first is planned")
+    job.add_argument("--hsdp", type=int, default=1, help="optimizer instances")
+    job.add_argument("--hfsdp", action="store_true", help="shard over instances too")
+    job.add_argument("--sharding", choices=SHARDINGS, default="optim_grads_params")
+    job.add_argument(
+        "--muon-tp-mode",
+        choices=("blockwise", "duplicated", "distributed"),
+        default="blockwise",
+    )
+    plan = parser.add_argument_group("plan")
+    plan.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0])
+    plan.add_argument("--wire", choices=("bf16", "fp32"), default="bf16")
+    plan.add_argument("--tflops", type=float, default=rates.tflops, help="TFLOP/s of a rank")
+    plan.add_argument("--gbps", type=float, default=rates.gbps, help="GB/s within a node")
+    plan.add_argument(
+        "--gbps-between-nodes",
+        type=float,
+        help=f"GB/s between nodes; default {rates.gbps_between_nodes:g}, or --gbps where lower",
+    )
+    plan.add_argument("--ranks-per-node", type=int, default=rates.ranks_per_node)
+    plan.add_argument("--cost-model", default="", help="more rates, as --muon-fsdp-cost-model")
+    plan.add_argument("--bucket-size", type=int, default=defaults.bucket_elements)
+    plan.add_argument("--max-parts", type=int, default=defaults.max_parts)
+    output = parser.add_argument_group("output: a table, unless")
+    output.add_argument("--json", action="store_true", help="print JSON instead")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="draw loads and traffic too")
+    return parser
+
+
+def _planning(options: argparse.Namespace) -> Planning:
+    # The flags of a live run, checked as there.
+    ExchangeSettings(
+        bucket_elements=options.bucket_size, max_parts=options.max_parts, cost=options.cost_model
+    )
+    between = options.gbps_between_nodes or min(options.gbps, CostModel().gbps_between_nodes)
+    rates = CostModel(
+        tflops=options.tflops,
+        gbps=options.gbps,
+        gbps_between_nodes=between,
+        ranks_per_node=options.ranks_per_node,
+    )
+    return Planning(
+        CostModel.parse(options.cost_model, rates),
+        wire_bytes(options.wire, is_bf16=options.wire == "bf16"),
+        options.objective,
+        options.max_parts,
+        options.bucket_size,
+    )
+
+
+def _simulation(options: argparse.Namespace) -> Simulation:
+    planning = _planning(options)
+    if options.shards is not None:
+        return simulate_shard_map(options.shards, planning)
+    fields = {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(ModelShape)
+        if getattr(options, field.name) is not None
+    }
+    if options.preset is not None:
+        model = dataclasses.replace(PRESETS[options.preset], **fields)
+    else:
+        required = [
+            f.name for f in dataclasses.fields(ModelShape) if f.default is f.default_factory
+        ]
+        model = ModelShape(**{**dict.fromkeys(required, 0), **fields})
+    parallel = Parallelism(
+        dp=options.dp,
+        tp=options.tp,
+        ep=options.ep,
+        etp=options.etp,
+        pp=options.pp,
+        hsdp=options.hsdp,
+        sharding=options.sharding,
+        shards_outer=options.hfsdp,
+        joins_tensor_ranks=options.muon_tp_mode != "blockwise",
+    )
+    return simulate(model, parallel, planning, splits_qkv=not options.muon_no_split_qkv)
+
+
+def _plot(report: Report, path: Path) -> None:
+    """Draw Newton-Schulz time and traffic of every rank, longest first."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError(
+            "--plot: expected matplotlib, which is not installed. pip install matplotlib."
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    for label, values in (
+        ("Newton-Schulz", [rank.newton_schulz_s for rank in report.ranks]),
+        ("traffic", [rank.traffic_s for rank in report.ranks]),
+    ):
+        axes.plot([value * 1e3 for value in sorted(values, reverse=True)], label=label)
+    axes.axhline(report.ideal_s * 1e3, linestyle="--", color="gray", label="ideal Newton-Schulz")
+    axes.set(xlabel="rank, longest first", ylabel="ms a step (estimated)", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; 2 with a message where an argument cannot work."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        simulation = _simulation(options)
+        report = build_report(simulation.world_size, simulation.plans, simulation.planning.wire)
+        if options.plot is not None:
+            _plot(report, options.plot)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if options.json:
+        json.dump(report.as_json(), sys.stdout)
+        sys.stdout.write("\n")
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in report.lines())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

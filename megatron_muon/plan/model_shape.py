@@ -1,0 +1,182 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The matrices of a transformer, by layer, and the shapes of some that are published."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Parameter(NamedTuple):
+    """A parameter of a layer, whole over tensor parallelism.
+
+    Args:
+        name: Within the layer, as Megatron-LM names it.
+        shape: One or two dimensions.
+        partition_dim: Dimension that tensor parallelism cuts; None where every rank has all.
+        split_shapes: Rows of a query group that go to query, key and value; None for one block.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    partition_dim: int | None = None
+    split_shapes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of Megatron-LM; fields are named like its flags. SwiGLU, no biases.
+
+    Embeddings and the output layer are not here: Muon does not step them, and they are not part of
+    a layer's buffers.
+
+    Args:
+        num_layers: Layers.
+        hidden_size: Model width.
+        ffn_hidden_size: Width of dense feed-forward layers.
+        num_attention_heads: Query heads.
+        num_query_groups: Key and value heads.
+        kv_channels: Width of a head; 0 for ``hidden_size / num_attention_heads``.
+        num_experts: Experts of a mixture-of-experts layer; 0 for a dense model.
+        moe_ffn_hidden_size: Width of an expert.
+        moe_shared_expert_intermediate_size: Width of the shared expert; 0 for none.
+        num_dense_layers: First layers of a mixture of experts that are dense.
+        q_lora_rank: Width of compressed queries; above 0, attention is multi-latent.
+        kv_lora_rank: Width of compressed keys and values.
+        qk_head_dim: Width of a head's query and key, without rotary part.
+        qk_pos_emb_head_dim: Width of the rotary part.
+        v_head_dim: Width of a head's value.
+        qk_layernorm: Whether queries and keys are normalized by head.
+
+    Raises:
+        ValueError: Sizes that do not divide, or are missing.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int = 0
+    num_experts: int = 0
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    num_dense_layers: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
+    qk_layernorm: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that sizes are there and divide."""
+        for field in dataclasses.fields(self)[:5]:
+            if getattr(self, field.name) < 1:
+                raise ValueError(
+                    f"{field.name}: expected a positive number, got {getattr(self, field.name)}. "
+                    f"Pass --{field.name.replace('_', '-')}."
+                )
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_query_groups: expected a divisor of {self.num_attention_heads} heads, got "
+                f"{self.num_query_groups}."
+            )
+        if self.num_experts and not self.moe_ffn_hidden_size:
+            raise ValueError(
+                "moe_ffn_hidden_size: expected the width of an expert, got 0. "
+                "Pass --moe-ffn-hidden-size."
+            )
+
+    def is_moe(self, layer: int) -> bool:
+        """Tell whether a layer, counted from 0, has experts."""
+        return self.num_experts > 0 and layer >= self.num_dense_layers
+
+    def dense_parameters(self, layer: int, *, splits_qkv: bool) -> list[Parameter]:
+        """List the parameters of a layer but for its experts, in Megatron-LM's order."""
+        parameters = [Parameter("input_layernorm.weight", (self.hidden_size,))]
+        parameters += self._latent_attention() if self.q_lora_rank else self._attention(splits_qkv)
+        parameters.append(Parameter("pre_mlp_layernorm.weight", (self.hidden_size,)))
+        if not self.is_moe(layer):
+            return parameters + self._feed_forward("mlp", self.ffn_hidden_size)
+        parameters.append(Parameter("mlp.router.weight", (self.num_experts, self.hidden_size)))
+        if self.moe_shared_expert_intermediate_size:
+            parameters += self._feed_forward(
+                "mlp.shared_experts", self.moe_shared_expert_intermediate_size
+            )
+        return parameters
+
+    def expert_parameters(self, layer: int, num_local_experts: int) -> list[Parameter]:
+        """List the parameters of the experts that one expert-parallel rank has, grouped GEMM."""
+        if not self.is_moe(layer):
+            return []
+        fc1, fc2 = self._feed_forward("mlp.experts", self.moe_ffn_hidden_size)
+        return [
+            each._replace(name=f"{each.name}{expert}")
+            for each in (fc1, fc2)
+            for expert in range(num_local_experts)
+        ]
+
+    def _feed_forward(self, name: str, width: int) -> list[Parameter]:
+        return [
+            Parameter(f"{name}.linear_fc1.weight", (2 * width, self.hidden_size), 0),
+            Parameter(f"{name}.linear_fc2.weight", (self.hidden_size, width), 1),
+        ]
+
+    def _attention(self, splits_qkv: bool) -> list[Parameter]:
+        channels = self.kv_channels or self.hidden_size // self.num_attention_heads
+        query_rows = self.num_attention_heads // self.num_query_groups * channels
+        split = (query_rows, channels, channels)
+        name = "self_attention"
+        parameters = [
+            Parameter(
+                f"{name}.linear_proj.weight",
+                (self.hidden_size, self.num_attention_heads * channels),
+                1,
+            ),
+            Parameter(
+                f"{name}.linear_qkv.weight",
+                (self.num_query_groups * sum(split), self.hidden_size),
+                0,
+                split if splits_qkv else None,
+            ),
+        ]
+        if self.qk_layernorm:
+            parameters += [Parameter(f"{name}.{x}_layernorm.weight", (channels,)) for x in "qk"]
+        return parameters
+
+    def _latent_attention(self) -> list[Parameter]:
+        heads, name = self.num_attention_heads, "self_attention"
+        query = heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)
+        key_value = heads * (self.qk_head_dim + self.v_head_dim)
+        compressed = self.kv_lora_rank + self.qk_pos_emb_head_dim
+        return [
+            Parameter(f"{name}.linear_proj.weight", (self.hidden_size, heads * self.v_head_dim), 1),
+            Parameter(f"{name}.linear_q_down_proj.weight", (self.q_lora_rank, self.hidden_size)),
+            Parameter(f"{name}.linear_q_up_proj.weight", (query, self.q_lora_rank), 0),
+            Parameter(f"{name}.linear_kv_down_proj.weight", (compressed, self.hidden_size)),
+            Parameter(f"{name}.linear_kv_up_proj.weight", (key_value, self.kv_lora_rank), 0),
+            Parameter(f"{name}.q_layernorm.weight", (self.q_lora_rank,)),
+            Parameter(f"{name}.kv_layernorm.weight", (self.kv_lora_rank,)),
+        ]
+
+
+# Published configurations: config.json of meta-llama/Meta-Llama-3-8B and -70B, Qwen/Qwen3-30B-A3B,
+# Qwen/Qwen3-235B-A22B and deepseek-ai/DeepSeek-V3 on the Hugging Face hub.
+PRESETS = {
+    "llama3-8b": ModelShape(32, 4096, 14336, 32, 8),
+    "llama3-70b": ModelShape(80, 8192, 28672, 64, 8),
+    "qwen3-30b-a3b": ModelShape(
+        48, 2048, 6144, 32, 4, kv_channels=128, num_experts=128, moe_ffn_hidden_size=768,
+        qk_layernorm=True,
+    ),
+    "qwen3-235b-a22b": ModelShape(
+        94, 4096, 12288, 64, 4, kv_channels=128, num_experts=128, moe_ffn_hidden_size=1536,
+        qk_layernorm=True,
+    ),
+    "deepseek-v3": ModelShape(
+        61, 7168, 18432, 128, 128, num_experts=256, moe_ffn_hidden_size=2048,
+        moe_shared_expert_intermediate_size=2048, num_dense_layers=3, q_lora_rank=1536,
+        kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128,
+    ),
+}  # fmt: skip

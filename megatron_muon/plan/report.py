@@ -1,0 +1,245 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What plans mean for each rank: Newton-Schulz time, bytes, memory; as numbers and as a table."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_muon.cost import WireBytes
+from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.pieces import parts_of
+
+_MAX_RANKS_SHOWN = 16
+
+
+@dataclass
+class RankReport:
+    """One rank's share.
+
+    Args:
+        newton_schulz_s: Estimated Newton-Schulz time, seconds.
+        elements_sent: Elements sent to owners, and results sent back.
+        bytes_sent: Their bytes.
+        bytes_received: Bytes received from others.
+        traffic_s: Estimated time of the busier direction of its links, seconds.
+        num_matrices: Matrices it owns, or has a part of.
+        staging_bytes: Memory of staging buffers and stacks.
+    """
+
+    newton_schulz_s: float = 0.0
+    elements_sent: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    traffic_s: float = 0.0
+    num_matrices: int = 0
+    staging_bytes: int = 0
+    _link_s: list[float] = field(default_factory=lambda: [0.0, 0.0], repr=False)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A job's plans in numbers.
+
+    Args:
+        world_size: Ranks.
+        ranks: Share of each.
+        ideal_s: Newton-Schulz time if all matrices, uncut, were spread evenly, seconds.
+        num_elements: Elements of all matrices.
+        moved_elements: Elements sent to owners.
+        lower_bound_bytes: Fewest bytes possible with one owner a matrix: all but the largest
+            holder's elements, there and back.
+        norm_bytes: Bytes of the all-reduce of norms, counted once.
+        matrices: ``index``, ``fqn`` and ``owner`` (``owners`` where it is cut), in order.
+    """
+
+    world_size: int
+    ranks: list[RankReport]
+    ideal_s: float
+    num_elements: int
+    moved_elements: int
+    lower_bound_bytes: int
+    norm_bytes: int
+    matrices: list[dict[str, Any]]
+
+    @property
+    def busiest_s(self) -> float:
+        """Newton-Schulz time of the busiest rank, seconds."""
+        return max(rank.newton_schulz_s for rank in self.ranks)
+
+    @property
+    def busiest_over_ideal(self) -> float:
+        """Busiest Newton-Schulz time over the ideal."""
+        return self.busiest_s / self.ideal_s if self.ideal_s else 1.0
+
+    @property
+    def step_s(self) -> float:
+        """Predicted step where traffic is hidden: the longer of the two on the slowest rank."""
+        return max(max(rank.newton_schulz_s, rank.traffic_s) for rank in self.ranks)
+
+    @property
+    def exposed_step_s(self) -> float:
+        """Predicted step where no traffic is hidden."""
+        return max(rank.newton_schulz_s + rank.traffic_s for rank in self.ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        sent = [rank.elements_sent for rank in self.ranks]
+        return {
+            "world_size": self.world_size,
+            "busiest_over_ideal": self.busiest_over_ideal,
+            "mean_elements_sent": sum(sent) / self.world_size,
+            "max_elements_sent": max(sent),
+            "moved_fraction": self.moved_elements / max(1, self.num_elements),
+            "bytes": sum(rank.bytes_sent for rank in self.ranks),
+            "lower_bound_bytes": self.lower_bound_bytes,
+            "norm_bytes": self.norm_bytes,
+            "newton_schulz_ms": self.busiest_s * 1e3,
+            "ideal_newton_schulz_ms": self.ideal_s * 1e3,
+            "predicted_step_ms": self.step_s * 1e3,
+            "predicted_step_without_overlap_ms": self.exposed_step_s * 1e3,
+            "ranks": [
+                {
+                    "newton_schulz_ms": rank.newton_schulz_s * 1e3,
+                    "traffic_ms": rank.traffic_s * 1e3,
+                    "elements_sent": rank.elements_sent,
+                    "bytes_sent": rank.bytes_sent,
+                    "bytes_received": rank.bytes_received,
+                    "staging_bytes": rank.staging_bytes,
+                    "num_matrices": rank.num_matrices,
+                }
+                for rank in self.ranks
+            ],
+            "matrices": self.matrices,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the table that a user reads."""
+        sent = sum(rank.bytes_sent for rank in self.ranks)
+        working = sum(rank.newton_schulz_s > 0 for rank in self.ranks)
+        cut = sum("owners" in matrix for matrix in self.matrices)
+        yield (
+            f"{len(self.matrices)} matrices, {self.num_elements / 1e6:,.1f} M elements, on "
+            f"{self.world_size} ranks, {working} of which orthogonalize; {cut} are cut"
+        )
+        yield (
+            f"Newton-Schulz: busiest rank {self.busiest_s * 1e3:.3f} ms, ideal "
+            f"{self.ideal_s * 1e3:.3f} ms, ratio {self.busiest_over_ideal:.3f}"
+        )
+        bound = (
+            f"{sent / self.lower_bound_bytes:.2f} x" if self.lower_bound_bytes else "none needed"
+        )
+        yield (
+            f"traffic: {self.moved_elements / max(1, self.num_elements):.1%} of elements move, "
+            f"{sent / 1e6 / self.world_size:,.1f} MB a rank; lower bound "
+            f"{self.lower_bound_bytes / 1e6 / self.world_size:,.1f} MB ({bound}); "
+            f"norms {self.norm_bytes:,} bytes"
+        )
+        yield (
+            f"predicted step: {self.step_s * 1e3:.3f} ms with traffic hidden, "
+            f"{self.exposed_step_s * 1e3:.3f} ms without"
+        )
+        yield "rank  matrices  Newton-Schulz ms  traffic ms  sent MB  received MB  staging MB"
+        order = sorted(
+            range(self.world_size), key=lambda rank: (-self.ranks[rank].newton_schulz_s, rank)
+        )
+        shown = order[:_MAX_RANKS_SHOWN]
+        for number in sorted(shown) if len(order) <= _MAX_RANKS_SHOWN else shown:
+            rank = self.ranks[number]
+            yield (
+                f"{number:4d}  {rank.num_matrices:8d}  {rank.newton_schulz_s * 1e3:16.3f}  "
+                f"{rank.traffic_s * 1e3:10.3f}  {rank.bytes_sent / 1e6:7.1f}  "
+                f"{rank.bytes_received / 1e6:11.1f}  {rank.staging_bytes / 1e6:10.1f}"
+            )
+        if len(order) > len(shown):
+            yield f"... the {len(shown)} busiest of {len(order)} ranks"
+
+
+def build_report(world_size: int, plans: Sequence[ExchangePlan], wire: WireBytes) -> Report:
+    """Add up what plans mean for each rank.
+
+    Args:
+        world_size: Ranks of the job.
+        plans: Plans of its domains; the load of a later one includes that of those before.
+        wire: Bytes an element takes.
+    """
+    ranks = [RankReport() for _ in range(world_size)]
+    totals: Counter[str] = Counter()
+    matrices: list[dict[str, Any]] = []
+    for plan in plans:
+        for rank, seconds in plan.assignment.load.items():
+            ranks[rank].newton_schulz_s = seconds
+        _add_traffic(plan, wire, ranks, totals)
+        for matrix, owners in zip(plan.matrices, plan.owners, strict=True):
+            who = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
+            matrices.append({"index": len(matrices), "fqn": matrix.fqn, **who})
+            totals["elements"] += matrix.num_elements
+            totals["norm_bytes"] += wire.norm * len(matrix.blocks)
+            held = matrix.elements_by_rank()
+            copies = sum(held.values())
+            totals["lower_bound"] += wire.there * (matrix.num_elements - max(held.values()))
+            totals["lower_bound"] += wire.back * (copies - max(held.values()))
+            for owner in owners:
+                ranks[owner].num_matrices += 1
+    ideal = sum(_whole_seconds(plan) for plan in plans) / world_size
+    return Report(
+        world_size,
+        ranks,
+        ideal,
+        totals["elements"],
+        totals["moved"],
+        totals["lower_bound"],
+        totals["norm_bytes"],
+        matrices,
+    )
+
+
+def _whole_seconds(plan: ExchangePlan) -> float:
+    return sum(
+        plan.cost.newton_schulz_seconds(*shape)
+        for matrix in plan.matrices
+        for shape in matrix.blocks
+    )
+
+
+def _add_traffic(
+    plan: ExchangePlan, wire: WireBytes, ranks: list[RankReport], totals: Counter[str]
+) -> None:
+    """Add what each rank sends and receives, and the memory its buckets need."""
+    memory: Counter[tuple[int, int]] = Counter()
+    for number, bucket in enumerate(plan.buckets):
+        for index in bucket:
+            for holder, owner, there, back in plan.moves(index):
+                seconds = plan.cost.seconds_per_byte(holder, owner)
+                for sender, receiver, elements, num_bytes in (
+                    (holder, owner, there, there * wire.there),
+                    (owner, holder, back, back * wire.back),
+                ):
+                    ranks[sender].elements_sent += elements
+                    ranks[sender].bytes_sent += num_bytes
+                    ranks[sender]._link_s[0] += num_bytes * seconds
+                    ranks[receiver].bytes_received += num_bytes
+                    ranks[receiver]._link_s[1] += num_bytes * seconds
+                    memory[number, sender] += num_bytes
+                    memory[number, receiver] += num_bytes
+                totals["moved"] += there
+            for shape in plan.matrices[index].blocks:
+                for part in parts_of(shape, plan.owners[index]):
+                    memory[number, part.owner] += part.num_rows * part.num_cols * wire.there
+    largest: Counter[int] = Counter()
+    for (_, rank), num_bytes in memory.items():
+        largest[rank] = max(largest[rank], num_bytes)
+    for rank, num_bytes in largest.items():
+        # Two buckets are on their way at a time.
+        ranks[rank].staging_bytes += min(2, len(plan.buckets)) * num_bytes
+    for report in ranks:
+        report.traffic_s = max(report._link_s)
+
+
+def log_lines(plan: ExchangePlan, wire: WireBytes, world_size: int) -> list[str]:
+    """Describe the plan of one domain of a live run."""
+    return [
+        "Muon exchange plan, ranks of this domain; others send nothing here:",
+        *build_report(world_size, [plan], wire).lines(),
+    ]

@@ -1,0 +1,52 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Random layouts for property tests: shards, replicas, tensor-parallel blocks, QKV splits."""
+
+from itertools import accumulate
+
+from hypothesis import strategies as st
+
+from megatron_muon.layout import MatrixLayout, RowLayout, whole_matrix
+
+
+@st.composite
+def matrix_lists(draw: st.DrawFn, max_matrices: int = 8) -> list[MatrixLayout]:
+    """Matrices of one domain: every rank is named in all of them, and may hold nothing."""
+    num_tensor_ranks = draw(st.sampled_from([1, 1, 2]))
+    num_shards = draw(st.integers(1, 5))
+    num_replicas = draw(st.sampled_from([1, 1, 2, 3]))
+    ranks = draw(st.permutations(range(num_tensor_ranks * num_shards * num_replicas)))
+    cells = [tuple(ranks[i : i + num_replicas]) for i in range(0, len(ranks), num_replicas)]
+    holders = [cells[i * num_shards : (i + 1) * num_shards] for i in range(num_tensor_ranks)]
+    return [
+        draw(_matrices(f"layer.{index}.weight", holders))
+        for index in range(draw(st.integers(1, max_matrices)))
+    ]
+
+
+@st.composite
+def _matrices(draw: st.DrawFn, fqn: str, holders: list) -> MatrixLayout:
+    num_shards = len(holders[0])
+    split_shapes = draw(st.sampled_from([None, None, (2, 1, 1), (3, 2, 2)]))
+    multiple = sum(split_shapes) if split_shapes else 1
+    num_rows = multiple * draw(st.integers(1, 40 // multiple))
+    cuts = sorted(draw(st.lists(st.integers(0, num_rows), min_size=num_shards - 1,
+                                max_size=num_shards - 1)))  # fmt: skip
+    bounds = [0, *cuts, num_rows]
+    # Shards need not ascend with the rank: HFSDP's do not.
+    order = draw(st.permutations(range(num_shards)))
+    shards = [(bounds[i], bounds[i + 1]) for i in order]
+    layout = RowLayout(num_rows, draw(st.integers(1, 30)), tuple(shards))
+    return whole_matrix(
+        fqn,
+        layout,
+        holders,
+        partition_dim=draw(st.sampled_from([0, 1])) if len(holders) > 1 else None,
+        split_shapes=split_shapes,
+    )
+
+
+def rows_cut_at(num_rows: int, num_cols: int, rows: list[int]) -> RowLayout:
+    """Cut a matrix into shards of so many rows, by rank."""
+    stops = list(accumulate(rows))
+    return RowLayout(num_rows, num_cols, tuple(zip([0, *stops], stops, strict=False)))

@@ -1,0 +1,251 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Owner compute on gloo ranks: bytes on the wire, memory, cut matrices, faults."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from sharded_muon import build_optimizers, init_group, step_both
+
+OWNER = {"exchange": "owner", "bucket_elements": 1500}
+
+
+def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
+    """Step once, counting what is handed to torch.distributed for other ranks."""
+    import torch.distributed as dist
+
+    from megatron_muon.plan.report import build_report
+    from megatron_muon.settings import wire_bytes
+
+    init_group()
+    num_shards = 2 if grid else 4
+    optimizers = build_optimizers(num_shards, {}, {**OWNER, "wire": wire}, **grid)
+    counted: Counter[str] = Counter()
+    all_to_all, all_reduce = dist.all_to_all_single, dist.all_reduce
+
+    def counting_all_to_all(output, data, out_sizes, in_sizes, **kw):
+        assert data.numel() == sum(in_sizes) and output.numel() == sum(out_sizes)
+        assert in_sizes[dist.get_rank(kw["group"])] == 0
+        counted["moved"] += data.nbytes
+        counted["messages"] += 1
+        return all_to_all(output, data, out_sizes, in_sizes, **kw)
+
+    def counting_all_reduce(tensor, **kw):
+        counted["reduced" if tensor.is_floating_point() else "flags"] += tensor.nbytes
+        return all_reduce(tensor, **kw)
+
+    dist.all_to_all_single, dist.all_reduce = counting_all_to_all, counting_all_reduce
+    optimizers.set_gradients(0)
+    optimizers.sharded.step()
+    (owner_compute,) = optimizers.sharded.owner_computes
+    plan = owner_compute.plan
+    report = build_report(4, [plan], wire_bytes(wire, is_bf16=True))
+    return {
+        **counted,
+        "planned": report.ranks[dist.get_rank()].bytes_sent,
+        "elements": report.ranks[dist.get_rank()].elements_sent,
+        "norms": report.norm_bytes,
+        "buckets": len(plan.buckets),
+        "blocks": sum(len(matrix.blocks) for matrix in plan.matrices),
+    }
+
+
+@pytest.mark.parametrize("grid", [{}, {"num_replicas": 2}, {"num_tensor_ranks": 2}], ids=str)
+@pytest.mark.parametrize("wire", ["bf16", "fp32"])
+def test_bytes_at_the_collectives_are_those_of_the_plan(wire, grid):
+    """Wire bf16: 2 bytes an element there, 2 back, 8 a matrix; no padding on either wire."""
+    run = run_ranks(4, _count_bytes, wire, grid).check()
+    for counted in run.results:
+        assert counted["moved"] == counted["planned"]
+        assert counted.get("reduced", 0) == counted["norms"]
+        assert counted["buckets"] > 1
+        assert counted["messages"] <= 2 * counted["buckets"]
+        if wire == "bf16":
+            assert counted["planned"] == 2 * counted["elements"]
+            assert counted["norms"] == 8 * counted["blocks"]
+        else:
+            assert counted["norms"] == 0
+    assert sum(counted["moved"] for counted in run.results) > 0
+
+
+def _step_with_cut_matrices(wire: str, precision: str, atol: float) -> list[Any]:
+    """Cut every matrix, whether it pays or not."""
+    from megatron_muon import assignment
+
+    assignment._LONGER_THAN_FAIR, assignment._SPARSE, assignment._WORTH_CUTTING = 0, 1e9, 1e9
+    init_group()
+    settings = {"fp32_matmul_prec": precision}
+    exchange = {"exchange": "owner", "wire": wire}
+    optimizers = build_optimizers(4, settings, exchange)
+    plan = optimizers.sharded.owner_computes[0].plan
+    step_both(optimizers, wire)
+    whole = build_optimizers(4, settings, {**exchange, "max_parts": 1})
+    step_both(whole, wire)
+    return [
+        optimizers.differences(atol=atol),
+        [len(owners) for owners in plan.owners],
+        whole.differences(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wire", "precision", "atol"),
+    [
+        # fp32 sums in another order, through 15 products.
+        pytest.param("fp32", "highest", 1e-5, id="fp32"),
+        # Gram matrices are added in bf16, which keeps 8 bits: 3 steps of 0.02 times a result with
+        # elements below 1, scaled by at most 7, are off by a few hundredths of that.
+        pytest.param("bf16", "medium", 2e-2, id="bf16"),
+    ],
+)
+def test_cut_matrices_agree_with_whole_ones_up_to_rounding(wire, precision, atol):
+    """Parts on several ranks that all-reduce Gram matrices give the same update; uncut, bits."""
+    run = run_ranks(4, _step_with_cut_matrices, wire, precision, atol).check()
+    for different, num_owners, different_uncut in run.results:
+        assert different == [] and different_uncut == []
+        assert min(num_owners) == 4
+
+
+def _memory_of_steps(bucket_elements: int) -> list[int]:
+    init_group()
+    exchange = {"exchange": "owner", "wire": "bf16", "bucket_elements": bucket_elements}
+    optimizers = build_optimizers(2, {}, exchange)
+    owner_compute = optimizers.sharded.owner_computes[0]
+    engine, plan = owner_compute._engine, owner_compute.plan
+
+    def addresses() -> list[int]:
+        exchanges = (engine._gathers, engine._scatters)
+        staging = [each for e in exchanges for each in (e._sends, e._receives)]
+        buffers = [buffer for each in staging for buffer in each._buffers]
+        return [buffer.data_ptr() for buffer in (*buffers, *engine._stack_memory)]
+
+    before = addresses()
+    step_both(optimizers, "bf16")
+    assert addresses() == before
+    largest = max(matrix.num_elements for matrix in plan.matrices)
+    return [engine.staging_bytes, max(bucket_elements, largest)]
+
+
+@pytest.mark.parametrize("bucket_elements", [600, 10**6])
+def test_staging_memory_is_allocated_once_and_bounded_by_the_bucket_size(bucket_elements):
+    """No step allocates it anew, and it is within what the engine's docstring says."""
+    run = run_ranks(2, _memory_of_steps, bucket_elements).check()
+    for staging_bytes, owned in run.results:
+        # Owned by one rank means sent and received by the other: at most five times there and back.
+        assert 0 < staging_bytes <= 2 * (2 * 5 + 1) * owned
+
+
+def _fault(kind: str) -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    init_group()
+    optimizers = build_optimizers(3, {}, {"exchange": "owner"})
+    sharded, rank = optimizers.sharded, dist.get_rank()
+    optimizers.set_gradients(0)
+    sharded.step()
+    optimizers.set_gradients(1)
+    param = optimizers.params[0][0]
+    if rank == 1 and kind == "missing":
+        param.grad = None
+    elif rank == 1 and kind == "frozen":
+        param.requires_grad_(False)
+        param.grad = None
+    elif rank == 1 and kind in ("nan", "inf"):
+        param.grad._local_tensor[3, 5] = float(kind)
+    elif rank == 1 and kind == "group":
+        sharded.param_groups[0]["params"].pop()
+    before = optimizers.state()
+    try:
+        sharded.step()
+    except RuntimeError as error:
+        after = optimizers.state()
+        same = all(
+            torch.equal(a, b) for x, y in zip(before, after, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )  # fmt: skip
+        return [str(error), same]
+    return ["no error", False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "rank 1: layer.0.weight: expected a gradient on a shard of shape (47, 24)"),
+        ("frozen", "rank 1: layer.0.weight: expected a gradient on a shard of shape (47, 24)"),
+        ("nan", "rank 1: layer.0.weight: expected a finite gradient, got NaN or Inf"),
+        ("inf", "rank 1: layer.0.weight: expected a finite gradient, got NaN or Inf"),
+        ("group", "rank 1: param_groups: expected the 5 parameters of construction, got 4"),
+    ],
+)
+def test_fault_on_one_rank_raises_on_all_and_changes_nothing(kind, message):
+    """All ranks stop together, naming rank and parameter, before momentum has moved."""
+    run = run_ranks(3, _fault, kind).check()
+    assert len({text for text, _ in run.results}) == 1
+    for text, is_unchanged in run.results:
+        assert message in text and "Nothing was updated" in text
+        assert is_unchanged
+
+
+def _unchecked_nan() -> list[str]:
+    init_group()
+    optimizers = build_optimizers(2, {}, {"exchange": "owner", "wire": "bf16"})
+    optimizers.sharded.checks_gradients = False
+    optimizers.set_gradients(0)
+    param = optimizers.params[0][0]
+    param.grad._local_tensor.fill_(float("nan"))
+    optimizers.sharded.step()
+    optimizers.whole.step()
+    return optimizers.differences(atol=1e-2)
+
+
+def test_nan_in_one_matrix_does_not_reach_another():
+    """Even where a caller has turned the check off, the other matrices are stepped as ever."""
+    run = run_ranks(2, _unchecked_nan).check()
+    for different in run.results:
+        assert {each.partition(":")[0] for each in different} == {"layer.0.weight"}
+
+
+def _zero_gradients(wire: str) -> list[float]:
+    init_group()
+    settings = {"weight_decay": 0.0}
+    optimizers = build_optimizers(3, settings, {"exchange": "owner", "wire": wire})
+    before = optimizers.state()
+    for param, _, _ in optimizers.params:
+        if param.grad is None:
+            param.grad = param.detach() * 0 if param._local_tensor.numel() else None
+    optimizers.sharded.step()
+    after = optimizers.state()
+    return [
+        (a - b).abs().max().item() if a.numel() else 0.0
+        for (a, _), (b, _) in zip(before, after, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp32"])
+def test_zero_gradients_give_a_zero_update(wire):
+    """Nothing is divided by a norm of zero."""
+    run = run_ranks(3, _zero_gradients, wire).check()
+    assert all(change == 0.0 for changes in run.results for change in changes)
+
+
+def _different_settings() -> str:
+    import torch.distributed as dist
+
+    init_group()
+    bucket = 1000 if dist.get_rank() == 0 else 2000
+    try:
+        build_optimizers(2, {}, {"exchange": "owner", "bucket_elements": bucket})
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_different_settings_raise_at_construction():
+    """Plans are compared once; a hang in the first step would be the alternative."""
+    run = run_ranks(2, _different_settings).check()
+    for text in run.results:
+        assert "Muon exchange plan: expected the same on all ranks of the group" in text
+        assert "bucket_elements=2000" in text and "bucket_elements=1000" in text

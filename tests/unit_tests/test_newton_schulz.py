@@ -1,0 +1,71 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz on stacks: upstream's function, one matrix at a time, is the reference."""
+
+from unittest import mock
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from emerging_optimizers.utils import fp32_matmul_precision
+
+from megatron_muon.newton_schulz import EPSILON, newton_schulz, newton_schulz_normalized
+
+SHAPES = [(48, 24), (24, 48), (32, 32), (1, 16), (16, 1), (130, 67)]
+TYPES = sorted(set(muon_utils._COEFFICIENT_SETS))
+
+
+def _normalized(x: torch.Tensor) -> torch.Tensor:
+    return x / x.double().square().sum().sqrt().clamp_min(EPSILON).float()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("coefficient_type", TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_normalized_stack_equals_upstream_with_a_float64_norm(shape, coefficient_type):
+    """Any stack size gives the bits of upstream's steps on each matrix, all coefficient sets."""
+    stack = torch.randn(5, *shape)
+    with (
+        fp32_matmul_precision("medium"),
+        mock.patch("torch.nn.functional.normalize", lambda x, **_: _normalized(x)),
+    ):
+        expected = torch.stack([muon_utils.newton_schulz(x, 7, coefficient_type) for x in stack])
+    wire = torch.stack([_normalized(x) for x in stack]).bfloat16()
+    for size in (1, 2, 5):
+        found = [
+            newton_schulz_normalized(
+                part, steps=7, coefficient_type=coefficient_type, whole_shape=shape
+            )
+            for part in wire.split(size)
+        ]
+        # One row and 7 steps of cans overflow, in upstream's function as here.
+        torch.testing.assert_close(
+            torch.cat(found).float(), expected, rtol=0, atol=0, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("precision", ["medium", "high"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp32_stack_is_upstreams_function(shape, precision):
+    """Wire fp32 adds nothing to emerging-optimizers."""
+    stack = torch.randn(3, *shape)
+    with fp32_matmul_precision(precision):
+        expected = torch.stack([muon_utils.newton_schulz(x, 5, "quintic") for x in stack])
+        found = newton_schulz(stack, steps=5, coefficient_type="quintic", whole_shape=shape)
+    assert torch.equal(found, expected)
+
+
+def test_nan_and_zero_stay_in_their_own_matrix():
+    """A matrix of NaN, and one of zeros, leave the others of their stack as they were."""
+    clean = torch.stack([_normalized(x) for x in torch.randn(4, 24, 16)]).bfloat16()
+    dirty = clean.clone()
+    dirty[1] = torch.nan
+    dirty[2] = 0
+    run = {"steps": 5, "coefficient_type": "quintic", "whole_shape": (24, 16)}
+    expected, found = newton_schulz_normalized(clean, **run), newton_schulz_normalized(dirty, **run)
+    assert torch.equal(found[[0, 3]], expected[[0, 3]])
+    assert found[1].isnan().all() and not found[2].any()
