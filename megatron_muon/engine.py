@@ -10,6 +10,7 @@ wire ``bf16``   squared norms are all-reduced in float64; normalized bf16 rows t
                 bf16 results back
 update          what is orthogonalized: the (Nesterov) momentum, this rank's rows of it
 staging buffer  flat memory that messages are packed into or arrive in; two of each kind, re-used
+scratch         fp32 memory of one shard; allocating it anew would cost more than filling it
 ==============  ================================================================================
 
 The order of a step, for buckets 0, 1, 2, ...::
@@ -33,9 +34,10 @@ import torch.distributed as dist
 
 from megatron_muon.exchange import Exchange, Messages, all_reduce_norms
 from megatron_muon.newton_schulz import EPSILON, newton_schulz, newton_schulz_normalized
+from megatron_muon.norms import sums_of_squares
 from megatron_muon.plan import ExchangePlan, Piece, RankBucket, Slot
 
-type Update = Callable[[int], torch.Tensor]
+type Update = Callable[[int, torch.Tensor], torch.Tensor]
 type Apply = Callable[[int, torch.Tensor], None]
 
 
@@ -80,7 +82,7 @@ class Engine:
         ``owned`` of a rank in a bucket is at most the plan's ``bucket_elements`` or one matrix,
         ``there`` and ``back`` are what it sends and receives: at most ``owned`` and its own rows of
         the bucket, each way. Besides, the stacks of one group of local matrices (``owned`` again),
-        and what Newton-Schulz needs for one stack.
+        twice the largest local shard in fp32, and what Newton-Schulz needs for one stack.
     """
 
     def __init__(
@@ -122,11 +124,60 @@ class Engine:
             *(self._allocate(self._buckets[start::2]) for start in range(2)),
             self._allocate(self._local),
         ]
+        self._loads = [
+            self._loads_of(bucket, self._stack_memory[index % 2], self._gathers.packing(index))
+            for index, bucket in enumerate(self._buckets)
+        ]
+        self._local_loads = [
+            self._loads_of(bucket, self._stack_memory[2], ()) for bucket in self._local
+        ]
         self._first_norm = [0]
         for matrix in plan.matrices:
             self._first_norm.append(self._first_norm[-1] + len(matrix.blocks))
         self._norm_pieces = self._primary_pieces() if wire == "bf16" else {}
+        self._norm_blocks = torch.tensor(
+            [
+                self._first_norm[index] + piece.block
+                for index, pieces in self._norm_pieces.items()
+                for piece in pieces
+            ],
+            dtype=torch.int64,
+            device=device,
+        )
         self._norms: tuple[torch.Tensor, ...] = ()
+        self._local_shapes = self._shapes_of_shards()
+        elements = max(map(math.prod, self._local_shapes.values()), default=0)
+        self._scratch = torch.empty(2, elements, dtype=torch.float32, device=device)
+
+    def _shapes_of_shards(self) -> dict[int, tuple[int, int]]:
+        """Return the shape of this rank's shard of each matrix it holds rows of."""
+        shapes: dict[int, tuple[int, int]] = {}
+        for index, matrix in enumerate(self.plan.matrices):
+            for fragment in matrix.fragments:
+                if self.rank in fragment.holders:
+                    rows, _ = shapes.get(index, (0, 0))
+                    last = fragment.local_row + fragment.num_rows
+                    shapes[index] = (max(rows, last), fragment.num_cols)
+        return shapes
+
+    def _scratch_for(self, index: int, number: int) -> torch.Tensor:
+        """View a scratch in the shape of this rank's shard of a matrix."""
+        shape = self._local_shapes[index]
+        return self._scratch[number, : math.prod(shape)].view(shape)
+
+    @staticmethod
+    def _loads_of(
+        bucket: "_Bucket",
+        memory: torch.Tensor,
+        packing: Sequence[tuple[Piece, torch.Tensor]],
+    ) -> dict[int, list[tuple[Piece, torch.Tensor]]]:
+        """List where the pieces of this rank's shards go: into messages, or its own stacks."""
+        loads: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
+        for piece, target in packing:
+            loads[piece.matrix].append((piece, target))
+        for piece in bucket.plan.kept:
+            loads[piece.matrix].append((piece, bucket.place(memory, piece)))
+        return loads
 
     def _allocate(self, buckets: Sequence["_Bucket"]) -> torch.Tensor:
         num_elements = max((bucket.num_elements for bucket in buckets), default=0)
@@ -134,9 +185,10 @@ class Engine:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory of all staging buffers and stacks, bytes."""
+        """Memory of all staging buffers, stacks and scratch, bytes."""
         stacks = sum(memory.nbytes for memory in self._stack_memory)
-        return self._gathers.num_bytes + self._scatters.num_bytes + stacks
+        messages = self._gathers.num_bytes + self._scatters.num_bytes
+        return messages + stacks + self._scratch.nbytes
 
     def _num_slots(self, stack: Sequence[Slot]) -> int:
         """Return the size of a stack with padding.
@@ -164,19 +216,19 @@ class Engine:
         """Orthogonalize all matrices.
 
         Args:
-            update: Gives this rank's rows of a matrix, ``(local_rows, cols)`` fp32; called several
-                times for each matrix, and must give the same bits each time until it is applied.
-            apply: Takes this rank's rows of the scaled result, ``(local_rows, cols)`` fp32; called
-                once for each matrix of which this rank holds rows.
+            update: Gives this rank's rows of a matrix, ``(local_rows, cols)`` fp32, in the scratch
+                it is passed or elsewhere; called twice for each matrix (once on the fp32 wire),
+                and must give the same bits each time.
+            apply: Takes this rank's rows of the scaled result, ``(local_rows, cols)`` fp32, in
+                scratch memory; called once for each matrix of which this rank holds rows.
         """
         if self.wire == "bf16":
             self._norms = self._reduce_norms(update)
         num_buckets = len(self._buckets)
         gathering = self._gather(0, update) if num_buckets else None
-        for bucket in self._local:
-            memory = self._stack_memory[2]
-            self._load(bucket, memory, (), update)
-            self._apply(bucket.kept(self._orthogonalize(bucket, memory)), apply)
+        for bucket, loads in zip(self._local, self._local_loads, strict=True):
+            self._load(loads, update)
+            self._apply(bucket.kept(self._orthogonalize(bucket, self._stack_memory[2])), apply)
         scattering: _Scattering | None = None
         for index in range(num_buckets):
             following = self._gather(index + 1, update) if index + 1 < num_buckets else None
@@ -191,52 +243,39 @@ class Engine:
 
     def _reduce_norms(self, update: Update) -> tuple[torch.Tensor, ...]:
         """Return the Frobenius norm of every block, fp32 scalars."""
-        norms: list[torch.Tensor] = []
-        blocks: list[int] = []
+        sums: list[torch.Tensor] = []
         for index, pieces in self._norm_pieces.items():
-            rows = update(index)
-            norms += torch._foreach_norm(
-                [_local(rows, piece) for piece in pieces], 2, dtype=torch.float64
-            )
-            blocks += [self._first_norm[index] + piece.block for piece in pieces]
+            rows = update(index, self._scratch_for(index, 0))
+            sums += sums_of_squares([_local(rows, piece) for piece in pieces])
         squares = torch.zeros(self._first_norm[-1], dtype=torch.float64, device=self._device)
-        if norms:
-            indices = torch.tensor(blocks, device=self._device)
-            squares.index_add_(0, indices, torch.stack(norms).square_())
+        if sums:
+            squares.index_add_(0, self._norm_blocks, torch.stack(sums))
         if self._group is not None:
             all_reduce_norms(squares, self._group)
         return squares.sqrt_().clamp_min_(EPSILON).float().unbind()
 
-    def _for_wire(self, rows: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Return a piece of this rank's rows as it travels, but for the dtype."""
-        local = _local(rows, piece)
-        if self.wire == "fp32":
-            return local
-        return local / self._norms[self._first_norm[piece.matrix] + piece.block]
-
     def _load(
-        self,
-        bucket: "_Bucket",
-        memory: torch.Tensor,
-        packing: Sequence[tuple[Piece, torch.Tensor]],
-        update: Update,
+        self, loads: Mapping[int, Sequence[tuple[Piece, torch.Tensor]]], update: Update
     ) -> None:
-        """Copy this rank's rows of a bucket into messages, and into its own stacks."""
-        targets: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
-        for piece, target in packing:
-            targets[piece.matrix].append((piece, target))
-        for piece in bucket.plan.kept:
-            targets[piece.matrix].append((piece, bucket.place(memory, piece)))
-        for matrix, pairs in targets.items():
-            rows = update(matrix)
+        """Copy this rank's rows of a bucket to where they go, normalized on the bf16 wire."""
+        for index, pairs in loads.items():
+            rows = update(index, self._scratch_for(index, 0))
+            if self.wire == "bf16":
+                rows = self._normalized(rows, [piece for piece, _ in pairs])
             torch._foreach_copy_(
-                [target for _, target in pairs],
-                [self._for_wire(rows, piece) for piece, _ in pairs],
+                [target for _, target in pairs], [_local(rows, piece) for piece, _ in pairs]
             )
 
+    def _normalized(self, rows: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Divide pieces of a shard by the norms of their blocks, in fp32."""
+        normalized = self._scratch_for(pieces[0].matrix, 1)
+        for piece in pieces:
+            norm = self._norms[self._first_norm[piece.matrix] + piece.block]
+            torch.div(_local(rows, piece), norm, out=_local(normalized, piece))
+        return normalized
+
     def _gather(self, index: int, update: Update) -> dist.Work | None:
-        memory = self._stack_memory[index % 2]
-        self._load(self._buckets[index], memory, self._gathers.packing(index), update)
+        self._load(self._loads[index], update)
         return self._gathers.start(index)
 
     def _orthogonalize_gathered(self, index: int, work: dist.Work | None) -> list[torch.Tensor]:
@@ -289,9 +328,7 @@ class Engine:
         for piece, result in results:
             by_matrix[piece.matrix].append((piece, result))
         for index, pairs in by_matrix.items():
-            num_rows = max(piece.local_row + piece.num_rows for piece, _ in pairs)
-            num_cols = max(piece.local_col + piece.num_cols for piece, _ in pairs)
-            rows = torch.empty(num_rows, num_cols, dtype=torch.float32, device=self._device)
+            rows = self._scratch_for(index, 0)
             views = [_local(rows, piece) for piece, _ in pairs]
             torch._foreach_copy_(views, [result for _, result in pairs])
             blocks = self.plan.matrices[index].blocks

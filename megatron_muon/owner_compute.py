@@ -156,12 +156,12 @@ class OwnerCompute:
 
     def step(
         self,
-        update: Callable[[torch.Tensor], torch.Tensor],
+        update: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         apply: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
         """Orthogonalize all parameters; see :meth:`Engine.step`, by parameter."""
         self._engine.step(
-            lambda index: update(self._params[index]),
+            lambda index, out: update(self._params[index], out),
             lambda index, rows: apply(self._params[index], rows),
         )
 

@@ -197,14 +197,15 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         if not self.owner_computes:
             for param, group in groups.items():
                 settings = {key: value for key, value in group.items() if key != "params"}
-                update = _with_local(param, self._update(param, group))
+                out = torch.empty_like(param._local_tensor)
+                update = _with_local(param, self._update(param, group, out))
                 with fp32_matmul_precision(self.fp32_matmul_prec):
                     orthogonal = self.orthogonalize(param, update, **settings)
                 self._apply(param, group, orthogonal)
             return
 
-        def update_of(param: Any) -> torch.Tensor:
-            return self._update(param, groups[param])
+        def update_of(param: Any, out: torch.Tensor) -> torch.Tensor:
+            return self._update(param, groups[param], out)
 
         def apply_to(param: Any, rows: torch.Tensor) -> None:
             self._apply(param, groups[param], _with_local(param, rows))
@@ -240,12 +241,13 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         momentum = self.state[param]["momentum_buffer"]._local_tensor
         momentum.lerp_(grad, 1 - group["momentum"])
 
-    def _update(self, param: DTensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return the local rows of what is orthogonalized."""
+    def _update(self, param: DTensor, group: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
+        """Return the local rows of what is orthogonalized: the momentum, Nesterov's in ``out``."""
         momentum = self.state[param]["momentum_buffer"]._local_tensor
         if not self.nesterov or param.grad is None:
             return momentum
-        return param.grad._local_tensor.lerp(momentum, group["momentum"])  # type: ignore
+        grad = param.grad._local_tensor  # type: ignore[attr-defined]
+        return torch.lerp(grad, momentum, group["momentum"], out=out)
 
     def _apply(self, param: DTensor, group: dict[str, Any], orthogonal: DTensor) -> None:
         """Apply the local rows of the result."""
@@ -300,14 +302,14 @@ def raise_where_gradients_fail(
         for param, fqn in fqns.items()
         if param.grad is None and param._local_tensor.numel() > 0
     ]
-    grads = {fqn: param.grad._local_tensor for param, fqn in fqns.items() if param.grad is not None}
-    grads = {fqn: grad for fqn, grad in grads.items() if grad.numel() > 0}
-    largest = torch._foreach_norm(list(grads.values()), torch.inf) if grads else []
-    not_finite = (
-        ~torch.stack([norm.float() for norm in largest]).isfinite()
-        if grads
-        else torch.zeros(0, dtype=torch.bool, device=device)
-    )
+    grads = {
+        fqn: param.grad._local_tensor
+        for param, fqn in fqns.items()
+        if param.grad is not None and param.grad._local_tensor.numel() > 0
+    }
+    # A norm is not finite where an element is not; it is a fused pass, and a fast one.
+    norms = torch._foreach_norm(list(grads.values())) if grads else [torch.zeros((), device=device)]
+    not_finite = ~torch.stack([norm.float() for norm in norms]).isfinite()
     raise_where_any_rank_fails(
         [*problems, *missing],
         None,
@@ -317,9 +319,9 @@ def raise_where_gradients_fail(
         "was updated.",
         suspects=not_finite.sum(dtype=torch.int32),
         explain=lambda: [
-            f"{fqn}: expected a finite gradient, got NaN or Inf in a shard of shape "
-            f"{tuple(grad.shape)}"
-            for (fqn, grad), is_bad in zip(grads.items(), not_finite.tolist(), strict=True)
+            f"{fqn}: expected a finite gradient, got NaN or Inf, or a norm beyond float32, in a "
+            f"shard of shape {tuple(grad.shape)}"
+            for (fqn, grad), is_bad in zip(grads.items(), not_finite.tolist(), strict=False)
             if is_bad
         ],
     )

@@ -1,0 +1,229 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizers that are compared, each over the same matrices of the same model.
+
+Every peer has a ``step`` that starts from reduced gradients and ends with updated parameters where
+it keeps them: on row shards for all but ``layer_wise``, which keeps whole parameters on every rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from megatron_muon.layout import RowLayout
+from megatron_muon.plan.fsdp_buffer import unit_layouts
+
+MUON = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Matrices of a dense transformer, cut as Megatron-FSDP cuts them.
+
+    Args:
+        shapes: Of all matrices, in order.
+        layouts: Their row shards over all ranks.
+        device: Where they live.
+        mesh: One axis, all ranks.
+    """
+
+    shapes: list[tuple[int, int]]
+    layouts: list[RowLayout]
+    device: torch.device
+    mesh: DeviceMesh
+
+    @classmethod
+    def build(cls, num_layers: int, hidden: int, device: torch.device) -> "Model":
+        """Make attention and a feed-forward four times as wide, layer by layer."""
+        layer = [(hidden, hidden), (3 * hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
+        found = unit_layouts(layer, dist.get_world_size())
+        layouts = [layout for layout in found if layout is not None]
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        return cls(layer * num_layers, layouts * num_layers, device, mesh)
+
+    def whole(self, index: int, seed: int) -> torch.Tensor:
+        """Draw a whole matrix, the same on every rank."""
+        generator = torch.Generator().manual_seed(seed + index)
+        return torch.randn(self.shapes[index], generator=generator).to(self.device)
+
+    def rows(self, index: int) -> slice:
+        """Return the rows of a matrix that this rank holds."""
+        return slice(*self.layouts[index].shards[dist.get_rank()])
+
+    def shards(self, seed: int) -> list[torch.Tensor]:
+        """Draw this rank's shard of every matrix."""
+        return [self.whole(i, seed)[self.rows(i)].clone() for i in range(len(self.shapes))]
+
+    def dtensor(self, index: int, local: torch.Tensor) -> DTensor:
+        """Wrap a shard as Megatron-FSDP does."""
+        rows, cols = self.shapes[index]
+        return DTensor.from_local(
+            local, self.mesh, [Shard(0)], run_check=False, shape=(rows, cols), stride=(cols, 1)
+        )
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One optimizer, ready to step.
+
+    Args:
+        step: Does a step; gradients are there.
+        newton_schulz: Modules and names of the functions whose time is Newton-Schulz.
+        has_whole_parameters: Whether every rank has whole parameters after the step; the others
+            are gathered by Megatron-FSDP in the next forward pass.
+        note: What one must know to compare it.
+    """
+
+    step: Callable[[], Any]
+    newton_schulz: Sequence[tuple[Any, str]] = ()
+    has_whole_parameters: bool = False
+    note: str = ""
+    keep: Any = field(default=None, repr=False)
+
+
+def adam(model: Model, precision: str) -> Peer:
+    """Fused AdamW of torch on the shards: what Muon has to come near to."""
+    params = [torch.nn.Parameter(shard) for shard in model.shards(0)]
+    for param, grad in zip(params, model.shards(1000), strict=True):
+        param.grad = grad
+    optimizer = torch.optim.AdamW([p for p in params if p.numel()], fused=True)
+    return Peer(optimizer.step)
+
+
+def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
+    """Ours."""
+    from megatron.core.optimizer import emerging_optimizers
+
+    from megatron_muon import engine
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.owner_compute import ShardedMatrix
+    from megatron_muon.settings import ExchangeSettings
+
+    params = [
+        torch.nn.Parameter(model.dtensor(i, shard)) for i, shard in enumerate(model.shards(0))
+    ]
+    group = model.mesh.get_group()
+    matrices = {
+        param: ShardedMatrix(f"matrix {index}", model.layouts[index], group)
+        for index, param in enumerate(params)
+    }
+    for index, (param, grad) in enumerate(zip(params, model.shards(1000), strict=True)):
+        param.grad = model.dtensor(index, grad) if grad.numel() else None
+    optimizer = FSDPZeROTensorParallelMuon(
+        params,
+        matrices=matrices,
+        exchange=ExchangeSettings(**exchange),
+        fp32_matmul_prec=precision,
+        **MUON,
+    )
+    functions = [(engine, "newton_schulz"), (engine, "newton_schulz_normalized")]
+    if exchange["exchange"] == "all_gather":
+        functions = [(emerging_optimizers, "newton_schulz_tp")]
+    return Peer(optimizer.step, functions, keep=optimizer)
+
+
+def layer_wise(model: Model, precision: str) -> Peer:
+    """Upstream's: whole parameters and gradients on every rank, whole matrices dealt out.
+
+    ``--optimizer muon --use-distributed-optimizer`` without Megatron-FSDP. The step ends with the
+    all-gather of fp32 parameters, which Megatron-FSDP does in the forward pass.
+    """
+    from megatron.core.optimizer import emerging_optimizers
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    params = [torch.nn.Parameter(model.whole(i, 0)) for i in range(len(model.shapes))]
+    for index, param in enumerate(params):
+        param.grad = param.main_grad = model.whole(index, 1000)
+    config = OptimizerConfig(optimizer="muon", lr=MUON["lr"])
+    muon = emerging_optimizers.TensorParallelMuon(params, fp32_matmul_prec=precision, **MUON)
+    groups = SimpleNamespace(dp_cp=model.mesh.get_group(), expt_dp=dist.new_group([dist.get_rank()],
+                             use_local_synchronization=True))  # fmt: skip
+    wrapped = FP32Optimizer(muon, config, emerging_optimizers._eopt_init_state_fn)
+    optimizer = LayerWiseDistributedOptimizer([wrapped], config, groups)
+
+    def step() -> None:
+        muon.step()
+        optimizer.allgather_params()
+
+    return Peer(
+        step,
+        [(emerging_optimizers, "newton_schulz_tp")],
+        has_whole_parameters=True,
+        note="the step ends with the all-gather of parameters; gradients are whole on every rank",
+        keep=optimizer,
+    )
+
+
+def torch_muon(model: Model, precision: str) -> Peer:
+    """torch.optim.Muon on matrices gathered to every rank."""
+    from torch.optim import _muon
+
+    from megatron_muon.exchange import all_gather_rows
+
+    params = [torch.nn.Parameter(model.whole(i, 0)) for i in range(len(model.shapes))]
+    grads = model.shards(1000)
+    optimizer = torch.optim.Muon(params, **MUON)
+    group = model.mesh.get_group()
+
+    def step() -> None:
+        for index, param in enumerate(params):
+            param.grad = all_gather_rows(grads[index], model.layouts[index], group)
+        optimizer.step()
+
+    return Peer(
+        step,
+        [(_muon, "_zeropower_via_newtonschulz")],
+        has_whole_parameters=True,
+        note="other coefficients; gathers gradients in fp32; bf16 whatever the precision",
+    )
+
+
+def muonium(model: Model, precision: str) -> Peer:
+    """The package ``muonium`` on DTensors, which it gathers to every rank.
+
+    Raises:
+        ImportError: It is not installed, or there is no GPU.
+    """
+    if model.device.type == "cpu":
+        raise ImportError("its Newton-Schulz is a Triton kernel, which needs a GPU")
+    import muonium as package
+    from muonium.optim.algorithms import muon as algorithm
+
+    params = []
+    for index in range(len(model.shapes)):
+        value, grad = model.whole(index, 0), model.whole(index, 1000)
+        param = torch.nn.Parameter(distribute_tensor(value, model.mesh, [Shard(0)]))
+        param.grad = distribute_tensor(grad, model.mesh, [Shard(0)])
+        params.append(param)
+    optimizer = package.Muon(
+        params,
+        lr=MUON["lr"],
+        wd=MUON["weight_decay"],
+        use_cautious_wd=False,
+        orthogonalization_strategy="newton_schulz",
+    )
+    names = [n for n in ("zeropower", "foreach_zeropower") if hasattr(algorithm, n)]
+    return Peer(
+        optimizer.step,
+        [(algorithm, name) for name in names],
+        note="even shards instead of Megatron-FSDP's; other coefficients; bf16",
+    )
+
+
+PEERS: dict[str, Callable[[Model, str], Peer]] = {
+    "adam": adam,
+    "owner": lambda m, p: sharded_muon(m, p, exchange="owner"),
+    "owner, wire fp32": lambda m, p: sharded_muon(m, p, exchange="owner", wire="fp32"),
+    "all_gather": lambda m, p: sharded_muon(m, p, exchange="all_gather"),
+    "layer_wise": layer_wise,
+    "torch.optim.Muon": torch_muon,
+    "muonium": muonium,
+}
