@@ -193,11 +193,10 @@ class Engine:
     def _num_slots(self, stack: Sequence[Slot]) -> int:
         """Return the size of a stack with padding.
 
-        A GPU's batched kernels may depend on the size, so it is the shape's. On a CPU results do
-        not (tests/unit_tests/test_newton_schulz.py), and zeros would cost time. Wire fp32 calls
-        Newton-Schulz matrix by matrix.
+        Batched kernels may depend on it, so it is that of the shape, and results are the same on
+        any number of ranks. Wire fp32 calls Newton-Schulz matrix by matrix.
         """
-        if self._device.type == "cpu" or self.wire == "fp32" or len(stack[0].owners) > 1:
+        if self.wire == "fp32" or len(stack[0].owners) > 1:
             return len(stack)
         return self.plan.cost.stack_size(stack[0].part.num_rows, stack[0].part.num_cols)
 

@@ -1,0 +1,74 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the exchange and the cost model: what they accept, and what they estimate."""
+
+import pytest
+
+from megatron_muon.cost import CPU_RANKS, CostModel
+from megatron_muon.settings import ExchangeSettings, wire_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"exchange": "broadcast"}, r"exchange: expected one of \('owner', 'all_gather'\), got"),
+        ({"wire": "fp8"}, "wire: expected one of .* Set --muon-fsdp-wire accordingly"),
+        ({"bucket_elements": 0}, "bucket size: expected a positive number of elements, got 0"),
+        ({"max_parts": 6}, "max parts: expected a power of two, got 6"),
+        ({"cost": "speed=3"}, "cost model: expected name=value with a name of .* got 'speed=3'"),
+        ({"cost": "tflops=fast"}, "got 'tflops=fast'"),
+        ({"cost": "gbps=0"}, "cost model: expected a positive gbps, got 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    """Each names the flag, what was expected and what came."""
+    with pytest.raises(ValueError, match=message):
+        ExchangeSettings(**settings)
+
+
+def test_wire_follows_the_precision_of_newton_schulz():
+    """Rounding fp32 input to bf16 would lose what the precision asks for."""
+    assert ExchangeSettings().wire_for(is_bf16=True) == "bf16"
+    assert ExchangeSettings().wire_for(is_bf16=False) == "fp32"
+    assert ExchangeSettings(wire="fp32").wire_for(is_bf16=True) == "fp32"
+    with pytest.raises(ValueError, match="wire: expected fp32 for Newton-Schulz in fp32, got bf16"):
+        ExchangeSettings(wire="bf16").wire_for(is_bf16=False)
+
+
+@pytest.mark.parametrize(
+    ("wire", "is_bf16", "expected"),
+    [("bf16", True, (2, 2, 8)), ("fp32", True, (4, 2, 0)), ("fp32", False, (4, 4, 0))],
+)
+def test_bytes_of_an_element_on_each_wire(wire, is_bf16, expected):
+    """bf16-valued results go back as bf16 on either wire, without losing a bit."""
+    found = wire_bytes(wire, is_bf16)
+    assert (found.there, found.back, found.norm) == expected
+
+
+def test_cost_model_text_changes_what_it_names():
+    """The rest stays as it is for the machine."""
+    cost = CostModel.parse("tflops=700,ranks_per_node=4", CPU_RANKS)
+    assert (cost.tflops, cost.ranks_per_node) == (700.0, 4)
+    assert cost.gbps == CPU_RANKS.gbps
+    assert CostModel.parse("") == CostModel()
+
+
+def test_newton_schulz_time_follows_flops_parts_and_stacks():
+    """5 (4 m n^2 + 2 n^3) operations; a cut divides the first term and adds all-reduces."""
+    cost = CostModel(tflops=1, kernel_us=0, all_reduce_us=0, gbps=1e9)
+    m, n = 4096, 1024
+    whole = 5 * (4 * m * n * n + 2 * n**3)
+    assert cost.newton_schulz_flops(n, m) == whole
+    assert cost.newton_schulz_seconds(m, n) == pytest.approx(whole / 1e12)
+    quarter = 5 * (m * n * n + 2 * n**3) / 1e12
+    assert cost.newton_schulz_seconds(m, n, 4) == pytest.approx(quarter, rel=1e-4)
+    assert CostModel().newton_schulz_seconds(64, 64) < 64 * CostModel().newton_schulz_seconds(1, 64)
+    assert CostModel().stack_size(64, 64) == 64 and CostModel().stack_size(8192, 8192) == 1
+    assert CostModel().stack_size(1024, 1024) == 4
+
+
+def test_links_within_a_node_are_those_of_consecutive_ranks():
+    """Ranks 0 to 7 share a node, rank 8 is in the next."""
+    cost = CostModel(gbps=450, gbps_between_nodes=45)
+    assert cost.seconds_per_byte(0, 7) == pytest.approx(1e-9 / 450)
+    assert cost.seconds_per_byte(7, 8) == pytest.approx(1e-9 / 45)
