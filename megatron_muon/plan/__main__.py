@@ -160,7 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         simulation = _simulation(options)
-        report = build_report(simulation.world_size, simulation.plans, simulation.planning.wire)
+        report = build_report(
+            range(simulation.world_size), simulation.plans, simulation.planning.wire
+        )
         if options.plot is not None:
             _plot(report, options.plot)
     except (ValueError, OSError) as error:

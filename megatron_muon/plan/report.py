@@ -19,6 +19,7 @@ class RankReport:
     """One rank's share.
 
     Args:
+        rank: Rank of the job.
         newton_schulz_s: Estimated Newton-Schulz time, seconds.
         elements_sent: Elements sent to owners, and results sent back.
         bytes_sent: Their bytes.
@@ -28,6 +29,7 @@ class RankReport:
         staging_bytes: Memory of staging buffers and stacks.
     """
 
+    rank: int
     newton_schulz_s: float = 0.0
     elements_sent: int = 0
     bytes_sent: int = 0
@@ -43,8 +45,7 @@ class Report:
     """A job's plans in numbers.
 
     Args:
-        world_size: Ranks.
-        ranks: Share of each.
+        ranks: Share of each rank.
         ideal_s: Newton-Schulz time if all matrices, uncut, were spread evenly, seconds.
         num_elements: Elements of all matrices.
         moved_elements: Elements sent to owners.
@@ -54,7 +55,6 @@ class Report:
         matrices: ``index``, ``fqn`` and ``owner`` (``owners`` where it is cut), in order.
     """
 
-    world_size: int
     ranks: list[RankReport]
     ideal_s: float
     num_elements: int
@@ -62,6 +62,11 @@ class Report:
     lower_bound_bytes: int
     norm_bytes: int
     matrices: list[dict[str, Any]]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
 
     @property
     def busiest_s(self) -> float:
@@ -101,6 +106,7 @@ class Report:
             "predicted_step_without_overlap_ms": self.exposed_step_s * 1e3,
             "ranks": [
                 {
+                    "rank": rank.rank,
                     "newton_schulz_ms": rank.newton_schulz_s * 1e3,
                     "traffic_ms": rank.traffic_s * 1e3,
                     "elements_sent": rank.elements_sent,
@@ -141,36 +147,34 @@ class Report:
             f"{self.exposed_step_s * 1e3:.3f} ms without"
         )
         yield "rank  matrices  Newton-Schulz ms  traffic ms  sent MB  received MB  staging MB"
-        order = sorted(
-            range(self.world_size), key=lambda rank: (-self.ranks[rank].newton_schulz_s, rank)
-        )
-        shown = order[:_MAX_RANKS_SHOWN]
-        for number in sorted(shown) if len(order) <= _MAX_RANKS_SHOWN else shown:
-            rank = self.ranks[number]
+        shown = sorted(self.ranks, key=lambda rank: (-rank.newton_schulz_s, rank.rank))
+        if self.world_size <= _MAX_RANKS_SHOWN:
+            shown = self.ranks
+        for rank in shown[:_MAX_RANKS_SHOWN]:
             yield (
-                f"{number:4d}  {rank.num_matrices:8d}  {rank.newton_schulz_s * 1e3:16.3f}  "
+                f"{rank.rank:4d}  {rank.num_matrices:8d}  {rank.newton_schulz_s * 1e3:16.3f}  "
                 f"{rank.traffic_s * 1e3:10.3f}  {rank.bytes_sent / 1e6:7.1f}  "
                 f"{rank.bytes_received / 1e6:11.1f}  {rank.staging_bytes / 1e6:10.1f}"
             )
-        if len(order) > len(shown):
-            yield f"... the {len(shown)} busiest of {len(order)} ranks"
+        if self.world_size > _MAX_RANKS_SHOWN:
+            yield f"... the {_MAX_RANKS_SHOWN} busiest of {self.world_size} ranks"
 
 
-def build_report(world_size: int, plans: Sequence[ExchangePlan], wire: WireBytes) -> Report:
+def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan], wire: WireBytes) -> Report:
     """Add up what plans mean for each rank.
 
     Args:
-        world_size: Ranks of the job.
+        ranks: Ranks of the job, or of the one domain a plan is for.
         plans: Plans of its domains; the load of a later one includes that of those before.
         wire: Bytes an element takes.
     """
-    ranks = [RankReport() for _ in range(world_size)]
+    shares = {rank: RankReport(rank) for rank in ranks}
     totals: Counter[str] = Counter()
     matrices: list[dict[str, Any]] = []
     for plan in plans:
         for rank, seconds in plan.assignment.load.items():
-            ranks[rank].newton_schulz_s = seconds
-        _add_traffic(plan, wire, ranks, totals)
+            shares[rank].newton_schulz_s = seconds
+        _add_traffic(plan, wire, shares, totals)
         for matrix, owners in zip(plan.matrices, plan.owners, strict=True):
             who = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
             matrices.append({"index": len(matrices), "fqn": matrix.fqn, **who})
@@ -181,18 +185,23 @@ def build_report(world_size: int, plans: Sequence[ExchangePlan], wire: WireBytes
             totals["lower_bound"] += wire.there * (matrix.num_elements - max(held.values()))
             totals["lower_bound"] += wire.back * (copies - max(held.values()))
             for owner in owners:
-                ranks[owner].num_matrices += 1
-    ideal = sum(_whole_seconds(plan) for plan in plans) / world_size
+                shares[owner].num_matrices += 1
     return Report(
-        world_size,
-        ranks,
-        ideal,
+        list(shares.values()),
+        _ideal_seconds(plans, len(shares)),
         totals["elements"],
         totals["moved"],
         totals["lower_bound"],
         totals["norm_bytes"],
         matrices,
     )
+
+
+def _ideal_seconds(plans: Sequence[ExchangePlan], num_ranks: int) -> float:
+    """Spread all matrices, and what ranks were busy with before the first plan, evenly."""
+    first = plans[0].assignment
+    busy = first.ideal * len(first.load) - _whole_seconds(plans[0])
+    return (busy + sum(map(_whole_seconds, plans))) / num_ranks
 
 
 def _whole_seconds(plan: ExchangePlan) -> float:
@@ -204,7 +213,7 @@ def _whole_seconds(plan: ExchangePlan) -> float:
 
 
 def _add_traffic(
-    plan: ExchangePlan, wire: WireBytes, ranks: list[RankReport], totals: Counter[str]
+    plan: ExchangePlan, wire: WireBytes, ranks: dict[int, RankReport], totals: Counter[str]
 ) -> None:
     """Add what each rank sends and receives, and the memory its buckets need."""
     memory: Counter[tuple[int, int]] = Counter()
@@ -233,13 +242,14 @@ def _add_traffic(
     for rank, num_bytes in largest.items():
         # Two buckets are on their way at a time.
         ranks[rank].staging_bytes += min(2, len(plan.buckets)) * num_bytes
-    for report in ranks:
+    for report in ranks.values():
         report.traffic_s = max(report._link_s)
 
 
-def log_lines(plan: ExchangePlan, wire: WireBytes, world_size: int) -> list[str]:
+def log_lines(plan: ExchangePlan, wire: WireBytes) -> list[str]:
     """Describe the plan of one domain of a live run."""
+    ranks = sorted({rank for matrix in plan.matrices for rank in matrix.ranks})
     return [
-        "Muon exchange plan, ranks of this domain; others send nothing here:",
-        *build_report(world_size, [plan], wire).lines(),
+        f"Muon exchange plan of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}:",
+        *build_report(ranks, [plan], wire).lines(),
     ]

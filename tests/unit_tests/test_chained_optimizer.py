@@ -145,7 +145,7 @@ def test_weights_are_installed_once_a_step_and_gradients_reduced_once(world_size
     assert run.results == [[2, 2, 2]] * world_size
 
 
-def _lose_a_gradient(kind: str, name: str) -> list[Any]:
+def _break_a_gradient(fault: str, kind: str, name: str) -> list[Any]:
     import torch
     import torch.distributed as dist
 
@@ -159,19 +159,41 @@ def _lose_a_gradient(kind: str, name: str) -> list[Any]:
     for param in owner.get_parameters():
         if dist.get_rank() == 1 and optimizer._fqns[param] == name:
             assert param.grad is not None
-            param.grad = None
+            if fault == "missing":
+                param.grad = None
+            else:
+                param.grad._local_tensor[-1, -1] = float(fault)
     before, installed = main_weights(model), model_weights(model)
+    state = _states(optimizer)
     try:
         optimizer.step()
     except RuntimeError as error:
         return [
             str(error),
-            all(_equal(before, main_weights(model))),
+            all(_equal(before, main_weights(model)))
+            and all(map(torch.equal, state, _states(optimizer))),
             all(map(torch.equal, installed, model_weights(model))),
         ]
     return ["no error"]
 
 
+def _states(optimizer: Any) -> list[Any]:
+    """Copy this rank's part of every state tensor of all optimizers."""
+    from torch.distributed.tensor import DTensor
+
+    return [
+        (value._local_tensor if isinstance(value, DTensor) else value).clone()
+        for child in optimizer.chained_optimizers
+        for state in child.optimizer.state.values()
+        for value in state.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("missing", "expected a gradient on a shard"), ("nan", "expected a finite gradient, got NaN"),
+     ("inf", "expected a finite gradient, got NaN or Inf")],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -179,11 +201,16 @@ def _lose_a_gradient(kind: str, name: str) -> list[Any]:
         ("AdamW", "output_layer.weight"),
     ],
 )
-def test_missing_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(kind, name):
-    """Neither Muon nor Adam moves when one rank lost a gradient of either."""
-    run = run_ranks(2, _lose_a_gradient, kind, name).check()
+def test_faulty_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(
+    fault, message, kind, name
+):
+    """Neither Muon nor Adam moves when one rank lost a gradient of either, or has a NaN in it.
+
+    Clipping by a norm that is NaN would carry it into every parameter.
+    """
+    run = run_ranks(2, _break_a_gradient, fault, kind, name).check()
     for text, same, unchanged in run.results:
-        assert "rank 1: " in text and name in text and "expected a gradient" in text
+        assert f"rank 1: {name}: {message}" in text
         assert same and unchanged
 
 

@@ -41,7 +41,7 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
     optimizers.sharded.step()
     (owner_compute,) = optimizers.sharded.owner_computes
     plan = owner_compute.plan
-    report = build_report(4, [plan], wire_bytes(wire, is_bf16=True))
+    report = build_report(range(4), [plan], wire_bytes(wire, is_bf16=True))
     return {
         **counted,
         "planned": report.ranks[dist.get_rank()].bytes_sent,

@@ -149,7 +149,7 @@ def test_report_counts_what_messages_hold(matrices):
     """Elements in the report are those of the messages, rank by rank."""
     plan = _plan(matrices)
     world_size = 1 + max(matrices[0].ranks)
-    report = build_report(world_size, [plan], WIRE)
+    report = build_report(range(world_size), [plan], WIRE)
     for rank in matrices[0].ranks:
         sent = received = 0
         for bucket in plan.for_rank(rank).buckets:

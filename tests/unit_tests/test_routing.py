@@ -97,3 +97,16 @@ def test_experts_embeddings_norms_and_router_go_where_megatron_sends_them():
     assert f"{len(experts)} expert parameters" in log
     assert "embedding, output layer or not 2-D" in log
     assert "Muon under Megatron-FSDP" not in run.outputs[1]
+
+
+def test_plan_is_logged_where_asked():
+    """Experts over their data-parallel ranks, dense matrices over all, with owners' loads."""
+    flags = (*MOE, "--expert-model-parallel-size", "2", "--muon-fsdp-log-plan")
+    flags += ("--train-iters", "1", "--lr-warmup-iters", "0")
+    run = launch(4, fsdp_toy_gpt("optim_grads_params", *flags)).check()
+    text = run.outputs[0]
+    assert "Muon exchange plan of 2 ranks, 0 to 2:" in text
+    assert "Muon exchange plan of 4 ranks, 0 to 3:" in text
+    assert text.count("Newton-Schulz: busiest rank") == 2
+    assert text.count("rank  matrices  Newton-Schulz ms  traffic ms") == 2
+    assert "Muon exchange plan" not in run.outputs[1]
