@@ -69,7 +69,10 @@ def _measure(peers: dict[str, Peer], model: Model, num_rounds: int) -> dict[str,
         results[name] = {
             "bytes_a_rank": slowest(counted["bytes"]),
             "collective_calls": counted["calls"],
-            "peak_extra_bytes": slowest(memory["bytes"]),
+            # A GPU's buffers exist from construction; a CPU's pages from their first use, here.
+            "peak_extra_bytes": slowest(
+                memory["bytes"] + (peer.persistent_bytes if model.device.type == "cuda" else 0)
+            ),
             "note": peer.note,
         }
     seconds: dict[str, list[float]] = {name: [] for name in peers}

@@ -78,12 +78,14 @@ class Peer:
         has_whole_parameters: Whether every rank has whole parameters after the step; the others
             are gathered by Megatron-FSDP in the next forward pass.
         note: What one must know to compare it.
+        persistent_bytes: Memory it keeps besides parameters, gradients and optimizer state.
     """
 
     step: Callable[[], Any]
     newton_schulz: Sequence[tuple[Any, str]] = ()
     has_whole_parameters: bool = False
     note: str = ""
+    persistent_bytes: int = 0
     keep: Any = field(default=None, repr=False)
 
 
@@ -125,7 +127,12 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     functions = [(engine, "newton_schulz"), (engine, "newton_schulz_normalized")]
     if exchange["exchange"] == "all_gather":
         functions = [(emerging_optimizers, "newton_schulz_tp")]
-    return Peer(optimizer.step, functions, keep=optimizer)
+    return Peer(
+        optimizer.step,
+        functions,
+        persistent_bytes=sum(each.staging_bytes for each in optimizer.owner_computes),
+        keep=optimizer,
+    )
 
 
 def layer_wise(model: Model, precision: str) -> Peer:

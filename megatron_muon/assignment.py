@@ -109,9 +109,10 @@ def assign(
     round_robin.place_in_turn()
     placements = [round_robin]
     least = max([ideal, *load.values(), *(each.seconds for each in candidates)], default=0.0)
-    for room, capacity in zip((*_CAPACITIES[1:], _CAPACITIES[-1]), _CAPACITIES, strict=True):
+    wider = (*_CAPACITIES[1:], _CAPACITIES[-1])
+    for fill_to, capacity in zip(wider, _CAPACITIES, strict=True):
         placement = Placement(candidates, load)
-        placement.fill(room * least)
+        placement.fill(fill_to * least)
         placement.relieve(capacity * least)
         placement.save_traffic(max(capacity * least, placement.busiest))
         placements.append(placement)
@@ -145,8 +146,16 @@ def _choose(placements: Sequence[Placement], objective: str, num_ranks: int) -> 
 
 
 def matrix_seconds(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> float:
-    """Estimate the time of all blocks of a matrix on each rank it is cut over."""
-    return sum(cost.newton_schulz_seconds(*shape, num_parts) for shape in matrix.blocks)
+    """Estimate the time of all blocks of a matrix on each rank it is cut over.
+
+    Sets of ranks that share a matrix are consecutive ranks of its domain; where one set spans
+    nodes, as under tensor parallelism, all are taken to.
+    """
+    starts = range(0, len(matrix.ranks) - num_parts + 1, num_parts) if num_parts > 1 else ()
+    is_near = all(cost.share_a_node(matrix.ranks[i : i + num_parts]) for i in starts)
+    return sum(
+        cost.newton_schulz_seconds(*shape, num_parts, is_near=is_near) for shape in matrix.blocks
+    )
 
 
 def _parts(

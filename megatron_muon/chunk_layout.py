@@ -29,14 +29,15 @@ def describe_dtensor(fqn: str, param: DTensor) -> ShardedMatrix:
     """
     num_cols = param._local_tensor.shape[1]
     axes: dict[str, list[dist.ProcessGroup]] = {"shard": [], "replicate": []}
+    is_supported = True
     for axis, placement in enumerate(param.placements):
         if placement.is_shard(0):
             axes["shard"].append(param.device_mesh.get_group(axis))
-        elif placement.is_replicate() and param.device_mesh.size(axis) > 1:
-            axes["replicate"].append(param.device_mesh.get_group(axis))
         elif not placement.is_replicate():
-            axes["shard"] += [param.device_mesh.get_group(axis)] * 2
-    if len(axes["shard"]) > 1 or len(axes["replicate"]) > 1:
+            is_supported = False
+        elif param.device_mesh.size(axis) > 1:
+            axes["replicate"].append(param.device_mesh.get_group(axis))
+    if not is_supported or len(axes["shard"]) > 1 or len(axes["replicate"]) > 1:
         raise ValueError(
             f"{fqn}: expected rows sharded over one mesh axis and replicated over at most one, got "
             f"placements {param.placements}. Wrap the model in Megatron-FSDP, or describe the "

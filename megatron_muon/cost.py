@@ -3,6 +3,7 @@
 """What a step costs: seconds of Newton-Schulz by shape, seconds of traffic by link."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Newton-Schulz multiplies three times a step: the Gram matrix, its square, and the update.
@@ -34,9 +35,11 @@ class CostModel:
         gbps_between_nodes: Bandwidth of one rank to other nodes, GB/s each way.
         ranks_per_node: Consecutive ranks that share a node.
         kernel_us: Time below which no kernel comes, launch included, microseconds.
-        all_reduce_us: Latency of an all-reduce inside a node, microseconds.
+        all_reduce_us: Latency of an all-reduce inside a node, microseconds; twice that between.
         num_ns_steps: Newton-Schulz steps.
-        stack_elements: Matrices of the same shape are stacked up to this many elements.
+        stack_elements: Matrices of the same shape are stacked up to this many elements. A stack is
+            padded to the full size: at most so many elements of zeros for each shape and bucket,
+            which loads do not count.
 
     Raises:
         ValueError: A rate is not positive.
@@ -49,7 +52,7 @@ class CostModel:
     kernel_us: float = 5.0
     all_reduce_us: float = 20.0
     num_ns_steps: int = 5
-    stack_elements: int = 2**22
+    stack_elements: int = 2**21
 
     def __post_init__(self) -> None:
         """Check that every rate is positive."""
@@ -97,7 +100,9 @@ class CostModel:
         m, n = max(num_rows, num_cols), min(num_rows, num_cols)
         return self.num_ns_steps * (4 * m * n * n + 2 * n**3)
 
-    def newton_schulz_seconds(self, num_rows: int, num_cols: int, num_parts: int = 1) -> float:
+    def newton_schulz_seconds(
+        self, num_rows: int, num_cols: int, num_parts: int = 1, *, is_near: bool = True
+    ) -> float:
         """Estimate the time a matrix takes on each of the ranks it is cut over.
 
         Args:
@@ -105,6 +110,7 @@ class CostModel:
             num_cols: Columns.
             num_parts: Ranks that hold equal parts of the longer dimension, and all-reduce the Gram
                 matrix of the shorter one in bf16 in each step.
+            is_near: Whether these ranks share a node.
         """
         m, n = max(num_rows, num_cols), min(num_rows, num_cols)
         flops = self.num_ns_steps * (4 * m / num_parts * n * n + 2 * n**3)
@@ -112,11 +118,16 @@ class CostModel:
         launches = self.num_ns_steps * _NUM_MATMULS * self.kernel_us * 1e-6
         seconds += launches / self.stack_size(num_rows, num_cols)
         if num_parts > 1:
-            gbps = self.gbps if num_parts <= self.ranks_per_node else self.gbps_between_nodes
+            gbps = self.gbps if is_near else self.gbps_between_nodes
             gram_bytes = 2 * n * n * 2 * (num_parts - 1) / num_parts
-            all_reduce = self.all_reduce_us * 1e-6 + gram_bytes / (gbps * 1e9)
+            latency = self.all_reduce_us * 1e-6 * (1 if is_near else 2)
+            all_reduce = latency + gram_bytes / (gbps * 1e9)
             seconds += self.num_ns_steps * all_reduce
         return seconds
+
+    def share_a_node(self, ranks: Sequence[int]) -> bool:
+        """Tell whether all ranks, ascending, are on one node."""
+        return self.node(ranks[0]) == self.node(ranks[-1])
 
     def node(self, rank: int) -> int:
         """Return the node of a rank."""

@@ -13,6 +13,7 @@ domain          all ranks that are linked by these groups: they exchange matrice
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +61,8 @@ def find_domain(
     Raises:
         RuntimeError: On all ranks, when the groups do not form a grid.
 
-    Communication: one all-gather of 64 bytes a rank and a flag over all ranks of the job, and a
-        new process group where none of the three is the domain.
+    Communication: one all-gather of 64 bytes a rank, a flag and a gather of objects over all ranks
+        of the job, and a new process group where none of the three is the domain.
     """
     groups = (tensor_group, shard_group, replica_group)
     mine = [dist.get_rank()]
@@ -114,14 +115,33 @@ def find_domain(
 def _group_of(
     ranks: tuple[int, ...], groups: tuple[dist.ProcessGroup | None, ...]
 ) -> dist.ProcessGroup | None:
-    if len(ranks) == 1:
-        return None
-    for group in groups:
-        if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
-            return group
-    return new_group(ranks)
+    known = {
+        tuple(dist.get_process_group_ranks(group)): group for group in groups if group is not None
+    }
+    new = new_groups([ranks] if len(ranks) > 1 and ranks not in known else [])
+    return None if len(ranks) == 1 else {**known, **new}[ranks]
 
 
-def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Make a process group; called by its ranks alone, by all of them in the same order."""
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+def new_groups(sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make process groups; called by all ranks of the job together, each with what it is part of.
+
+    Every rank takes part in making every group. ``use_local_synchronization`` would spare that, but
+    names a group by how many the rank is in already: ranks that differ there would never meet.
+
+    Args:
+        sets: Ranks of each group, ascending, this one among them.
+
+    Returns:
+        The groups, by their ranks.
+
+    Communication: one gather of objects over the job.
+    """
+    rank = dist.get_rank()
+    wanted: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(wanted, [ranks for ranks in sets if ranks[0] == rank])
+    made = {}
+    for ranks in sorted({ranks for each in wanted for ranks in each}):
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            made[ranks] = group
+    return made

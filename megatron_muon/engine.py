@@ -15,12 +15,15 @@ scratch         fp32 memory of one shard; allocating it anew would cost more tha
 
 The order of a step, for buckets 0, 1, 2, ...::
 
-    norms | gather 0 | local matrices | gather 1 | orthogonalize 0 | scatter 0
-          | gather 2 | orthogonalize 1 | scatter 1 | apply 0 | gather 3 | orthogonalize 2 | ...
+    norms | gather 0 | gather 1 | local, orthogonalize 0 | scatter 0
+          | gather 2 | local, orthogonalize 1 | scatter 1 | apply 0
+          | gather 3 | local, orthogonalize 2 | scatter 2 | apply 1 | ...
 
-Gathers and scatters are launched asynchronously, so that those of bucket i + 1 and i - 1 travel
-while bucket i is orthogonalized. Over NCCL they run on the process group's own stream, and waiting
-for them is an event: the host never waits. Over gloo they run on its threads.
+Local matrices, of which nothing travels, fill the buckets in which a rank has less to do than in
+others; those before bucket 0 fill the time of the first gather. Gathers and scatters are launched
+asynchronously, so that those of bucket i + 1 and i - 1 travel while bucket i is orthogonalized.
+Over NCCL they run on the process group's own stream, and waiting for them is an event: the host
+never waits. Over gloo they run on its threads.
 """
 
 import math
@@ -78,11 +81,14 @@ class Engine:
     Communication: a step is one all-reduce of 8 bytes a block (wire ``bf16``), and for each bucket
         one ``all_to_all_single`` there and one back, of the plan's pieces without padding; cut
         matrices add their Gram matrices.
-    Memory: two buckets' staging buffers and stacks, ``2 * (there + back + owned)`` elements, where
-        ``owned`` of a rank in a bucket is at most the plan's ``bucket_elements`` or one matrix,
-        ``there`` and ``back`` are what it sends and receives: at most ``owned`` and its own rows of
-        the bucket, each way. Besides, the stacks of one group of local matrices (``owned`` again),
-        twice the largest local shard in fp32, and what Newton-Schulz needs for one stack.
+    Memory: kept from construction on, :attr:`staging_bytes`: for two buckets what a rank receives
+        of the matrices it owns and sends back of them (each at most ``limit`` elements), what it
+        sends of its own rows and gets back, and stacks of what it owns (``limit``, and up to
+        ``stack_elements`` of padding for each shape); stacks of one group of local matrices
+        (``limit`` again); twice the largest local shard in fp32. ``limit`` is ``bucket_elements``
+        or one matrix; where shards have copies, results count once for each, so one matrix may
+        take ``copies`` times its size. While a step runs: the results of two buckets, and what
+        Newton-Schulz needs for one stack.
     """
 
     def __init__(
@@ -101,7 +107,9 @@ class Engine:
         self._dtype = torch.bfloat16 if wire == "bf16" else torch.float32
         rank_plan = plan.for_rank(rank)
         self._buckets = [_Bucket(bucket, self._num_slots) for bucket in rank_plan.buckets]
-        self._local = [_Bucket(bucket, self._num_slots) for bucket in rank_plan.local]
+        self._local = [
+            [_Bucket(bucket, self._num_slots) for bucket in slot] for slot in rank_plan.local
+        ]
         self._gathers = Exchange(
             group,
             [
@@ -122,14 +130,15 @@ class Engine:
         )
         self._stack_memory = [
             *(self._allocate(self._buckets[start::2]) for start in range(2)),
-            self._allocate(self._local),
+            self._allocate([bucket for slot in self._local for bucket in slot]),
         ]
         self._loads = [
             self._loads_of(bucket, self._stack_memory[index % 2], self._gathers.packing(index))
             for index, bucket in enumerate(self._buckets)
         ]
         self._local_loads = [
-            self._loads_of(bucket, self._stack_memory[2], ()) for bucket in self._local
+            [(bucket, self._loads_of(bucket, self._stack_memory[2], ())) for bucket in slot]
+            for slot in self._local
         ]
         self._first_norm = [0]
         for matrix in plan.matrices:
@@ -216,8 +225,8 @@ class Engine:
 
         Args:
             update: Gives this rank's rows of a matrix, ``(local_rows, cols)`` fp32, in the scratch
-                it is passed or elsewhere; called twice for each matrix (once on the fp32 wire),
-                and must give the same bits each time.
+                it is passed or elsewhere; called up to twice for each matrix (up to once on the
+                fp32 wire), and must give the same bits each time.
             apply: Takes this rank's rows of the scaled result, ``(local_rows, cols)`` fp32, in
                 scratch memory; called once for each matrix of which this rank holds rows.
         """
@@ -225,12 +234,12 @@ class Engine:
             self._norms = self._reduce_norms(update)
         num_buckets = len(self._buckets)
         gathering = self._gather(0, update) if num_buckets else None
-        for bucket, loads in zip(self._local, self._local_loads, strict=True):
-            self._load(loads, update)
-            self._apply(bucket.kept(self._orthogonalize(bucket, self._stack_memory[2])), apply)
+        if not num_buckets:
+            self._run_local(0, update, apply)
         scattering: _Scattering | None = None
         for index in range(num_buckets):
             following = self._gather(index + 1, update) if index + 1 < num_buckets else None
+            self._run_local(index, update, apply)
             results = self._orthogonalize_gathered(index, gathering)
             scattered = self._scatter(index, results)
             if scattering is not None:
@@ -239,6 +248,12 @@ class Engine:
         if scattering is not None:
             self._finish(scattering, apply)
         self._norms = ()
+
+    def _run_local(self, index: int, update: Update, apply: Apply) -> None:
+        """Orthogonalize and apply the local matrices that fill a bucket's time."""
+        for bucket, loads in self._local_loads[index]:
+            self._load(loads, update)
+            self._apply(bucket.kept(self._orthogonalize(bucket, self._stack_memory[2])), apply)
 
     def _reduce_norms(self, update: Update) -> tuple[torch.Tensor, ...]:
         """Return the Frobenius norm of every block, fp32 scalars."""

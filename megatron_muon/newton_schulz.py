@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-# What newton_schulz adds to the norm, emerging-optimizers 0.3.0.
+# The least norm that newton_schulz divides by, emerging-optimizers 0.3.0.
 EPSILON = 1e-7
 # emerging-optimizers 0.3.0, muon_utils.newton_schulz: the other sets start again from their first.
 _REPEAT_LAST = ("polar_express", "cans", "deepseekv4")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of squares in float64, which come out the same wherever a matrix is cut."""
+"""Sums of squares in float64, so that the norm does not depend on where a matrix is cut."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def sums_of_squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Add up the squares of each tensor in float64.
 
     fp32 sums would differ in the last bits with the number of shards; float64 sums differ too, but
-    by so little that the norm, rounded to fp32, does not.
+    by so little that the norm, rounded to fp32, practically never does (docs/numerics.md).
 
     Args:
         tensors: ``(rows, cols)`` each, float32, any strides.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_muon.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.assignment import assign
 from megatron_muon.cost import CPU_RANKS, CostModel
-from megatron_muon.domain import Domain, find_domain, new_group
+from megatron_muon.domain import Domain, find_domain, new_groups
 from megatron_muon.engine import Engine, NewtonSchulzSettings
 from megatron_muon.layout import MatrixLayout, RowLayout, qkv_blocks, whole_matrix
 from megatron_muon.plan import ExchangePlan
@@ -74,6 +74,9 @@ class OwnedParameter:
 class OwnerCompute:
     """Orthogonalize the parameters of an optimizer, each on one rank of their domain.
 
+    A parameter that tensor-parallel ranks have copies of, such as a router, is one matrix for each
+    of them, as for upstream: nothing keeps those copies equal but their equal gradients.
+
     Args:
         parameters: In the same order on all ranks.
         newton_schulz: Steps, coefficients, precision and scale.
@@ -128,7 +131,7 @@ class OwnerCompute:
             matrices, cost, element_bytes, max_parts=settings.max_parts, busy=domain.busy
         )
         self.plan = ExchangePlan(
-            matrices, assignment, cost, bucket_elements=settings.bucket_elements
+            matrices, assignment, cost, element_bytes, bucket_elements=settings.bucket_elements
         )
         rank = dist.get_rank()
         self.seconds = assignment.load[rank]
@@ -145,15 +148,18 @@ class OwnerCompute:
             wire=wire,
             rank=rank,
             group=domain.group,
-            parts_groups={
-                owners: new_group(owners) for owners in self.plan.sets_of_owners if rank in owners
-            },
+            parts_groups=_parts_groups(self.plan, rank, device),
             device=device,
         )
         # Other ranks have no handler; further domains of the same kind look alike.
         if settings.log_plan and rank == domain.ranks[0]:
-            for line in log_lines(self.plan, element_bytes):
+            for line in log_lines(self.plan):
                 logger.info("%s", line)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the engine's buffers, bytes."""
+        return self._engine.staging_bytes
 
     def step(
         self,
@@ -165,6 +171,19 @@ class OwnerCompute:
             lambda index, out: update(self._params[index], out),
             lambda index, rows: apply(self._params[index], rows),
         )
+
+
+def _parts_groups(
+    plan: ExchangePlan, rank: int, device: torch.device
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make the groups of ranks that share cut matrices, and use each once.
+
+    A backend connects a group at its first collective, and what fails should fail here.
+    """
+    groups = new_groups(owners for owners in plan.sets_of_owners if rank in owners)
+    for owners in sorted(groups):
+        dist.all_reduce(torch.zeros(1, device=device), group=groups[owners])
+    return groups
 
 
 def _problems(parameters: Sequence[OwnedParameter]) -> list[str]:

@@ -18,7 +18,8 @@ class ExchangeSettings:
         exchange: ``owner``: each matrix is orthogonalized once, on one rank; ``all_gather``: every
             rank of the shard group receives every matrix and orthogonalizes it.
         wire: ``bf16``: normalized bf16 rows; ``fp32``: fp32 rows, Newton-Schulz is then the stock
-            function on the very bits of the whole matrix; ``auto``: bf16 where Newton-Schulz runs
+            function on the very bits of the whole matrix, also where upstream would spread it over
+            tensor-parallel ranks (``--muon-tp-mode distributed``), with other rounding; ``auto``: bf16 where Newton-Schulz runs
             in bf16 (matmul precision medium), fp32 else.
         bucket_elements: Elements of a bucket that a rank owns, at most; bounds staging memory.
         max_parts: Ranks that one matrix may be cut over once ranks outnumber matrices, a power of
@@ -59,6 +60,11 @@ class ExchangeSettings:
             raise ValueError(
                 f"max parts: expected a power of two, got {self.max_parts}. "
                 "Set --muon-fsdp-max-parts accordingly."
+            )
+        if "num_ns_steps" in self.cost:
+            raise ValueError(
+                f"cost model: expected rates of the machine, got {self.cost!r}. "
+                "Set --muon-num-ns-steps for the number of steps."
             )
         CostModel.parse(self.cost)
 

@@ -54,7 +54,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     Communication: at construction a flag over all ranks and a hash, and see
         :class:`~megatron_muon.owner_compute.OwnerCompute`; each step a flag over all ranks, and
         what the exchange says.
-    Memory: one momentum element for each local parameter element, in the parameter's dtype.
+    Memory: one momentum element for each local parameter element, in the parameter's dtype, and
+        the buffers of each :class:`~megatron_muon.engine.Engine`.
     """
 
     def __init__(
@@ -180,8 +181,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
         Raises:
             ValueError: A closure was passed.
-            RuntimeError: On all ranks, when a non-empty shard of one has no gradient; parameters
-                and momentum are unchanged.
+            RuntimeError: On all ranks, when a non-empty shard of one has no gradient or one that
+                is not finite, or when parameters have changed; parameters and momentum have not.
         """
         if closure is not None:
             raise ValueError("closure: expected None, got one. Compute the loss before step().")

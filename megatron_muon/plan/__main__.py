@@ -62,7 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan = parser.add_argument_group("plan")
     plan.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0])
-    plan.add_argument("--wire", choices=("bf16", "fp32"), default="bf16")
+    plan.add_argument(
+        "--wire",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="2 bytes each way, or 4 as with --muon-fp32-matmul-prec high",
+    )
     plan.add_argument("--tflops", type=float, default=rates.tflops, help="TFLOP/s of a rank")
     plan.add_argument("--gbps", type=float, default=rates.gbps, help="GB/s within a node")
     plan.add_argument(
@@ -85,7 +90,9 @@ def _planning(options: argparse.Namespace) -> Planning:
     ExchangeSettings(
         bucket_elements=options.bucket_size, max_parts=options.max_parts, cost=options.cost_model
     )
-    between = options.gbps_between_nodes or min(options.gbps, CostModel().gbps_between_nodes)
+    between = options.gbps_between_nodes
+    if between is None:
+        between = min(options.gbps, CostModel().gbps_between_nodes)
     rates = CostModel(
         tflops=options.tflops,
         gbps=options.gbps,
@@ -113,10 +120,8 @@ def _simulation(options: argparse.Namespace) -> Simulation:
     if options.preset is not None:
         model = dataclasses.replace(PRESETS[options.preset], **fields)
     else:
-        required = [
-            f.name for f in dataclasses.fields(ModelShape) if f.default is f.default_factory
-        ]
-        model = ModelShape(**{**dict.fromkeys(required, 0), **fields})
+        # Where one is missing, ModelShape says which flag to pass.
+        model = ModelShape(**{**dict.fromkeys(_REQUIRED, 0), **fields})
     parallel = Parallelism(
         dp=options.dp,
         tp=options.tp,
@@ -160,9 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         simulation = _simulation(options)
-        report = build_report(
-            range(simulation.world_size), simulation.plans, simulation.planning.wire
-        )
+        report = build_report(range(simulation.world_size), simulation.plans)
         if options.plot is not None:
             _plot(report, options.plot)
     except (ValueError, OSError) as error:

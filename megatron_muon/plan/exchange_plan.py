@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_muon.assignment import Assignment, matrix_seconds
-from megatron_muon.cost import CostModel
+from megatron_muon.cost import CostModel, WireBytes
 from megatron_muon.layout import MatrixLayout
 from megatron_muon.plan.pieces import Part, Piece, moves_of, parts_of, pieces_of
+from megatron_muon.plan.pipeline import pipeline_seconds
 
-# Fewer buckets leave nothing to overlap; more only where memory asks for them.
-_MIN_BUCKETS = 4
+# Tried besides as many as memory asks for: one leaves nothing to overlap, many leave ranks waiting.
+_NUM_BUCKETS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,6 @@ class RankBucket:
         gather_receives: Pieces from each other source.
         scatter_sends: Results for each other holder.
         scatter_receives: Results from each other owner.
-        matrices: Matrices of which it holds rows.
         has_gather: Whether any rank has to send rows.
     """
 
@@ -65,24 +65,32 @@ class RankBucket:
     gather_receives: dict[int, list[Piece]]
     scatter_sends: dict[int, list[Piece]]
     scatter_receives: dict[int, list[Piece]]
-    matrices: tuple[int, ...]
     has_gather: bool
 
 
 class ExchangePlan:
     """Order the work of all ranks on a list of matrices.
 
-    Buckets are slices of time: of the matrices a rank owns, in parameter order and so in the order
-    of FSDP units, each bucket holds the same share of its seconds. All ranks then finish a bucket
-    at about the same time. One layer a bucket would leave most ranks idle, because a layer has a
-    handful of matrices.
+    Buckets are slices of time: what a rank owns is dealt out longest first, so that each bucket
+    holds about the same share of its time, and its local matrices fill the rest. As many buckets
+    are made as memory asks for, or more where the pipeline is then estimated to be shorter.
+
+    Rejected: a layer a bucket, or slices in parameter order. A layer has a handful of matrices, and
+    most ranks would wait in each bucket for the few that own some: 2.05 times the busiest rank's
+    time on Llama-3-8B over 8 ranks, by :func:`~megatron_muon.plan.pipeline.pipeline_seconds`.
 
     Args:
         matrices: Layouts, in parameter order.
         assignment: Their owners.
         cost: Rates of the machine, and sizes of stacks.
-        bucket_elements: Elements of a bucket that a rank owns, at most, unless one matrix is
-            larger; bounds the memory of staging buffers.
+        wire: Bytes an element takes.
+        bucket_elements: Elements of a bucket that a rank owns, or sends back where shards have
+            copies, at most, unless one matrix has more; bounds the memory of staging buffers.
+
+    Attributes:
+        local: Matrices of which nothing travels.
+        buckets: Matrices of each bucket, in parameter order.
+        seconds: Estimated time of a step.
     """
 
     def __init__(
@@ -90,6 +98,7 @@ class ExchangePlan:
         matrices: Sequence[MatrixLayout],
         assignment: Assignment,
         cost: CostModel,
+        wire: WireBytes,
         *,
         bucket_elements: int,
     ) -> None:
@@ -97,50 +106,98 @@ class ExchangePlan:
         self.assignment = assignment
         self.owners = assignment.owners
         self.cost = cost
-        self._bucket_elements = bucket_elements
+        self.wire = wire
+        self._elements = [matrix.elements_by_rank() for matrix in self.matrices]
+        self._seconds = [
+            matrix_seconds(matrix, cost, len(owners))
+            for matrix, owners in zip(self.matrices, self.owners, strict=True)
+        ]
         self.local = tuple(i for i in range(len(self.matrices)) if self._is_local(i))
-        self.buckets = self._slices_of_time()
+        travelling = sorted(set(range(len(self.matrices))) - set(self.local))
+        self._limit = max([bucket_elements, *map(self._staged_elements, travelling)])
+        self.buckets, self.seconds = self._choose_buckets(travelling)
 
     def _is_local(self, index: int) -> bool:
         owners = self.owners[index]
-        return all(fragment.holders == owners for fragment in self.matrices[index].fragments)
+        fragments = self.matrices[index].fragments
+        return len(owners) == 1 and all(fragment.holders == owners for fragment in fragments)
 
-    def _slices_of_time(self) -> tuple[tuple[int, ...], ...]:
-        """Cut the queue of every owner into slices of equal time, and of bounded size."""
-        travelling = [i for i in range(len(self.matrices)) if not self._is_local(i)]
-        seconds = {i: matrix_seconds(self.matrices[i], self.cost) for i in travelling}
-        queues: dict[int, list[int]] = defaultdict(list)
+    def _staged_elements(self, index: int) -> int:
+        """Count what a rank has in its buffers of a matrix it owns, or sends back of it."""
+        copies = max(self.matrices[index].num_elements, sum(self._elements[index].values()))
+        return -(-copies // len(self.owners[index]))
+
+    def _choose_buckets(
+        self, travelling: Sequence[int]
+    ) -> tuple[tuple[tuple[int, ...], ...], float]:
+        """Deal matrices out to the number of buckets with the shortest pipeline."""
+        local: dict[int, float] = defaultdict(float)
+        for index in self.local:
+            local[self.owners[index][0]] += self._seconds[index]
+        staged: dict[int, int] = defaultdict(int)
         for index in travelling:
             for owner in self.owners[index]:
-                queues[owner].append(index)
-        num_slices = 1
-        for queue in queues.values():
-            needed = -(-sum(map(self._owned_elements, queue)) // self._bucket_elements)
-            num_slices = max(num_slices, needed, min(_MIN_BUCKETS, len(queue)))
-        totals = {rank: sum(seconds[i] for i in queue) or 1.0 for rank, queue in queues.items()}
-        done = dict.fromkeys(queues, 0.0)
-        bucket_of, filled = dict.fromkeys(queues, 0), dict.fromkeys(queues, 0)
-        buckets: dict[int, list[int]] = defaultdict(list)
-        for index in travelling:
-            owners, elements = self.owners[index], self._owned_elements(index)
-            bucket = max(
-                max(bucket_of[owner], int(done[owner] / totals[owner] * num_slices))
-                for owner in owners
-            )
-            bucket += any(
-                bucket_of[owner] == bucket and 0 < filled[owner] > self._bucket_elements - elements
-                for owner in owners
-            )
-            buckets[bucket].append(index)
-            for owner in owners:
-                filled[owner] = elements + (filled[owner] if bucket_of[owner] == bucket else 0)
-                bucket_of[owner] = bucket
-                done[owner] += seconds[index]
-        return tuple(tuple(buckets[key]) for key in sorted(buckets))
+                staged[owner] += self._staged_elements(index)
+        needed = max((-(-elements // self._limit) for elements in staged.values()), default=0)
+        numbers = sorted({needed, *(max(needed, number) for number in _NUM_BUCKETS)})
+        found = []
+        for number in numbers if travelling else [0]:
+            buckets, work = self._deal(travelling, number)
+            traffic = [self._traffic_seconds(bucket) for bucket in buckets]
+            found.append((pipeline_seconds(work, local, traffic), number, buckets))
+        seconds, _, buckets = min(found)
+        return tuple(tuple(bucket) for bucket in buckets), seconds
 
-    def _owned_elements(self, index: int) -> int:
-        """Count the elements of a matrix on each of its owners, rounded up."""
-        return -(-self.matrices[index].num_elements // len(self.owners[index]))
+    def _deal(
+        self, travelling: Sequence[int], number: int
+    ) -> tuple[list[list[int]], list[dict[int, float]]]:
+        """Deal matrices out to so many buckets, or a few more where memory asks for them.
+
+        Returns:
+            Matrices of each bucket, and the Newton-Schulz time of each rank in each.
+        """
+        work: list[dict[int, float]] = [{} for _ in range(number)]
+        staged: list[dict[int, int]] = [{} for _ in range(number)]
+        buckets: list[list[int]] = [[] for _ in range(number)]
+        for index in sorted(travelling, key=lambda i: (-self._seconds[i], i)):
+            owners, elements = self.owners[index], self._staged_elements(index)
+            best, best_load = -1, 0.0
+            for bucket in range(len(buckets)):
+                load = max([work[bucket].get(owner, 0.0) for owner in owners])
+                filled = max([staged[bucket].get(owner, 0) for owner in owners])
+                has_room = filled + elements <= self._limit
+                if has_room and (best < 0 or load < best_load):
+                    best, best_load = bucket, load
+            if best < 0:
+                best = len(buckets)
+                for each in (work, staged):
+                    each.append({})  # type: ignore[attr-defined]
+                buckets.append([])
+            buckets[best].append(index)
+            for owner in owners:
+                work[best][owner] = work[best].get(owner, 0.0) + self._seconds[index]
+                staged[best][owner] = staged[best].get(owner, 0) + elements
+        order = [number for number, bucket in enumerate(buckets) if bucket]
+        return [sorted(buckets[n]) for n in order], [work[n] for n in order]
+
+    def _traffic_seconds(self, bucket: Sequence[int]) -> float:
+        """Estimate the time of a bucket's messages over the busiest owner's link, one way."""
+        seconds: dict[int, float] = defaultdict(float)
+        for index in bucket:
+            held, owners = self._elements[index], self.owners[index]
+            copies = sum(held.values())
+            num_bytes = max(
+                self.wire.back, self.wire.there * self.matrices[index].num_elements / copies
+            )
+            in_node: dict[int, int] = defaultdict(int)
+            for rank, elements in held.items():
+                in_node[self.cost.node(rank)] += elements
+            for owner in owners:
+                near = in_node[self.cost.node(owner)]
+                elements_s = (near - held.get(owner, 0)) / self.cost.gbps
+                elements_s += (copies - near) / self.cost.gbps_between_nodes
+                seconds[owner] += elements_s * num_bytes * 1e-9 / len(owners)
+        return max(seconds.values(), default=0.0)
 
     def pieces(self, index: int) -> Iterator[Piece]:
         """Yield the pieces of a matrix."""
@@ -153,35 +210,52 @@ class ExchangePlan:
     def for_rank(self, rank: int) -> "RankPlan":
         """Return what one rank does."""
         return RankPlan(
-            tuple(self._bucket_of_rank(bucket, rank) for bucket in self._local_buckets(rank)),
+            tuple(
+                tuple(self._bucket_of_rank(bucket, rank) for bucket in slot)
+                for slot in self._local_slots(rank)
+            ),
             tuple(self._bucket_of_rank(bucket, rank) for bucket in self.buckets),
         )
 
-    def _local_buckets(self, rank: int) -> list[list[int]]:
-        """Group the local matrices of a rank up to the size of a bucket."""
-        buckets: list[list[int]] = []
-        elements = self._bucket_elements
-        for index in self.local:
-            if self.owners[index] == (rank,):
-                elements += self.matrices[index].num_elements
-                if elements > self._bucket_elements:
-                    buckets.append([])
-                    elements = self.matrices[index].num_elements
-                buckets[-1].append(index)
-        return buckets
+    def _local_slots(self, rank: int) -> list[list[list[int]]]:
+        """Deal local matrices out to the buckets in which the rank has the least to do.
+
+        Returns:
+            For each bucket, or a single one where there is none, groups up to the size of one.
+        """
+        mine = [index for index in self.local if self.owners[index] == (rank,)]
+        loads = [
+            sum(self._seconds[index] for index in bucket if rank in self.owners[index])
+            for bucket in self.buckets
+        ] or [0.0]
+        slots: list[list[int]] = [[] for _ in loads]
+        for index in sorted(mine, key=lambda i: (-self._seconds[i], i)):
+            slot = min(range(len(loads)), key=lambda number: (loads[number], number))
+            loads[slot] += self._seconds[index]
+            slots[slot].append(index)
+        return [self._grouped(sorted(slot)) for slot in slots]
+
+    def _grouped(self, indices: Sequence[int]) -> list[list[int]]:
+        groups: list[list[int]] = []
+        elements = self._limit
+        for index in indices:
+            elements += self.matrices[index].num_elements
+            if elements > self._limit:
+                groups.append([])
+                elements = self.matrices[index].num_elements
+            groups[-1].append(index)
+        return groups
 
     def _bucket_of_rank(self, bucket: Sequence[int], rank: int) -> RankBucket:
-        kept, held = [], []
+        kept = []
         sends: tuple[dict[int, list[Piece]], ...] = tuple(defaultdict(list) for _ in range(4))
         gather_sends, gather_receives, scatter_sends, scatter_receives = sends
         for index in bucket:
             matrix = self.matrices[index]
             if rank not in matrix.ranks:
                 continue
-            is_held = False
             for piece in self.pieces(index):
                 is_mine = rank in piece.holders
-                is_held |= is_mine
                 if piece.owner == rank:
                     if piece.source != rank:
                         gather_receives[piece.source].append(piece)
@@ -194,8 +268,6 @@ class ExchangePlan:
                     scatter_receives[piece.owner].append(piece)
                     if piece.source == rank:
                         gather_sends[piece.owner].append(piece)
-            if is_held:
-                held.append(index)
         return RankBucket(
             self._stacks(bucket, rank),
             tuple(kept),
@@ -203,7 +275,6 @@ class ExchangePlan:
             dict(gather_receives),
             dict(scatter_sends),
             dict(scatter_receives),
-            tuple(held),
             any(
                 owner not in fragment.holders
                 for index in bucket
@@ -254,10 +325,11 @@ class RankPlan:
     """What one rank does: its local matrices, and its share of every bucket.
 
     Args:
-        local: Local matrices, in groups of the size of a bucket; nothing travels.
+        local: Groups of local matrices to orthogonalize before each bucket, while its rows travel;
+            one entry where there are no buckets.
         buckets: Every bucket of the plan, also those the rank has no part in: it joins all
             collectives.
     """
 
-    local: tuple[RankBucket, ...]
+    local: tuple[tuple[RankBucket, ...], ...]
     buckets: tuple[RankBucket, ...]

@@ -50,7 +50,9 @@ class Planning:
 
     def plan(self, matrices: Sequence[MatrixLayout], assignment: Assignment) -> ExchangePlan:
         """Order the work."""
-        return ExchangePlan(matrices, assignment, self.cost, bucket_elements=self.bucket_elements)
+        return ExchangePlan(
+            matrices, assignment, self.cost, self.wire, bucket_elements=self.bucket_elements
+        )
 
 
 @dataclass(frozen=True)
@@ -289,7 +291,7 @@ def read_shard_map(path: Path) -> tuple[int, list[MatrixLayout]]:
     try:
         data = json.loads(path.read_text())
         world_size = int(data["world_size"])
-        return world_size, [
+        matrices = [
             _read_matrix(index, entry, world_size) for index, entry in enumerate(data["matrices"])
         ]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
@@ -298,24 +300,27 @@ def read_shard_map(path: Path) -> tuple[int, list[MatrixLayout]]:
             f"got something else ({type(error).__name__}: {error}). See python -m "
             "megatron_muon.plan --help."
         ) from error
+    if not matrices:
+        raise ValueError(f"{path}: expected at least one matrix, got none.")
+    return world_size, matrices
 
 
 def _read_matrix(index: int, entry: Mapping[str, Any], world_size: int) -> MatrixLayout:
     name = str(entry.get("fqn", f"matrix {index} (param {entry.get('param', index)})"))
-    group = [int(rank) for rank in entry["group"]]
+    group, cols = [int(rank) for rank in entry["group"]], int(entry["cols"])
     rows = {int(rank): int(count) for rank, count in entry["rows"].items()}
     strangers = sorted(rank for rank in rows if rank not in group)
     strangers += [rank for rank in group if not 0 <= rank < world_size]
-    if strangers or not rows or min(rows.values()) < 0:
+    if strangers or cols < 1 or sum(rows.values()) < 1 or min(rows.values()) < 0:
         raise ValueError(
-            f"{name}: expected rows on ranks of its group, below {world_size}, got {strangers} or "
-            f"row counts {sorted(rows.values())[:4]}. Correct the shard map."
+            f"{name}: expected rows on ranks of its group, below {world_size}, got {strangers}, "
+            f"row counts {sorted(rows.values())[:4]} or {cols} columns. Correct the shard map."
         )
     shards, start = [], 0
     for rank in group:
         shards.append((start, start + rows.get(rank, 0)))
         start += rows.get(rank, 0)
-    layout = RowLayout(start, int(entry["cols"]), tuple(shards))
+    layout = RowLayout(start, cols, tuple(shards))
     return whole_matrix(name, layout, [[(rank,) for rank in group]])
 
 

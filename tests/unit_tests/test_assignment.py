@@ -107,7 +107,7 @@ def test_unknown_objective_is_refused():
 def test_llama_over_64_ranks_is_balanced_by_holders():
     """The largest holders would load four ranks with 32 times the mean; joint keeps 1.10."""
     simulation = simulate(PRESETS["llama3-8b"], Parallelism(dp=64), Planning(CostModel(), BF16))
-    report = build_report(range(64), simulation.plans, BF16)
+    report = build_report(range(64), simulation.plans)
     assert report.busiest_over_ideal <= 1.10
     assert report.moved_elements <= 0.975 * report.num_elements
 
@@ -117,6 +117,6 @@ def test_llama_over_512_ranks_needs_cut_matrices(max_parts, ratio):
     """128 matrices cannot keep 512 ranks busy unless they are cut."""
     planning = Planning(CostModel(), BF16, max_parts=max_parts)
     simulation = simulate(PRESETS["llama3-8b"], Parallelism(dp=512), planning, splits_qkv=False)
-    report = build_report(range(512), simulation.plans, BF16)
+    report = build_report(range(512), simulation.plans)
     assert report.busiest_over_ideal <= ratio
     assert report.busiest_over_ideal > ratio - 0.5

@@ -14,6 +14,7 @@ from megatron_muon.cost import CostModel, WireBytes
 from megatron_muon.layout import MatrixLayout
 from megatron_muon.plan import ExchangePlan, Piece
 from megatron_muon.plan.pieces import parts_of
+from megatron_muon.plan.pipeline import pipeline_seconds
 from megatron_muon.plan.report import build_report
 
 WIRE = WireBytes(2, 2, 8)
@@ -23,7 +24,7 @@ SLOW = CostModel(tflops=1e-7, all_reduce_us=0, stack_elements=600)
 
 def _plan(matrices: list[MatrixLayout], bucket_elements: int = 500) -> ExchangePlan:
     assignment = assign(matrices, SLOW, WIRE)
-    return ExchangePlan(matrices, assignment, SLOW, bucket_elements=bucket_elements)
+    return ExchangePlan(matrices, assignment, SLOW, WIRE, bucket_elements=bucket_elements)
 
 
 def _shards(plan: ExchangePlan, index: int) -> dict[int, np.ndarray]:
@@ -133,14 +134,43 @@ def test_without_replicas_the_way_back_is_the_way_there(matrices):
 @settings(deadline=None)
 @given(matrix_lists(max_matrices=12), st.sampled_from([200, 500, 5000]))
 def test_bucket_size_bounds_what_a_rank_owns_at_once(matrices, bucket_elements):
-    """A rank's share of a bucket is at most the knob, or a single matrix."""
+    """Neither what a rank owns nor what it sends back exceeds the knob, or the largest matrix."""
     plan = _plan(matrices, bucket_elements)
+    limit = max([bucket_elements, *map(plan._staged_elements, range(len(matrices)))])
     for rank in matrices[0].ranks:
         rank_plan = plan.for_rank(rank)
-        for bucket in (*rank_plan.local, *rank_plan.buckets):
+        assert len(rank_plan.local) == max(1, len(plan.buckets))
+        for bucket in (*(each for slot in rank_plan.local for each in slot), *rank_plan.buckets):
             slots = [slot for stack in bucket.stacks for slot in stack]
-            elements = sum(slot.part.num_rows * slot.part.num_cols for slot in slots)
-            assert elements <= bucket_elements or len({slot.matrix for slot in slots}) == 1
+            owned = sum(slot.part.num_rows * slot.part.num_cols for slot in slots)
+            sent = sum(p.num_elements for each in bucket.scatter_sends.values() for p in each)
+            # Parts are rounded to whole rows or columns.
+            rounding = sum(slot.part.num_rows + slot.part.num_cols for slot in slots)
+            copies = max(len(f.holders) for matrix in matrices for f in matrix.fragments)
+            assert owned <= limit + rounding and sent <= limit + rounding * copies
+
+
+@settings(deadline=None)
+@given(matrix_lists(max_matrices=12), st.sampled_from([1, 8]))
+def test_every_matrix_is_orthogonalized_by_its_owners_and_nobody_else(matrices, max_parts):
+    """Also one that is cut over just the ranks that hold copies of it, and of which all is there.
+
+    Such a matrix once counted as local, and no rank's local matrices held it: it was never stepped.
+    """
+    assignment = assign(matrices, SLOW, WIRE, max_parts=max_parts)
+    plan = ExchangePlan(matrices, assignment, SLOW, WIRE, bucket_elements=500)
+    found = Counter()
+    for rank in matrices[0].ranks:
+        rank_plan = plan.for_rank(rank)
+        local = [bucket for slot in rank_plan.local for bucket in slot]
+        for bucket in (*local, *rank_plan.buckets):
+            found.update((s.matrix, s.block, rank) for stack in bucket.stacks for s in stack)
+    assert found == Counter(
+        (index, block, owner)
+        for index, owners in enumerate(plan.owners)
+        for block in range(len(matrices[index].blocks))
+        for owner in owners
+    )
 
 
 @settings(deadline=None)
@@ -149,7 +179,7 @@ def test_report_counts_what_messages_hold(matrices):
     """Elements in the report are those of the messages, rank by rank."""
     plan = _plan(matrices)
     world_size = 1 + max(matrices[0].ranks)
-    report = build_report(range(world_size), [plan], WIRE)
+    report = build_report(range(world_size), [plan])
     for rank in matrices[0].ranks:
         sent = received = 0
         for bucket in plan.for_rank(rank).buckets:
@@ -176,3 +206,21 @@ def test_plans_that_differ_have_different_entries():
     assert entries([5, 3]) == entries([5, 3])
     assert entries([5, 3]) != entries([6, 2])
     assert entries([5, 3])[0].startswith("a.weight ((8, 4),) owners (")
+
+
+def _pipeline_of(local: list[float], work: list[list[float]], traffic: float = 0.0) -> float:
+    buckets = [dict(enumerate(loads)) for loads in work]
+    return pipeline_seconds(buckets, dict(enumerate(local)), [traffic] * len(work))
+
+
+def test_pipeline_of_balanced_buckets_takes_as_long_as_the_work():
+    """Local matrices fill what a rank has less of in a bucket; only the ends of traffic show."""
+    assert _pipeline_of([0, 0], [[1, 1], [1, 1], [1, 1]]) == 3
+    assert _pipeline_of([0, 3], [[1, 0], [1, 0], [1, 0]]) == 3
+    assert _pipeline_of([0, 0], [[1, 1], [1, 1]], traffic=0.5) == 0.5 + 2 + 0.5
+    assert _pipeline_of([2.0, 1.0], []) == 2
+
+
+def test_pipeline_of_unbalanced_buckets_waits_for_the_last_rank():
+    """Three ranks that own one bucket each wait in turn, though each has as much to do."""
+    assert _pipeline_of([0, 0, 0], [[3, 0, 0], [0, 3, 0], [0, 0, 3]]) > 5

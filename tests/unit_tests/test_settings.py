@@ -17,6 +17,7 @@ from megatron_muon.settings import ExchangeSettings, wire_bytes
         ({"max_parts": 6}, "max parts: expected a power of two, got 6"),
         ({"cost": "speed=3"}, "cost model: expected name=value with a name of .* got 'speed=3'"),
         ({"cost": "tflops=fast"}, "got 'tflops=fast'"),
+        ({"cost": "num_ns_steps=7"}, "Set --muon-num-ns-steps"),
         ({"cost": "gbps=0"}, "cost model: expected a positive gbps, got 0"),
     ],
 )
@@ -64,7 +65,7 @@ def test_newton_schulz_time_follows_flops_parts_and_stacks():
     assert cost.newton_schulz_seconds(m, n, 4) == pytest.approx(quarter, rel=1e-4)
     assert CostModel().newton_schulz_seconds(64, 64) < 64 * CostModel().newton_schulz_seconds(1, 64)
     assert CostModel().stack_size(64, 64) == 64 and CostModel().stack_size(8192, 8192) == 1
-    assert CostModel().stack_size(1024, 1024) == 4
+    assert CostModel().stack_size(1024, 1024) == 2
 
 
 def test_links_within_a_node_are_those_of_consecutive_ranks():

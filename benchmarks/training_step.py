@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Time whole training iterations of Megatron-LM with each optimizer, on the same ranks and model.
+
+    .venv/bin/python benchmarks/training_step.py --ranks 2 --hidden 256 --layers 4
+
+Everything runs in bf16: upstream's layer-wise optimizer fails in fp32 (megatron-core 0.19.2:
+``'TensorParallelMuon' object has no attribute 'get_loss_scale'``). Every run goes through the
+launcher: GPUs where there are any, gloo ranks else. The runs take turns, ``--passes`` times, and a
+figure is the median over passes of a run's median iteration, so that what else the machine does
+meets all of them.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+from training_log import TrainingLog  # noqa: E402
+
+COMMON = (
+    "--num-attention-heads 4 --normalization RMSNorm --swiglu --position-embedding-type rope"
+    " --disable-bias-linear --untie-embeddings-and-output-weights --seq-length 64"
+    " --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0"
+    " --tokenizer-type NullTokenizer --vocab-size 95 --make-vocab-size-divisible-by 16 --mock-data"
+    " --micro-batch-size 1 --lr 2e-3 --min-lr 1e-4 --weight-decay 0.1 --clip-grad 1.0 --seed 7"
+    " --eval-iters 0 --log-interval 1 --num-workers 0 --transformer-impl local"
+    " --attention-backend unfused --no-rope-fusion --no-bias-swiglu-fusion"
+    " --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+    " --no-gradient-reduce-div-fusion --logging-level 20 --timing-log-level 1 --bf16"
+    " --timing-log-option max"
+)
+FSDP = (
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather"
+    " --data-parallel-sharding-strategy optim_grads_params"
+)
+MUON = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2"
+RUNS = {
+    "FSDP, adam": f"{FSDP} --optimizer adam",
+    "FSDP, muon, owner": f"{FSDP} {MUON}",
+    "FSDP, muon, all_gather": f"{FSDP} {MUON} --muon-fsdp-exchange all_gather",
+    "DDP, muon, layer-wise": f"{MUON} --use-distributed-optimizer --ckpt-format torch_dist",
+}
+
+
+def run(options: argparse.Namespace, flags: str) -> TrainingLog:
+    """Train through the launcher and read the log.
+
+    Raises:
+        RuntimeError: The run failed; with the end of what it printed.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(options.ranks), "-m", "megatron_muon"]
+    command += [str(REPOSITORY / "scripts" / "pretrain_gpt.py"), *COMMON.split(), *flags.split()]
+    command += ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
+    command += ["--ffn-hidden-size", str(3 * options.hidden)]
+    command += ["--global-batch-size", str(options.ranks)]
+    command += ["--train-iters", str(options.iterations), "--eval-interval", "100000"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"exit code {done.returncode}: {' '.join(command)}\n{done.stdout[-4000:]}"
+        )
+    log = TrainingLog()
+    for line in done.stdout.splitlines():
+        log.feed(line)
+    return log
+
+
+def main() -> int:
+    """Run everything in turn, print a table and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=15)
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    logs: dict[str, list[TrainingLog]] = {name: [] for name in options.runs}
+    for _ in range(options.passes):
+        for name in options.runs:
+            logs[name].append(run(options, RUNS[name]))
+    results = {
+        name: {
+            "iteration_ms": statistics.median(log.median_step_ms() for log in found),
+            "optimizer_ms": statistics.median(log.median_optimizer_ms() for log in found),
+            "last_loss": found[0].losses[options.iterations],
+        }
+        for name, found in logs.items()
+    }
+    reference = results[options.runs[0]]["iteration_ms"]
+    print(f"| run | iteration ms | / {options.runs[0]} | optimizer ms | last loss |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, r in results.items():
+        print(
+            f"| {name} | {r['iteration_ms']:.1f} | {r['iteration_ms'] / reference:.2f} | "
+            f"{r['optimizer_ms']:.1f} | {r['last_loss']:.4f} |"
+        )
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
