@@ -19,8 +19,8 @@ class ExchangeSettings:
             rank of the shard group receives every matrix and orthogonalizes it.
         wire: ``bf16``: normalized bf16 rows; ``fp32``: fp32 rows, Newton-Schulz is then the stock
             function on the very bits of the whole matrix, also where upstream would spread it over
-            tensor-parallel ranks (``--muon-tp-mode distributed``), with other rounding; ``auto``: bf16 where Newton-Schulz runs
-            in bf16 (matmul precision medium), fp32 else.
+            tensor-parallel ranks with other rounding (``--muon-tp-mode distributed``); ``auto``:
+            bf16 where Newton-Schulz runs in bf16 (matmul precision medium), fp32 else.
         bucket_elements: Elements of a bucket that a rank owns, at most; bounds staging memory.
         max_parts: Ranks that one matrix may be cut over once ranks outnumber matrices, a power of
             two; 1 keeps each whole, and results the same bits on any number of ranks.
