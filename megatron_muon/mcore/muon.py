@@ -89,8 +89,17 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
         Without expert parallelism both kinds are in one optimizer, over groups of their own.
         """
-        for is_expert in (True, False):
-            params = [p for p in self._params if getattr(p, "expert_tp", False) is is_expert]
+        by_kind = {
+            is_expert: [p for p in self._params if getattr(p, "expert_tp", False) is is_expert]
+            for is_expert in (True, False)
+        }
+        raise_where_ranks_differ(
+            [f"experts {bool(by_kind[True])}, dense matrices {bool(by_kind[False])}"],
+            dist.group.WORLD,  # type: ignore[arg-type]
+            self._device,
+            "kinds of Muon parameters",
+        )
+        for params in by_kind.values():
             if params:
                 owner_compute = OwnerCompute(
                     [self._owned(param) for param in params],

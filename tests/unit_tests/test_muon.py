@@ -97,6 +97,7 @@ def test_ranks_that_disagree_raise_at_construction_on_all_ranks(exchange):
     for text in run.results:
         assert "rank 1 has 'layer.two.weight" in text
         assert "rank 1: layer.0.weight: expected a local shard of shape (31, 24)" in text
+        assert "rank 1 has 'layer.4.weight" in text and "where rank 0 has 'layer.3.weight" in text
 
 
 def _disagree(exchange: str) -> str:
@@ -110,10 +111,10 @@ def _disagree(exchange: str) -> str:
     params = [param for param, _, _ in build_optimizers(2).params]
     matrices = [matrix for _, _, matrix in build_optimizers(2).params]
 
-    def build() -> str:
+    def build(trained: slice = slice(None)) -> str:
         try:
             FSDPZeROTensorParallelMuon(
-                params,
+                params[:3] + params[3:][trained],
                 matrices=dict(zip(params, matrices, strict=True)),
                 exchange=ExchangeSettings(exchange=exchange),
             )
@@ -121,10 +122,12 @@ def _disagree(exchange: str) -> str:
             return str(error)
         return "no error"
 
+    # Frozen on rank 1 alone: its list has one matrix less.
+    frozen_error = build(slice(1, None) if dist.get_rank() == 1 else slice(None))
     if dist.get_rank() == 1:
         matrices[2] = dataclasses.replace(matrices[2], fqn="layer.two.weight")
     fqn_error = build()
     if dist.get_rank() == 1:
         bad = RowLayout(48, 24, ((0, 17), (17, 48)))
         matrices[0] = dataclasses.replace(matrices[0], layout=bad)
-    return f"{fqn_error} | {build()}"
+    return f"{frozen_error} | {fqn_error} | {build()}"
