@@ -99,17 +99,20 @@ def main() -> int:
         name: {
             "iteration_ms": statistics.median(log.median_step_ms() for log in found),
             "optimizer_ms": statistics.median(log.median_optimizer_ms() for log in found),
+            "inner_step_ms": statistics.median(log.median_inner_step_ms() for log in found),
             "last_loss": found[0].losses[options.iterations],
         }
         for name, found in logs.items()
     }
     reference = results[options.runs[0]]["iteration_ms"]
-    print(f"| run | iteration ms | / {options.runs[0]} | optimizer ms | last loss |")
-    print("| --- | --- | --- | --- | --- |")
+    print(
+        f"| run | iteration ms | / {options.runs[0]} | optimizer ms | inner step ms | last loss |"
+    )
+    print("| --- | --- | --- | --- | --- | --- |")
     for name, r in results.items():
         print(
             f"| {name} | {r['iteration_ms']:.1f} | {r['iteration_ms'] / reference:.2f} | "
-            f"{r['optimizer_ms']:.1f} | {r['last_loss']:.4f} |"
+            f"{r['optimizer_ms']:.1f} | {r['inner_step_ms']:.1f} | {r['last_loss']:.4f} |"
         )
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

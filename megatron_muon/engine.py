@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from megatron_muon.exchange import Exchange, Messages, all_reduce_norms
 from megatron_muon.newton_schulz import EPSILON, newton_schulz, newton_schulz_normalized
-from megatron_muon.norms import sums_of_squares
+from megatron_muon.norms import SumOfSquares
 from megatron_muon.plan import ExchangePlan, Piece, RankBucket, Slot
 
 type Update = Callable[[int, torch.Tensor], torch.Tensor]
@@ -154,6 +154,7 @@ class Engine:
             device=device,
         )
         self._norms: tuple[torch.Tensor, ...] = ()
+        self._sum_of_squares = SumOfSquares(device)
         self._local_shapes = self._shapes_of_shards()
         elements = max(map(math.prod, self._local_shapes.values()), default=0)
         self._scratch = torch.empty(2, elements, dtype=torch.float32, device=device)
@@ -260,7 +261,7 @@ class Engine:
         sums: list[torch.Tensor] = []
         for index, pieces in self._norm_pieces.items():
             rows = update(index, self._scratch_for(index, 0))
-            sums += sums_of_squares([_local(rows, piece) for piece in pieces])
+            sums += self._sum_of_squares([_local(rows, piece) for piece in pieces])
         squares = torch.zeros(self._first_norm[-1], dtype=torch.float64, device=self._device)
         if sums:
             squares.index_add_(0, self._norm_blocks, torch.stack(sums))

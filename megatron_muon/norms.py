@@ -6,38 +6,38 @@ from collections.abc import Sequence
 
 import torch
 
-# Converted at once on a CPU: stays in its cache.
-_CHUNK_ELEMENTS = 2**14
+# Converted at once on a CPU: fits its cache, and takes few calls.
+_CHUNK_ELEMENTS = 2**18
 
 
-def sums_of_squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Add up the squares of each tensor in float64.
+class SumOfSquares:
+    """Add up squares in float64.
 
     fp32 sums would differ in the last bits with the number of shards; float64 sums differ too, but
     by so little that the norm, rounded to fp32, practically never does (docs/numerics.md).
 
     Args:
-        tensors: ``(rows, cols)`` each, float32, any strides.
+        device: Where the tensors live.
 
-    Returns:
-        A float64 scalar for each.
-
-    Memory: none to speak of; a GPU does it in one fused pass.
+    Memory: 2 MB on a CPU, for converting a chunk at a time; a GPU does it in one fused pass.
     """
-    if not tensors or tensors[0].device.type != "cpu":
-        return [norm.square() for norm in _foreach_norm(tensors)]
-    scratch = torch.empty(_CHUNK_ELEMENTS, dtype=torch.float64)
-    sums = []
-    for tensor in tensors:
+
+    def __init__(self, device: torch.device) -> None:
+        num_elements = _CHUNK_ELEMENTS if device.type == "cpu" else 0
+        self._scratch = torch.empty(num_elements, dtype=torch.float64, device=device)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a float64 scalar for each tensor: ``(rows, cols)``, float32, any strides."""
+        if self._scratch.numel() == 0:
+            norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64) if tensors else ()
+            return [norm.square_() for norm in norms]
+        return [self._sum(tensor) for tensor in tensors]
+
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64)
-        for row in tensor.split(max(1, _CHUNK_ELEMENTS // tensor.shape[1])):
-            for chunk in row.split(_CHUNK_ELEMENTS, dim=1):
-                flat = scratch[: chunk.numel()]
+        for rows in tensor.split(max(1, _CHUNK_ELEMENTS // tensor.shape[1])):
+            for chunk in rows.split(_CHUNK_ELEMENTS, dim=1):
+                flat = self._scratch[: chunk.numel()]
                 flat.view(chunk.shape).copy_(chunk)
                 total += torch.dot(flat, flat)
-        sums.append(total)
-    return sums
-
-
-def _foreach_norm(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return torch._foreach_norm(list(tensors), 2, dtype=torch.float64) if tensors else ()
+        return total

@@ -15,6 +15,7 @@ VALIDATION = re.compile(r"validation loss at iteration (\d+)(.*?)\| lm loss valu
 FAULT = re.compile(r"^E.*\bfailed \(exitcode: -(6|7|11)\)")
 ROOT_CAUSE_RANK = re.compile(r"^ *rank +: (\d+) ")
 OPTIMIZER_MS = re.compile(r"^ *optimizer \.*: ([\d.]+)$")
+INNER_STEP_MS = re.compile(r"^ *optimizer-inner-step \.*: ([\d.]+)$")
 
 
 @dataclass
@@ -29,6 +30,7 @@ class TrainingLog:
     validation_losses: dict[int, float] = field(default_factory=dict)
     step_ms: dict[int, float] = field(default_factory=dict)
     optimizer_ms: dict[int, float] = field(default_factory=dict)
+    inner_step_ms: dict[int, float] = field(default_factory=dict)
     iteration: int = 0
     is_complete: bool = False
 
@@ -44,6 +46,8 @@ class TrainingLog:
             return True
         if match := OPTIMIZER_MS.match(line):
             self.optimizer_ms[self.iteration] = float(match[1])
+        elif match := INNER_STEP_MS.match(line):
+            self.inner_step_ms[self.iteration] = float(match[1])
         elif match := VALIDATION.search(line):
             self.validation_losses[int(match[1])] = float(match[3])
             # Only the validation after the last iteration says so.
@@ -70,6 +74,10 @@ class TrainingLog:
     def median_optimizer_ms(self) -> float:
         """Return the median time of the optimizer's part of an iteration, slowest rank."""
         return _median(self.optimizer_ms)
+
+    def median_inner_step_ms(self) -> float:
+        """Return the median time of the inner optimizers' steps, slowest rank."""
+        return _median(self.inner_step_ms)
 
 
 def _median(by_iteration: dict[int, float], num_skipped: int = 5) -> float:
