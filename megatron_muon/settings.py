@@ -35,7 +35,7 @@ class ExchangeSettings:
 
     exchange: str = "owner"
     wire: str = "auto"
-    bucket_elements: int = 2**25
+    bucket_elements: int = 2**27
     max_parts: int = 8
     cost: str = ""
     log_plan: bool = False

@@ -35,7 +35,7 @@ class Planning:
     wire: WireBytes
     objective: str = "joint"
     max_parts: int = 8
-    bucket_elements: int = 2**25
+    bucket_elements: int = 2**27
 
     def assign(self, matrices: Sequence[MatrixLayout], busy: Mapping[int, float]) -> Assignment:
         """Choose owners."""
