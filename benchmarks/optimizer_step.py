@@ -42,11 +42,12 @@ def _start_ranks() -> torch.device:
     # What the launcher chose: on CPU ranks torch.cuda acts on the CPU, so it cannot be asked.
     from megatron_muon import cpu_ranks
 
-    is_cpu = cpu_ranks.is_enabled()
-    dist.init_process_group("gloo" if is_cpu else "nccl", timeout=datetime.timedelta(minutes=5))
-    if is_cpu:
+    timeout = datetime.timedelta(minutes=5)
+    if cpu_ranks.is_enabled():
+        dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl", timeout=timeout)
     return torch.device("cuda", torch.cuda.current_device())
 
 
