@@ -38,8 +38,8 @@ class CostModel:
         all_reduce_us: Latency of an all-reduce inside a node, microseconds; twice that between.
         num_ns_steps: Newton-Schulz steps.
         stack_elements: Matrices of the same shape are stacked up to this many elements. A stack is
-            padded to the full size: at most so many elements of zeros for each shape and bucket,
-            which loads do not count.
+            padded to the full size: at most so many elements more for each shape and bucket, which
+            loads do not count.
 
     Raises:
         ValueError: A rate is not positive.

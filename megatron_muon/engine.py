@@ -204,7 +204,8 @@ class Engine:
         """Return the size of a stack with padding.
 
         Batched kernels may depend on it, so it is that of the shape, and results are the same on
-        any number of ranks. Wire fp32 calls Newton-Schulz matrix by matrix.
+        any number of ranks. What lies in the slots that are left over does not reach the others
+        (tests/unit_tests/test_newton_schulz.py). Wire fp32 calls Newton-Schulz matrix by matrix.
         """
         if self.wire == "fp32" or len(stack[0].owners) > 1:
             return len(stack)
@@ -375,12 +376,9 @@ class _Bucket:
         return self._offsets[-1]
 
     def stacks(self, memory: torch.Tensor) -> Iterator[tuple[tuple[Slot, ...], torch.Tensor]]:
-        """Yield each stack with its tensor; slots without a matrix are zero."""
+        """Yield each stack with its tensor; slots without a matrix hold anything."""
         for number, stack in enumerate(self.plan.stacks):
-            tensor = self._stack(memory, number)
-            if len(stack) < len(tensor):
-                tensor[len(stack) :].zero_()
-            yield stack, tensor
+            yield stack, self._stack(memory, number)
 
     def _stack(self, memory: torch.Tensor, number: int) -> torch.Tensor:
         start, stop = self._offsets[number : number + 2]

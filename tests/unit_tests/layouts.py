@@ -16,7 +16,8 @@ def matrix_lists(draw: st.DrawFn, max_matrices: int = 8) -> list[MatrixLayout]:
     num_shards = draw(st.integers(1, 5))
     num_replicas = draw(st.sampled_from([1, 1, 2, 3]))
     ranks = draw(st.permutations(range(num_tensor_ranks * num_shards * num_replicas)))
-    cells = [tuple(ranks[i : i + num_replicas]) for i in range(0, len(ranks), num_replicas)]
+    starts = range(0, len(ranks), num_replicas)
+    cells = [tuple(sorted(ranks[i : i + num_replicas])) for i in starts]
     holders = [cells[i * num_shards : (i + 1) * num_shards] for i in range(num_tensor_ranks)]
     return [
         draw(_matrices(f"layer.{index}.weight", holders))

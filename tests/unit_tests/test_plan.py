@@ -7,11 +7,11 @@ from collections import Counter
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import matrix_lists
+from layouts import matrix_lists, rows_cut_at
 
-from megatron_muon.assignment import assign
+from megatron_muon.assignment import Assignment, assign
 from megatron_muon.cost import CostModel, WireBytes
-from megatron_muon.layout import MatrixLayout
+from megatron_muon.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan import ExchangePlan, Piece
 from megatron_muon.plan.pieces import parts_of
 from megatron_muon.plan.pipeline import pipeline_seconds
@@ -195,9 +195,6 @@ def test_report_counts_what_messages_hold(matrices):
 
 def test_plans_that_differ_have_different_entries():
     """An owner, a layout or a bucket that differs shows in the line of its matrix."""
-    from layouts import rows_cut_at
-
-    from megatron_muon.layout import whole_matrix
 
     def entries(rows: list[int]) -> list[str]:
         layout = rows_cut_at(8, 4, rows)
@@ -206,6 +203,17 @@ def test_plans_that_differ_have_different_entries():
     assert entries([5, 3]) == entries([5, 3])
     assert entries([5, 3]) != entries([6, 2])
     assert entries([5, 3])[0].startswith("a.weight ((8, 4),) owners (")
+
+
+def test_matrix_cut_over_the_ranks_that_hold_copies_of_it_is_not_local():
+    """ZeRO-0 on two ranks: both orthogonalize half of what both have, and exchange the results."""
+    matrix = whole_matrix("a.weight", rows_cut_at(8, 4, [8]), [[(0, 1)]])
+    assignment = Assignment(((0, 1),), {0: 1.0, 1: 1.0}, 1.0)
+    plan = ExchangePlan([matrix], assignment, SLOW, WIRE, bucket_elements=500)
+    assert plan.local == () and plan.buckets == ((0,),)
+    (bucket,) = plan.for_rank(0).buckets
+    assert [slot.part.num_rows for stack in bucket.stacks for slot in stack] == [4]
+    assert not bucket.has_gather and list(bucket.scatter_sends) == [1]
 
 
 def _pipeline_of(local: list[float], work: list[list[float]], traffic: float = 0.0) -> float:
