@@ -14,9 +14,8 @@ objective       ``balance``: the lowest busiest load; ``joint``: the shortest pr
 Matrices are placed by :class:`~megatron_muon.placement.Placement` for several capacities, and the
 objective chooses; round robin is among them, so that neither balance nor step is worse than its.
 
-Rejected (8 ranks, real shard map, busiest / ideal and M elements sent a rank): the largest holder
-owns (1.29, 134.9: fewest bytes, but a layout repeats in each layer, so that on Llama-3-8B over 64
-ranks it loads 4 of them, 32 times the mean); parameter order among holders (1.12, 213).
+Rejected: the largest holder owns. It moves the fewest bytes, but a layout repeats in each layer, so
+the largest holders are the same few ranks in all of them (docs/performance.md).
 """
 
 import heapq
@@ -54,11 +53,6 @@ class Assignment:
     owners: tuple[tuple[int, ...], ...]
     load: Mapping[int, float]
     ideal: float
-
-    @property
-    def busiest_over_ideal(self) -> float:
-        """Load of the busiest rank, relative to the ideal; 1 where nothing is to be done."""
-        return max(self.load.values(), default=0.0) / self.ideal if self.ideal else 1.0
 
 
 def assign(
@@ -134,6 +128,7 @@ def _choose(placements: Sequence[Placement], objective: str, num_ranks: int) -> 
         return min(near, key=lambda p: p.traffic)
 
     def step(placement: Placement) -> float:
+        """Predict the step, no traffic hidden."""
         # A byte moved goes over the links of two ranks.
         return placement.busiest + 2 * placement.traffic / max(1, num_ranks)
 

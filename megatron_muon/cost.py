@@ -3,7 +3,8 @@
 """What a step costs: seconds of Newton-Schulz by shape, seconds of traffic by link."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # Newton-Schulz multiplies three times a step: the Gram matrix, its square, and the update.
@@ -137,6 +138,29 @@ class CostModel:
         """Return the time of one byte between two ranks."""
         is_near = self.node(rank) == self.node(peer)
         return 1e-9 / (self.gbps if is_near else self.gbps_between_nodes)
+
+
+class HeldElements:
+    """Elements of one matrix by rank, and how long they take over the link of an owner.
+
+    Args:
+        held: Elements by rank; those of copies count each.
+        cost: Rates of the machine.
+    """
+
+    def __init__(self, held: Mapping[int, int], cost: CostModel) -> None:
+        self._held, self._cost = held, cost
+        self.num_copies = sum(held.values())
+        self._by_node: dict[int, int] = defaultdict(int)
+        for rank, elements in held.items():
+            self._by_node[cost.node(rank)] += elements
+
+    def seconds_per_byte(self, owner: int) -> float:
+        """Return the time of a byte for each element that other ranks hold."""
+        in_node = self._by_node.get(self._cost.node(owner), 0)
+        near = (in_node - self._held.get(owner, 0)) / self._cost.gbps
+        far = (self.num_copies - in_node) / self._cost.gbps_between_nodes
+        return (near + far) * 1e-9
 
 
 # The machine the tests run on: one core a rank, gloo over the loopback. Matrices are not stacked:

@@ -77,6 +77,7 @@ def find_domain(
     roots = list(range(len(rows)))
 
     def root(rank: int) -> int:
+        """Return the rank that stands for all that are linked to this one."""
         while roots[rank] != rank:
             roots[rank] = roots[roots[rank]]
             rank = roots[rank]

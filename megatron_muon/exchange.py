@@ -191,7 +191,9 @@ class _Staging[T: Rectangle]:
 
     @property
     def num_bytes(self) -> int:
+        """Memory of both buffers, bytes."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def flat(self, index: int) -> torch.Tensor:
+        """View all rectangles of a bucket as they travel."""
         return self._buffers[index % 2][: sum(self.split_sizes[index])]

@@ -159,6 +159,7 @@ class MatrixLayout:
         """Elements of all blocks."""
         return sum(rows * cols for rows, cols in self.blocks)
 
+    @cached_property
     def elements_by_rank(self) -> dict[int, int]:
         """Count the elements that each rank holds; ranks that hold none are left out."""
         elements: dict[int, int] = {}

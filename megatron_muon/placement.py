@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from megatron_muon.cost import CostModel, WireBytes
+from megatron_muon.cost import CostModel, HeldElements, WireBytes
 from megatron_muon.layout import MatrixLayout
 
 type Owners = tuple[int, ...]
@@ -48,13 +48,11 @@ class Candidate:
         self.ranks = ranks
         self.num_parts = num_parts
         self.seconds = seconds
-        self.held = matrix.elements_by_rank()
-        self._num_elements = matrix.num_elements
-        self._num_copies = sum(self.held.values())
-        self._cost, self._wire = cost, wire
-        self._held_by_node: dict[int, int] = defaultdict(int)
-        for rank, elements in self.held.items():
-            self._held_by_node[cost.node(rank)] += elements
+        self.held = matrix.elements_by_rank
+        self._elements = HeldElements(self.held, cost)
+        # Of several copies one goes there, and all come back.
+        there = wire.there * matrix.num_elements / self._elements.num_copies
+        self._element_bytes = there + wire.back
         self._traffic: dict[Owners, float] = {}
 
     @property
@@ -77,19 +75,10 @@ class Candidate:
         """Estimate the time that its rows take over the links of its owners, both ways."""
         seconds = self._traffic.get(owners)
         if seconds is None:
-            share = 1 / len(owners)
-            seconds = sum(self._traffic_of(owner, share) for owner in owners)
+            one_byte = sum([self._elements.seconds_per_byte(owner) for owner in owners])
+            seconds = one_byte * self._element_bytes / len(owners)
             self._traffic[owners] = seconds
         return seconds
-
-    def _traffic_of(self, owner: int, share: float) -> float:
-        in_node = self._held_by_node.get(self._cost.node(owner), 0)
-        near = (in_node - self.held.get(owner, 0)) * share
-        far = (self._num_copies - in_node) * share
-        # Of several copies one goes there, and all come back.
-        there = self._wire.there * self._num_elements / self._num_copies
-        seconds = near / self._cost.gbps + far / self._cost.gbps_between_nodes
-        return (there + self._wire.back) * seconds * 1e-9
 
 
 class Placement:

@@ -215,9 +215,11 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             return
 
         def update_of(param: Any, out: torch.Tensor) -> torch.Tensor:
+            """Return the local rows of what is orthogonalized."""
             return self._update(param, groups[param], out)
 
         def apply_to(param: Any, rows: torch.Tensor) -> None:
+            """Apply the local rows of the result."""
             self._apply(param, groups[param], _with_local(param, rows))
 
         with fp32_matmul_precision(self.fp32_matmul_prec):
@@ -343,6 +345,7 @@ def _newton_schulz_settings(muon_kwargs: Mapping[str, Any]) -> NewtonSchulzSetti
     values = {name: muon_kwargs.get(name, each.default) for name, each in parameters.items()}
 
     def scale(num_rows: int, num_cols: int) -> tuple[float, float]:
+        """Return upstream's two factors, which it multiplies with one after the other."""
         factor = get_muon_scale_factor(num_rows, num_cols, mode=values["scale_mode"])
         return factor, values["extra_scale_factor"]
 

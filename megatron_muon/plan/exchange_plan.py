@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_muon.assignment import Assignment, matrix_seconds
-from megatron_muon.cost import CostModel, WireBytes
+from megatron_muon.cost import CostModel, HeldElements, WireBytes
 from megatron_muon.layout import MatrixLayout
 from megatron_muon.plan.pieces import Part, Piece, moves_of, parts_of, pieces_of
 from megatron_muon.plan.pipeline import pipeline_seconds
@@ -76,8 +76,8 @@ class ExchangePlan:
     are made as memory asks for, or more where the pipeline is then estimated to be shorter.
 
     Rejected: a layer a bucket, or slices in parameter order. A layer has a handful of matrices, and
-    most ranks would wait in each bucket for the few that own some: 2.05 times the busiest rank's
-    time on Llama-3-8B over 8 ranks, by :func:`~megatron_muon.plan.pipeline.pipeline_seconds`.
+    most ranks would wait in each bucket for the few that own some
+    (:func:`~megatron_muon.plan.pipeline.pipeline_seconds`).
 
     Args:
         matrices: Layouts, in parameter order.
@@ -107,7 +107,6 @@ class ExchangePlan:
         self.owners = assignment.owners
         self.cost = cost
         self.wire = wire
-        self._elements = [matrix.elements_by_rank() for matrix in self.matrices]
         self._seconds = [
             matrix_seconds(matrix, cost, len(owners))
             for matrix, owners in zip(self.matrices, self.owners, strict=True)
@@ -124,7 +123,7 @@ class ExchangePlan:
 
     def _staged_elements(self, index: int) -> int:
         """Count what a rank has in its buffers of a matrix it owns, or sends back of it."""
-        copies = max(self.matrices[index].num_elements, sum(self._elements[index].values()))
+        copies = sum(self.matrices[index].elements_by_rank.values())
         return -(-copies // len(self.owners[index]))
 
     def _choose_buckets(
@@ -184,19 +183,12 @@ class ExchangePlan:
         """Estimate the time of a bucket's messages over the busiest owner's link, one way."""
         seconds: dict[int, float] = defaultdict(float)
         for index in bucket:
-            held, owners = self._elements[index], self.owners[index]
-            copies = sum(held.values())
-            num_bytes = max(
-                self.wire.back, self.wire.there * self.matrices[index].num_elements / copies
-            )
-            in_node: dict[int, int] = defaultdict(int)
-            for rank, elements in held.items():
-                in_node[self.cost.node(rank)] += elements
+            matrix, owners = self.matrices[index], self.owners[index]
+            elements = HeldElements(matrix.elements_by_rank, self.cost)
+            there = self.wire.there * matrix.num_elements / elements.num_copies
+            num_bytes = max(there, self.wire.back) / len(owners)
             for owner in owners:
-                near = in_node[self.cost.node(owner)]
-                elements_s = (near - held.get(owner, 0)) / self.cost.gbps
-                elements_s += (copies - near) / self.cost.gbps_between_nodes
-                seconds[owner] += elements_s * num_bytes * 1e-9 / len(owners)
+                seconds[owner] += elements.seconds_per_byte(owner) * num_bytes
         return max(seconds.values(), default=0.0)
 
     def pieces(self, index: int) -> Iterator[Piece]:

@@ -186,7 +186,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
             matrices.append({"index": len(matrices), "fqn": matrix.fqn, **who})
             totals["elements"] += matrix.num_elements
             totals["norm_bytes"] += wire.norm * len(matrix.blocks)
-            held = matrix.elements_by_rank()
+            held = matrix.elements_by_rank
             copies = sum(held.values())
             totals["lower_bound"] += wire.there * (matrix.num_elements - max(held.values()))
             totals["lower_bound"] += wire.back * (copies - max(held.values()))

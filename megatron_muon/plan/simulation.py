@@ -143,12 +143,10 @@ class Simulation:
     Args:
         world_size: Ranks of the job, or of one pipeline stage.
         plans: One for each set of ranks that exchange matrices.
-        planning: What they were made with.
     """
 
     world_size: int
     plans: tuple[ExchangePlan, ...]
-    planning: Planning
 
 
 def simulate(
@@ -191,7 +189,7 @@ def simulate(
             plans.append(planning.plan(matrices, _moved(*known[key], ranks)))
         for plan in plans:
             busy.update(plan.assignment.load)
-    return Simulation(parallel.stage_size, tuple(plans), planning)
+    return Simulation(parallel.stage_size, tuple(plans))
 
 
 def _moved(ranks: Sequence[int], assignment: Assignment, targets: Sequence[int]) -> Assignment:
@@ -329,4 +327,4 @@ def simulate_shard_map(path: Path, planning: Planning) -> Simulation:
     world_size, matrices = read_shard_map(path)
     busy = dict.fromkeys(range(world_size), 0.0)
     plan = planning.plan(matrices, planning.assign(matrices, busy))
-    return Simulation(world_size, (plan,), planning)
+    return Simulation(world_size, (plan,))
