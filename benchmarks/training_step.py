@@ -13,14 +13,12 @@ meets all of them.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+from launched_run import train  # noqa: E402
 from training_log import TrainingLog  # noqa: E402
 
 COMMON = (
@@ -49,35 +47,13 @@ RUNS = {
 
 
 def run(options: argparse.Namespace, flags: str) -> TrainingLog:
-    """Train through the launcher and read the log.
-
-    Raises:
-        RuntimeError: The run failed; with the end of what it printed.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(options.ranks), "-m", "megatron_muon"]
-    command += [str(REPOSITORY / "scripts" / "pretrain_gpt.py"), *COMMON.split(), *flags.split()]
-    command += ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
-    command += ["--ffn-hidden-size", str(3 * options.hidden)]
-    command += ["--global-batch-size", str(options.ranks)]
-    command += ["--train-iters", str(options.iterations), "--eval-interval", "100000"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        check=False,
+    """Train a model of the asked size with the flags of one run."""
+    sizes = (
+        f"--num-layers {options.layers} --hidden-size {options.hidden}"
+        f" --ffn-hidden-size {3 * options.hidden} --global-batch-size {options.ranks}"
+        f" --train-iters {options.iterations} --eval-interval 100000"
     )
-    if done.returncode:
-        raise RuntimeError(
-            f"exit code {done.returncode}: {' '.join(command)}\n{done.stdout[-4000:]}"
-        )
-    log = TrainingLog()
-    for line in done.stdout.splitlines():
-        log.feed(line)
-    return log
+    return train(options.ranks, f"{COMMON} {flags} {sizes}".split())
 
 
 def main() -> int:

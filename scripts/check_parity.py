@@ -10,14 +10,9 @@ is from itself when sums are taken in another order.
 """
 
 import argparse
-import os
-import subprocess
 import sys
-from pathlib import Path
 
-from training_log import TrainingLog
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+from launched_run import train
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 112 --num-attention-heads 4"
@@ -63,24 +58,9 @@ def runs_under_fsdp(ranks: int) -> dict[str, str]:
 
 
 def losses(ranks: int, flags: str, iterations: int) -> list[float]:
-    """Train through the launcher and return the loss of every iteration.
-
-    Raises:
-        RuntimeError: The run failed; with the end of what it printed.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "megatron_muon"]
-    command += [str(REPOSITORY / "scripts" / "pretrain_gpt.py"), *MODEL.split(), *flags.split()]
-    command += ["--train-iters", str(iterations), "--eval-interval", str(iterations + 1)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError(
-            f"exit code {done.returncode}: {' '.join(command)}\n{done.stderr[-4000:]}"
-        )
-    log = TrainingLog()
-    for line in done.stdout.splitlines():
-        log.feed(line)
+    """Train through the launcher and return the loss of every iteration."""
+    length = f"--train-iters {iterations} --eval-interval {iterations + 1}"
+    log = train(ranks, f"{MODEL} {flags} {length}".split())
     return [log.losses[iteration] for iteration in range(1, iterations + 1)]
 
 

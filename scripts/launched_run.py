@@ -1,0 +1,45 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Train through the launcher, as a user does, and read the log."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from training_log import TrainingLog
+
+_PRETRAIN_GPT = Path(__file__).resolve().parent / "pretrain_gpt.py"
+
+
+def train(ranks: int, arguments: Sequence[str]) -> TrainingLog:
+    """Run ``scripts/pretrain_gpt.py`` under torchrun and the launcher.
+
+    Args:
+        ranks: Processes on this machine.
+        arguments: Megatron's flags.
+
+    Raises:
+        RuntimeError: The run failed; with the end of what it printed.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "megatron_muon", str(_PRETRAIN_GPT)]
+    command += arguments
+    # Megatron prints losses on standard output and its timers on standard error.
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"exit code {done.returncode}: {' '.join(command)}\n{done.stdout[-4000:]}"
+        )
+    log = TrainingLog()
+    for line in done.stdout.splitlines():
+        log.feed(line)
+    return log
