@@ -118,10 +118,20 @@ def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_yaml
 
 
+def takes_schedule_of_checkpoint() -> bool:
+    """Tell whether ``--use-checkpoint-opt_param-scheduler`` was given."""
+    return bool(getattr(_global_args(), "use_checkpoint_opt_param_scheduler", False))
+
+
+def _global_args() -> Any:
+    """Give the parsed command line, None in scripts without megatron.training."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    return global_vars._GLOBAL_ARGS if global_vars is not None else None
+
+
 def requested_exchange() -> ExchangeSettings:
     """Read the ``--muon-fsdp-*`` flags, or their defaults in scripts without megatron.training."""
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    args = global_vars._GLOBAL_ARGS if global_vars is not None else None
+    args = _global_args()
     return _exchange_settings(args) if hasattr(args, "muon_fsdp_exchange") else ExchangeSettings()
 
 

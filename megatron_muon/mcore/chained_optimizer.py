@@ -6,13 +6,15 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from megatron_muon.mcore import optimizer_state
+from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
 from megatron_muon.mcore.fsdp_model import check_model_chunks
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, raise_where_gradients_fail
 
@@ -55,9 +57,14 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             for chunk in self.model_chunks
             if chunk.module.dist_index.use_hybrid_fsdp
         ]
+        # Named while the model still holds its DTensor parameters.
+        self._state_names = {
+            param: child._param_name(param)
+            for child in self.chained_optimizers
+            for param in child.get_parameters()
+        }
         for child in self.chained_optimizers:
-            child.init_state_fn(child.optimizer, child.config)
-            _add_step_counters(child.optimizer)
+            optimizer_state.complete_state(child)
             if isinstance(child.optimizer, FSDPZeROTensorParallelMuon):
                 child.optimizer.checks_gradients = False
 
@@ -130,23 +137,69 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             for parameter_group in chunk.param_and_grad_buffer.parameter_groups:
                 _copy_model_weights_to_main_weights(parameter_group)
 
-    def state_dict(self) -> NoReturn:
-        """Refuse: Muon's state under Megatron-FSDP cannot be saved yet."""
-        raise RuntimeError(_NO_CHECKPOINT)
+    def state_dict(self) -> dict[str, Any]:
+        """Give the state and group settings of all parameters by name; see :mod:`.optimizer_state`.
 
-    def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Refuse: Muon's state under Megatron-FSDP cannot be loaded yet."""
-        raise RuntimeError(_NO_CHECKPOINT)
+        The tensors are the optimizers' own: ``torch.distributed.checkpoint`` saves them, and loads
+        them in place.
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: Muon's state under Megatron-FSDP cannot be saved yet."""
-        raise RuntimeError(_NO_CHECKPOINT)
+        Communication: one all-reduce of a float64 for each child over all ranks.
+        """
+        device = self.model_chunks[0].module.device
+        optimizer_state.agree_on_steps(self.chained_optimizers, device)
+        return optimizer_state.pack(self.chained_optimizers, self._state_names)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Fill the optimizers from :meth:`state_dict` of a run on the same ranks.
 
-_NO_CHECKPOINT = (
-    "checkpoint: expected a run without optimizer checkpoints, got a request for Muon's state. "
-    "This version cannot save or load it under Megatron-FSDP; drop --save and --load."
-)
+        Of the group settings learning rate, weight decay and step count are taken; the rest, such
+        as the momentum coefficient, is this run's, with a warning where the two differ. ``max_lr``
+        and ``min_lr`` are taken with ``--use-checkpoint-opt_param-scheduler``.
+
+        Args:
+            state_dict: State with DTensors sharded as here; not changed.
+
+        Raises:
+            RuntimeError: On all ranks, when one of them misses state or has another shape. Nothing
+                was loaded.
+        """
+        device = self.model_chunks[0].module.device
+        optimizer_state.raise_where_state_does_not_fit(
+            self.chained_optimizers, self._state_names, state_dict, device
+        )
+        optimizer_state.unpack(
+            self.chained_optimizers,
+            self._state_names,
+            state_dict,
+            with_schedule=takes_schedule_of_checkpoint(),
+        )
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Mapping[str, Any] | None = None,
+        is_loading: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Give :meth:`state_dict`, for saving and, to be filled in place, for loading.
+
+        Nothing is stepped to create state, as upstream does: it exists from construction.
+
+        Args:
+            model_sharded_state_dict: Not needed.
+            is_loading: Makes no difference.
+            **kwargs: ``metadata``, of which ``distrib_optim_sharding_type`` is checked.
+
+        Raises:
+            ValueError: Another sharding type than ``fsdp_dtensor``.
+        """
+        metadata = kwargs.get("metadata") or {}
+        sharding_type = metadata.get("distrib_optim_sharding_type", "fsdp_dtensor")
+        if sharding_type != "fsdp_dtensor":
+            raise ValueError(
+                f"distrib_optim_sharding_type: expected fsdp_dtensor, got {sharding_type}. Use "
+                "--ckpt-format fsdp_dtensor."
+            )
+        return self.state_dict()
 
 
 @contextmanager
@@ -159,13 +212,6 @@ def _timed(config: Any, name: str) -> Iterator[None]:
     timer.start(barrier=config.barrier_with_L1_time)
     yield
     timer.stop()
-
-
-def _add_step_counters(optimizer: torch.optim.Optimizer) -> None:
-    """Complete the state of torch's Adam, which Megatron's initializer leaves without ``step``."""
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        for state in optimizer.state.values():
-            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
 
 class _OuterReductions:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-from megatron_muon.mcore import arguments, repairs
+from megatron_muon.mcore import arguments, checkpoint_repairs, repairs
 from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
 from megatron_muon.mcore.fsdp_model import refuse_v2
 from megatron_muon.patching.patch import Patch, Target
@@ -155,6 +155,51 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "HFSDP: reduce the gradient norm over all instances, which hold different shards",
         repairs.reduce_grad_norm_over_instances,
+    ),
+    Patch(
+        Target(
+            "megatron.training.checkpointing",
+            "handle_swiglu_in_state_dict",
+            parameters=("model", "model_state_dict", "optimizer_state_dict"),
+            source_lines=(
+                "fsdp_slice = dist_param.megatron_fsdp_slice",
+                'for subkey in ["exp_avg", "exp_avg_sq"]:',
+                'model_state_dict[f"{key}_w"] = weight_w',
+            ),
+        ),
+        "checkpoints: cut every state of a gated layer, not Adam's alone, also in fp32 and HFSDP",
+        checkpoint_repairs.split_every_state,
+    ),
+    Patch(
+        Target(
+            "megatron.core.transformer.fsdp_dtensor_checkpoint",
+            "make_fsdp_dtensor",
+            parameters=(
+                "local_tensor",
+                "param",
+                "dist_index",
+                "is_sharded_param",
+                "is_expert_param",
+                "run_check",
+                "update_uneven_dtensor_chunk_meta",
+                "force_sync_tp_duplicated_param",
+            ),
+            source_lines=("param, dist_index, is_sharded_param=is_sharded_param, "
+            "is_expert_param=is_expert_param",),
+        ),
+        "checkpoints: gated layers of no_shard are whole on every rank",
+        checkpoint_repairs.keep_replicas_whole,
+    ),
+    Patch(
+        Target(
+            "megatron.core.optimizer.distrib_optimizer",
+            "DistributedOptimizer.sharded_param_state_fsdp_dtensor",
+            parameters=("self", "is_loading"),
+            source_lines=("self._init_optimizer_states_with_dummy_values()",),
+        ),
+        "checkpoints: Adam has state for empty shards too, without which saving hangs, and loading "
+        "steps nothing",
+        checkpoint_repairs.complete_adam_state,
     ),
 )
 

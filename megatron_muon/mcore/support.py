@@ -148,12 +148,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "Megatron-FSDP writes no other format",
         "use --ckpt-format fsdp_dtensor",
     ),
-    Unsupported(
-        "--save, --load and --pretrained-checkpoint",
-        lambda s: any(s.get(key) is not None for key in ("save", "load", "pretrained_checkpoint")),
-        "this version cannot save or load Muon's state under Megatron-FSDP yet",
-        "drop them, or train with Adam until checkpoints are supported",
-    ),
 )
 
 

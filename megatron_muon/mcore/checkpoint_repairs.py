@@ -1,0 +1,140 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Repairs of ``fsdp_dtensor`` checkpoints in megatron-core 0.19.2.
+
+Without them Muon's state cannot be saved where layers are gated (SwiGLU), nor any state where
+weights are fp32 or unsharded; and Adam's save hangs wherever a rank holds an empty shard.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local_key
+from megatron.core.utils import get_model_config
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.mcore.optimizer_state import agree_on_steps, complete_state
+
+_IS_REPLICATED = "_megatron_muon_is_replicated"
+
+
+def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``handle_swiglu_in_state_dict``, which knows Adam's two states alone.
+
+    It cuts a gated ``linear_fc1`` into the halves that tensor-parallel ranks reshard, ``_w`` and
+    ``_v``. It finds a rank's rows by an attribute that is missing where there is no buffer of model
+    weights (fp32, ``no_shard``), and that under HFSDP describes another buffer than the one main
+    weights and optimizer state are cut by; so the attribute is set anew from that one.
+
+    Communication: the wrapped function's, one collective or more for each tensor cut, in the
+    order of parameters.
+    """
+
+    @functools.wraps(original)
+    def handle_swiglu_in_state_dict(
+        model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        located = _LocatedParameters(model)
+        model_state_dict, _ = original(located, model_state_dict, None)
+        if optimizer_state_dict is None:
+            return model_state_dict, None
+        # What optimizers hold cuts like the model's weights, one kind of state at a time.
+        whole = optimizer_state_dict["state"]
+        num_experts = get_model_config(model).num_moe_experts
+        global_names = {expert_param_local_key(name, num_experts): name for name in whole}
+        kinds = dict.fromkeys(
+            kind for states in whole.values() for kind, value in states.items() if _is_cut(value)
+        )
+        cut: dict[str, dict[str, Any]] = {}
+        for kind in kinds:
+            of_kind = {
+                local: whole[name][kind]
+                for local, name in global_names.items()
+                if _is_cut(whole[name].get(kind))
+            }
+            for local, tensor in original(located, of_kind, None)[0].items():
+                parent, half = (local, "") if local in of_kind else (local[:-2], local[-2:])
+                name = global_names[parent]
+                cut.setdefault(name + half, dict(whole[name]))[kind] = tensor
+        return model_state_dict, {**optimizer_state_dict, "state": cut}
+
+    return handle_swiglu_in_state_dict
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, DTensor)
+
+
+class _LocatedParameters:
+    """A Megatron-FSDP model that knows which elements of each parameter this rank holds.
+
+    Upstream's lookup counts on the wrapper of bf16 models, and finds nothing in fp32.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.module if isinstance(model, FullyShardedDataParallel) else model
+        buffers = self._model.param_and_grad_buffer
+        is_replicated = buffers.ddp_config.data_parallel_sharding_strategy == "no_shard"
+        setattr(buffers.dist_index, _IS_REPLICATED, is_replicated)
+        self._parameters = {_bare(name): p for name, p in buffers.optimizer_named_parameters}
+        for group in buffers.parameter_groups:
+            buffer = group.main_weight_buffer or group.model_weight_buffer
+            for index, orig_param in enumerate(group.params):
+                if is_replicated or buffer is None:
+                    start, stop = 0, orig_param.numel()
+                else:
+                    start, stop = buffer._get_item_slice_in_shard(index)
+                self._parameters[
+                    _bare(buffers.param_to_name[orig_param])
+                ].megatron_fsdp_slice = slice(start, stop)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> DTensor:
+        """Give a parameter by its name, whatever wrappers the name counts."""
+        return self._parameters[_bare(name)]
+
+
+def _bare(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the ``make_fsdp_dtensor`` of checkpoints, which takes every tensor for a shard."""
+
+    @functools.wraps(original)
+    def make_fsdp_dtensor(
+        local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
+    ) -> DTensor:
+        if getattr(dist_index, _IS_REPLICATED, False):
+            kwargs["is_sharded_param"] = False
+        return original(local_tensor, param, dist_index=dist_index, **kwargs)
+
+    return make_fsdp_dtensor
+
+
+def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DistributedOptimizer.sharded_param_state_fsdp_dtensor`` for optimizers of Adam's kind.
+
+    Upstream's optimizer has no state for empty shards, so ranks come with different sets of
+    tensors and the save hangs. For loading, upstream makes state by a step with zero gradients,
+    which decays the weights of a run that then finds no checkpoint.
+
+    Communication: see :func:`agree_on_steps`.
+    """
+
+    @functools.wraps(original)
+    def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict[str, Any]:
+        if "Adam" not in type(self.optimizer).__name__:
+            return original(self, is_loading)
+        complete_state(self)
+        agree_on_steps([self], torch.device(torch.cuda.current_device()))
+        return original(self, False)
+
+    return sharded_param_state_fsdp_dtensor

@@ -1,0 +1,204 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer state by parameter name, as checkpoints of Megatron-FSDP hold it.
+
+======================  ========================================================================
+``state``               parameter name -> state name -> tensor; DTensors sharded like the parameter
+``param_to_group_meta``  parameter name -> settings of its parameter group
+======================  ========================================================================
+
+Names are the model's, experts counted over all expert-parallel ranks. Upstream's
+``DistributedOptimizer`` writes the same layout, so its tools read it.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import log_single_rank
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.agreement import raise_where_any_rank_fails
+
+logger = logging.getLogger(__name__)
+
+# What training itself changes in a parameter group; all else comes from flags.
+_MOVING_SETTINGS = ("lr", "weight_decay", "step")
+
+
+def complete_state(child: DistributedOptimizer) -> None:
+    """Create all state of a child, for every parameter on every rank, empty shards included.
+
+    Saving runs one collective a tensor, and hangs where ranks hold different sets of them; loading
+    fills what is there. Torch's Adam makes none for empty shards, Megatron's initializer makes it
+    without ``step``, and fused Adams keep ``step`` in groups and only from the first step on.
+    """
+    child.init_state_fn(child.optimizer, child.config)
+    if isinstance(child.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        for state in child.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+    elif type(child.optimizer).__name__ == "FusedAdam":
+        for group in child.optimizer.param_groups:
+            group.setdefault("step", 0)
+
+
+def agree_on_steps(children: Sequence[DistributedOptimizer], device: torch.device) -> None:
+    """Set the step counters that stood still on ranks with empty shards.
+
+    A checkpoint keeps one of the copies of a plain tensor, any rank's, so all have to be the same.
+    All parameters of a child are stepped together, since a missing gradient is an error.
+
+    Args:
+        children: Optimizers, the same on all ranks in number and order.
+        device: Where the counters are reduced.
+
+    Communication: one all-reduce of a float64 for each child over all ranks.
+    """
+    counters = [
+        [state["step"] for state in child.optimizer.state.values() if "step" in state]
+        for child in children
+    ]
+    highest = torch.tensor(
+        [max((float(step) for step in steps), default=0.0) for steps in counters],
+        dtype=torch.float64,
+        device=device,
+    )
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    for steps, value in zip(counters, highest.tolist(), strict=True):
+        for step in steps:
+            step.fill_(value)
+
+
+def pack(
+    children: Sequence[DistributedOptimizer], names: Mapping[torch.Tensor, str]
+) -> dict[str, dict[str, Any]]:
+    """Give the state and settings of all parameters by name.
+
+    Args:
+        children: Optimizers with complete state.
+        names: Name of each parameter in checkpoints.
+
+    Returns:
+        ``state`` and ``param_to_group_meta``; the tensors are the optimizers' own, the dictionaries
+        are not.
+    """
+    state, settings = {}, {}
+    for child in children:
+        for group in child.optimizer.param_groups:
+            for param in group["params"]:
+                state[names[param]] = dict(child.optimizer.state[param])
+                settings[names[param]] = {k: v for k, v in group.items() if k != "params"}
+    return {"state": state, "param_to_group_meta": settings}
+
+
+def raise_where_state_does_not_fit(
+    children: Sequence[DistributedOptimizer],
+    names: Mapping[torch.Tensor, str],
+    state_dict: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Check on all ranks together that a state dict is one that :func:`pack` could have made here.
+
+    Args:
+        children: Optimizers with complete state.
+        names: Name of each parameter in checkpoints.
+        state_dict: ``state`` and ``param_to_group_meta``.
+        device: Where a flag is reduced.
+
+    Raises:
+        RuntimeError: On all ranks, naming rank and key, when a parameter or a state of it is
+            missing, unknown, or of another shape on one of them.
+
+    Communication: one all-reduce of a single int32 over all ranks of the job.
+    """
+    problems = []
+    found_states = state_dict.get("state", {})
+    found_settings = state_dict.get("param_to_group_meta", {})
+    for child in children:
+        for param, expected in child.optimizer.state.items():
+            name = names[param]
+            found = found_states.get(name, {})
+            if found.keys() != expected.keys():
+                problems.append(
+                    f"state.{name}: expected {sorted(expected)}, got {sorted(found) or 'nothing'}"
+                )
+                continue
+            if name not in found_settings:
+                problems.append(f"param_to_group_meta.{name}: expected group settings, got nothing")
+            problems += [
+                f"state.{name}.{key}: expected {_describe(expected[key])}, got {_describe(value)}"
+                for key, value in found.items()
+                if _describe(value) != _describe(expected[key])
+            ]
+    raise_where_any_rank_fails(
+        problems,
+        None,
+        device,
+        "Load the state of the same optimizer and model, resharded by torch.distributed.checkpoint "
+        "where the ranks differ. Nothing was loaded.",
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, DTensor):
+        shape, rows = tuple(value.shape), tuple(value._local_tensor.shape)
+        return f"DTensor of shape {shape}, here {rows}"
+    if isinstance(value, torch.Tensor):
+        return f"tensor of shape {tuple(value.shape)}"
+    return type(value).__name__
+
+
+@torch.no_grad()
+def unpack(
+    children: Sequence[DistributedOptimizer],
+    names: Mapping[torch.Tensor, str],
+    state_dict: Mapping[str, Any],
+    *,
+    with_schedule: bool,
+) -> None:
+    """Fill the optimizers from a state dict that fits.
+
+    Tensors are copied into those that are there; :func:`pack`'s own, which
+    ``torch.distributed.checkpoint`` loads in place, stay as they are. Of the group settings only
+    what training changes is taken (learning rate, weight decay, step count). The rest this run's
+    flags decide, and where the checkpoint differs, that is logged.
+
+    Args:
+        children: Optimizers with complete state.
+        names: Name of each parameter in checkpoints.
+        state_dict: ``state`` and ``param_to_group_meta``; not changed.
+        with_schedule: Take ``max_lr`` and ``min_lr`` too.
+    """
+    taken = (*_MOVING_SETTINGS, *(("max_lr", "min_lr") if with_schedule else ()))
+    overridden: dict[str, str] = {}
+    for child in children:
+        for param, states in child.optimizer.state.items():
+            for key, value in state_dict["state"][names[param]].items():
+                if not isinstance(value, torch.Tensor):
+                    states[key] = value
+                elif value is not states[key]:
+                    _local(states[key]).copy_(_local(value))
+        for group in child.optimizer.param_groups:
+            for param in group["params"]:
+                settings = state_dict["param_to_group_meta"][names[param]]
+                for key, value in settings.items():
+                    if key in taken:
+                        group[key] = value
+                    elif key in group and group[key] != value:
+                        overridden.setdefault(
+                            key, f"{key} {group[key]} (checkpoint: {value}, for {names[param]})"
+                        )
+    if overridden:
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            "optimizer settings of this run differ from the checkpoint's and hold: %s",
+            "; ".join(overridden.values()),
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
