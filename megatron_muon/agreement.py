@@ -44,8 +44,13 @@ def raise_where_any_rank_fails(
     texts: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(texts, problems, group=group)
     ranks = dist.get_process_group_ranks(group) if group is not None else range(len(texts))
+    by_text: dict[str, list[str]] = {}
+    for rank, found in zip(ranks, texts, strict=True):
+        for text in found:
+            by_text.setdefault(text, []).append(str(rank))
     lines = [
-        f"rank {rank}: {text}" for rank, found in zip(ranks, texts, strict=True) for text in found
+        f"rank{'s' if len(where) > 1 else ''} {', '.join(where)}: {text}"
+        for text, where in by_text.items()
     ]
     shown = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
     raise RuntimeError("\n  ".join(["ranks cannot go on together:", *shown]) + f"\n{advice}")

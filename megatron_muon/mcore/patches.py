@@ -8,7 +8,13 @@ from typing import Any
 
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-from megatron_muon.mcore import arguments, checkpoint_repairs, repairs
+from megatron_muon.mcore import (
+    arguments,
+    checkpoint_loading,
+    checkpoint_repairs,
+    checkpoint_saving,
+    repairs,
+)
 from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
 from megatron_muon.mcore.fsdp_model import refuse_v2
 from megatron_muon.patching.patch import Patch, Target
@@ -184,8 +190,10 @@ PATCHES: tuple[Patch, ...] = (
                 "update_uneven_dtensor_chunk_meta",
                 "force_sync_tp_duplicated_param",
             ),
-            source_lines=("param, dist_index, is_sharded_param=is_sharded_param, "
-            "is_expert_param=is_expert_param",),
+            source_lines=(
+                "param, dist_index, is_sharded_param=is_sharded_param, "
+                "is_expert_param=is_expert_param",
+            ),
         ),
         "checkpoints: gated layers of no_shard are whole on every rank",
         checkpoint_repairs.keep_replicas_whole,
@@ -200,6 +208,84 @@ PATCHES: tuple[Patch, ...] = (
         "checkpoints: Adam has state for empty shards too, without which saving hangs, and loading "
         "steps nothing",
         checkpoint_repairs.complete_adam_state,
+    ),
+    Patch(
+        Target(
+            "megatron.training.checkpointing",
+            "_load_base_checkpoint",
+            parameters=(
+                "load_dir",
+                "args",
+                "rank0",
+                "sharded_state_dict",
+                "checkpointing_context",
+                "dp_cp_group",
+                "expt_dp_group",
+                "gpt_compat_layer_maps",
+            ),
+            source_lines=(
+                "state_dict = preprocess_fsdp_dtensor_state_dict(args, state_dict, model[0])",
+                "state_dict=state_dict, storage_reader=fs_storage_reader, planner=planner",
+            ),
+        ),
+        "checkpoints: refuse one that is missing, unfinished or of another format, on all ranks",
+        checkpoint_loading.open_before_loading,
+    ),
+    Patch(
+        Target(
+            "megatron.training.checkpointing",
+            "preprocess_fsdp_dtensor_state_dict",
+            parameters=("args", "raw_state_dict", "model"),
+            source_lines=("preprocess_state_dict_for_uneven_dtensor(state_dict)",),
+        ),
+        "checkpoints: compare names, shapes and checksums before anything is loaded",
+        checkpoint_loading.check_before_loading,
+    ),
+    Patch(
+        Target(
+            "megatron.training.checkpointing",
+            "get_rng_state",
+            parameters=(
+                "ckpt_format",
+                "tp_group",
+                "pp_group",
+                "dp_cp_group",
+                "dp_group",
+                "key_prefix",
+            ),
+            source_lines=("rng_state_list = {f'({pp_rank}, {tp_rank})': rng_state_list}",),
+        ),
+        "checkpoints: each tensor-parallel rank loads its own random state",
+        checkpoint_loading.name_rng_state_by_rank,
+    ),
+    Patch(
+        Target(
+            "megatron.training.checkpointing",
+            "get_load_checkpoint_path_by_args",
+            parameters=("args", "load_arg"),
+            source_lines=("load_dir = getattr(args, load_arg)",),
+        ),
+        "checkpoints: --pretrained-checkpoint without --load",
+        checkpoint_loading.find_pretrained,
+    ),
+    Patch(
+        Target(
+            "torch.distributed.checkpoint",
+            "FileSystemWriter",
+            source_lines=("class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):",),
+        ),
+        "checkpoints: one that is saved again is replaced in one step",
+        checkpoint_saving.replace_in_one_step,
+    ),
+    Patch(
+        Target(
+            "megatron.core.msc_utils",
+            "MaybeMultiStorageClient.__getattr__",
+            parameters=("self", "name"),
+            source_lines=('if name == "open":',),
+        ),
+        "checkpoints: the tracker is replaced in one step",
+        checkpoint_saving.write_tracker_in_one_step,
     ),
 )
 

@@ -96,11 +96,18 @@ def digests(folder: Path, rank: int) -> list[str]:
     return [line for line in lines if int(line.split()[0]) >= SAVED_AT]
 
 
-def gathered(folder: Path, world_size: int) -> dict[str, torch.Tensor]:
-    """Merge the whole tensors of all ranks, which agree where they overlap."""
+def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[str, torch.Tensor]:
+    """Merge the whole tensors of all ranks, which agree where they overlap.
+
+    Gated layers interleave the halves of tensor-parallel ranks; they are put in order.
+    """
     merged: dict[str, torch.Tensor] = {}
     for rank in range(world_size):
         for name, tensor in torch.load(folder / f"whole_{rank}.pt").items():
+            if "linear_fc1.weight" in name:
+                ranks = etp if ".experts." in name else tp
+                halves = tensor.view(ranks, 2, -1, tensor.shape[1])
+                tensor = halves.transpose(0, 1).reshape(tensor.shape)
             assert torch.equal(merged.setdefault(name, tensor), tensor), (rank, name)
     return merged
 

@@ -1,0 +1,59 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Look at a saved checkpoint: ``python -m megatron_muon.checkpoint inspect|verify DIR``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_muon.checkpoint.folders import CheckpointError, find_checkpoint
+from megatron_muon.checkpoint.report import describe
+from megatron_muon.checkpoint.storage import read_checkpoint
+from megatron_muon.checkpoint.verify import find_problems
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command.
+
+    Returns:
+        0; 1 when the checkpoint cannot be read or is not sound; 2 for a wrong command line.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_muon.checkpoint",
+        description="Look at a checkpoint of the format fsdp_dtensor, without GPU or process "
+        "group. Nothing in it is executed.",
+    )
+    parser.add_argument(
+        "command",
+        choices=("inspect", "verify"),
+        help="inspect: iteration, optimizer, world, and shape, dtype and norm of every tensor; "
+        "verify: read every byte and compare checksums",
+    )
+    parser.add_argument("dir", type=Path, help="a --save folder, or that of one checkpoint in it")
+    parser.add_argument("--ckpt-step", type=int, help="iteration; without it, the tracker's")
+    arguments = parser.parse_args(argv)
+    try:
+        checkpoint = read_checkpoint(find_checkpoint(arguments.dir, arguments.ckpt_step))
+        if arguments.command == "inspect":
+            for line in describe(checkpoint):
+                sys.stdout.write(line + "\n")
+            return 0
+        problems = list(find_problems(checkpoint))
+    except CheckpointError as error:
+        problems = [str(error)]
+    for problem in problems:
+        sys.stderr.write(problem + "\n")
+    if problems:
+        return 1
+    files = checkpoint.items_by_file()
+    num_bytes = sum(item.length for entries in files.values() for _, item, _ in entries)
+    sys.stdout.write(
+        f"{checkpoint.folder}: sound; {len(checkpoint.tensors)} tensors, "
+        f"{len(checkpoint.objects)} objects, {num_bytes:,} bytes in {len(files)} files\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

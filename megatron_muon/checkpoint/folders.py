@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints a folder of Megatron holds.
+
+============  ==================================================================================
+tracker       ``latest_checkpointed_iteration.txt``: what ``--load`` takes, an iteration or
+              ``release``; written last
+finished      a checkpoint whose ``.metadata`` exists: it is written after all else
+============  ==================================================================================
+"""
+
+from pathlib import Path
+
+TRACKER = "latest_checkpointed_iteration.txt"
+METADATA = ".metadata"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read, or does not fit what it is loaded into."""
+
+
+def iteration_folder(folder: Path, iteration: int) -> Path:
+    """Give the folder of an iteration, as Megatron names it."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def finished_iterations(folder: Path) -> list[int]:
+    """List the iterations whose checkpoint is finished, in order."""
+    return sorted(
+        int(path.parent.name.removeprefix("iter_"))
+        for path in folder.glob(f"iter_*/{METADATA}")
+        if path.parent.name.removeprefix("iter_").isdigit()
+    )
+
+
+def find_checkpoint(folder: Path, iteration: int | None = None) -> Path:
+    """Choose the checkpoint that ``--load`` would take, and check that it is finished.
+
+    Args:
+        folder: A ``--save`` folder of Megatron, or that of one checkpoint.
+        iteration: Iteration asked for (``--ckpt-step``); None for the tracker's.
+
+    Returns:
+        The folder that holds ``.metadata``.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is unfinished or of another format, or the
+            tracker cannot be read.
+    """
+    if iteration is None and (folder / METADATA).is_file():
+        return folder
+    if iteration is None:
+        name = _tracked_folder(folder)
+    else:
+        name = iteration_folder(folder, iteration).name
+    checkpoint = folder / name
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint}: expected a checkpoint, got no such folder. {_what_to_load(folder)}"
+        )
+    if any(checkpoint.glob("mp_rank_*")) or (checkpoint / "metadata.json").exists():
+        kind = "torch_dist" if (checkpoint / "metadata.json").exists() else "torch"
+        raise CheckpointError(
+            f"{checkpoint}: expected the format fsdp_dtensor, got {kind}. Megatron-FSDP reads no "
+            "other; load it in a run without --use-megatron-fsdp."
+        )
+    if not (checkpoint / METADATA).is_file():
+        raise CheckpointError(
+            f"{checkpoint}: expected a finished checkpoint, got one without {METADATA}: its save "
+            f"was cut short. {_what_to_load(folder)}"
+        )
+    return checkpoint
+
+
+def _tracked_folder(folder: Path) -> str:
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        raise CheckpointError(
+            f"{tracker}: expected the tracker of a --save folder, got no such file. "
+            f"{_what_to_load(folder)}"
+        )
+    text = tracker.read_text().strip()
+    if text == "release":
+        return text
+    if not text.isdigit():
+        raise CheckpointError(
+            f"{tracker}: expected an iteration or 'release', got {text!r}. {_what_to_load(folder)}"
+        )
+    return iteration_folder(folder, int(text)).name
+
+
+def _what_to_load(folder: Path) -> str:
+    finished = finished_iterations(folder)
+    if not finished:
+        return f"No checkpoint in {folder} is finished."
+    return (
+        f"Finished in {folder}: {', '.join(map(str, finished))}; load one with --ckpt-step "
+        f"{finished[-1]}."
+    )

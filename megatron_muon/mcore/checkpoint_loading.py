@@ -1,0 +1,243 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint is compared with the run, byte by byte, before anything is loaded from it."""
+
+import functools
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
+from megatron.core.utils import log_single_rank
+
+from megatron_muon.agreement import raise_where_any_rank_fails
+from megatron_muon.checkpoint.folders import (
+    TRACKER,
+    CheckpointError,
+    find_checkpoint,
+    finished_iterations,
+)
+from megatron_muon.checkpoint.storage import StoredCheckpoint, read_checkpoint
+from megatron_muon.checkpoint.verify import find_problems
+
+logger = logging.getLogger(__name__)
+
+_NOTHING_LOADED = "Nothing was loaded."
+_EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
+_STATE = re.compile(r"^(optimizer\.state\..+)\.([^.]+)$")
+
+# What load_checkpoint is about to load, between its two calls of _load_base_checkpoint's body.
+_being_loaded: StoredCheckpoint | None = None
+
+
+def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_load_base_checkpoint`` to refuse what is no finished checkpoint of this format.
+
+    Upstream ends the process with status 0 where the tracker cannot be read, and trains from random
+    weights where it is missing beside finished checkpoints. It still does so where there are none:
+    that is how a first run with ``--load`` and ``--save`` on one folder begins.
+    """
+
+    @functools.wraps(original)
+    def _load_base_checkpoint(load_dir: str | None, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        global _being_loaded
+        if not args.use_megatron_fsdp or load_dir is None:
+            return original(load_dir, args, *rest, **kwargs)
+        try:
+            checkpoint, problems = _open(Path(load_dir), args.ckpt_step), []
+        except CheckpointError as error:
+            checkpoint, problems = None, [str(error)]
+        _raise_together(problems, _NOTHING_LOADED)
+        if checkpoint is None:
+            return original(load_dir, args, *rest, **kwargs)
+        _being_loaded = checkpoint
+        try:
+            return original(load_dir, args, *rest, **kwargs)
+        finally:
+            _being_loaded = None
+
+    return _load_base_checkpoint
+
+
+def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
+    """Open the checkpoint that upstream would take; None where it starts from random weights."""
+    if not iteration and not (folder / TRACKER).is_file():
+        finished = finished_iterations(folder)
+        if finished:
+            raise CheckpointError(
+                f"{folder / TRACKER}: expected it beside the finished checkpoints "
+                f"{', '.join(map(str, finished))}, got no such file. Write the iteration to load "
+                f"into it, or pass --ckpt-step {finished[-1]}."
+            )
+        return None
+    return read_checkpoint(find_checkpoint(folder, iteration or None))
+
+
+def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``preprocess_fsdp_dtensor_state_dict``, whose result is loaded into or saved next.
+
+    Communication: where it is loaded into, one all-reduce of an int32 over all ranks, twice; each
+    rank reads its share of the checkpoint's files once more.
+    """
+
+    @functools.wraps(original)
+    def preprocess_fsdp_dtensor_state_dict(
+        args: Any, raw_state_dict: dict[str, Any], model: Any
+    ) -> dict[str, Any]:
+        state_dict = original(args, raw_state_dict, model)
+        if _being_loaded is None:
+            return state_dict
+        if "optimizer" not in state_dict:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                "%s: loading weights without optimizer state (--no-load-optim or --finetune); "
+                "momentum starts at zero",
+                _being_loaded.folder,
+            )
+        problems = find_differences(_being_loaded, state_dict, args.num_experts)
+        if args.strict_fsdp_dtensor_load:
+            _raise_together(problems, _advice(_being_loaded, args))
+        elif problems:
+            logger.warning(
+                "--no-strict-fsdp-dtensor-load: these stay as they are: %s", "; ".join(problems)
+            )
+        _raise_where_damaged(_being_loaded)
+        _choose_rng_state(_being_loaded, state_dict)
+        return state_dict
+
+    return preprocess_fsdp_dtensor_state_dict
+
+
+def find_differences(
+    checkpoint: StoredCheckpoint, state_dict: Mapping[str, Any], num_experts: int | None
+) -> list[str]:
+    """Compare tensors of the model and of the optimizer's state by name and shape.
+
+    Args:
+        checkpoint: What is stored.
+        state_dict: What is wanted, nested, tensors whole or as DTensors.
+        num_experts: Experts of the model among all ranks.
+
+    Returns:
+        One sentence for each parameter or state that is missing or of another shape, and for each
+        that is stored and not wanted: loading would drop it.
+    """
+    parts = [part for part in ("model", "optimizer") if part in state_dict]
+    wanted = {
+        key: tuple(value.shape)
+        for part in parts
+        for key, value in flatten_state_dict({part: state_dict[part]}).items()
+        if isinstance(value, torch.Tensor)
+    }
+    problems = [
+        f"{key}: expected shape {shape}, got {checkpoint.tensors[key].shape}"
+        for key, shape in wanted.items()
+        if key in checkpoint.tensors and checkpoint.tensors[key].shape != shape
+    ]
+    # A rank wants its own experts alone; another's have the same names but for the number.
+    patterns = {_EXPERT.sub(r"\1*", key) for key in wanted}
+    unwanted = [
+        key
+        for key in checkpoint.tensors
+        if key.partition(".")[0] in parts
+        and (_EXPERT.sub(r"\1*", key) not in patterns or not _is_expert_of(key, num_experts))
+    ]
+    missing = [key for key in wanted if key not in checkpoint.tensors]
+    return problems + _group_states(missing, unwanted)
+
+
+def _is_expert_of(key: str, num_experts: int | None) -> bool:
+    expert = _EXPERT.search(key)
+    return expert is None or int(expert[2]) < (num_experts or 0)
+
+
+def _group_states(missing: list[str], unwanted: list[str]) -> list[str]:
+    """Say what is missing and what is there instead, states of one parameter together."""
+    found: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for index, keys in enumerate((missing, unwanted)):
+        for key in keys:
+            match = _STATE.match(key)
+            parent, kind = (match[1], match[2]) if match else (key, "a tensor")
+            found[parent][index].append(kind)
+    return [
+        f"{parent}: expected {', '.join(sorted(expected)) or 'nothing'}, "
+        f"got {', '.join(sorted(got)) or 'nothing'}"
+        for parent, (expected, got) in found.items()
+    ]
+
+
+def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
+    saved = checkpoint.read_object("args") if "args" in checkpoint.objects else None
+    return (
+        f"{checkpoint.folder} was saved with --optimizer {getattr(saved, 'optimizer', 'unknown')}, "
+        f"this run has --optimizer {args.optimizer}. Load it with the model and optimizer that "
+        "saved it; where only the optimizer differs, --no-load-optim or --finetune loads the "
+        f"weights and starts momentum at zero. {_NOTHING_LOADED}"
+    )
+
+
+def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
+    """Read all files of a checkpoint, each on one rank."""
+    files = list(checkpoint.items_by_file())
+    problems = list(find_problems(checkpoint, files[dist.get_rank() :: dist.get_world_size()]))
+    _raise_together(
+        problems,
+        "The checkpoint is damaged; load an earlier one with --ckpt-step, or restore the files. "
+        + _NOTHING_LOADED,
+    )
+
+
+def _raise_together(problems: list[str], advice: str) -> None:
+    """Raise on all ranks where one has a problem; alone where there is no process group yet."""
+    if dist.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
+        raise_where_any_rank_fails(problems, None, device, advice)
+    elif problems:
+        raise CheckpointError("\n  ".join([*problems, advice]))
+
+
+def name_rng_state_by_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``get_rng_state``, which asks for tensor-parallel rank 0's state on every rank.
+
+    The save names it by the tensor-parallel rank; the load passes no group, for which upstream
+    counts rank 0. Dropout of tensor-parallel ranks would go on with rank 0's random numbers.
+    """
+
+    @functools.wraps(original)
+    def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **kwargs: Any) -> Any:
+        if tp_group is None and parallel_state.model_parallel_is_initialized():
+            tp_group = parallel_state.get_tensor_model_parallel_group()
+        return original(ckpt_format, tp_group, pp_group, **kwargs)
+
+    return get_rng_state
+
+
+def _choose_rng_state(checkpoint: StoredCheckpoint, state_dict: dict[str, Any]) -> None:
+    """Read rank 0's random state where the checkpoint has none for this tensor-parallel rank."""
+    for name in list(state_dict.get("rng_state", ())):
+        if not any(key.startswith(f"rng_state.{name}.") for key in checkpoint.keys):
+            state_dict["rng_state"] = {"(0, 0)": state_dict["rng_state"][name]}
+            logger.warning(
+                "%s: no random state for (pipeline, tensor) rank %s; rank (0, 0)'s is used",
+                checkpoint.folder,
+                name,
+            )
+
+
+def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``get_load_checkpoint_path_by_args``, which fails for --pretrained-checkpoint alone."""
+
+    @functools.wraps(original)
+    def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> str:
+        if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
+            load_arg = "pretrained_checkpoint"
+        return original(args, load_arg)
+
+    return get_load_checkpoint_path_by_args
