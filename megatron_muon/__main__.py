@@ -4,7 +4,10 @@
 
 import sys
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from megatron_muon.launcher import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # torchrun then ends with the traceback of the rank that failed first.
+    sys.exit(record(main)(sys.argv[1:]))

@@ -12,6 +12,7 @@ domain          all ranks that are linked by these groups: they exchange matrice
 ==============  ================================================================================
 """
 
+import datetime
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ def new_groups(sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.Pr
 
     Every rank takes part in making every group. ``use_local_synchronization`` would spare that, but
     names a group by how many the rank is in already: ranks that differ there would never meet.
+    They have the timeout of the job's group (``--distributed-timeout-minutes``).
 
     Args:
         sets: Ranks of each group, ascending, this one among them.
@@ -142,7 +144,14 @@ def new_groups(sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.Pr
     dist.all_gather_object(wanted, [ranks for ranks in sets if ranks[0] == rank])
     made = {}
     for ranks in sorted({ranks for each in wanted for ranks in each}):
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), timeout=_job_timeout())
         if rank in ranks:
             made[ranks] = group
     return made
+
+
+def _job_timeout() -> datetime.timedelta:
+    """Read the timeout of the job's process group; torch gives new groups half an hour on gloo."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world._get_backend(world._device_types[0]).options._timeout

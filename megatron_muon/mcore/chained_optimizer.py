@@ -120,7 +120,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Overwrite main weights by the model's weights, as after loading a model alone.
+        """Bring main weights in line with the model's weights, as after loading a model alone.
+
+        A main weight that rounds to the model's weight stays: ``fsdp_dtensor`` checkpoints hold
+        main weights, and Megatron calls this after loading one without its optimizer state.
 
         Args:
             state_dict: Unsupported; must be None.
@@ -277,4 +280,6 @@ def _copy_model_weights_to_main_weights(parameter_group: Any) -> None:
             source = param.detach().flatten()
         target = main.get_item(item_id, only_shard=main.is_data_distributed)
         if target.numel() > 0:
-            target.copy_(source.view(target.shape))
+            source = source.view(target.shape)
+            differs = target.to(source.dtype) != source
+            target.copy_(torch.where(differs, source.to(target.dtype), target))

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
 from megatron.core.utils import log_single_rank
 
@@ -32,7 +31,7 @@ _NOTHING_LOADED = "Nothing was loaded."
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
 _STATE = re.compile(r"^(optimizer\.state\..+)\.([^.]+)$")
 
-# What load_checkpoint is about to load, between its two calls of _load_base_checkpoint's body.
+# What _load_base_checkpoint is about to load, while it runs.
 _being_loaded: StoredCheckpoint | None = None
 
 
@@ -42,23 +41,31 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     Upstream ends the process with status 0 where the tracker cannot be read, and trains from random
     weights where it is missing beside finished checkpoints. It still does so where there are none:
     that is how a first run with ``--load`` and ``--save`` on one folder begins.
+
+    Communication: all-reduces of an int32 over all ranks; each rank reads its share of the
+    checkpoint's files once.
     """
 
     @functools.wraps(original)
-    def _load_base_checkpoint(load_dir: str | None, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def _load_base_checkpoint(
+        load_dir: str | None, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
+    ) -> Any:
         global _being_loaded
         if not args.use_megatron_fsdp or load_dir is None:
-            return original(load_dir, args, *rest, **kwargs)
+            return original(load_dir, args, rank0, *rest, **kwargs)
         try:
             checkpoint, problems = _open(Path(load_dir), args.ckpt_step), []
         except CheckpointError as error:
             checkpoint, problems = None, [str(error)]
         _raise_together(problems, _NOTHING_LOADED)
         if checkpoint is None:
-            return original(load_dir, args, *rest, **kwargs)
+            return original(load_dir, args, rank0, *rest, **kwargs)
+        # load_checkpoint calls this twice: first for the arguments of the run that saved.
+        if rank0 and dist.is_initialized():
+            _raise_where_damaged(checkpoint)
         _being_loaded = checkpoint
         try:
-            return original(load_dir, args, *rest, **kwargs)
+            return original(load_dir, args, rank0, *rest, **kwargs)
         finally:
             _being_loaded = None
 
@@ -82,8 +89,7 @@ def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
 def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``preprocess_fsdp_dtensor_state_dict``, whose result is loaded into or saved next.
 
-    Communication: where it is loaded into, one all-reduce of an int32 over all ranks, twice; each
-    rank reads its share of the checkpoint's files once more.
+    Communication: where it is loaded into, one all-reduce of an int32 over all ranks.
     """
 
     @functools.wraps(original)
@@ -108,8 +114,6 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
             logger.warning(
                 "--no-strict-fsdp-dtensor-load: these stay as they are: %s", "; ".join(problems)
             )
-        _raise_where_damaged(_being_loaded)
-        _choose_rng_state(_being_loaded, state_dict)
         return state_dict
 
     return preprocess_fsdp_dtensor_state_dict
@@ -184,7 +188,7 @@ def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
 
 
 def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
-    """Read all files of a checkpoint, each on one rank."""
+    """Read every byte of a checkpoint, each file on one rank."""
     files = list(checkpoint.items_by_file())
     problems = list(find_problems(checkpoint, files[dist.get_rank() :: dist.get_world_size()]))
     _raise_together(
@@ -201,34 +205,6 @@ def _raise_together(problems: list[str], advice: str) -> None:
         raise_where_any_rank_fails(problems, None, device, advice)
     elif problems:
         raise CheckpointError("\n  ".join([*problems, advice]))
-
-
-def name_rng_state_by_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``get_rng_state``, which asks for tensor-parallel rank 0's state on every rank.
-
-    The save names it by the tensor-parallel rank; the load passes no group, for which upstream
-    counts rank 0. Dropout of tensor-parallel ranks would go on with rank 0's random numbers.
-    """
-
-    @functools.wraps(original)
-    def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **kwargs: Any) -> Any:
-        if tp_group is None and parallel_state.model_parallel_is_initialized():
-            tp_group = parallel_state.get_tensor_model_parallel_group()
-        return original(ckpt_format, tp_group, pp_group, **kwargs)
-
-    return get_rng_state
-
-
-def _choose_rng_state(checkpoint: StoredCheckpoint, state_dict: dict[str, Any]) -> None:
-    """Read rank 0's random state where the checkpoint has none for this tensor-parallel rank."""
-    for name in list(state_dict.get("rng_state", ())):
-        if not any(key.startswith(f"rng_state.{name}.") for key in checkpoint.keys):
-            state_dict["rng_state"] = {"(0, 0)": state_dict["rng_state"][name]}
-            logger.warning(
-                "%s: no random state for (pipeline, tensor) rank %s; rank (0, 0)'s is used",
-                checkpoint.folder,
-                name,
-            )
 
 
 def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
     weights and optimizer state are cut by; so the attribute is set anew from that one.
 
     Communication: the wrapped function's, one collective or more for each tensor cut, in the
-    order of parameters.
+    order of names, the same on all ranks.
     """
 
     @functools.wraps(original)
@@ -44,7 +44,8 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
         # What optimizers hold cuts like the model's weights, one kind of state at a time.
         whole = optimizer_state_dict["state"]
         num_experts = get_model_config(model).num_moe_experts
-        global_names = {expert_param_local_key(name, num_experts): name for name in whole}
+        # Sorted: Adam's state comes in the order it was made, which empty shards change by rank.
+        global_names = dict(sorted((expert_param_local_key(n, num_experts), n) for n in whole))
         kinds = dict.fromkeys(
             kind for states in whole.values() for kind, value in states.items() if _is_cut(value)
         )

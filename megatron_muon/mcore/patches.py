@@ -244,23 +244,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         Target(
             "megatron.training.checkpointing",
-            "get_rng_state",
-            parameters=(
-                "ckpt_format",
-                "tp_group",
-                "pp_group",
-                "dp_cp_group",
-                "dp_group",
-                "key_prefix",
-            ),
-            source_lines=("rng_state_list = {f'({pp_rank}, {tp_rank})': rng_state_list}",),
-        ),
-        "checkpoints: each tensor-parallel rank loads its own random state",
-        checkpoint_loading.name_rng_state_by_rank,
-    ),
-    Patch(
-        Target(
-            "megatron.training.checkpointing",
             "get_load_checkpoint_path_by_args",
             parameters=("args", "load_arg"),
             source_lines=("load_dir = getattr(args, load_arg)",),

@@ -148,6 +148,31 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "Megatron-FSDP writes no other format",
         "use --ckpt-format fsdp_dtensor",
     ),
+    Unsupported(
+        "--async-save",
+        lambda s: bool(s.get("async_save")),
+        "upstream's asynchronous writer has not been run with Megatron-FSDP here, and does not "
+        "replace a checkpoint in one step",
+        "drop it",
+    ),
+    Unsupported(
+        "--non-persistent-ckpt-type",
+        lambda s: s.get("non_persistent_ckpt_type") is not None,
+        "upstream writes these checkpoints for Megatron-FSDP, and cannot load them",
+        "use --save-interval with --save-retain-interval",
+    ),
+    Unsupported(
+        "--ckpt-convert-format",
+        lambda s: s.get("ckpt_convert_format") is not None,
+        "a Megatron-FSDP model writes no other format",
+        "drop it",
+    ),
+    Unsupported(
+        "--load-main-params-from-ckpt",
+        lambda s: bool(s.get("load_main_params_from_ckpt")),
+        "fsdp_dtensor checkpoints hold the main parameters, which are loaded anyway",
+        "drop it",
+    ),
 )
 
 

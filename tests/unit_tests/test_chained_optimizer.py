@@ -230,9 +230,9 @@ def _reload(sharding: str) -> list[Any]:
     except ValueError as error:
         refused = "expected no state_dict" in str(error)
     try:
-        optimizer.sharded_state_dict({})
-    except RuntimeError as error:
-        refused = refused and "cannot save or load it" in str(error)
+        optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+    except ValueError as error:
+        refused = refused and "expected fsdp_dtensor, got dp_reshardable" in str(error)
     return [
         reloaded,
         refused,

@@ -1,0 +1,365 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What loads by Megatron's flags, and what is refused before anything is overwritten."""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_runs import (
+    SCHEDULE,
+    assert_same,
+    gathered,
+    resumed_run,
+    saved_run,
+)
+from ranks import Run, launch
+from test_parity import BF16, EP, ZERO
+from toy_gpt import fsdp_toy_gpt
+
+Z3 = ZERO[3]
+
+
+@pytest.fixture(scope="module")
+def muon(tmp_path_factory) -> tuple[Run, Path]:
+    """A Muon run of two ranks and its folder; tests copy what they damage."""
+    folder = tmp_path_factory.mktemp("muon") / "saved"
+    return saved_run(2, folder, Z3, *BF16), folder
+
+
+@pytest.fixture(scope="module")
+def adam(tmp_path_factory) -> Path:
+    """A folder that Adam saved."""
+    folder = tmp_path_factory.mktemp("adam") / "saved"
+    launch(2, _adam(Z3, *BF16, *SCHEDULE, "--save", str(folder), "--exit-interval", "5")).check()
+    return folder
+
+
+def _adam(sharding: str, *flags: str) -> list[str]:
+    return fsdp_toy_gpt(sharding, "--optimizer", "adam", *flags)
+
+
+def _load(folder: Path, *flags: str, **options) -> Run:
+    """Load the checkpoint of iteration 5 and train one iteration."""
+    arguments = [*BF16, *SCHEDULE, "--load", str(folder), "--ckpt-step", "5", *flags]
+    return launch(2, fsdp_toy_gpt(Z3, *arguments, "--exit-interval", "6"), **options)
+
+
+def watch_load(status: str) -> None:
+    """Write for each rank whether parameters or state changed in a load that raised."""
+    from megatron.training import training
+
+    original = training.load_checkpoint
+
+    def digest(optimizer) -> str:
+        found = hashlib.sha256()
+        for child in getattr(optimizer, "chained_optimizers", [optimizer]):
+            for param in child.get_parameters():
+                found.update(param._local_tensor.detach().numpy().tobytes())
+                for value in child.optimizer.state.get(param, {}).values():
+                    local = getattr(value, "_local_tensor", value)
+                    # Adam makes its state, of zeros, on the way.
+                    found.update(local.numpy().tobytes() if local.any() else b"")
+        return found.hexdigest()
+
+    @functools.wraps(original)
+    def load_checkpoint(model, optimizer, *args, **kwargs):
+        before = digest(optimizer)
+        try:
+            return original(model, optimizer, *args, **kwargs)
+        except BaseException:
+            rank = torch.distributed.get_rank()
+            Path(f"{status}_{rank}").write_text(json.dumps(digest(optimizer) == before))
+            raise
+
+    training.load_checkpoint = load_checkpoint
+
+
+def _assert_refused(run: Run, status: Path, *texts: str) -> None:
+    """Every rank ended with status 1, the whole message, and all as it was."""
+    assert run.exit_codes == [1, 1], run.outputs[0][-2000:]
+    for rank, output in enumerate(run.outputs):
+        for text in texts:
+            assert text in output, output[-3000:]
+        assert json.loads(Path(f"{status}_{rank}").read_text()) is True
+    assert run.history == []
+
+
+def _copy(folder: Path, target: Path) -> Path:
+    """Copy the checkpoint of iteration 5 and the tracker."""
+    shutil.copytree(folder / "iter_0000005", target / "iter_0000005")
+    (target / "latest_checkpointed_iteration.txt").write_text("5")
+    return target
+
+
+def _without_metadata(folder: Path) -> str:
+    (folder / "iter_0000005" / ".metadata").unlink()
+    return "iter_0000005: expected a finished checkpoint, got one without .metadata"
+
+
+def _without_a_file(folder: Path) -> str:
+    path = next((folder / "iter_0000005").glob("__1_*.distcp"))
+    path.unlink()
+    return f"{path}: expected a file, got none"
+
+
+def _truncated(folder: Path) -> str:
+    path = next((folder / "iter_0000005").glob("__1_*.distcp"))
+    os.truncate(path, path.stat().st_size - 100)
+    return "the file is truncated"
+
+
+def _flipped(folder: Path) -> str:
+    path = next((folder / "iter_0000005").glob("__1_*.distcp"))
+    data = bytearray(path.read_bytes())
+    # In the middle of a weight, where torch.load notices nothing.
+    from megatron_muon.checkpoint.storage import read_checkpoint
+
+    checkpoint = read_checkpoint(folder / "iter_0000005")
+    key, item, chunk = max(checkpoint.items_by_file()[path.name], key=lambda entry: entry[1].length)
+    assert chunk is not None
+    data[item.offset + item.length // 2] ^= 4
+    path.write_bytes(data)
+    return f"{key}: expected the checksum of its record"
+
+
+def _damaged_metadata(folder: Path) -> str:
+    path = folder / "iter_0000005" / ".metadata"
+    os.truncate(path, path.stat().st_size // 2)
+    return f"{path}: expected the metadata of torch.distributed.checkpoint, got"
+
+
+def _torch_format(folder: Path) -> str:
+    _without_metadata(folder)
+    (folder / "iter_0000005" / "mp_rank_00").mkdir()
+    return "expected the format fsdp_dtensor, got torch."
+
+
+def _torch_dist_format(folder: Path) -> str:
+    (folder / "iter_0000005" / "metadata.json").write_text("{}")
+    return "expected the format fsdp_dtensor, got torch_dist."
+
+
+DAMAGES = [
+    _without_metadata,
+    _without_a_file,
+    _truncated,
+    _flipped,
+    _damaged_metadata,
+    _torch_format,
+    _torch_dist_format,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_refused_before_anything_is_loaded(damage, muon, tmp_path):
+    """By all ranks, naming the file, also where one rank alone reads the damaged one."""
+    text = damage(_copy(muon[1], tmp_path))
+    status = tmp_path / "status"
+    run = _load(tmp_path, before=functools.partial(watch_load, str(status)))
+    _assert_refused(run, status, text, "Nothing was loaded.")
+
+
+@pytest.mark.parametrize(
+    ("tracker", "text"),
+    [
+        ("", "expected an iteration or 'release', got ''. Finished in"),
+        ("7", "iter_0000007: expected a checkpoint, got no such folder. Finished in"),
+        (None, "expected it beside the finished checkpoints 5, got no such file"),
+    ],
+)
+def test_wrong_tracker_is_refused(tracker, text, muon, tmp_path):
+    """Upstream ends with status 0 for the first, and trains from random weights for the last."""
+    path = _copy(muon[1], tmp_path) / "latest_checkpointed_iteration.txt"
+    path.unlink()
+    if tracker is not None:
+        path.write_text(tracker)
+    status = tmp_path / "status"
+    arguments = fsdp_toy_gpt(Z3, *BF16, *SCHEDULE, "--load", str(tmp_path))
+    run = launch(2, arguments, before=functools.partial(watch_load, str(status)))
+    _assert_refused(run, status, text, "--ckpt-step 5", "Nothing was loaded.")
+
+
+OTHERS = [
+    pytest.param(
+        ("--ffn-hidden-size", "64"),
+        "mlp.linear_fc2.weight: expected shape (32, 64), got (32, 56)",
+        id="shapes",
+    ),
+    pytest.param(
+        ("--num-layers", "1"),
+        "decoder.layers.1.mlp.linear_fc2.weight: expected nothing, got a tensor",
+        id="fewer_layers",
+    ),
+    pytest.param(
+        ("--num-layers", "3"),
+        "decoder.layers.2.mlp.linear_fc2.weight: expected a tensor, got nothing",
+        id="more_layers",
+    ),
+    pytest.param(
+        ("--muon-scalar-optimizer", "lion"),
+        "word_embeddings.weight: expected nothing, got exp_avg_sq, step",
+        id="scalar_optimizer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "text"), OTHERS)
+def test_other_model_is_refused(flags, text, muon, tmp_path):
+    """Naming each tensor that is missing, of another shape, or would be dropped."""
+    status = tmp_path / "status"
+    run = _load(muon[1], *flags, before=functools.partial(watch_load, str(status)))
+    _assert_refused(run, status, text, "Nothing was loaded.")
+
+
+def test_adams_checkpoint_is_refused_by_muon(adam, tmp_path):
+    """Naming what was expected and found, and the way out."""
+    status = tmp_path / "status"
+    run = _load(adam, before=functools.partial(watch_load, str(status)))
+    _assert_refused(
+        run,
+        status,
+        "linear_fc1.weight_w: expected momentum_buffer, got exp_avg, exp_avg_sq, step",
+        "was saved with --optimizer adam, this run has --optimizer muon",
+        "--no-load-optim",
+    )
+
+
+def test_muons_checkpoint_is_refused_by_adam(muon, tmp_path):
+    """The reverse."""
+    status = tmp_path / "status"
+    flags = ("--optimizer", "adam")
+    run = _load(muon[1], *flags, before=functools.partial(watch_load, str(status)))
+    _assert_refused(
+        run,
+        status,
+        "linear_fc1.weight_w: expected exp_avg, exp_avg_sq, step, got momentum_buffer",
+        "was saved with --optimizer muon, this run has --optimizer adam",
+    )
+
+
+def test_missing_momentum_is_refused(tmp_path):
+    """A checkpoint saved with --no-save-optim loads with --no-load-optim only, which says so."""
+    folder, status = tmp_path / "saved", tmp_path / "status"
+    flags = [*BF16, *SCHEDULE, "--save", str(folder), "--no-save-optim", "--exit-interval", "5"]
+    launch(2, fsdp_toy_gpt(Z3, *flags)).check()
+    run = _load(folder, before=functools.partial(watch_load, str(status)))
+    _assert_refused(run, status, "linear_fc1.weight_w: expected momentum_buffer, got nothing")
+    assert "momentum starts at zero" in _load(folder, "--no-load-optim").check().outputs[0]
+
+
+def test_adam_trains_on_from_its_own_checkpoint(adam):
+    """The checks are Adam's too."""
+    assert len(_load(adam, "--optimizer", "adam").check().losses) == 1
+
+
+@pytest.mark.parametrize("flags", [("--no-load-optim",), ("--finetune",)])
+def test_weights_alone_load_with_every_bit(flags, muon, tmp_path):
+    """bf16: main weights stay those of the checkpoint, and momentum starts at zero, which is said.
+
+    Upstream raises NotImplementedError here.
+    """
+    run = resumed_run(2, muon[1], tmp_path / "b", Z3, *BF16, *flags, "--exit-interval", "6")
+    run.check()
+    assert "loading weights without optimizer state" in run.outputs[0]
+    assert "momentum starts at zero" in run.outputs[0]
+    if "--finetune" in flags:
+        return  # begins at iteration 0, before which nothing is gathered
+    found, expected = gathered(tmp_path / "b", 2), gathered(muon[1], 2)
+    params = {name for name in expected if name.endswith(".param")}
+    assert_same({n: found[n] for n in params}, {n: expected[n] for n in params})
+    assert all(bool((found[n] == 0).all()) for n in found.keys() - params)
+
+
+def test_weights_of_adam_start_a_muon_run(adam):
+    """--finetune takes weights from another optimizer's checkpoint, and begins at iteration 0."""
+    run = _load(adam, "--finetune").check()
+    assert "momentum starts at zero" in run.outputs[0]
+    assert [record["iteration"] for record in run.history] == list(range(1, 7))
+
+
+def test_load_of_an_empty_folder_is_a_fresh_run(muon, tmp_path):
+    """Upstream takes a dummy step then, which decays weights; here losses are the fresh run's."""
+    flags = [*BF16, *SCHEDULE, "--load", str(tmp_path), "--exit-interval", "3"]
+    run = launch(2, fsdp_toy_gpt(Z3, *flags)).check()
+    assert run.losses == muon[0].losses[:3]
+    adam = _adam(Z3, *BF16, *SCHEDULE, "--exit-interval", "3")
+    assert launch(2, [*adam, "--load", str(tmp_path)]).check().losses == launch(2, adam).losses
+
+
+def test_pretrained_checkpoint_loads_without_load(muon):
+    """Upstream joins a path with None."""
+    flags = [*BF16, *SCHEDULE, "--pretrained-checkpoint", str(muon[1]), "--exit-interval", "1"]
+    run = launch(2, fsdp_toy_gpt(Z3, *flags)).check()
+    assert run.losses[0] < muon[0].losses[0] - 0.5
+    assert "momentum starts at zero" in run.outputs[0]
+
+
+def _learning_rate(run: Run) -> float:
+    line = next(line for line in run.outputs[-1].splitlines() if "learning rate:" in line)
+    return float(line.partition("learning rate:")[2].split("|")[0])
+
+
+def test_schedule_flags_choose_between_run_and_checkpoint(muon):
+    """--override-opt_param-scheduler takes this run's --lr, --use-checkpoint-... the saved one."""
+    other = ("--lr", "1e-3")
+    kept = _load(muon[1], *other, "--use-checkpoint-opt_param-scheduler").check()
+    assert kept.losses == _load(muon[1]).check().losses
+    overridden = _load(muon[1], *other, "--override-opt_param-scheduler").check()
+    assert _learning_rate(overridden) < 0.6 * _learning_rate(kept)
+    assert "do not match" in _load(muon[1], *other).outputs[0]
+
+
+def test_changed_momentum_flag_holds_and_is_said(muon):
+    """The checkpoint does not silently undo --muon-momentum."""
+    run = _load(muon[1], "--muon-momentum", "0.5").check()
+    assert (
+        "optimizer settings of this run differ from the checkpoint's and hold: momentum 0.5"
+        in (run.outputs[0])
+    )
+
+
+def _without(attribute: str) -> None:
+    from megatron_muon.mcore import patches
+
+    kept = tuple(patch for patch in patches.PATCHES if patch.target.attribute != attribute)
+    assert len(kept) == len(patches.PATCHES) - 1
+    patches.PATCHES = kept
+
+
+@pytest.mark.parametrize(
+    ("attribute", "sharding", "flags"),
+    [
+        pytest.param("handle_swiglu_in_state_dict", Z3, BF16, id="muon"),
+        pytest.param("handle_swiglu_in_state_dict", Z3, ("--optimizer", "adam"), id="fp32"),
+        pytest.param("make_fsdp_dtensor", ZERO[0], BF16, id="no_shard"),
+    ],
+)
+def test_save_fails_without_the_repair(attribute, sharding, flags, tmp_path):
+    """Gated layers: upstream knows Adam's state, in bf16, sharded."""
+    arguments = [*flags, *SCHEDULE, "--save", str(tmp_path), "--exit-interval", "5"]
+    run = launch(
+        2, fsdp_toy_gpt(sharding, *arguments), before=functools.partial(_without, attribute)
+    )
+    assert 1 in run.exit_codes
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_adams_save_with_empty_shards_hangs_without_the_repair(tmp_path):
+    """Ranks come with different sets of tensors to collectives over them."""
+    arguments = [*EP, *BF16, *SCHEDULE, "--exit-interval", "5", "--optimizer", "adam"]
+    launch(4, fsdp_toy_gpt(Z3, *arguments, "--save", str(tmp_path / "with"))).check()
+    broken = launch(
+        4,
+        fsdp_toy_gpt(Z3, *arguments, "--save", str(tmp_path / "without")),
+        before=functools.partial(_without, "sharded_param_state_fsdp_dtensor"),
+        timeout_s=25,
+    )
+    assert any(broken.exit_codes)
+    assert (tmp_path / "with" / "iter_0000005" / ".metadata").exists()
+    assert not (tmp_path / "without" / "iter_0000005" / ".metadata").exists()
