@@ -20,6 +20,7 @@ Each layer imports only the ones above it::
     engine          runs a plan: local rows in, orthogonalized local rows out
     owner_compute   domain, plan and engine for the parameters of one optimizer
     chunk_layout    row shards of a DTensor that lies in no buffer of Megatron-FSDP
+    checkpoint/     reads and verifies checkpoints; ``python -m megatron_muon.checkpoint``
     mcore/          the only code that imports megatron: optimizer, factory, arguments, repairs
     patching/       verifies and applies what changes in megatron
     launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``; without a GPU on ``cpu_ranks/``

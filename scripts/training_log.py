@@ -16,6 +16,8 @@ FAULT = re.compile(r"^E.*\bfailed \(exitcode: -(6|7|11)\)")
 ROOT_CAUSE_RANK = re.compile(r"^ *rank +: (\d+) ")
 OPTIMIZER_MS = re.compile(r"^ *optimizer \.*: ([\d.]+)$")
 INNER_STEP_MS = re.compile(r"^ *optimizer-inner-step \.*: ([\d.]+)$")
+SAVE_MS = re.compile(r"^ *save-checkpoint \.*: ([\d.]+)$")
+LOAD_MS = re.compile(r"^ *load-checkpoint \.*: ([\d.]+)$")
 
 
 @dataclass
@@ -31,6 +33,8 @@ class TrainingLog:
     step_ms: dict[int, float] = field(default_factory=dict)
     optimizer_ms: dict[int, float] = field(default_factory=dict)
     inner_step_ms: dict[int, float] = field(default_factory=dict)
+    save_ms: dict[int, float] = field(default_factory=dict)
+    load_ms: float = float("nan")
     iteration: int = 0
     is_complete: bool = False
 
@@ -48,6 +52,10 @@ class TrainingLog:
             self.optimizer_ms[self.iteration] = float(match[1])
         elif match := INNER_STEP_MS.match(line):
             self.inner_step_ms[self.iteration] = float(match[1])
+        elif match := SAVE_MS.match(line):
+            self.save_ms[self.iteration] = float(match[1])
+        elif match := LOAD_MS.match(line):
+            self.load_ms = float(match[1])
         elif match := VALIDATION.search(line):
             self.validation_losses[int(match[1])] = float(match[3])
             # Only the validation after the last iteration says so.

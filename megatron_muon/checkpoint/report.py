@@ -60,7 +60,7 @@ def describe(checkpoint: StoredCheckpoint) -> Iterator[str]:
         yield f"  {name}: {shape}; {', '.join(described)}"
     num_bytes: dict[str, int] = defaultdict(int)
     for key, tensor in checkpoint.tensors.items():
-        num_bytes[key.partition(".")[0]] += math.prod(tensor.shape) * tensor.dtype.itemsize
+        num_bytes[key.partition(".")[0]] += tensor.num_bytes
     yield "  tensor bytes: " + ", ".join(f"{part} {n:,}" for part, n in sorted(num_bytes.items()))
     yield f"  objects: {len(checkpoint.objects)}; files: {len(checkpoint.items_by_file())}"
 

@@ -15,6 +15,7 @@ Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2
 """
 
 import io
+import math
 import pickle
 import types
 from collections.abc import Callable
@@ -74,6 +75,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements of the whole."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

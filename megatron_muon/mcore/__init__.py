@@ -7,9 +7,13 @@ Order of the modules, each importing only those before it::
     support          what Muon under Megatron-FSDP refuses, and why
     fsdp_model       reads Megatron-FSDP: parameters, row shards, groups
     muon             FSDPZeROTensorParallelMuon
-    chained_optimizer  FSDPMuonChainedOptimizer
-    factory          build_megatron_fsdp_emerging_optimizer
     arguments        command-line flags and their checks
-    repairs          upstream defects of HFSDP
+    optimizer_state  state and settings of parameters by name, as checkpoints hold them
+    chained_optimizer    FSDPMuonChainedOptimizer
+    factory          build_megatron_fsdp_emerging_optimizer
+    repairs          upstream defects of gradients
+    checkpoint_repairs   upstream defects of ``fsdp_dtensor`` checkpoints
+    checkpoint_loading   a checkpoint is compared with the run before it is loaded
+    checkpoint_saving    a save that is cut short leaves what was there
     patches          the list of what :func:`megatron_muon.enable` changes
 """

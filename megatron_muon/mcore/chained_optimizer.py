@@ -63,8 +63,14 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             for child in self.chained_optimizers
             for param in child.get_parameters()
         }
+        main_weights = {
+            param: chunk.param_and_grad_buffer.dist_main_weight[name]
+            for chunk in self.model_chunks
+            for name, param in chunk.param_and_grad_buffer.optimizer_named_parameters
+        }
         for child in self.chained_optimizers:
             optimizer_state.complete_state(child)
+            optimizer_state.record_offsets(child, main_weights)
             if isinstance(child.optimizer, FSDPZeROTensorParallelMuon):
                 child.optimizer.checks_gradients = False
 
@@ -103,6 +109,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             for child in self.chained_optimizers:
                 if not child.is_stub_optimizer:
                     child.optimizer.step()
+                    optimizer_state.count_step_of_empty_shards(child.optimizer)
         with _timed(self.config, "optimizer-copy-main-to-model-params"):
             for chunk in self.model_chunks:
                 chunk.module.install_optimized_model_weights()
@@ -143,13 +150,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Give the state and group settings of all parameters by name; see :mod:`.optimizer_state`.
 
-        The tensors are the optimizers' own: ``torch.distributed.checkpoint`` saves them, and loads
-        them in place.
-
-        Communication: one all-reduce of a float64 for each child over all ranks.
+        The tensors are the optimizers' own, and know their rows: ``torch.distributed.checkpoint``
+        saves them on any ranks, and loads them in place on others.
         """
-        device = self.model_chunks[0].module.device
-        optimizer_state.agree_on_steps(self.chained_optimizers, device)
         return optimizer_state.pack(self.chained_optimizers, self._state_names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

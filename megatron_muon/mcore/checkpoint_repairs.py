@@ -16,7 +16,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local
 from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.optimizer_state import agree_on_steps, complete_state
+from megatron_muon.mcore.optimizer_state import agree_on_step, complete_state
 
 _IS_REPLICATED = "_megatron_muon_is_replicated"
 
@@ -127,7 +127,7 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
     tensors and the save hangs. For loading, upstream makes state by a step with zero gradients,
     which decays the weights of a run that then finds no checkpoint.
 
-    Communication: see :func:`agree_on_steps`.
+    Communication: see :func:`agree_on_step`.
     """
 
     @functools.wraps(original)
@@ -135,7 +135,7 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
         if "Adam" not in type(self.optimizer).__name__:
             return original(self, is_loading)
         complete_state(self)
-        agree_on_steps([self], torch.device(torch.cuda.current_device()))
+        agree_on_step(self, torch.device("cuda", torch.cuda.current_device()))
         return original(self, False)
 
     return sharded_param_state_fsdp_dtensor

@@ -45,31 +45,53 @@ def complete_state(child: DistributedOptimizer) -> None:
             group.setdefault("step", 0)
 
 
-def agree_on_steps(children: Sequence[DistributedOptimizer], device: torch.device) -> None:
-    """Set the step counters that stood still on ranks with empty shards.
+def record_offsets(
+    child: DistributedOptimizer, main_weights: Mapping[torch.Tensor, DTensor]
+) -> None:
+    """Tell ``torch.distributed.checkpoint`` which rows each state holds: those of the weight.
 
-    A checkpoint keeps one of the copies of a plain tensor, any rank's, so all have to be the same.
-    All parameters of a child are stepped together, since a missing gradient is an error.
+    Without it torch takes any DTensor's rows for even shards, and says nothing.
 
     Args:
-        children: Optimizers, the same on all ranks in number and order.
-        device: Where the counters are reduced.
-
-    Communication: one all-reduce of a float64 for each child over all ranks.
+        child: Optimizer with complete state.
+        main_weights: For each parameter the DTensor that Megatron-FSDP recorded its rows on.
     """
-    counters = [
-        [state["step"] for state in child.optimizer.state.values() if "step" in state]
-        for child in children
-    ]
-    highest = torch.tensor(
-        [max((float(step) for step in steps), default=0.0) for steps in counters],
-        dtype=torch.float64,
-        device=device,
-    )
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    for steps, value in zip(counters, highest.tolist(), strict=True):
-        for step in steps:
-            step.fill_(value)
+    for param, states in child.optimizer.state.items():
+        recorded = main_weights[param]._local_tensor
+        for value in states.values():
+            if isinstance(value, DTensor):
+                for name in ("__create_chunk_list__", "__create_write_items__"):
+                    if hasattr(recorded, name):
+                        setattr(value._local_tensor, name, getattr(recorded, name))
+
+
+def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Count a step that Adam has not, for parameters of which this rank holds no rows.
+
+    A checkpoint keeps one of the copies of a counter, any rank's, so all have to be the same.
+    """
+    for param, states in optimizer.state.items():
+        if param.grad is None and "step" in states:
+            states["step"] += 1
+
+
+def agree_on_step(child: DistributedOptimizer, device: torch.device) -> None:
+    """Set the step counters that stood still on ranks with empty shards to those of other ranks.
+
+    For upstream's own Adam, in whose step nobody counts them.
+
+    Args:
+        child: Optimizer that every rank has, and that steps all its parameters together.
+        device: Where the counter is reduced.
+
+    Communication: one all-reduce of a float64 over all ranks.
+    """
+    counters = [states["step"] for states in child.optimizer.state.values() if "step" in states]
+    highest = max((float(step) for step in counters), default=0.0)
+    agreed = torch.tensor(highest, dtype=torch.float64, device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    for step in counters:
+        step.fill_(agreed.item())
 
 
 def pack(

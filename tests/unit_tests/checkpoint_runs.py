@@ -4,7 +4,6 @@
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +60,7 @@ def watch(folder: str) -> None:
                 digest.update(param._local_tensor.numpy().tobytes())
                 for key in sorted(state):
                     local = getattr(state[key], "_local_tensor", state[key])
-                    # Counters of empty shards stand still until a save.
-                    if key != "step":
-                        digest.update(local.numpy().tobytes())
+                    digest.update(local.numpy().tobytes())
         with open(Path(folder) / f"digests_{rank}", "a") as file:
             file.write(f"{get_args().curr_iteration} {digest.hexdigest()}\n")
         return done
@@ -117,13 +114,3 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert found.keys() == expected.keys()
     different = [name for name in found if not torch.equal(found[name], expected[name])]
     assert not different, different
-
-
-def last_lines(run: Run, rank: int = 0, count: int = 3000) -> str:
-    """Give the end of what a rank printed."""
-    return run.outputs[rank][-count:]
-
-
-def texts(run: Run) -> Sequence[str]:
-    """Give all that the ranks printed."""
-    return run.outputs
