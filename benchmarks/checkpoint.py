@@ -33,16 +33,15 @@ def measure(options: argparse.Namespace, flags: str) -> dict[str, float]:
     sizes = (
         f"--num-layers {options.layers} --hidden-size {options.hidden}"
         f" --ffn-hidden-size {3 * options.hidden} --global-batch-size {options.ranks}"
-        f" --lr-decay-iters 100 --eval-interval 100000"
+        f" --train-iters {NUM_SAVES + 1} --eval-interval 100000"
     )
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        arguments = f"{COMMON} {flags} {sizes} --save-interval 1".split()
+        arguments = f"{COMMON} {flags} {sizes}".split()
         saved = train(
-            options.ranks, [*arguments, "--train-iters", str(NUM_SAVES), "--save", folder]
+            options.ranks,
+            [*arguments, *f"--save {folder} --save-interval 1 --exit-interval {NUM_SAVES}".split()],
         )
-        loaded = train(
-            options.ranks, [*arguments, "--train-iters", str(NUM_SAVES + 1), "--load", folder]
-        )
+        loaded = train(options.ranks, [*arguments, "--load", folder])
         checkpoint = read_checkpoint(find_checkpoint(Path(folder)))
         files = [path for path in checkpoint.folder.iterdir() if path.is_file()]
         state = [t for key, t in checkpoint.tensors.items() if key.startswith("optimizer.state.")]

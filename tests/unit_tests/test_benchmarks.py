@@ -3,6 +3,9 @@
 """The benchmarks run, and what they count is right; how fast anything is, they say, not a test."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from ranks import ROOT, launch
@@ -28,3 +31,22 @@ def test_optimizer_step_measures_every_peer_and_writes_json(tmp_path):
         assert peer["over_adam"] == pytest.approx(peer["step_ms"] / peers["adam"]["step_ms"])
         assert (0 < peer["efficiency"] < 1) == (name != "adam")
     assert "| owner |" in run.outputs[0]
+
+
+def test_checkpoint_measures_muon_beside_adam(tmp_path):
+    """Muon keeps one state where Adam keeps two, so its checkpoint is smaller."""
+    path = tmp_path / "checkpoint.json"
+    flags = ["--hidden", "64", "--layers", "1", "--passes", "1", "--json", str(path)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "checkpoint.py"), *flags],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MEGATRON_MUON_DEVICE": "cpu"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    adam, muon = json.loads(path.read_text()).values()
+    assert muon["bytes"] < adam["bytes"]
+    assert 0.5 < muon["state_bytes"] / adam["state_bytes"] < 0.9
+    assert min(*adam.values(), *muon.values()) > 0
+    assert "| FSDP, muon, owner |" in done.stdout

@@ -246,9 +246,9 @@ def test_rank_that_stands_still_ends_the_job_after_the_timeout():
     """
     flags = fsdp_toy_gpt(ZERO[3], *FLAGS)
     start = time.monotonic()
-    run = launch(2, flags, before=functools.partial(_stop_in_the_gather, 8), timeout_s=30)
+    run = launch(2, flags, before=functools.partial(_stop_in_the_gather, 5), timeout_s=20)
     assert run.exit_codes == [1, -signal.SIGKILL]
-    assert "Timed out waiting 8000ms" in run.outputs[0]
+    assert "Timed out waiting 5000ms" in run.outputs[0]
     assert time.monotonic() - start < 60
 
 
