@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.agreement import raise_where_any_rank_fails
+from megatron_muon.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.checkpoint.folders import (
     TRACKER,
     CheckpointError,
@@ -42,8 +42,8 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     weights where it is missing beside finished checkpoints. It still does so where there are none:
     that is how a first run with ``--load`` and ``--save`` on one folder begins.
 
-    Communication: all-reduces of an int32 over all ranks; each rank reads its share of the
-    checkpoint's files once.
+    Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks; each rank
+    reads its share of the checkpoint's files once.
     """
 
     @functools.wraps(original)
@@ -51,13 +51,21 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         load_dir: str | None, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
     ) -> Any:
         global _being_loaded
-        if not args.use_megatron_fsdp or load_dir is None:
+        if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
             return original(load_dir, args, rank0, *rest, **kwargs)
         try:
-            checkpoint, problems = _open(Path(load_dir), args.ckpt_step), []
+            checkpoint, problems = _open(Path(load_dir), getattr(args, "ckpt_step", None)), []
         except CheckpointError as error:
             checkpoint, problems = None, [str(error)]
         _raise_together(problems, _NOTHING_LOADED)
+        if dist.is_initialized():
+            found = checkpoint.folder.name if checkpoint else "none"
+            raise_where_ranks_differ(
+                [found],
+                dist.group.WORLD,  # type: ignore[arg-type]
+                _device(),
+                "checkpoint to load, which may be on a file system that not all nodes mount",
+            )
         if checkpoint is None:
             return original(load_dir, args, rank0, *rest, **kwargs)
         # load_checkpoint calls this twice: first for the arguments of the run that saved.
@@ -201,10 +209,13 @@ def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
 def _raise_together(problems: list[str], advice: str) -> None:
     """Raise on all ranks where one has a problem; alone where there is no process group yet."""
     if dist.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device())
-        raise_where_any_rank_fails(problems, None, device, advice)
+        raise_where_any_rank_fails(problems, None, _device(), advice)
     elif problems:
         raise CheckpointError("\n  ".join([*problems, advice]))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:

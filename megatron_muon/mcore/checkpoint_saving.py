@@ -41,6 +41,8 @@ def replace_in_one_step(original: type[FileSystemWriter]) -> type[FileSystemWrit
 
         def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
             """Name the files of each rank after this save."""
+            if not self.use_collectives:
+                return super().prepare_global_plan(plans)
             save = uuid.uuid4().hex[:8]
             return [
                 replace(plan, storage_data=_StoragePrefix(f"__{rank}_{save}_"))
@@ -50,6 +52,8 @@ def replace_in_one_step(original: type[FileSystemWriter]) -> type[FileSystemWrit
         def finish(self, metadata: Any, results: list[list[Any]]) -> None:
             """Write the metadata, then remove what it does not name."""
             super().finish(metadata, results)
+            if not self.use_collectives:  # each rank has metadata of its own, and names its own
+                return
             kept = {result.storage_data.relative_path for written in results for result in written}
             for path in Path(self.path).glob("__*.distcp"):
                 if path.name not in kept:

@@ -12,7 +12,9 @@ from ranks import Run, launch
 from toy_gpt import fsdp_toy_gpt
 
 SAVED_AT, LAST = 5, 15
-SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT}".split()
+SCHEDULE = (
+    f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT} --global-batch-size 4"
+).split()
 
 
 def saved_run(world_size: int, folder: Path, sharding: str, *flags: str) -> Run:

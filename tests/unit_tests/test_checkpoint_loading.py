@@ -185,6 +185,22 @@ def test_wrong_tracker_is_refused(tracker, text, muon, tmp_path):
     _assert_refused(run, status, text, "--ckpt-step 5", "Nothing was loaded.")
 
 
+def _hide_checkpoint() -> None:
+    """Let rank 1 see an empty folder, as on a node where the file system is not mounted."""
+    from megatron_muon.mcore import checkpoint_loading
+
+    if os.environ["RANK"] == "1":
+        checkpoint_loading._open = lambda folder, iteration: None
+
+
+def test_checkpoint_that_some_ranks_do_not_see_is_refused(muon):
+    """They would train from random weights, and the others wait for them."""
+    run = _load(muon[1], before=_hide_checkpoint, timeout_s=60)
+    assert run.exit_codes == [1, 1]
+    for output in run.outputs:
+        assert "rank 1 has 'none' where rank 0 has 'iter_0000005'" in output
+
+
 OTHERS = [
     pytest.param(
         ("--ffn-hidden-size", "64"),
@@ -215,6 +231,14 @@ def test_other_model_is_refused(flags, text, muon, tmp_path):
     status = tmp_path / "status"
     run = _load(muon[1], *flags, before=functools.partial(watch_load, str(status)))
     _assert_refused(run, status, text, "Nothing was loaded.")
+
+
+def test_checkpoint_of_bf16_is_refused_in_fp32(muon, tmp_path):
+    """Upstream names optimizer state by the wrapper of bf16 models; weights alone load."""
+    status = tmp_path / "status"
+    flags = [*SCHEDULE, "--load", str(muon[1]), "--ckpt-step", "5", *BF16[1:]]
+    run = launch(2, fsdp_toy_gpt(Z3, *flags), before=functools.partial(watch_load, str(status)))
+    _assert_refused(run, status, "linear_fc2.weight: expected momentum_buffer, got nothing")
 
 
 def test_adams_checkpoint_is_refused_by_muon(adam, tmp_path):
