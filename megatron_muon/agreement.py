@@ -57,7 +57,11 @@ def raise_where_any_rank_fails(
 
 
 def raise_where_ranks_differ(
-    entries: Sequence[str], group: dist.ProcessGroup, device: torch.device, what: str
+    entries: Sequence[str],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    what: str,
+    advice: str = "Build the same model with the same arguments on every rank.",
 ) -> None:
     """Check that all ranks of a group hold the same list, by its hash.
 
@@ -66,6 +70,7 @@ def raise_where_ranks_differ(
         group: Ranks that must agree.
         device: Where the hash that is gathered lives (the backend's device).
         what: Name of the list for the message.
+        advice: What the user should do, the end of the message.
 
     Raises:
         RuntimeError: On all ranks, naming the first item that differs on each deviating rank.
@@ -92,5 +97,5 @@ def raise_where_ranks_differ(
     raise RuntimeError(
         f"{what}: expected the same on all ranks of the group, got "
         + "; ".join(lines[:8])
-        + ". Build the same model with the same arguments on every rank."
+        + f". {advice}"
     )

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
                 sys.stdout.write(line + "\n")
             return 0
         problems = list(find_problems(checkpoint))
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         problems = [str(error)]
     for problem in problems:
         sys.stderr.write(problem + "\n")

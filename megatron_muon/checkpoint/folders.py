@@ -79,7 +79,7 @@ def _tracked_folder(folder: Path) -> str:
             f"{tracker}: expected the tracker of a --save folder, got no such file. "
             f"{_what_to_load(folder)}"
         )
-    text = tracker.read_text().strip()
+    text = tracker.read_text(errors="replace").strip()
     if text == "release":
         return text
     if not text.isdigit():

@@ -9,7 +9,7 @@ object     any other value, pickled
 item       the bytes of a chunk or object: an archive of ``torch.save``, in one of the files
 =========  =====================================================================================
 
-Unpickling never runs code from the checkpoint: names that are not on a short list become inert.
+Unpickling never runs code from the checkpoint: all but a few names of plain values become inert.
 
 Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2.11.
 """
@@ -17,14 +17,13 @@ Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2
 import io
 import math
 import pickle
-import types
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_muon.checkpoint.folders import METADATA, CheckpointError
 
@@ -135,7 +134,7 @@ class StoredCheckpoint:
         return found
 
     def read_object(self, key: str) -> StoredObject:
-        """Read an object; instances of unknown classes become namespaces.
+        """Read an object; instances of unknown classes become inert.
 
         Raises:
             CheckpointError: It cannot be read.
@@ -156,17 +155,15 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
     try:
         with open(path, "rb") as file:
             metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
+        if type(metadata).__name__ != "Metadata":
             raise TypeError(f"{type(metadata).__name__} in place of Metadata")
         items: dict[str, dict[tuple[int, ...], Item]] = {}
         for index, info in metadata.storage_data.items():
-            offsets = tuple(index.offset or ())
-            items.setdefault(index.fqn, {})[offsets] = Item(
-                info.relative_path, info.offset, info.length
-            )
+            offsets = tuple(getattr(index, "offset", None) or ())
+            items.setdefault(index.fqn, {})[offsets] = _item(info)
         tensors, objects = {}, {}
         for key, value in metadata.state_dict_metadata.items():
-            if isinstance(value, TensorStorageMetadata):
+            if type(value).__name__ == "TensorStorageMetadata":
                 tensors[key] = _stored_tensor(value, items[key])
             else:
                 objects[key] = items[key][()]
@@ -178,16 +175,23 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
     return StoredCheckpoint(folder, tensors, objects)
 
 
-def _stored_tensor(
-    value: TensorStorageMetadata, items: dict[tuple[int, ...], Item]
-) -> StoredTensor:
+def _item(info: StoredObject) -> Item:
+    if Path(info.relative_path).name != info.relative_path or min(info.offset, info.length) < 0:
+        raise ValueError(f"bytes {info.offset}, {info.length} of {info.relative_path}")
+    return Item(info.relative_path, info.offset, info.length)
+
+
+def _stored_tensor(value: StoredObject, items: dict[tuple[int, ...], Item]) -> StoredTensor:
     # Tensors that are not sharded are stored without an offset.
     chunks = tuple(
         Chunk(offsets, tuple(chunk.sizes), items[offsets] if offsets in items else items[()])
         for chunk in value.chunks
         for offsets in [tuple(chunk.offsets)]
     )
-    return StoredTensor(tuple(value.size), value.properties.dtype, chunks)
+    dtype = value.properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{dtype} in place of a dtype")
+    return StoredTensor(tuple(value.size), dtype, chunks)
 
 
 def load_tensor(data: bytes, key: str) -> torch.Tensor:
@@ -200,17 +204,19 @@ def load_tensor(data: bytes, key: str) -> torch.Tensor:
 
 
 def load_object(data: bytes, key: str) -> StoredObject:
-    """Read an object from the bytes of its item; instances of unknown classes become namespaces.
+    """Read an object from the bytes of its item; instances of unknown classes become inert.
 
     Raises:
         CheckpointError: The bytes are no archive of ``torch.save``.
     """
-    return _load(
-        key,
-        lambda: torch.load(
-            io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_INERT_PICKLE
-        ),
-    )
+
+    def load() -> StoredObject:
+        """Unpickle the one record that is not a tensor's bytes."""
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            return _Unpickler(io.BytesIO(archive.read(name))).load()
+
+    return _load(key, load)
 
 
 def _load[T](key: str, load: Callable[[], T]) -> T:
@@ -222,53 +228,44 @@ def _load[T](key: str, load: Callable[[], T]) -> T:
         ) from error
 
 
-class _Inert(types.SimpleNamespace):
-    """Stands in for an instance of a class that is not imported."""
+class _Inert:
+    """Stands in for an instance of a class that is not imported; keeps what it was given."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(**kwargs)
-        self.arguments = args
+    def __new__(cls, *arguments: object) -> "_Inert":
+        inert = super().__new__(cls)
+        inert.arguments = arguments
+        return inert
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
 
     def __setstate__(self, state: object) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
+    def __setitem__(self, key: object, value: object) -> None: ...
 
-# What makes plain values: metadata, tensors, numpy's random state.
+    def append(self, value: object) -> None:
+        """Take an element of a list that is not imported."""
+
+    def extend(self, values: object) -> None:
+        """Take elements of a list that is not imported."""
+
+
+# Names that are imported: none of them can be changed, or does anything but make a plain value.
 _DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64"
-_STORAGES = "Bool Byte Char Short Int Long Half BFloat16 Float Double"
-_ALLOWED: dict[str, set[str]] = {
-    "_codecs": {"encode"},
-    "argparse": {"Namespace"},
-    "builtins": {"set", "frozenset", "bytearray", "complex", "slice", "range"},
-    "collections": {"OrderedDict", "defaultdict"},
-    "numpy": {"dtype", "ndarray"},
-    "numpy._core.multiarray": {"_reconstruct", "scalar"},
-    "numpy.core.multiarray": {"_reconstruct", "scalar"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "torch": {
-        "Size",
-        "device",
-        *_DTYPES.split(),
-        *(f"{name}Storage" for name in _STORAGES.split()),
-    },
-    "torch._utils": {"_rebuild_tensor_v2"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "ChunkStorageMetadata"),
-        *("TensorStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.serialization": {"_get_layout"},
-    "torch.storage": {"UntypedStorage"},
+_PLAIN: dict[str, set[str]] = {
+    "builtins": {"set", "frozenset"},
+    "collections": {"OrderedDict"},
+    "torch": {"Size", *_DTYPES.split()},
 }
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
-        if name in _ALLOWED.get(module, ()):
+        if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
         return type(name, (_Inert,), {"__module__": module})
 
-
-_INERT_PICKLE = types.ModuleType("inert_pickle")
-_INERT_PICKLE.Unpickler = _Unpickler  # type: ignore[attr-defined]
-_INERT_PICKLE.load = pickle.load  # type: ignore[attr-defined]
+    def persistent_load(self, pid: object) -> object:
+        """Leave out the bytes of a tensor that lies inside of an object."""
+        return _Inert(pid)

@@ -11,6 +11,7 @@ import io
 import math
 import zipfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from megatron_muon.checkpoint.folders import CheckpointError
 from megatron_muon.checkpoint.storage import (
@@ -24,47 +25,56 @@ from megatron_muon.checkpoint.storage import (
 
 
 def find_problems(
-    checkpoint: StoredCheckpoint, files: Sequence[str] | None = None
+    checkpoint: StoredCheckpoint, share: int = 0, num_shares: int = 1
 ) -> Iterator[str]:
     """Compare a checkpoint with its table of contents and its checksums.
 
     Args:
         checkpoint: Table of contents.
-        files: Files to read; None for all.
+        share: Which part of the work to do; all parts together read every byte once.
+        num_shares: Number of parts, of about as many bytes each.
 
     Yields:
-        One sentence for each tensor whose chunks do not tile it, each file that is missing, too
-        short or longer than what it holds, each item whose bytes have changed or are not the chunk
+        One sentence for each tensor whose chunks do not tile it, each file that is missing or of
+        another length than what it holds, each item whose bytes have changed or are not the chunk
         they should be.
 
     Memory: twice the largest item.
     """
-    for key, tensor in checkpoint.tensors.items():
+    for key, tensor in list(checkpoint.tensors.items())[share::num_shares]:
         if not _is_tiled(tensor):
             yield f"{key}: expected chunks that tile the shape {tensor.shape}, got others"
     by_file = checkpoint.items_by_file()
-    for name in by_file if files is None else files:
-        yield from _problems_of_file(checkpoint, name, by_file[name])
-
-
-def _problems_of_file(
-    checkpoint: StoredCheckpoint, name: str, entries: Sequence[tuple[str, Item, Chunk | None]]
-) -> Iterator[str]:
-    path = checkpoint.folder / name
-    if not path.is_file():
-        yield f"{path}: expected a file, got none"
-        return
-    end = 0
-    for key, item, chunk in entries:
-        if item.offset != end:
-            yield f"{path}: expected {key} at byte {end}, got it at {item.offset}"
-        end = item.offset + item.length
+    for name in list(by_file)[share::num_shares]:
+        yield from _problems_of_file(checkpoint.folder / name, by_file[name])
+    entries = sorted(
+        (entry for entries in by_file.values() for entry in entries),
+        key=lambda entry: (-entry[1].length, entry[1].file, entry[1].offset),
+    )
+    for key, item, chunk in entries[share::num_shares]:
+        path = checkpoint.folder / item.file
+        if not path.is_file():
+            continue
         try:
             problem = _item_problem(checkpoint, key, checkpoint.read_item(item), chunk)
         except CheckpointError as error:
             problem = str(error)
         if problem:
-            yield f"{path}, bytes {item.offset} to {end}: {problem}"
+            yield f"{path}, bytes {item.offset} to {item.offset + item.length}: {problem}"
+
+
+def _problems_of_file(
+    path: Path, entries: Sequence[tuple[str, Item, Chunk | None]]
+) -> Iterator[str]:
+    """Check that the items of a file follow each other from its first byte to its last."""
+    if not path.is_file():
+        yield f"{path}: expected a file, got none"
+        return
+    end = 0
+    for key, item, _ in entries:
+        if item.offset != end:
+            yield f"{path}: expected {key} at byte {end}, got it at {item.offset}"
+        end = item.offset + item.length
     size = path.stat().st_size
     if size != end:
         yield f"{path}: expected {end} bytes, got {size}"
@@ -74,6 +84,8 @@ def _item_problem(
     checkpoint: StoredCheckpoint, key: str, data: bytes, chunk: Chunk | None
 ) -> str | None:
     try:
+        if not data.startswith(b"PK"):
+            raise zipfile.BadZipFile("bytes before the archive")
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             damaged = archive.testzip()
     except Exception as error:  # noqa: BLE001 - a damaged archive raises anything
@@ -95,6 +107,8 @@ def _item_problem(
 def _is_tiled(tensor: StoredTensor) -> bool:
     """Tell whether chunks lie inside of the shape, fill it, and do not overlap."""
     if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
+        return False
+    if any({len(c.offsets), len(c.sizes)} != {len(tensor.shape)} for c in tensor.chunks):
         return False
     boxes = sorted(
         tuple((start, start + size) for start, size in zip(c.offsets, c.sizes, strict=True))

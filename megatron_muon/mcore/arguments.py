@@ -61,6 +61,12 @@ def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
             action="store_true",
             help="Log who orthogonalizes what, and what it costs.",
         )
+        group.add_argument(
+            "--muon-fsdp-no-checksums",
+            action="store_true",
+            help="Do not compare a checkpoint with its checksums before it is loaded, for which "
+            "the ranks together read it once more.",
+        )
         return parser
 
     return add_megatron_arguments

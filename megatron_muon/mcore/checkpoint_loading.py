@@ -17,6 +17,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_muon.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.checkpoint.folders import (
+    METADATA,
     TRACKER,
     CheckpointError,
     find_checkpoint,
@@ -43,7 +44,7 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     that is how a first run with ``--load`` and ``--save`` on one folder begins.
 
     Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks; each rank
-    reads its share of the checkpoint's files once.
+    reads its share of the checkpoint once.
     """
 
     @functools.wraps(original)
@@ -53,24 +54,26 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         global _being_loaded
         if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
             return original(load_dir, args, rank0, *rest, **kwargs)
-        try:
-            checkpoint, problems = _open(Path(load_dir), getattr(args, "ckpt_step", None)), []
-        except CheckpointError as error:
-            checkpoint, problems = None, [str(error)]
+        checkpoint, problems = _attempt(
+            lambda: _open(Path(load_dir), getattr(args, "ckpt_step", None))
+        )
         _raise_together(problems, _NOTHING_LOADED)
         if dist.is_initialized():
-            found = checkpoint.folder.name if checkpoint else "none"
             raise_where_ranks_differ(
-                [found],
+                [_identity(checkpoint)],
                 dist.group.WORLD,  # type: ignore[arg-type]
                 _device(),
-                "checkpoint to load, which may be on a file system that not all nodes mount",
+                "checkpoint to load",
+                "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,
             )
         if checkpoint is None:
             return original(load_dir, args, rank0, *rest, **kwargs)
         # load_checkpoint calls this twice: first for the arguments of the run that saved.
-        if rank0 and dist.is_initialized():
+        if rank0 and dist.is_initialized() and not getattr(args, "muon_fsdp_no_checksums", False):
             _raise_where_damaged(checkpoint)
+        if kwargs.get("gpt_compat_layer_maps") is not None:
+            # Upstream loads a GPT's layers into a hybrid model, under names it translates later.
+            return original(load_dir, args, rank0, *rest, **kwargs)
         _being_loaded = checkpoint
         try:
             return original(load_dir, args, rank0, *rest, **kwargs)
@@ -80,17 +83,45 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     return _load_base_checkpoint
 
 
+def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
+    """Call, and turn any error into a problem, for ranks to raise together."""
+    try:
+        return call(), []
+    except CheckpointError as error:
+        return None, [str(error)]
+    except Exception as error:  # noqa: BLE001 - what one rank raises alone, others wait for
+        return None, [f"{type(error).__name__}: {error}"]
+
+
+def _identity(checkpoint: StoredCheckpoint | None) -> str:
+    """Tell one save from another: the names of its files are its own."""
+    if checkpoint is None:
+        return "none"
+    return f"{checkpoint.folder.name}, {next(iter(checkpoint.items_by_file()), 'empty')}"
+
+
 def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
     """Open the checkpoint that upstream would take; None where it starts from random weights."""
-    if not iteration and not (folder / TRACKER).is_file():
+    tracker = folder / TRACKER
+    if (folder / METADATA).is_file():
+        raise CheckpointError(
+            f"{folder}: expected a --save folder, got that of one checkpoint. Pass the folder that "
+            "holds it, and --ckpt-step for its iteration."
+        )
+    if not iteration and not tracker.is_file():
         finished = finished_iterations(folder)
         if finished:
             raise CheckpointError(
-                f"{folder / TRACKER}: expected it beside the finished checkpoints "
+                f"{tracker}: expected it beside the finished checkpoints "
                 f"{', '.join(map(str, finished))}, got no such file. Write the iteration to load "
                 f"into it, or pass --ckpt-step {finished[-1]}."
             )
         return None
+    if iteration and tracker.is_file() and tracker.read_text().strip() == "release":
+        raise CheckpointError(
+            f"{tracker}: expected an iteration beside --ckpt-step {iteration}, got 'release', "
+            "which Megatron loads instead. Drop --ckpt-step, or write the iteration into it."
+        )
     return read_checkpoint(find_checkpoint(folder, iteration or None))
 
 
@@ -115,7 +146,10 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
                 "momentum starts at zero",
                 _being_loaded.folder,
             )
-        problems = find_differences(_being_loaded, state_dict, args.num_experts)
+        differences, problems = _attempt(
+            functools.partial(find_differences, _being_loaded, state_dict, args.num_experts)
+        )
+        problems += differences or []
         if args.strict_fsdp_dtensor_load:
             _raise_together(problems, _advice(_being_loaded, args))
         elif problems:
@@ -186,7 +220,7 @@ def _group_states(missing: list[str], unwanted: list[str]) -> list[str]:
 
 
 def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
-    saved = checkpoint.read_object("args") if "args" in checkpoint.objects else None
+    saved, _ = _attempt(lambda: checkpoint.read_object("args"))
     return (
         f"{checkpoint.folder} was saved with --optimizer {getattr(saved, 'optimizer', 'unknown')}, "
         f"this run has --optimizer {args.optimizer}. Load it with the model and optimizer that "
@@ -196,9 +230,11 @@ def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
 
 
 def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
-    """Read every byte of a checkpoint, each file on one rank."""
-    files = list(checkpoint.items_by_file())
-    problems = list(find_problems(checkpoint, files[dist.get_rank() :: dist.get_world_size()]))
+    """Read every byte of a checkpoint, a share of about as many on each rank."""
+    found, problems = _attempt(
+        lambda: list(find_problems(checkpoint, dist.get_rank(), dist.get_world_size()))
+    )
+    problems += found or []
     _raise_together(
         problems,
         "The checkpoint is damaged; load an earlier one with --ckpt-step, or restore the files. "

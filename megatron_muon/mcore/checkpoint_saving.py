@@ -11,55 +11,77 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch.distributed.checkpoint as dcp
 from megatron.core.msc_utils import MultiStorageClientFeature
-from torch.distributed.checkpoint import FileSystemWriter
+from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 
 from megatron_muon.checkpoint.folders import METADATA, TRACKER
+from megatron_muon.checkpoint.storage import read_checkpoint
 
 
-def replace_in_one_step(original: type[FileSystemWriter]) -> type[FileSystemWriter]:
-    """Derive from ``FileSystemWriter``, which writes over the files of an earlier save.
+def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``save_checkpoint``, whose writer goes over the files of an earlier save.
 
     Saving an iteration again (after a rewind, or at the end of a run that was already complete)
-    would leave a mixture where it is cut short. Here each save gives its files new names, and
-    becomes the checkpoint by one rename of its metadata; then the files of earlier ones go.
+    would leave a mixture where it is cut short. The writer is another only while this function
+    runs; it is looked up in torch by name.
     """
 
-    class _FileSystem(FileSystem):
-        def rm_file(self, path: str | os.PathLike) -> None:
-            # Removed before the new one is renamed to it, there would be a moment without.
-            if Path(path).name != METADATA:
-                super().rm_file(path)
+    @functools.wraps(original)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+        if get_args().ckpt_format != "fsdp_dtensor":
+            return original(*args, **kwargs)
+        writer = dcp.FileSystemWriter
+        dcp.FileSystemWriter = ReplacingFileSystemWriter  # type: ignore[misc]
+        try:
+            return original(*args, **kwargs)
+        finally:
+            dcp.FileSystemWriter = writer  # type: ignore[misc]
 
-    class ReplacingFileSystemWriter(original):  # type: ignore[misc, valid-type]
-        """Write a checkpoint that takes the place of an earlier one in one step."""
+    return save_checkpoint
 
-        def __init__(self, path: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-            super().__init__(path, *args, **kwargs)
-            self.fs = _FileSystem()
 
-        def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-            """Name the files of each rank after this save."""
-            if not self.use_collectives:
-                return super().prepare_global_plan(plans)
-            save = uuid.uuid4().hex[:8]
-            return [
-                replace(plan, storage_data=_StoragePrefix(f"__{rank}_{save}_"))
-                for rank, plan in enumerate(super().prepare_global_plan(plans))
-            ]
+class _FileSystem(FileSystem):
+    def rm_file(self, path: str | os.PathLike) -> None:
+        # Removed before the new one is renamed to it, there would be a moment without.
+        if Path(path).name != METADATA:
+            super().rm_file(path)
 
-        def finish(self, metadata: Any, results: list[list[Any]]) -> None:
-            """Write the metadata, then remove what it does not name."""
-            super().finish(metadata, results)
-            if not self.use_collectives:  # each rank has metadata of its own, and names its own
-                return
-            kept = {result.storage_data.relative_path for written in results for result in written}
-            for path in Path(self.path).glob("__*.distcp"):
-                if path.name not in kept:
-                    path.unlink(missing_ok=True)
 
-    return ReplacingFileSystemWriter
+class ReplacingFileSystemWriter(dcp.FileSystemWriter):
+    """Write a checkpoint that takes the place of an earlier one in one step.
+
+    Each save gives its files new names, and becomes the checkpoint by one rename of its metadata.
+    Files that the metadata does not name go: those of saves that were cut short before this one
+    begins, those of the earlier checkpoint after the rename.
+    """
+
+    def __init__(self, path: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        super().__init__(path, *args, **kwargs)
+        self.fs = _FileSystem()
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Name the files of each rank after this save; called by one rank before any writes."""
+        self._remove_unused()
+        save = uuid.uuid4().hex[:8]
+        return [
+            replace(plan, storage_data=_StoragePrefix(f"__{rank}_{save}_"))
+            for rank, plan in enumerate(super().prepare_global_plan(plans))
+        ]
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        """Write the metadata, then remove what it does not name; called by one rank."""
+        super().finish(metadata, results)
+        self._remove_unused()
+
+    def _remove_unused(self) -> None:
+        folder = Path(self.path)
+        is_finished = (folder / METADATA).is_file()
+        used = read_checkpoint(folder).items_by_file() if is_finished else {}
+        for path in folder.glob("__*.distcp"):
+            if path.name not in used:
+                path.unlink(missing_ok=True)
 
 
 def write_tracker_in_one_step(original: Callable[..., Any]) -> Callable[..., Any]:

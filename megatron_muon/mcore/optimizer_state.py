@@ -205,11 +205,12 @@ def unpack(
                     _local(states[key]).copy_(_local(value))
         for group in child.optimizer.param_groups:
             for param in group["params"]:
-                settings = state_dict["param_to_group_meta"][names[param]]
-                for key, value in settings.items():
-                    if key in taken:
+                for key, value in state_dict["param_to_group_meta"][names[param]].items():
+                    # A group has one value: the first parameter's, where the checkpoint has more.
+                    is_taken = key in taken and param is group["params"][0]
+                    if is_taken:
                         group[key] = value
-                    elif key in group and group[key] != value:
+                    elif group.get(key, value) != value:
                         overridden.setdefault(
                             key, f"{key} {group[key]} (checkpoint: {value}, for {names[param]})"
                         )

@@ -251,14 +251,23 @@ PATCHES: tuple[Patch, ...] = (
         "checkpoints: --pretrained-checkpoint without --load",
         checkpoint_loading.find_pretrained,
     ),
-    Patch(
-        Target(
-            "torch.distributed.checkpoint",
-            "FileSystemWriter",
-            source_lines=("class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):",),
-        ),
-        "checkpoints: one that is saved again is replaced in one step",
-        checkpoint_saving.replace_in_one_step,
+    *(
+        Patch(
+            Target(
+                module,
+                "save_checkpoint",
+                source_lines=(
+                    "fs_storage_writer = torch.distributed.checkpoint.FileSystemWriter("
+                    "checkpoint_name)",
+                ),
+            ),
+            f"checkpoints: one that is saved again{why} is replaced in one step",
+            checkpoint_saving.replace_in_one_step,
+        )
+        for module, why in (
+            ("megatron.training.checkpointing", ""),
+            ("megatron.training.training", " by the training loop"),
+        )
     ),
     Patch(
         Target(

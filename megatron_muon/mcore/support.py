@@ -149,6 +149,16 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "use --ckpt-format fsdp_dtensor",
     ),
     Unsupported(
+        "checkpoints of grouped experts with biases under expert parallelism",
+        lambda s: (
+            bool(s.get("moe_grouped_gemm") and s.get("add_bias_linear"))
+            and (s.get("expert_model_parallel_size") or 1) > 1
+            and any(s.get(key) is not None for key in ("save", "load", "pretrained_checkpoint"))
+        ),
+        "Megatron-FSDP's checkpoints give the biases of all expert-parallel ranks one name",
+        "add --disable-bias-linear",
+    ),
+    Unsupported(
         "--async-save",
         lambda s: bool(s.get("async_save")),
         "upstream's asynchronous writer has not been run with Megatron-FSDP here, and does not "

@@ -3,6 +3,7 @@
 """Checkpoints read without megatron: table of contents, checksums, command line."""
 
 import argparse
+import io
 import os
 import pickle
 import random
@@ -24,6 +25,9 @@ from megatron_muon.checkpoint.storage import (
     Chunk,
     Item,
     StoredTensor,
+    _Inert,
+    _Unpickler,
+    load_object,
     load_tensor,
     read_checkpoint,
 )
@@ -93,6 +97,40 @@ def test_inspect_describes_a_checkpoint_and_runs_no_code_of_it(folder, capsys):
     # The fixture is what it claims: torch's own reader does run it.
     dcp.load({"args": None}, checkpoint_id=folder / "iter_0000030", no_dist=True)
     assert (folder / "ran").exists()
+
+
+def test_objects_that_are_no_archive_are_refused_without_running_them(tmp_path):
+    """torch.load once took raw pickles by another way, and ran them."""
+    raw = pickle.dumps(_Harmful(tmp_path / "ran"))
+    archive = io.BytesIO()
+    torch.save({"a": 1}, archive)
+    for data in (raw, raw[:-1]):
+        with pytest.raises(CheckpointError, match="expected an archive of torch.save"):
+            load_object(data, "args")
+    assert load_object(raw + archive.getvalue(), "args") == {"a": 1}
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["numpy.ndarray", "pathlib.PosixPath", "torch.load", "os.system"])
+def test_names_of_classes_and_functions_are_inert(name):
+    """No object of this process is reachable from a pickle, so none is called or changed."""
+    module, _, attribute = name.rpartition(".")
+    text = f"c{module}\n{attribute}\n.".encode()
+    found = _Unpickler(io.BytesIO(text)).load()
+    assert issubclass(found, _Inert)
+    assert found("anything").arguments == ("anything",)
+
+
+@pytest.mark.parametrize("file", ["../../secret", "/etc/hostname", "a/b.distcp"])
+def test_files_outside_of_the_folder_are_refused(file, folder):
+    """The table of contents names files of the checkpoint only."""
+    path = folder / "iter_0000030" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index] = replace(metadata.storage_data[index], relative_path=file)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="ValueError: bytes"):
+        read_checkpoint(folder / "iter_0000030")
 
 
 def test_verify_reads_every_byte(folder, capsys):
@@ -180,6 +218,21 @@ def test_verify_names_the_damaged_file(damage, text, folder, capsys):
     assert main(["verify", str(folder)]) == 1
     error = capsys.readouterr().err
     assert text in error and str(folder / "iter_0000030") in error
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 50])
+def test_shares_find_together_what_one_finds(num_shares, folder):
+    """Each problem once, by whichever rank's share it is."""
+    path = next(folder.glob("*/*.distcp"))
+    data = bytearray(path.read_bytes())
+    for position in range(1000, len(data), 1500):
+        data[position] ^= 1
+    path.write_bytes(data[:-10])
+    checkpoint = read_checkpoint(folder / "iter_0000030")
+    alone = sorted(find_problems(checkpoint))
+    shared = [find_problems(checkpoint, share, num_shares) for share in range(num_shares)]
+    assert sorted(problem for problems in shared for problem in problems) == alone
+    assert len(alone) > 3
 
 
 def test_find_checkpoint_says_what_could_be_loaded(folder):

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_runs import SCHEDULE
@@ -152,7 +153,7 @@ def test_iteration_that_is_saved_again_survives_a_kill(break_it, tmp_path):
     assert loadable(tmp_path) == 4
 
 
-def _save_alone(folder: str) -> int:
+def _save_alone(folder: str) -> list[Any]:
     """Save as another library in the process may, each rank with metadata of its own."""
     import torch
     import torch.distributed as dist
@@ -164,25 +165,26 @@ def _save_alone(folder: str) -> int:
     megatron_muon.enable()
     state = {"rank": torch.full((3,), float(dist.get_rank()))}
     for _ in range(2):
-        dcp.save(state, checkpoint_id=folder, use_collectives=False)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), use_collectives=False)
         dist.barrier()
-    return len(list(Path(folder).glob("*.distcp")))
+    return sorted(path.name for path in Path(folder).glob("*.distcp"))
 
 
-def test_saves_of_others_without_collectives_keep_their_files(tmp_path):
-    """The writer of this package once removed what the metadata of another rank named."""
-    assert run_ranks(2, _save_alone, str(tmp_path)).check().results == [2, 2]
+def test_saves_of_others_are_left_alone(tmp_path):
+    """The writer of this package is torch's for everybody but Megatron's save of this format."""
+    names = ["__0_0.distcp", "__1_0.distcp"]
+    assert run_ranks(2, _save_alone, str(tmp_path)).check().results == [names, names]
 
 
-def _fill_disk() -> None:
-    """Let no file of rank 1 grow beyond 50 kB from the second save on."""
+def _fill_disk(save_number: int) -> None:
+    """Let no file of rank 1 grow beyond 50 kB from a save on."""
     from megatron.training import training
 
     saves: list[int] = []
 
     def save(original, *args, **kwargs):
         saves.append(1)
-        if len(saves) == 2 and os.environ["RANK"] == "1":
+        if len(saves) == save_number and os.environ["RANK"] == "1":
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
         return original(*args, **kwargs)
 
@@ -191,13 +193,19 @@ def _fill_disk() -> None:
 
 def test_full_disk_is_an_error_on_all_ranks_and_no_checkpoint(tmp_path):
     """Every rank says which rank could not write and why; the previous checkpoint stays."""
-    flags = [*FLAGS, "--save", str(tmp_path)]
-    run = launch(2, fsdp_toy_gpt(ZERO[3], *flags), before=_fill_disk)
-    assert run.exit_codes == [1, 1]
-    assert "CheckpointException ranks:dict_keys([1])" in run.outputs[0]
-    assert "File too large" in run.outputs[0]
-    assert loadable(tmp_path) == 5
-    assert not (tmp_path / "iter_0000010" / ".metadata").exists()
+    flags = [*FLAGS, "--save-interval", "1", "--save", str(tmp_path)]
+    for attempt in range(2):
+        arguments = fsdp_toy_gpt(ZERO[3], *flags, *(("--ckpt-step", "1") if attempt else ()))
+        if attempt:
+            arguments += ["--load", str(tmp_path)]
+        run = launch(2, arguments, before=functools.partial(_fill_disk, 2 - attempt))
+        assert run.exit_codes == [1, 1]
+        assert "CheckpointException ranks:dict_keys([1])" in run.outputs[0]
+        assert "File too large" in run.outputs[0]
+        assert loadable(tmp_path) == 1
+        assert not (tmp_path / "iter_0000002" / ".metadata").exists()
+        # What the first attempt left does not pile up.
+        assert len(list((tmp_path / "iter_0000002").glob("*.distcp"))) <= 2
 
 
 def _at(owner_path: str, name: str, call_number: int, action) -> None:

@@ -185,6 +185,57 @@ def test_wrong_tracker_is_refused(tracker, text, muon, tmp_path):
     _assert_refused(run, status, text, "--ckpt-step 5", "Nothing was loaded.")
 
 
+def test_release_beside_ckpt_step_is_refused(muon, tmp_path):
+    """Megatron would load release, which nobody asked for or checked."""
+    _copy(muon[1], tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    status = tmp_path / "status"
+    run = _load(tmp_path, before=functools.partial(watch_load, str(status)))
+    _assert_refused(run, status, "expected an iteration beside --ckpt-step 5, got 'release'")
+
+
+def test_folder_of_one_checkpoint_is_refused(muon, tmp_path):
+    """Upstream looks for a tracker inside of it, and trains from random weights."""
+    status = tmp_path / "status"
+    run = _load(muon[1] / "iter_0000005", before=functools.partial(watch_load, str(status)))
+    _assert_refused(run, status, "expected a --save folder, got that of one checkpoint")
+
+
+def _break_rank_1() -> None:
+    from megatron_muon.mcore import checkpoint_loading
+
+    def find_problems(*args):
+        raise PermissionError("not allowed")
+
+    if os.environ["RANK"] == "1":
+        checkpoint_loading.find_problems = find_problems
+
+
+def test_any_error_of_one_rank_is_raised_by_all(muon):
+    """Ranks that wait for one another's verdict would wait for ever."""
+    run = _load(muon[1], before=_break_rank_1, timeout_s=60)
+    assert run.exit_codes == [1, 1]
+    for output in run.outputs:
+        assert "rank 1: PermissionError: not allowed" in output
+
+
+def test_checksums_can_be_left_out(muon, tmp_path):
+    """A flipped bit in a weight then loads, as it does in upstream."""
+    _flipped(_copy(muon[1], tmp_path))
+    assert len(_load(tmp_path, "--muon-fsdp-no-checksums").check().losses) == 1
+
+
+def test_arguments_come_from_the_checkpoint(muon):
+    """--use-checkpoint-args reads it before there is a process group."""
+    run = _load(muon[1], "--use-checkpoint-args").check()
+    assert run.losses == _load(muon[1]).check().losses
+    gone = launch(
+        2, fsdp_toy_gpt(Z3, *BF16, "--load", str(muon[1] / "iter_0000005"), "--use-checkpoint-args")
+    )
+    assert gone.exit_codes == [1, 1]
+    assert "expected a --save folder" in gone.outputs[0]
+
+
 def _hide_checkpoint() -> None:
     """Let rank 1 see an empty folder, as on a node where the file system is not mounted."""
     from megatron_muon.mcore import checkpoint_loading
@@ -198,7 +249,7 @@ def test_checkpoint_that_some_ranks_do_not_see_is_refused(muon):
     run = _load(muon[1], before=_hide_checkpoint, timeout_s=60)
     assert run.exit_codes == [1, 1]
     for output in run.outputs:
-        assert "rank 1 has 'none' where rank 0 has 'iter_0000005'" in output
+        assert "rank 1 has 'none' where rank 0 has 'iter_0000005, __0_" in output
 
 
 OTHERS = [
