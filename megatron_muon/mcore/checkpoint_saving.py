@@ -16,7 +16,7 @@ from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 
-from megatron_muon.checkpoint.folders import METADATA, TRACKER
+from megatron_muon.checkpoint.folders import METADATA, TRACKER, CheckpointError
 from megatron_muon.checkpoint.storage import read_checkpoint
 
 
@@ -77,8 +77,11 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
 
     def _remove_unused(self) -> None:
         folder = Path(self.path)
-        is_finished = (folder / METADATA).is_file()
-        used = read_checkpoint(folder).items_by_file() if is_finished else {}
+        try:
+            is_finished = (folder / METADATA).is_file()
+            used = read_checkpoint(folder).items_by_file() if is_finished else {}
+        except CheckpointError:  # what a damaged table of contents names may yet be of use
+            return
         for path in folder.glob("__*.distcp"):
             if path.name not in used:
                 path.unlink(missing_ok=True)
