@@ -20,6 +20,7 @@ from checkpoint_runs import (
 )
 from ranks import Run, launch
 from test_parity import BF16, EP, ZERO
+from test_repairs import _without
 from toy_gpt import fsdp_toy_gpt
 
 Z3 = ZERO[3]
@@ -397,14 +398,6 @@ def test_changed_momentum_flag_holds_and_is_said(muon):
         "optimizer settings of this run differ from the checkpoint's and hold: momentum 0.5"
         in (run.outputs[0])
     )
-
-
-def _without(attribute: str) -> None:
-    from megatron_muon.mcore import patches
-
-    kept = tuple(patch for patch in patches.PATCHES if patch.target.attribute != attribute)
-    assert len(kept) == len(patches.PATCHES) - 1
-    patches.PATCHES = kept
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,15 @@
 
 On the same ranks nothing may change, bit for bit. On others parameters and momentum are the same
 bits; the iterations after sum gradients in another order, so losses differ by rounding, as those of
-two runs that never stopped do: seen over these ten iterations at most 5e-5 relative in bf16 and,
-with Newton-Schulz in bf16, 1.4e-5 in fp32. The tolerances are three times that.
+two runs that never stopped do. Tolerances are relative, of the largest of ten differences:
+
+==============  =========  =====================================================================
+setting         tolerance  seen, and on other ranks without a stop (15 iterations)
+==============  =========  =====================================================================
+bf16            1.5e-4     5e-5; 3e-5
+fp32            4e-5       2e-6, with Newton-Schulz in bf16
+experts         4e-3       2e-5; 1e-3, where a token is routed to another expert
+==============  =========  =====================================================================
 """
 
 import functools
@@ -21,7 +28,7 @@ from ranks import Run
 from test_parity import BF16, EP, HFSDP, HSDP, MOE, TP, ZERO
 from toy_gpt import relative_differences
 
-BF16_TOLERANCE, FP32_TOLERANCE = 1.5e-4, 4e-5
+BF16_TOLERANCE, FP32_TOLERANCE, MOE_TOLERANCE = 1.5e-4, 4e-5, 4e-3
 SEQUENCE = ("--sequence-parallel", "--expert-tensor-parallel-size")
 # Muon of whole matrices, which does not depend on the tensor-parallel size.
 WHOLE = ("--muon-tp-mode", "duplicated")
@@ -88,10 +95,8 @@ OTHER_WORLD = [
     pytest.param((4, 3, (*HSDP, *BF16)), (2, 3, BF16), BF16_TOLERANCE, id="hsdp_to_plain"),
     pytest.param((4, 3, (*HFSDP, *BF16)), (4, 1, BF16), BF16_TOLERANCE, id="hfsdp_to_plain"),
     pytest.param((2, 1, BF16), (4, 3, (*HFSDP, *BF16)), BF16_TOLERANCE, id="plain_to_hfsdp"),
-    pytest.param(
-        (4, 3, (*EP, *BF16)), (2, 1, (*MOE, *BF16)), BF16_TOLERANCE, id="ep2_to_ep1_zero1"
-    ),
-    pytest.param((2, 2, MOE), (4, 3, EP), FP32_TOLERANCE, id="ep1_to_ep2"),
+    pytest.param((4, 3, (*EP, *BF16)), (2, 1, (*MOE, *BF16)), MOE_TOLERANCE, id="ep2_to_ep1_zero1"),
+    pytest.param((2, 2, MOE), (4, 3, EP), MOE_TOLERANCE, id="ep1_to_ep2"),
     pytest.param((4, 3, (*TP, *WHOLE)), (2, 1, WHOLE), FP32_TOLERANCE, id="tp2_to_tp1"),
     pytest.param((2, 0, ()), (4, 3, TP), None, id="tp1_to_tp2_blockwise"),
     pytest.param(
