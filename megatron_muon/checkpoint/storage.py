@@ -262,6 +262,7 @@ _PLAIN: dict[str, set[str]] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
+        """Import plain values alone; anything else a pickle names becomes inert."""
         if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
         return type(name, (_Inert,), {"__module__": module})

@@ -73,6 +73,7 @@ def averaging_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
+        """Reduce; average by dividing first."""
         if op == dist.ReduceOp.AVG:
             tensor.div_(dist.get_world_size(group))
             op = dist.ReduceOp.SUM
@@ -96,6 +97,7 @@ def averaging_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
+        """Reduce and scatter; average by dividing first."""
         if op == dist.ReduceOp.AVG:
             input = input / dist.get_world_size(group)
             op = dist.ReduceOp.SUM
@@ -132,6 +134,7 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
+        """Gather; shards of different sizes by padding to the largest."""
         if not _is_uneven(tensor_list):
             return original(tensor_list, tensor, group=group, async_op=async_op)
         numel = max(output.numel() for output in tensor_list)
@@ -160,6 +163,7 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
+        """Reduce and scatter; shards of different sizes by padding to the largest."""
         if op == dist.ReduceOp.AVG:
             world_size = dist.get_world_size(group)
             input_list = [tensor / world_size for tensor in input_list]
@@ -201,6 +205,7 @@ def mesh_from_group_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     def from_group(
         group: ProcessGroups, device_type: str, *args: object, **kwargs: object
     ) -> DeviceMesh:
+        """Make the mesh, of CPU ranks where CUDA is asked for."""
         return original(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     return from_group

@@ -49,6 +49,7 @@ def preprocessing_without_premul_from(original: Callable[..., Any]) -> Callable[
         scaling_factor: float | None,
         ddp_config: "DistributedDataParallelConfig",
     ) -> "torch.distributed.ReduceOp.RedOpType":
+        """Scale before the reduction, by an operation that gloo has."""
         config = SimpleNamespace(
             average_in_collective=ddp_config.average_in_collective, gradient_reduce_div_fusion=False
         )
@@ -127,6 +128,7 @@ def model_parallel_without_context_from(original: Callable[..., Any]) -> Callabl
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: object, **kwargs: object) -> None:
+        """Refuse context parallelism, then make the groups."""
         size = signature.bind(*args, **kwargs).arguments.get("context_parallel_size", 1)
         if size > 1:
             raise ValueError(

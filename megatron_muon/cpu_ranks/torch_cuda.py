@@ -141,6 +141,8 @@ def refusal(what: str) -> type:
     """
 
     class Refused:
+        """A class of which no instance can be made."""
+
         def __init__(self, *_args: object, **_kwargs: object) -> None:
             raise RuntimeError(
                 f"{what}: expected a CUDA device, got CPU ranks. "
@@ -154,6 +156,7 @@ def constant[T](value: T) -> Callable[..., T]:
     """Return a function that ignores its arguments and returns ``value``."""
 
     def function(*_args: object, **_kwargs: object) -> T:
+        """Return the value, whatever is passed."""
         return value
 
     return function

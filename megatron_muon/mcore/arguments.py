@@ -17,6 +17,7 @@ def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add Megatron's flags, then ours."""
         parser = original(parser)
         group = parser.add_argument_group(title="muon under Megatron-FSDP")
         defaults = ExchangeSettings()
@@ -81,6 +82,7 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
+        """Refuse what cannot work, then validate as for Adam."""
         if not args.use_megatron_fsdp or args.optimizer in ("adam", "sgd"):
             return original(args, defaults)
         raise_where_unsupported(vars(args))
@@ -104,6 +106,7 @@ def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_yaml(yaml_path: str) -> Any:
+        """Load the file, then refuse Muon with Megatron-FSDP."""
         config = original(yaml_path)
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--optimizer", default=getattr(config, "optimizer", "adam"))

@@ -238,6 +238,7 @@ class _OuterReductions:
 
         @functools.wraps(reduce_buckets)
         def counted(bucket_group: list[int], *args: Any, **kwargs: Any) -> Any:
+            """Count the buckets that are reduced over the outer ranks, and reduce them."""
             if kwargs.get("outer_fsdp_group_grad_reduce"):
                 self._counts.update(bucket_group)
             return reduce_buckets(bucket_group, *args, **kwargs)

@@ -135,6 +135,7 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_fsdp_dtensor_state_dict(
         args: Any, raw_state_dict: dict[str, Any], model: Any
     ) -> dict[str, Any]:
+        """Prepare a state dict; compare it with the checkpoint that is being loaded."""
         state_dict = original(args, raw_state_dict, model)
         if _being_loaded is None:
             return state_dict
@@ -259,6 +260,7 @@ def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> str:
+        """Look where --pretrained-checkpoint says when there is no --load."""
         if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
             load_arg = "pretrained_checkpoint"
         return original(args, load_arg)

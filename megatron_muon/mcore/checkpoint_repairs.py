@@ -37,6 +37,7 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def handle_swiglu_in_state_dict(
         model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Cut gated layers of the model and of every state."""
         located = _LocatedParameters(model)
         model_state_dict, _ = original(located, model_state_dict, None)
         if optimizer_state_dict is None:
@@ -113,6 +114,7 @@ def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_fsdp_dtensor(
         local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
     ) -> DTensor:
+        """Make a DTensor, replicated where the model is."""
         if getattr(dist_index, _IS_REPLICATED, False):
             kwargs["is_sharded_param"] = False
         return original(local_tensor, param, dist_index=dist_index, **kwargs)
@@ -132,6 +134,7 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict[str, Any]:
+        """Give the state, complete and with agreed step counters for Adam."""
         if "Adam" not in type(self.optimizer).__name__:
             return original(self, is_loading)
         complete_state(self)

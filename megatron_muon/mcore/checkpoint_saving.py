@@ -30,6 +30,7 @@ def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+        """Save with a writer that replaces in one step."""
         if get_args().ckpt_format != "fsdp_dtensor":
             return original(*args, **kwargs)
         writer = dcp.FileSystemWriter
@@ -44,6 +45,7 @@ def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
 
 class _FileSystem(FileSystem):
     def rm_file(self, path: str | os.PathLike) -> None:
+        """Remove a file, but leave metadata to the rename that follows."""
         # Removed before the new one is renamed to it, there would be a moment without.
         if Path(path).name != METADATA:
             super().rm_file(path)

@@ -228,7 +228,7 @@ PATCHES: tuple[Patch, ...] = (
                 "state_dict=state_dict, storage_reader=fs_storage_reader, planner=planner",
             ),
         ),
-        "checkpoints: refuse one that is missing, unfinished or of another format, on all ranks",
+        "checkpoints: refuse one that is unfinished, of another format or damaged, on all ranks",
         checkpoint_loading.open_before_loading,
     ),
     Patch(
@@ -238,7 +238,7 @@ PATCHES: tuple[Patch, ...] = (
             parameters=("args", "raw_state_dict", "model"),
             source_lines=("preprocess_state_dict_for_uneven_dtensor(state_dict)",),
         ),
-        "checkpoints: compare names, shapes and checksums before anything is loaded",
+        "checkpoints: compare names and shapes before anything is loaded",
         checkpoint_loading.check_before_loading,
     ),
     Patch(

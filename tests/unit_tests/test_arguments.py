@@ -6,6 +6,8 @@ import pytest
 from ranks import launch
 from toy_gpt import fsdp_toy_gpt, toy_gpt
 
+from megatron_muon.mcore.support import raise_where_unsupported
+
 ZERO_3 = "optim_grads_params"
 HSDP = ("--num-distributed-optimizer-instances", "2")
 
@@ -49,6 +51,21 @@ def test_refusal_names_the_flag_the_reason_and_the_way_out(flags, message):
     assert all(code in (1, 2) for code in run.exit_codes)
     for output in run.outputs:
         assert message in output
+
+
+def test_checkpoints_of_grouped_experts_with_biases_are_refused():
+    """Upstream saves the biases of all expert-parallel ranks under one name."""
+    settings = {
+        "optimizer": "muon",
+        "moe_grouped_gemm": True,
+        "add_bias_linear": True,
+        "expert_model_parallel_size": 2,
+    }
+    raise_where_unsupported(settings)
+    for key in ("save", "load", "pretrained_checkpoint"):
+        with pytest.raises(ValueError, match="biases of all expert-parallel ranks one name; add"):
+            raise_where_unsupported({**settings, key: "folder"})
+        raise_where_unsupported({**settings, key: "folder", "expert_model_parallel_size": 1})
 
 
 def test_hsdp_without_overlap_is_refused():

@@ -274,6 +274,11 @@ OTHERS = [
         "word_embeddings.weight: expected nothing, got exp_avg_sq, step",
         id="scalar_optimizer",
     ),
+    pytest.param(
+        ("--make-vocab-size-divisible-by", "128"),
+        "word_embeddings.weight: expected shape (128, 32), got (96, 32)",
+        id="padded_vocabulary",
+    ),
 ]
 
 
