@@ -5,26 +5,34 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from training_log import TrainingLog
 
-_PRETRAIN_GPT = Path(__file__).resolve().parent / "pretrain_gpt.py"
+PRETRAIN_GPT = Path(__file__).resolve().parent / "pretrain_gpt.py"
 
 
-def train(ranks: int, arguments: Sequence[str]) -> TrainingLog:
-    """Run ``scripts/pretrain_gpt.py`` under torchrun and the launcher.
+def train(
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    script: Path = PRETRAIN_GPT,
+    environment: Mapping[str, str] | None = None,
+) -> TrainingLog:
+    """Run a training script under torchrun and the launcher.
 
     Args:
         ranks: Processes on this machine.
         arguments: Megatron's flags.
+        script: The script.
+        environment: Variables to set beside those of this process.
 
     Raises:
         RuntimeError: The run failed; with the end of what it printed.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "megatron_muon", str(_PRETRAIN_GPT)]
+    command += ["--nproc-per-node", str(ranks), "-m", "megatron_muon", str(script)]
     command += arguments
     # Megatron prints losses on standard output and its timers on standard error.
     done = subprocess.run(
@@ -32,7 +40,7 @@ def train(ranks: int, arguments: Sequence[str]) -> TrainingLog:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={"OMP_NUM_THREADS": "1", **os.environ},
+        env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
         check=False,
     )
     if done.returncode:

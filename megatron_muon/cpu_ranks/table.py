@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one list of what CPU ranks replace, and why."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +88,7 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement("torch.cuda.max_memory_allocated", constant(0), _NO_COUNTERS),
     Replacement("torch.cuda.max_memory_reserved", constant(0), _NO_COUNTERS),
     Replacement("torch.cuda.reset_peak_memory_stats", constant(None), _NO_COUNTERS),
-    Replacement("torch.cuda.memory_stats", constant({}), _NO_COUNTERS),
+    Replacement("torch.cuda.memory_stats", constant(Counter()), "every counter is zero"),
     Replacement("torch.cuda.device_memory_used", constant(0), _NO_COUNTERS),
     Replacement(
         "torch.cuda.mem_get_info",

@@ -19,6 +19,7 @@ bf16                           1.5e-4     weights are rounded to bf16 in each it
 import functools
 
 import pytest
+from broken_optimizers import orthogonalize_local_rows, skip_newton_schulz
 from ranks import launch
 from toy_gpt import MOE, fsdp_toy_gpt, relative_differences, toy_gpt
 
@@ -229,32 +230,7 @@ def test_skipped_iterations_and_zero_counts_match_ddp():
     assert max(relative_differences(found.losses, expected.losses)) <= HIGH_TOLERANCE
 
 
-def _skip_newton_schulz() -> None:
-    from megatron_muon import engine
-
-    def normalized(stack, **kwargs):
-        return stack / stack.float().norm(dim=(-2, -1), keepdim=True).to(stack.dtype)
-
-    engine.newton_schulz = engine.newton_schulz_normalized = normalized
-
-
-def _orthogonalize_local_rows() -> None:
-    """Owners see zeros in place of the rows of other ranks."""
-    from megatron_muon.engine import Engine
-
-    original = Engine._orthogonalize_gathered
-
-    def without_arrivals(self, index, work):
-        if work is not None:
-            work.wait()
-        for _, rows in self._gathers.unpacking(index):
-            rows.zero_()
-        return original(self, index, None)
-
-    Engine._orthogonalize_gathered = without_arrivals
-
-
-@pytest.mark.parametrize("break_it", [_skip_newton_schulz, _orthogonalize_local_rows])
+@pytest.mark.parametrize("break_it", [skip_newton_schulz, orthogonalize_local_rows])
 @pytest.mark.parametrize(
     ("flags", "fsdp_flags", "tolerance"),
     [

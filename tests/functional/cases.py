@@ -1,0 +1,210 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Functional test cases in Megatron-LM's schema: recipes name them, ``model_config.yaml`` has them.
+
+Vocabulary, Megatron's:
+
+============  ==================================================================================
+recipe        which cases run on which platform; ``recipes/*.yaml``
+case          one training; ``test_cases/<model>/<case>/model_config.yaml``
+platform      ``dgx_h100`` or ``cpu``; golden values are kept for each
+============  ==================================================================================
+"""
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).resolve().parent
+ENVIRONMENT = "dev"
+KEYS = {"ENV_VARS", "MODEL_ARGS", "TEST_TYPE", "METRICS", "LAUNCHER"}
+TEST_TYPES = ("regular", "ckpt-resume")
+# What Megatron checks where a case has no METRICS.
+DEFAULT_METRICS = ("lm loss", "num-zeros")
+
+# Flags that only sharding or its checkpoints need; value flags with their value.
+SHARDING_FLAGS = {
+    "--use-megatron-fsdp",
+    "--data-parallel-sharding-strategy",
+    "--outer-dp-sharding-strategy",
+    "--num-distributed-optimizer-instances",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--ckpt-format",
+    "--save",
+    "--load",
+    "--save-interval",
+}
+SHARDING_PREFIXES = ("--megatron-fsdp-", "--muon-fsdp-", "--fsdp-")
+
+
+class CaseError(ValueError):
+    """A recipe or a case is not in the schema, or does not exist."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training on one platform.
+
+    Args:
+        model: Folder of the case, ``gpt`` or ``moe``.
+        name: Name of the case.
+        platform: ``dgx_h100`` or ``cpu``.
+        num_ranks: Processes on one machine.
+        environment: Variables of the training processes.
+        arguments: Megatron's flags to their values as text; ``true`` for a flag without a value.
+        test_type: ``regular`` or ``ckpt-resume``.
+        metrics: TensorBoard scalars that are compared.
+    """
+
+    model: str
+    name: str
+    platform: str
+    num_ranks: int
+    environment: Mapping[str, str]
+    arguments: Mapping[str, str]
+    test_type: str
+    metrics: tuple[str, ...]
+
+    @property
+    def golden_path(self) -> Path:
+        """File of the golden values, which may not exist yet."""
+        name = f"golden_values_{ENVIRONMENT}_{self.platform}.json"
+        return FOLDER / "test_cases" / self.model / self.name / name
+
+    @property
+    def train_iters(self) -> int:
+        """Iterations of a run that nothing stops."""
+        return int(self.arguments["--train-iters"])
+
+    @property
+    def allows_nondeterminism(self) -> bool:
+        """Whether the case itself asks for an approximate comparison."""
+        names = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS")
+        return any(self.environment.get(name) == "1" for name in names)
+
+    def unsharded_arguments(self) -> dict[str, str]:
+        """Return the flags of the same training under DDP, with upstream's own Muon."""
+        return {
+            flag: value
+            for flag, value in self.arguments.items()
+            if flag not in SHARDING_FLAGS and not flag.startswith(SHARDING_PREFIXES)
+        }
+
+
+def command_line(arguments: Mapping[str, str], variables: Mapping[str, str]) -> list[str]:
+    """Turn flags of a case into arguments as Megatron's ``_run_training.sh`` does.
+
+    Args:
+        arguments: Flags to values.
+        variables: Replacements of ``${NAME}``.
+
+    Returns:
+        ``--flag`` for true; ``[a b]`` without its brackets, as several arguments; else both as
+        they are.
+
+    Raises:
+        CaseError: A variable is not among ``variables``.
+    """
+    line = []
+    for flag, value in arguments.items():
+        line.append(flag)
+        if value == "true":
+            continue
+        value = re.sub(r"\$\{(\w+)\}", lambda match: _variable(match[1], variables), value)
+        is_list = re.fullmatch(r"\[[^\]]+\]", value) is not None
+        line += value.strip("[]").split() if is_list else [value]
+    return line
+
+
+def load_cases() -> list[Case]:
+    """Read every product of every recipe.
+
+    Raises:
+        CaseError: A recipe or a case is not in the schema.
+    """
+    cases = []
+    for path in sorted((FOLDER / "recipes").glob("*.yaml")):
+        recipe = _read(path)
+        spec = recipe["spec"]
+        if recipe.get("type") != "basic":
+            raise CaseError(f"{path}: expected `type: basic`, got {recipe.get('type')!r}.")
+        for product in recipe["products"]:
+            for block in product["products"]:
+                names = [name for name in block if name != "cadence"]
+                values = itertools.product(*(block[name] for name in names))
+                # A scope is a label: one case in two scopes is one case.
+                rows = {(name, *row) for name in product["test_case"] for row in values}
+                for name, *row in sorted(rows):
+                    given = spec | dict(zip(names, row, strict=True))
+                    case = load_case(spec["model"], name, given["platforms"], int(given["gpus"]))
+                    if case not in cases:
+                        cases.append(case)
+    return cases
+
+
+def load_case(model: str, name: str, platform: str, num_ranks: int) -> Case:
+    """Read one case.
+
+    Raises:
+        CaseError: It does not exist, or is not in the schema.
+    """
+    path = FOLDER / "test_cases" / model / name / "model_config.yaml"
+    if not path.is_file():
+        raise CaseError(f"{path}: expected the file of a case that a recipe names, found none.")
+    config = _read(path)
+    if unknown := sorted(config.keys() - KEYS):
+        raise CaseError(f"{path}: expected the keys {sorted(KEYS)}, got also {unknown}.")
+    test_type = config.get("TEST_TYPE")
+    if test_type not in TEST_TYPES:
+        expected = " or ".join(TEST_TYPES)
+        raise CaseError(f"{path}: expected TEST_TYPE {expected}, got {test_type!r}.")
+    launcher = config.get("LAUNCHER", "torchrun")
+    if launcher != "torchrun":
+        raise CaseError(f"{path}: expected LAUNCHER torchrun or none, got {launcher!r}.")
+    return Case(
+        model=model,
+        name=name,
+        platform=platform,
+        num_ranks=num_ranks,
+        environment=config.get("ENV_VARS") or {},
+        arguments=config["MODEL_ARGS"],
+        test_type=test_type,
+        metrics=tuple(config.get("METRICS") or DEFAULT_METRICS),
+    )
+
+
+def select_cases(names: list[str], platform: str) -> list[Case]:
+    """Choose cases by name, or all of a platform.
+
+    Raises:
+        CaseError: A name is unknown, or no case of that name runs on the platform.
+    """
+    cases = load_cases()
+    here = [case for case in cases if case.platform == platform]
+    if not names:
+        return here
+    by_name = {case.name: case for case in here}
+    for name in names:
+        if name not in by_name:
+            others = sorted({case.platform for case in cases if case.name == name})
+            known = f"one of {platform}: {', '.join(by_name)}"
+            found = f"one of {', '.join(others)}" if others else "an unknown name"
+            raise CaseError(f"{name}: expected {known}; got {found}.")
+    return [by_name[name] for name in names]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    # Scalars as they are written, as Megatron's yq hands them on.
+    return yaml.load(path.read_text(), Loader=yaml.BaseLoader)
+
+
+def _variable(name: str, variables: Mapping[str, str]) -> str:
+    if name not in variables:
+        raise CaseError(f"${{{name}}}: expected one of {sorted(variables)}. Set it, or export it.")
+    return variables[name]

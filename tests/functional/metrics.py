@@ -1,0 +1,92 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of a run: TensorBoard's events, and the golden values' file format."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tensorboard.backend.event_processing import event_accumulator
+
+_ALL = {event_accumulator.TENSORS: 0, event_accumulator.SCALARS: 0}
+
+# Values of a metric by iteration, fp32 as TensorBoard keeps them.
+type Values = dict[int, float]
+
+
+class MetricsError(ValueError):
+    """A run left no metrics, or a golden file is not in the format."""
+
+
+def read_events(folder: Path, run: int) -> dict[str, Values]:
+    """Read the scalars of one run.
+
+    Args:
+        folder: What ``--tensorboard-dir`` was.
+        run: Which of the runs that wrote there, oldest first from 0; files without scalars, which
+            some launchers leave, do not count.
+
+    Raises:
+        MetricsError: There is no such run.
+    """
+    files = sorted(folder.glob("events*tfevents*"), key=lambda file: file.stat().st_mtime_ns)
+    runs = []
+    for file in files:
+        events = event_accumulator.EventAccumulator(str(file), size_guidance=_ALL)
+        events.Reload()
+        if events.Tags()["scalars"]:
+            runs.append(events)
+    if run >= len(runs):
+        raise MetricsError(f"{folder}: expected the events of {run + 1} runs, got {len(runs)}.")
+    return {
+        name: {event.step: event.value for event in runs[run].Scalars(name)}
+        for name in runs[run].Tags()["scalars"]
+    }
+
+
+def write_golden(path: Path, metrics: dict[str, Values], train_iters: int) -> None:
+    """Write metrics in Megatron's format: a value an iteration, five decimals."""
+    steps = range(1, train_iters + 1)
+    golden = {
+        name: {
+            "start_step": 1,
+            "end_step": train_iters,
+            "step_interval": 1,
+            "values": {str(i): round(found[i], 5) if i in found else "nan" for i in steps},
+        }
+        for name, found in metrics.items()
+    }
+    path.write_text(json.dumps(golden, indent=4) + "\n")
+
+
+def read_golden(path: Path) -> dict[str, Values]:
+    """Read a golden file; ``"nan"`` becomes infinity, as with Megatron.
+
+    Raises:
+        MetricsError: The file is not in the format.
+    """
+    golden = {}
+    for name, metric in json.loads(path.read_text()).items():
+        try:
+            start, end = metric["start_step"], metric["end_step"]
+            steps = range(start, end + 1)
+            values = {int(step): _number(value) for step, value in metric["values"].items()}
+            expected = {i for i in steps if i == start or i % metric["step_interval"] == 0}
+        except (KeyError, TypeError, ValueError) as error:
+            raise MetricsError(
+                f"{path}: {name}: expected Megatron's format, got {error!r}."
+            ) from None
+        if values.keys() != expected:
+            wrong = sorted(values.keys() ^ expected)
+            raise MetricsError(f"{path}: {name}: expected one value a step, got not so at {wrong}.")
+        golden[name] = values
+    return golden
+
+
+def rounded(values: Values, steps: Iterable[int]) -> list[float]:
+    """Give the values of these steps as a golden file has them; infinity where there is none."""
+    return [round(values[i], 5) if i in values else float("inf") for i in steps]
+
+
+def _number(value: float | str) -> float:
+    return float("inf") if isinstance(value, str) else float(value)

@@ -1,0 +1,220 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Run functional test cases through the launcher and judge them; called by ``run.sh``."""
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from cases import Case, CaseError, command_line, select_cases  # noqa: E402
+from launched_run import PRETRAIN_GPT, train  # noqa: E402
+from metrics import MetricsError, Values, read_events, read_golden, write_golden  # noqa: E402
+from rules import (  # noqa: E402
+    Verdict,
+    compare_with_golden,
+    compare_with_unsharded,
+    unsharded_tolerance,
+)
+
+PLATFORMS = ("cpu", "dgx_h100")
+
+
+class Runner:
+    """Runs cases in a folder of its own; inputs are read only.
+
+    Args:
+        output: Folder for events, checkpoints and logs of all cases.
+        script: Training script to launch.
+        exactly: Whether results are deterministic here, so that golden values have to be equal.
+        train: Starts the ranks of one training, :func:`launched_run.train` or one called like it.
+    """
+
+    def __init__(
+        self, output: Path, script: Path, exactly: bool, train: Callable[..., Any] = train
+    ) -> None:
+        self.output = output
+        self.script = script
+        self.exactly = exactly
+        self._start = train
+        self.unsharded_losses: dict[tuple, Values] = {}
+
+    def run(self, case: Case) -> list[Verdict]:
+        """Train a case, once more from its checkpoint if it resumes, and judge it.
+
+        Raises:
+            RuntimeError: A training failed.
+            MetricsError: A training left no metrics.
+        """
+        folder = self.output / case.name
+        folder.mkdir(parents=True)
+        self._train(case, case.arguments, folder, load=folder / "none")
+        events = folder / "tensorboard"
+        found = read_events(events, 0)
+        checked = {name: found[name] for name in case.metrics if name in found}
+        write_golden(folder / case.golden_path.name, checked, case.train_iters)
+        verdicts = self._judge_golden(case, found)
+        if case.test_type == "ckpt-resume":
+            checkpoints = folder / "checkpoints"
+            shutil.rmtree(checkpoints / f"iter_{case.train_iters:07d}")
+            tracker = checkpoints / "latest_checkpointed_iteration.txt"
+            tracker.write_text(str(case.train_iters // 2))
+            self._train(case, case.arguments, folder, load=checkpoints)
+            verdicts += self._judge_resume(case, found, read_events(events, 1))
+        return [*verdicts, self._judge_unsharded(case, found)]
+
+    def _judge_golden(self, case: Case, found: dict[str, Values]) -> list[Verdict]:
+        if not case.golden_path.is_file():
+            return [Verdict("golden", "", True, f"none yet: not measured on {case.platform}")]
+        golden = read_golden(case.golden_path)
+        exactly = self.exactly and not case.allows_nondeterminism
+        return _judge(case, found, golden, exactly, "golden")
+
+    def _judge_resume(
+        self, case: Case, first: dict[str, Values], second: dict[str, Values]
+    ) -> list[Verdict]:
+        """Compare the resumed half with the first run's, as Megatron does."""
+        steps = range(case.train_iters // 2 + 1, case.train_iters + 1)
+        expected = {
+            name: {i: round(first[name][i], 5) for i in steps}
+            for name in case.metrics
+            if name in first
+        }
+        return _judge(case, second, expected, not case.allows_nondeterminism, "resume")
+
+    def _judge_unsharded(self, case: Case, found: dict[str, Values]) -> Verdict:
+        arguments = case.unsharded_arguments()
+        key = (case.num_ranks, *sorted(case.environment.items()), *arguments.items())
+        if key not in self.unsharded_losses:
+            folder = self.output / f"{case.name}_unsharded"
+            self._train(case, arguments, folder, load=folder / "none")
+            self.unsharded_losses[key] = read_events(folder / "tensorboard", 0)["lm loss"]
+        return compare_with_unsharded(
+            found["lm loss"],
+            self.unsharded_losses[key],
+            case.train_iters,
+            unsharded_tolerance(arguments),
+        )
+
+    def _train(self, case: Case, arguments: dict[str, str], folder: Path, load: Path) -> None:
+        variables = {
+            **os.environ,
+            "TENSORBOARD_PATH": str(folder / "tensorboard"),
+            "CHECKPOINT_SAVE_PATH": str(folder / "checkpoints"),
+            "CHECKPOINT_LOAD_PATH": str(load),
+            "DATA_CACHE_PATH": os.environ.get("DATA_CACHE_PATH", str(self.output / "data_cache")),
+        }
+        environment = dict(case.environment)
+        if "--use-megatron-fsdp" not in arguments:
+            # Megatron asks for it under DDP with tensor parallelism, and refuses it for FSDP.
+            environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        self._start(
+            case.num_ranks,
+            command_line(arguments, variables),
+            script=self.script,
+            environment=environment,
+        )
+
+
+def _judge(
+    case: Case,
+    found: dict[str, Values],
+    expected: dict[str, Values],
+    exactly: bool,
+    against: str,
+) -> list[Verdict]:
+    verdicts = []
+    for metric in case.metrics:
+        missing = [x for x, has in (("the run", found), (against, expected)) if metric not in has]
+        if missing:
+            verdicts.append(Verdict(against, metric, False, f"absent from {', '.join(missing)}"))
+            continue
+        verdicts += [
+            Verdict(f"{against}, {verdict.rule}", metric, verdict.passed, verdict.detail)
+            for verdict in compare_with_golden(
+                metric, found[metric], expected[metric], exactly=exactly
+            )
+        ]
+    return verdicts
+
+
+def is_deterministic_here() -> bool:
+    """Tell whether golden values of CPU cases have to be equal on this machine.
+
+    They pin their instructions to AVX2 by ``ENV_VARS``: any x86-64 machine that has it then
+    computes the same bits with the same version of torch.
+    """
+    if platform.machine() != "x86_64":
+        return False
+    try:
+        return "avx2" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def this_platform() -> str:
+    """Choose ``dgx_h100`` where there are eight GPUs, else ``cpu``."""
+    import torch
+
+    return "dgx_h100" if torch.cuda.device_count() >= 8 else "cpu"
+
+
+def main() -> int:
+    """Run the cases that were named; 1 where one fails, 2 for a wrong name or file."""
+    parser = argparse.ArgumentParser(prog="run.sh", description=__doc__.partition(";")[0])
+    add = parser.add_argument
+    add("cases", nargs="*", metavar="CASE", help="default: all of this machine's platform")
+    add("--platform", choices=PLATFORMS, help="default: dgx_h100 with eight GPUs, else cpu")
+    add("--list", action="store_true", help="print the cases of the platform and stop")
+    add("--output", type=Path, help="new folder to keep events, checkpoints and values in")
+    add("--allow-nondeterministic-algo", action="store_true", help="compare golden values to 5 %%")
+    add("--script", type=Path, default=PRETRAIN_GPT, help="default: scripts/pretrain_gpt.py")
+    options = parser.parse_args()
+    try:
+        chosen = select_cases(options.cases, options.platform or this_platform())
+        if options.list:
+            for case in chosen:
+                print(f"{case.name}  {case.model}, {case.num_ranks} ranks, {case.test_type}")
+            return 0
+        if options.output:
+            options.output.mkdir(parents=True)
+            return _run_all(options, chosen, options.output.resolve())
+        with tempfile.TemporaryDirectory(prefix="functional_") as folder:
+            return _run_all(options, chosen, Path(folder))
+    except (CaseError, MetricsError, FileExistsError) as error:
+        print(f"run.sh: {error}", file=sys.stderr)
+        return 2
+
+
+def _run_all(options: argparse.Namespace, chosen: list[Case], output: Path) -> int:
+    exactly = not options.allow_nondeterministic_algo and (
+        chosen[0].platform != "cpu" or is_deterministic_here()
+    )
+    how = "exactly, to five decimals" if exactly else "to 5 %"
+    print(f"Golden values are compared {how}.", flush=True)
+    runner, num_failed = Runner(output, options.script.resolve(), exactly), 0
+    for case in chosen:
+        try:
+            verdicts = runner.run(case)
+        except (RuntimeError, MetricsError) as error:
+            verdicts = [Verdict("training", "", False, str(error))]
+        passed = all(verdict.passed for verdict in verdicts)
+        num_failed += not passed
+        print(f"{'PASSED' if passed else 'FAILED'} {case.name}", flush=True)
+        for verdict in verdicts:
+            mark = "ok" if verdict.passed else "NO"
+            print(f"  {mark}  {verdict.rule}: {verdict.metric}: {verdict.detail}", flush=True)
+    print(f"{len(chosen) - num_failed} passed, {num_failed} failed")
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to break Muon under Megatron-FSDP on purpose; called on each rank before the launcher.
+
+None of them touches the reference, upstream's Muon under DDP.
+"""
+
+from typing import Any
+
+
+def do_nothing() -> None:
+    """Neither matrices nor anything else is ever updated."""
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Step nothing."""
+
+    FSDPZeROTensorParallelMuon.step = step
+    _replace_adam(step)
+
+
+def update_only_rank_0() -> None:
+    """Every rank joins the exchange, and all but rank 0 leave their rows as they were."""
+    import torch
+
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+
+    original = FSDPZeROTensorParallelMuon.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Step, then put the rows back."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        before = [param._local_tensor.clone() for param in params]
+        original(self, *args, **kwargs)
+        if torch.distributed.get_rank() != 0:
+            for param, rows in zip(params, before, strict=True):
+                param._local_tensor.copy_(rows)
+
+    FSDPZeROTensorParallelMuon.step = step
+
+
+def skip_newton_schulz() -> None:
+    """Momentum is normalized and used as it is."""
+    from megatron_muon import engine
+
+    def normalized(stack: Any, **kwargs: Any) -> Any:
+        """Divide each matrix by its norm."""
+        return stack / stack.float().norm(dim=(-2, -1), keepdim=True).to(stack.dtype)
+
+    engine.newton_schulz = engine.newton_schulz_normalized = normalized
+
+
+def orthogonalize_local_rows() -> None:
+    """Owners see zeros in place of the rows of other ranks."""
+    from megatron_muon.engine import Engine
+
+    original = Engine._orthogonalize_gathered
+
+    def without_arrivals(self: Any, index: int, work: Any) -> Any:
+        """Clear what arrived."""
+        if work is not None:
+            work.wait()
+        for _, rows in self._gathers.unpacking(index):
+            rows.zero_()
+        return original(self, index, None)
+
+    Engine._orthogonalize_gathered = without_arrivals
+
+
+def _replace_adam(step: Any) -> None:
+    """Replace the step of the optimizer for all that is no matrix."""
+    from megatron.core import optimizer
+
+    class Idle(optimizer.Adam):
+        """Adam that never steps."""
+
+    Idle.step = step
+    optimizer.Adam = Idle
