@@ -109,3 +109,5 @@ def _report(device: str) -> None:
     logger.info("%s, torch %s, device %s", versions, torch.__version__, device)
     for patch in patching.applied_patches():
         logger.info("patched %s: %s", patch.target.symbol, patch.purpose)
+    for patch in patching.carried_patches():
+        logger.info("in megatron's source, %s: %s", patch.target.symbol, patch.purpose)

@@ -5,6 +5,7 @@
 Order of the modules, each importing only those before it::
 
     folders    which checkpoints a --save folder holds, and which of them are finished
+    tracker    replaces the file that names the newest checkpoint in one step
     storage    what a finished one holds, and where; runs no code from it
     verify     reads every byte
     report     iteration, optimizer, world; shape, dtype and norm of every tensor

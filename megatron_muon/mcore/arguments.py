@@ -12,63 +12,110 @@ from megatron_muon.mcore.support import raise_where_unsupported
 from megatron_muon.settings import EXCHANGES, WIRES, ExchangeSettings
 
 
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``--muon-fsdp-*`` flags."""
+    group = parser.add_argument_group(title="muon under Megatron-FSDP")
+    defaults = ExchangeSettings()
+    group.add_argument(
+        "--muon-fsdp-exchange",
+        choices=EXCHANGES,
+        default=defaults.exchange,
+        help="How whole matrices are assembled for Newton-Schulz. owner: each is sent to one "
+        "rank, orthogonalized there once, and sent back. all_gather: every rank of the shard "
+        "group receives every matrix and orthogonalizes it.",
+    )
+    group.add_argument(
+        "--muon-fsdp-wire",
+        choices=WIRES,
+        default=defaults.wire,
+        help="What travels to owners. bf16: rows normalized by the float64 norm of their "
+        "matrix; fp32: fp32 rows, for the very bits of upstream's Muon; auto: bf16 with "
+        "--muon-fp32-matmul-prec medium, else fp32.",
+    )
+    group.add_argument(
+        "--muon-fsdp-bucket-size",
+        type=int,
+        default=defaults.bucket_elements,
+        help="Elements that a rank owns of the matrices it exchanges at once, at most; bounds "
+        "the memory of staging buffers.",
+    )
+    group.add_argument(
+        "--muon-fsdp-max-parts",
+        type=int,
+        default=defaults.max_parts,
+        help="Ranks that one matrix may be cut over where ranks outnumber matrices, a power of "
+        "two. 1 keeps matrices whole, and results the same bits on any number of ranks.",
+    )
+    group.add_argument(
+        "--muon-fsdp-cost-model",
+        default=defaults.cost,
+        help="Rates of the machine for choosing owners, as name=value,...: tflops, gbps, "
+        "gbps_between_nodes, ranks_per_node, kernel_us, all_reduce_us, stack_elements.",
+    )
+    group.add_argument(
+        "--muon-fsdp-log-plan",
+        action="store_true",
+        help="Log who orthogonalizes what, and what it costs.",
+    )
+    group.add_argument(
+        "--muon-fsdp-no-checksums",
+        action="store_true",
+        help="Do not compare a checkpoint with its checksums before it is loaded, for which "
+        "the ranks together read it once more.",
+    )
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what cannot work with Muon under Megatron-FSDP; anything else passes.
+
+    Args:
+        args: The parsed command line, before Megatron validates it.
+
+    Raises:
+        ValueError: With all that was asked for and cannot work.
+    """
+    if args.use_megatron_fsdp and args.optimizer not in ("adam", "sgd"):
+        raise_where_unsupported(vars(args))
+        _exchange_settings(args).wire_for(args.muon_fp32_matmul_prec == "medium")
+
+
+def check_yaml(config: Any, path: str) -> None:
+    """Refuse Muon with Megatron-FSDP from a YAML configuration.
+
+    Megatron reads the file in place of the command line, whose flags it drops, and validates it
+    apart from :func:`check`.
+
+    Args:
+        config: What the file says.
+        path: The file.
+
+    Raises:
+        ValueError: The file or the command line asks for it.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--optimizer", default=getattr(config, "optimizer", "adam"))
+    parser.add_argument(
+        "--use-megatron-fsdp",
+        action="store_true",
+        default=bool(getattr(config, "use_megatron_fsdp", False)),
+    )
+    asked, _ = parser.parse_known_args(sys.argv[1:])
+    if asked.use_megatron_fsdp and asked.optimizer not in ("adam", "sgd"):
+        raise ValueError(
+            f"--yaml-cfg: expected command-line flags for --optimizer {asked.optimizer} "
+            f"--use-megatron-fsdp, got {path}, in whose place Megatron drops them. "
+            "Pass the settings as flags."
+        )
+
+
 def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``add_megatron_arguments`` to add the ``--muon-fsdp-*`` flags."""
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add Megatron's flags, then ours."""
-        parser = original(parser)
-        group = parser.add_argument_group(title="muon under Megatron-FSDP")
-        defaults = ExchangeSettings()
-        group.add_argument(
-            "--muon-fsdp-exchange",
-            choices=EXCHANGES,
-            default=defaults.exchange,
-            help="How whole matrices are assembled for Newton-Schulz. owner: each is sent to one "
-            "rank, orthogonalized there once, and sent back. all_gather: every rank of the shard "
-            "group receives every matrix and orthogonalizes it.",
-        )
-        group.add_argument(
-            "--muon-fsdp-wire",
-            choices=WIRES,
-            default=defaults.wire,
-            help="What travels to owners. bf16: rows normalized by the float64 norm of their "
-            "matrix; fp32: fp32 rows, for the very bits of upstream's Muon; auto: bf16 with "
-            "--muon-fp32-matmul-prec medium, else fp32.",
-        )
-        group.add_argument(
-            "--muon-fsdp-bucket-size",
-            type=int,
-            default=defaults.bucket_elements,
-            help="Elements that a rank owns of the matrices it exchanges at once, at most; bounds "
-            "the memory of staging buffers.",
-        )
-        group.add_argument(
-            "--muon-fsdp-max-parts",
-            type=int,
-            default=defaults.max_parts,
-            help="Ranks that one matrix may be cut over where ranks outnumber matrices, a power of "
-            "two. 1 keeps matrices whole, and results the same bits on any number of ranks.",
-        )
-        group.add_argument(
-            "--muon-fsdp-cost-model",
-            default=defaults.cost,
-            help="Rates of the machine for choosing owners, as name=value,...: tflops, gbps, "
-            "gbps_between_nodes, ranks_per_node, kernel_us, all_reduce_us, stack_elements.",
-        )
-        group.add_argument(
-            "--muon-fsdp-log-plan",
-            action="store_true",
-            help="Log who orthogonalizes what, and what it costs.",
-        )
-        group.add_argument(
-            "--muon-fsdp-no-checksums",
-            action="store_true",
-            help="Do not compare a checkpoint with its checksums before it is loaded, for which "
-            "the ranks together read it once more.",
-        )
-        return parser
+        return add_flags(original(parser))
 
     return add_megatron_arguments
 
@@ -83,12 +130,11 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
         """Refuse what cannot work, then validate as for Adam."""
-        if not args.use_megatron_fsdp or args.optimizer in ("adam", "sgd"):
+        check(args)
+        if not args.use_megatron_fsdp:
             return original(args, defaults)
-        raise_where_unsupported(vars(args))
-        _exchange_settings(args).wire_for(args.muon_fp32_matmul_prec == "medium")
         requested = args.optimizer
-        args.optimizer = "adam"
+        args.optimizer = "adam" if requested == "muon" else requested
         try:
             return original(args, defaults)
         finally:
@@ -98,30 +144,13 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``load_yaml`` to refuse Muon with Megatron-FSDP from a YAML configuration.
-
-    Megatron reads the file in place of the command line, whose flags it drops, and validates it
-    apart from :func:`validate`.
-    """
+    """Wrap ``load_yaml``; see :func:`check_yaml`."""
 
     @functools.wraps(original)
     def load_yaml(yaml_path: str) -> Any:
         """Load the file, then refuse Muon with Megatron-FSDP."""
         config = original(yaml_path)
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--optimizer", default=getattr(config, "optimizer", "adam"))
-        parser.add_argument(
-            "--use-megatron-fsdp",
-            action="store_true",
-            default=bool(getattr(config, "use_megatron_fsdp", False)),
-        )
-        asked, _ = parser.parse_known_args(sys.argv[1:])
-        if asked.use_megatron_fsdp and asked.optimizer not in ("adam", "sgd"):
-            raise ValueError(
-                f"--yaml-cfg: expected command-line flags for --optimizer {asked.optimizer} "
-                f"--use-megatron-fsdp, got {yaml_path}, in whose place Megatron drops them. "
-                "Pass the settings as flags."
-            )
+        check_yaml(config, yaml_path)
         return config
 
     return load_yaml

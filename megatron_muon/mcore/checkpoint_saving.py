@@ -5,19 +5,17 @@
 import functools
 import os
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from megatron.core.msc_utils import MultiStorageClientFeature
-from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 
-from megatron_muon.checkpoint.folders import METADATA, TRACKER, CheckpointError
+from megatron_muon.checkpoint.folders import METADATA, CheckpointError
 from megatron_muon.checkpoint.storage import read_checkpoint
+from megatron_muon.checkpoint.tracker import open_in_one_step
 
 
 def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
@@ -31,6 +29,9 @@ def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         """Save with a writer that replaces in one step."""
+        # Not above: a patched source tree imports this module on the way to that one.
+        from megatron.training.global_vars import get_args
+
         if get_args().ckpt_format != "fsdp_dtensor":
             return original(*args, **kwargs)
         writer = dcp.FileSystemWriter
@@ -90,36 +91,11 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
 
 
 def write_tracker_in_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the lookup of ``maybe_msc.open``, by which Megatron writes its tracker.
-
-    Cut short between opening and writing, the tracker would be empty.
-    """
+    """Wrap the lookup of ``maybe_msc.open``, by which Megatron writes its tracker."""
 
     @functools.wraps(original)
     def __getattr__(self: Any, name: str) -> Any:
         found = original(self, name)
-        if name != "open" or MultiStorageClientFeature.is_enabled():
-            return found
-        return functools.partial(_open, found)
+        return open_in_one_step if found is open else found
 
     return __getattr__
-
-
-def _open(original: Callable[..., Any], path: Any, mode: str = "r", **kwargs: Any) -> Any:
-    if mode == "w" and os.path.basename(path) == TRACKER:
-        return _replaced(Path(path))
-    return original(path, mode, **kwargs)
-
-
-@contextmanager
-def _replaced(path: Path) -> Iterator[TextIO]:
-    """Open a file that takes the place of another when it is closed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
 from megatron_muon.agreement import raise_where_any_rank_fails
+from megatron_muon.mcore.arguments import requested_exchange
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.fsdp_model import (
     FSDPParameter,
@@ -60,8 +61,8 @@ def build_megatron_fsdp_emerging_optimizer(
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
             completed by Muon's rule. The dictionary is not changed.
         pg_collection: Process groups of the model; None for ``parallel_state``'s.
-        exchange: Who orthogonalizes what, and what travels (the ``--muon-fsdp-*`` flags); None for
-            the defaults.
+        exchange: Who orthogonalizes what, and what travels; None for what the ``--muon-fsdp-*``
+            flags say, or their defaults in scripts without them.
 
     Returns:
         The optimizer, with state for every parameter on every rank.
@@ -101,7 +102,7 @@ def build_megatron_fsdp_emerging_optimizer(
                 model_chunks,
                 pg_collection,
                 fqns,
-                exchange=exchange,
+                exchange=exchange or requested_exchange(),
                 busy_seconds=busy_seconds,
             )
             busy_seconds = muon.newton_schulz_seconds
@@ -155,7 +156,7 @@ def _inner_muon(
     pg_collection: ProcessGroupCollection,
     fqns: dict[FSDPParameter, str],
     *,
-    exchange: ExchangeSettings | None,
+    exchange: ExchangeSettings,
     busy_seconds: float,
 ) -> FSDPZeROTensorParallelMuon:
     matrices: dict[torch.Tensor, ShardedMatrix] = {}

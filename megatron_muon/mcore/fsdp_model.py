@@ -20,8 +20,8 @@ from megatron_muon.owner_compute import ShardedMatrix
 type FSDPParameter = Any
 
 
-def refuse_v2(model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Refuse models that Megatron-FSDP v2 shards, wrapped or not.
+def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
+    """Tell whether Megatron-FSDP shards a model; refuse v2, which may shard it unwrapped.
 
     Args:
         model_chunks: What ``get_megatron_optimizer`` was given.
@@ -39,6 +39,10 @@ def refuse_v2(model_chunks: Sequence[torch.nn.Module]) -> None:
                 f"model_chunks[{index}]: expected Megatron-FSDP, got modules of the experimental "
                 "Megatron-FSDP v2. Muon does not support v2; use --use-megatron-fsdp."
             )
+    ddp_config = getattr(model_chunks[0], "ddp_config", None)
+    return getattr(ddp_config, "use_megatron_fsdp", False) or any(
+        isinstance(chunk, FullyShardedDataParallel) for chunk in model_chunks
+    )
 
 
 def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:

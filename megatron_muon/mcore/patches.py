@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-
 from megatron_muon.mcore import (
     arguments,
     checkpoint_loading,
@@ -16,7 +14,7 @@ from megatron_muon.mcore import (
     repairs,
 )
 from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
-from megatron_muon.mcore.fsdp_model import refuse_v2
+from megatron_muon.mcore.fsdp_model import is_megatron_fsdp
 from megatron_muon.patching.patch import Patch, Target
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
@@ -32,19 +30,10 @@ def _route(original: Callable[..., Any]) -> Callable[..., Any]:
         config_overrides: dict[Any, Any] | None = None,
         pg_collection: Any = None,
     ) -> Any:
-        refuse_v2(model_chunks)
-        ddp_config = getattr(model_chunks[0], "ddp_config", None)
-        if not getattr(ddp_config, "use_megatron_fsdp", False) and not any(
-            isinstance(chunk, FullyShardedDataParallel) for chunk in model_chunks
-        ):
-            return original(config, model_chunks, config_overrides, pg_collection)
-        return build_megatron_fsdp_emerging_optimizer(
-            config,
-            model_chunks,
-            config_overrides,
-            pg_collection,
-            exchange=arguments.requested_exchange(),
+        build = (
+            build_megatron_fsdp_emerging_optimizer if is_megatron_fsdp(model_chunks) else original
         )
+        return build(config, model_chunks, config_overrides, pg_collection)
 
     return _get_megatron_emerging_optimizer
 
@@ -59,6 +48,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "add the --muon-fsdp-* flags",
         arguments.add_arguments,
+        tree_line="parser = muon_arguments.add_flags(parser)",
     ),
     Patch(
         Target(
@@ -75,6 +65,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "accept --optimizer muon --use-megatron-fsdp, refuse what cannot work with it",
         arguments.validate,
+        tree_line="muon_arguments.check(args)",
     ),
     Patch(
         Target(
@@ -85,6 +76,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "refuse Muon with Megatron-FSDP from --yaml-cfg, which skips the checks of flags",
         arguments.refuse_yaml,
+        tree_line="check_yaml(config_namespace, yaml_path)",
     ),
     Patch(
         Target(
@@ -100,6 +92,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "build Muon over row shards for Megatron-FSDP models",
         _route,
+        tree_line="if is_megatron_fsdp(model_chunks):",
     ),
     Patch(
         Target(
@@ -110,6 +103,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "HFSDP: keep the gradient scaling factor, without which gradients are dp times too large",
         repairs.keep_gradient_scaling_factor,
+        tree_line="gradient_scaling_factor=dp_buffer.gradient_scaling_factor,",
     ),
     Patch(
         Target(
@@ -138,6 +132,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "gradients over a group of one rank: scale each microbatch once, not again with the next",
         repairs.scale_each_microbatch_once,
+        tree_line="is_data_distributed=is_grad_buffer_distributed,",
     ),
     Patch(
         Target(
@@ -161,6 +156,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "HFSDP: reduce the gradient norm over all instances, which hold different shards",
         repairs.reduce_grad_norm_over_instances,
+        tree_line="optimizer.grad_stats_parallel_group = torch.distributed.group.WORLD",
     ),
     Patch(
         Target(
@@ -175,6 +171,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "checkpoints: cut every state of a gated layer, not Adam's alone, also in fp32 and HFSDP",
         checkpoint_repairs.split_every_state,
+        tree_line="handle_swiglu_in_state_dict = split_every_state(handle_swiglu_in_state_dict)",
     ),
     Patch(
         Target(
@@ -197,6 +194,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "checkpoints: gated layers of no_shard are whole on every rank",
         checkpoint_repairs.keep_replicas_whole,
+        tree_line="is_sharded_param=not is_replicated,",
     ),
     Patch(
         Target(
@@ -208,6 +206,7 @@ PATCHES: tuple[Patch, ...] = (
         "checkpoints: Adam has state for empty shards too, without which saving hangs, and loading "
         "steps nothing",
         checkpoint_repairs.complete_adam_state,
+        tree_line="complete_state(self)",
     ),
     Patch(
         Target(
@@ -230,6 +229,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "checkpoints: refuse one that is unfinished, of another format or damaged, on all ranks",
         checkpoint_loading.open_before_loading,
+        tree_line="@open_before_loading",
     ),
     Patch(
         Target(
@@ -240,6 +240,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "checkpoints: compare names and shapes before anything is loaded",
         checkpoint_loading.check_before_loading,
+        tree_line="@check_before_loading",
     ),
     Patch(
         Target(
@@ -250,6 +251,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "checkpoints: --pretrained-checkpoint without --load",
         checkpoint_loading.find_pretrained,
+        tree_line="load_arg = 'pretrained_checkpoint'",
     ),
     *(
         Patch(
@@ -263,6 +265,8 @@ PATCHES: tuple[Patch, ...] = (
             ),
             f"checkpoints: one that is saved again{why} is replaced in one step",
             checkpoint_saving.replace_in_one_step,
+            tree_line="@replace_in_one_step",
+            tree_module="megatron.training.checkpointing",
         )
         for module, why in (
             ("megatron.training.checkpointing", ""),
@@ -278,6 +282,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "checkpoints: the tracker is replaced in one step",
         checkpoint_saving.write_tracker_in_one_step,
+        tree_line="return open_in_one_step",
     ),
 )
 

@@ -12,26 +12,43 @@ from megatron_muon.patching.versions import installed_versions, version_problems
 logger = logging.getLogger(__name__)
 
 _applied: list[Patch] = []
+_carried: list[Patch] = []
 
-__all__ = ["IncompatibleMegatronError", "applied_patches", "disable", "enable", "is_enabled"]
+__all__ = [
+    "IncompatibleMegatronError",
+    "applied_patches",
+    "carried_patches",
+    "disable",
+    "enable",
+    "is_enabled",
+]
 
 
 def enable() -> None:
     """Patch the installed megatron-core so that Muon runs under Megatron-FSDP.
 
-    Calling it again does nothing. Every target is verified before the first is changed.
+    Calling it again does nothing. Every target is verified before the first is changed. A megatron
+    whose source carries the same changes (``scripts/apply_patches.sh``) is left as it is.
 
     Raises:
-        IncompatibleMegatronError: A version or a target differs from what was tested; nothing was
-            changed.
+        IncompatibleMegatronError: A version or a target differs from what was tested, or the source
+            carries some of the patches and not the others; nothing was changed.
     """
-    if _applied:
+    if is_enabled():
         return
     problems = version_problems(installed_versions())
     if problems:
         raise IncompatibleMegatronError(problems)
     from megatron_muon.mcore.patches import PATCHES, REQUIREMENTS
 
+    carried = [patch for patch in PATCHES if patch.is_in_tree()]
+    if carried and len(carried) < len(PATCHES):
+        raise IncompatibleMegatronError(_half_patched(carried, PATCHES))
+    if carried:
+        verify_all(REQUIREMENTS)
+        _carried.extend(carried)
+        logger.info("megatron's source carries the patches: nothing to apply")
+        return
     verify_all([*(patch.target for patch in PATCHES), *REQUIREMENTS])
     apply_all(PATCHES)
     _applied.extend(PATCHES)
@@ -40,18 +57,36 @@ def enable() -> None:
 def disable() -> None:
     """Restore what :func:`enable` changed. Without :func:`enable` before, it does nothing.
 
+    A source tree that carries the patches keeps them: ``scripts/apply_patches.sh --revert``.
+
     Raises:
         RuntimeError: Somebody else wrapped a target since; nothing was restored.
     """
     revert_all(_applied)
     _applied.clear()
+    _carried.clear()
 
 
 def is_enabled() -> bool:
-    """Tell whether the patches are applied."""
-    return bool(_applied)
+    """Tell whether :func:`enable` was called: patches are applied, or the source carries them."""
+    return bool(_applied or _carried)
 
 
 def applied_patches() -> Sequence[Patch]:
     """List what is applied now."""
     return tuple(_applied)
+
+
+def carried_patches() -> Sequence[Patch]:
+    """List what megatron's own source carries, as :func:`enable` found it."""
+    return tuple(_carried)
+
+
+def _half_patched(carried: Sequence[Patch], patches: Sequence[Patch]) -> list[str]:
+    missing = [patch.target.symbol for patch in patches if patch not in carried]
+    found = [patch.target.symbol for patch in carried]
+    return [
+        f"megatron's source: expected all {len(patches)} changes of patches/ or none, found "
+        f"{', '.join(found)} without {', '.join(missing)}. Run scripts/apply_patches.sh on it, "
+        "with --revert for none."
+    ]

@@ -8,6 +8,7 @@ Vocabulary:
 target          a function or class of megatron, found by module and name at call time
 requirement     a target that is relied on but not replaced
 patch           a target and the function that wraps it
+source tree     a megatron whose source carries the patches (``patches/``), not the released wheel
 ==============  ================================================================================
 """
 
@@ -97,11 +98,25 @@ class Patch:
         target: What is wrapped.
         purpose: Why, in a sentence.
         wrap: Takes the original, returns the replacement.
+        tree_line: Line, without indentation, that the diff in ``patches/`` adds to megatron's
+            source for the same change.
+        tree_module: Module that the diff adds it to; None for the target's.
     """
 
     target: Target
     purpose: str
     wrap: Callable[[Any], Any] = field(repr=False)
+    tree_line: str
+    tree_module: str | None = None
+
+    def is_in_tree(self) -> bool:
+        """Tell whether the source of the imported megatron carries this change already."""
+        try:
+            module = importlib.import_module(self.tree_module or self.target.module)
+            lines = inspect.getsource(module).splitlines()
+        except (ImportError, OSError, TypeError):
+            return False
+        return any(line.strip() == self.tree_line for line in lines)
 
 
 def verify_all(targets: Sequence[Target]) -> None:

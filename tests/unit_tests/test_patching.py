@@ -38,7 +38,7 @@ def _patch(name: str, **target: object) -> Patch:
 
         return replacement
 
-    return Patch(Target("stub_megatron", name, **target), "add one", wrap)
+    return Patch(Target("stub_megatron", name, **target), "add one", wrap, tree_line="add one")
 
 
 def test_apply_and_revert_restore_the_original(stub):

@@ -1,0 +1,55 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Train the same short runs with whatever megatron is first on the path.
+
+A process of its own, since a process imports one megatron. Prints a JSON object: unrounded losses
+and gradient norms by name of the run, and what rank 0 logged of the patches.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from ranks import launch
+from toy_gpt import MOE, fsdp_toy_gpt
+
+FEW = ("--train-iters", "6", "--lr-decay-iters", "20")
+# Several microbatches an iteration, over one inner rank under HFSDP and one rank of experts: all
+# that the repairs of gradients change.
+RUNS = {
+    "hfsdp": (
+        "--num-distributed-optimizer-instances",
+        "2",
+        "--outer-dp-sharding-strategy",
+        "optim",
+    ),
+    "experts_over_one_rank": (*MOE, "--expert-model-parallel-size", "2"),
+    "adam": ("--optimizer", "adam"),
+}
+
+
+def main() -> None:
+    """Train each run, and one that is saved and resumed."""
+    history, outputs = {}, []
+    for name, flags in RUNS.items():
+        run = launch(2, fsdp_toy_gpt("optim_grads_params", *FEW, *flags)).check()
+        history[name] = run.history
+        outputs.append(run.outputs[0])
+    with tempfile.TemporaryDirectory() as folder:
+        save = ("--save", folder, "--save-interval", "3")
+        for name, load in (("saved", ()), ("resumed", ("--load", folder, "--ckpt-step", "3"))):
+            flags = fsdp_toy_gpt("optim_grads_params", *FEW, *save, *load, "--bf16")
+            history[name] = launch(2, flags).check().history
+        files = sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*"))
+    patches = [
+        line.removeprefix("[megatron_muon] ")
+        for line in outputs[0].splitlines()
+        if line.startswith(("[megatron_muon] patched", "[megatron_muon] in megatron's source"))
+    ]
+    result = {"history": history, "patches": patches, "num_files": len(files)}
+    json.dump(result, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
