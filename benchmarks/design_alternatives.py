@@ -104,14 +104,14 @@ def _place(name: str, choose: Choice, simulation: Simulation) -> Row:
             owners = choose(plan.matrices[i], load)
             elements += plan.matrices[i].num_elements
             total_s += seconds[i]
+            for holder, num_elements in held[i].items():
+                sent[holder] += num_elements * (len(owners) - (holder in owners))
             for owner in owners:
                 load[owner] += seconds[i]
-                for holder, num_elements in held[i].items():
-                    if holder != owner:
-                        moved += num_elements
-                        sent[holder] += num_elements
-                        # Where all ranks orthogonalize, each has its rows already.
-                        sent[owner] += num_elements if len(owners) == 1 else 0
+                received = plan.matrices[i].num_elements - held[i].get(owner, 0)
+                moved += received
+                # Where all ranks orthogonalize, each has its rows already.
+                sent[owner] += received if len(owners) == 1 else 0
     world = simulation.world_size
     busiest = max(load.values())
     return Row(
