@@ -125,6 +125,7 @@ def _place(name: str, choose: Choice, simulation: Simulation) -> Row:
 
 
 def _of_plans(name: str, plans: Sequence[ExchangePlan], world: int) -> Row:
+    """Read the row of what a run would do off the plan report."""
     report = build_report(range(world), plans)
     return Row(
         name,
