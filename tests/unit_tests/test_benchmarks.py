@@ -50,3 +50,40 @@ def test_checkpoint_measures_muon_beside_adam(tmp_path):
     assert 0.5 < muon["state_bytes"] / adam["state_bytes"] < 0.9
     assert min(*adam.values(), *muon.values()) > 0
     assert "| FSDP, muon, owner |" in done.stdout
+
+
+def _alternatives(arguments: str) -> dict[str, list[float]]:
+    """Run the comparison as a user does, and read its table."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "design_alternatives.py"), *arguments.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    return {row[0]: [float(value.rstrip("%")) for value in row[1:]] for row in rows}
+
+
+def test_design_alternatives_are_of_the_same_shards():
+    """Bounds that hold at any rates: all work on all ranks, all but the largest shards."""
+    rows = _alternatives("--preset llama3-8b --dp 8")
+    everything, largest, idlest = (
+        rows[name]
+        for name in ("gather everything to all", "largest holder", "idlest rank, longest first")
+    )
+    joint = rows["joint, --max-parts 8"]
+    assert everything[:2] == [8, 8.0] and everything[3] == 700.0
+    assert all(largest[3] <= row[3] for row in rows.values())
+    assert largest[4] <= joint[4] <= everything[4]
+    assert idlest[1] <= joint[1] < largest[1]
+    # The lower bound of the plan report is the largest holder's: 2 bytes there and back.
+    report = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "megatron_muon.plan", "--preset", "llama3-8b", "--json"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
+    assert largest[4] == pytest.approx(report["lower_bound_bytes"] / 2 / 8 / 1e6, abs=0.1)
+    assert joint[4] == pytest.approx(report["mean_elements_sent"] / 1e6, abs=0.1)
