@@ -50,6 +50,7 @@ class FunctionTimer:
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
+            """Call, and keep when it began and ended."""
             start = self._now()
             result = original(*args, **kwargs)
             self._spans.append((start, self._now()))
@@ -83,6 +84,7 @@ def counted_bytes() -> Iterator[dict[str, int]]:
     world = dist.get_world_size()
 
     def add(num_bytes: float) -> None:
+        """Count one call."""
         counted["bytes"] += round(num_bytes)
         counted["calls"] += 1
 
@@ -95,7 +97,10 @@ def counted_bytes() -> Iterator[dict[str, int]]:
     originals = {name: getattr(dist, name) for name in sent}
 
     def counting(name: str) -> Callable[..., Any]:
+        """Return the collective of this name, counted."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
+            """Count, then call."""
             add(sent[name](args))
             return originals[name](*args, **kwargs)
 

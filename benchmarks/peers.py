@@ -157,6 +157,7 @@ def layer_wise(model: Model, precision: str) -> Peer:
     optimizer = LayerWiseDistributedOptimizer([wrapped], config, groups)
 
     def step() -> None:
+        """Step what this rank owns, then gather all."""
         muon.step()
         optimizer.allgather_params()
 
@@ -181,6 +182,7 @@ def torch_muon(model: Model, precision: str) -> Peer:
     group = model.mesh.get_group()
 
     def step() -> None:
+        """Gather every gradient, then step all matrices."""
         for index, param in enumerate(params):
             param.grad = all_gather_rows(grads[index], model.layouts[index], group)
         optimizer.step()

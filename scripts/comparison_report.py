@@ -44,6 +44,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
+        """Return one row."""
         first = cells[0].ljust(widths[0])
         rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
         return "| " + " | ".join([first, *rest]) + " |"

@@ -126,6 +126,7 @@ def sweep(options: argparse.Namespace, data_prefix: Path, command: str) -> None:
     """Find each optimizer's learning rate and report; runs that an earlier call finished count."""
 
     def run(optimizer: str, rate: float) -> float:
+        """Train once and return the validation loss."""
         config = run_config(options, data_prefix, optimizer, rate)
         log_file = options.output / "sweep_logs" / f"{config.name}.log"
         start = time.monotonic()

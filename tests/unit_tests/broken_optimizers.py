@@ -10,13 +10,21 @@ from typing import Any
 
 def do_nothing() -> None:
     """Neither matrices nor anything else is ever updated."""
+    import torch
+
+    update_no_matrix()
+    torch.optim.Adam.step = torch.optim.AdamW.step = _idle_step
+
+
+def update_no_matrix() -> None:
+    """Muon does nothing; embeddings, norms and the output layer are updated as they should."""
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Step nothing."""
+    FSDPZeROTensorParallelMuon.step = _idle_step
 
-    FSDPZeROTensorParallelMuon.step = step
-    _replace_adam(step)
+
+def _idle_step(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Step nothing."""
 
 
 def update_only_rank_0() -> None:
@@ -65,14 +73,3 @@ def orthogonalize_local_rows() -> None:
         return original(self, index, None)
 
     Engine._orthogonalize_gathered = without_arrivals
-
-
-def _replace_adam(step: Any) -> None:
-    """Replace the step of the optimizer for all that is no matrix."""
-    from megatron.core import optimizer
-
-    class Idle(optimizer.Adam):
-        """Adam that never steps."""
-
-    Idle.step = step
-    optimizer.Adam = Idle

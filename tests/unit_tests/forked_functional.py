@@ -3,7 +3,7 @@
 """The functional runner on ranks forked from one process, which start in a second.
 
 A process of its own, because the CPU cases pin the instructions that torch and its libraries may
-use by variables that are read once: ``ENV_VARS`` of the cases has to stand in the environment.
+use by variables that are read once.
 Prints one JSON line a case, or a way to break the optimizer:
 ``[name, [[rule, metric, passed, detail], ...]]``.
 """
@@ -11,6 +11,7 @@ Prints one JSON line a case, or a way to break the optimizer:
 import dataclasses
 import functools
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,9 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "tests" / "functional")]
 
+from cases import select_cases  # noqa: E402
 from rules import Verdict  # noqa: E402
 
-BROKEN = ("do_nothing", "skip_newton_schulz", "update_only_rank_0")
+BROKEN = ("do_nothing", "update_no_matrix", "skip_newton_schulz", "update_only_rank_0")
 BROKEN_CASE = "gpt3_mcore_tp1_zp_z1_muon"
 
 
@@ -42,14 +44,16 @@ def forked_train(
 
 def main() -> None:
     """Run every CPU case, then one of them with broken optimizers; print what each rule says."""
+    cases = select_cases([], "cpu")
+    for case in cases:
+        os.environ.update(case.environment)  # before torch is imported, which reads them
     import broken_optimizers
-    from cases import select_cases
     from run import PRETRAIN_GPT, Runner, is_deterministic_here
 
     with tempfile.TemporaryDirectory() as folder:
         exactly = is_deterministic_here()
         runner = Runner(Path(folder), PRETRAIN_GPT, exactly, train=forked_train)
-        for case in select_cases([], "cpu"):
+        for case in cases:
             _print(case.name, runner.run(case))
         for name in BROKEN:
             train = functools.partial(forked_train, before=getattr(broken_optimizers, name))

@@ -4,7 +4,6 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -128,11 +127,9 @@ def test_flags_of_gpu_cases_are_accepted_by_megatron(case):
 @functools.cache
 def forked_verdicts() -> dict[str, list]:
     """Run every CPU case once on forked ranks."""
-    pins = {k: v for k, v in CPU_CASES[0].environment.items() if k != "MEGATRON_MUON_DEVICE"}
-    assert all(case.environment.items() >= pins.items() for case in CPU_CASES)
+    assert all(case.environment == CPU_CASES[0].environment for case in CPU_CASES)
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("forked_functional.py"))],
-        env={**os.environ, **pins},
         capture_output=True,
         text=True,
         timeout=900,
@@ -154,10 +151,13 @@ def test_cpu_case_passes_every_rule(case):
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_broken_optimizer_fails_the_comparison_with_the_unsharded_run(broken):
-    """One that does nothing, skips Newton-Schulz, or updates the rows of rank 0 alone."""
-    unsharded = [verdict for verdict in forked_verdicts()[broken] if verdict[0] == "unsharded"]
-    assert len(unsharded) == 1
-    assert not unsharded[0][2], unsharded
+    """One that does nothing, skips Newton-Schulz, or updates the rows of rank 0 alone.
+
+    Megatron's 5 % pass all of them but the first, which does not even learn the embeddings.
+    """
+    passed = {(rule, metric): passed for rule, metric, passed, _ in forked_verdicts()[broken]}
+    assert not passed["unsharded", "lm loss"]
+    assert passed["golden, approximate", "lm loss"] == (broken != "do_nothing")
 
 
 def test_runner_trains_through_torchrun_and_leaves_its_inputs_alone(tmp_path):
