@@ -15,17 +15,13 @@ from ranks import launch
 from toy_gpt import MOE, fsdp_toy_gpt
 
 FEW = ("--train-iters", "6", "--lr-decay-iters", "20")
-# Several microbatches an iteration, over one inner rank under HFSDP and one rank of experts: all
-# that the repairs of gradients change.
+HFSDP = ("--num-distributed-optimizer-instances", "2", "--outer-dp-sharding-strategy", "optim")
+# Several microbatches an iteration, over one inner rank under HFSDP and one rank of experts, and
+# gradients that are clipped: all that the repairs of gradients change.
 RUNS = {
-    "hfsdp": (
-        "--num-distributed-optimizer-instances",
-        "2",
-        "--outer-dp-sharding-strategy",
-        "optim",
-    ),
+    "hfsdp": HFSDP,
     "experts_over_one_rank": (*MOE, "--expert-model-parallel-size", "2"),
-    "adam": ("--optimizer", "adam"),
+    "hfsdp_adam": (*HFSDP, "--optimizer", "adam", "--clip-grad", "0.1"),
 }
 
 
