@@ -72,6 +72,8 @@ def read_golden(path: Path) -> dict[str, Values]:
             steps = range(start, end + 1)
             values = {int(step): _number(value) for step, value in metric["values"].items()}
             expected = {i for i in steps if i == start or i % metric["step_interval"] == 0}
+            if not expected:
+                raise ValueError("no steps")
         except (KeyError, TypeError, ValueError) as error:
             raise MetricsError(
                 f"{path}: {name}: expected Megatron's format, got {error!r}."

@@ -17,7 +17,14 @@ sys.path.insert(0, str(SCRIPTS))
 
 from cases import Case, CaseError, command_line, select_cases  # noqa: E402
 from launched_run import PRETRAIN_GPT, train  # noqa: E402
-from metrics import MetricsError, Values, read_events, read_golden, write_golden  # noqa: E402
+from metrics import (  # noqa: E402
+    MetricsError,
+    Values,
+    read_events,
+    read_golden,
+    rounded,
+    write_golden,
+)
 from rules import (  # noqa: E402
     Verdict,
     compare_with_golden,
@@ -32,7 +39,7 @@ class Runner:
     """Runs cases in a folder of its own; inputs are read only.
 
     Args:
-        output: Folder for events, checkpoints and logs of all cases.
+        output: Folder for events, checkpoints and metrics of all cases.
         script: Training script to launch.
         exactly: Whether results are deterministic here, so that golden values have to be equal.
         train: Starts the ranks of one training, :func:`launched_run.train` or one called like it.
@@ -84,7 +91,7 @@ class Runner:
         """Compare the resumed half with the first run's, as Megatron does."""
         steps = range(case.train_iters // 2 + 1, case.train_iters + 1)
         expected = {
-            name: {i: round(first[name][i], 5) for i in steps}
+            name: dict(zip(steps, rounded(first[name], steps), strict=True))
             for name in case.metrics
             if name in first
         }
@@ -98,7 +105,7 @@ class Runner:
             self._train(case, arguments, folder, load=folder / "none")
             self.unsharded_losses[key] = read_events(folder / "tensorboard", 0)["lm loss"]
         return compare_with_unsharded(
-            found["lm loss"],
+            found.get("lm loss", {}),
             self.unsharded_losses[key],
             case.train_iters,
             unsharded_tolerance(arguments),

@@ -310,6 +310,10 @@ def test_golden_file_is_read_back_as_written(tmp_path):
     path.write_text(json.dumps(golden))
     with pytest.raises(MetricsError, match=r"not so at \[2\]"):
         read_golden(path)
+    empty = {"start_step": 1, "end_step": 0, "step_interval": 1, "values": {}}
+    path.write_text(json.dumps({"lm loss": empty}))
+    with pytest.raises(MetricsError, match="no steps"):
+        read_golden(path)
     path.write_text(json.dumps({"lm loss": {"values": {}}}))
     with pytest.raises(MetricsError, match="Megatron's format"):
         read_golden(path)
