@@ -2,18 +2,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Change megatron-core at run time: explicit, verified before anything is applied, reversible."""
 
-import logging
 from collections.abc import Sequence
 
 from megatron_muon.patching.errors import IncompatibleMegatronError
 from megatron_muon.patching.patch import Patch, apply_all, revert_all, verify_all
-from megatron_muon.patching.versions import installed_versions, version_problems
-
-logger = logging.getLogger(__name__)
+from megatron_muon.patching.transformer_engine import transformer_engine_problems
+from megatron_muon.patching.versions import (
+    installed_versions,
+    version_problems,
+    warn_where_untested,
+)
 
 _applied: list[Patch] = []
 
-__all__ = ["IncompatibleMegatronError", "applied_patches", "disable", "enable", "is_enabled"]
+__all__ = [
+    "IncompatibleMegatronError",
+    "applied_patches",
+    "check_packages",
+    "disable",
+    "enable",
+    "is_enabled",
+]
+
+
+def check_packages() -> None:
+    """Check the versions of the packages, and that Transformer Engine is absent or whole.
+
+    Nothing is imported, so that it can be done before what would fail.
+
+    Raises:
+        IncompatibleMegatronError: A package is not one that the patches were written for.
+    """
+    problems = version_problems(installed_versions()) + transformer_engine_problems()
+    if problems:
+        raise IncompatibleMegatronError(problems)
 
 
 def enable() -> None:
@@ -27,14 +49,17 @@ def enable() -> None:
     """
     if _applied:
         return
-    problems = version_problems(installed_versions())
-    if problems:
-        raise IncompatibleMegatronError(problems)
-    from megatron_muon.mcore.patches import PATCHES, REQUIREMENTS
+    check_packages()
+    try:
+        from megatron_muon.mcore.patches import PATCHES, REQUIREMENTS
+    except ImportError as error:
+        problem = f"megatron-core: expected what Muon imports of it, found {error}."
+        raise IncompatibleMegatronError([problem]) from error
 
     verify_all([*(patch.target for patch in PATCHES), *REQUIREMENTS])
     apply_all(PATCHES)
     _applied.extend(PATCHES)
+    warn_where_untested(installed_versions())
 
 
 def disable() -> None:
