@@ -23,7 +23,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from compat_steps import STEP_FUNCTIONS, Environment, Outcome, differences, run_steps  # noqa: E402
+from compat_steps import (  # noqa: E402
+    STEP_FUNCTIONS,
+    Environment,
+    Outcome,
+    differences,
+    import_megatron,
+    run_steps,
+)
 
 from megatron_muon.patching import versions  # noqa: E402
 
@@ -68,6 +75,8 @@ _NEWEST = ("0.19.2", "0.3.0", "2.11.0")
 # emerging-optimizers has no other release that fits: 0.3.0 is the only one on PyPI.
 CASES: tuple[Case, ...] = (
     Case(*_NEWEST),
+    Case("0.19.2", "0.3.0", "2.12.0"),
+    Case("0.19.2", "0.3.0", "2.10.0"),
     Case("0.19.0", "0.3.0", "2.11.0"),
     Case("0.18.2", "0.3.0", "2.11.0"),
     Case(*_NEWEST, "transformer-engine", is_partial=True),
@@ -81,11 +90,17 @@ WHOLE_TRANSFORMER_ENGINE = Case(*_NEWEST, "transformer-engine[core_cu13,pytorch]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A case and what came of its steps; ``missing`` lists what a refused megatron-core lacks."""
+    """A case, what came of its steps, and what its packages do without this one.
+
+    Args:
+        case: The case.
+        outcomes: By step.
+        findings: What a refused megatron-core lacks, or how its import fails.
+    """
 
     case: Case
     outcomes: dict[str, Outcome]
-    missing: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
 
     @property
     def is_as_claimed(self) -> bool:
@@ -155,10 +170,12 @@ def check(case: Case, folder: Path, uv: Sequence[str], steps: Sequence[str]) -> 
         reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
         return Result(case, {"install": Outcome("failed", reason)})
     outcomes = run_steps(environment, steps)
-    missing: Sequence[str] = ()
-    if versions.version_problems(case.versions):
-        missing = differences(environment)
-    return Result(case, outcomes, tuple(missing))
+    findings: Sequence[str] = ()
+    if case.is_partial:
+        findings = [f"`import megatron.core` by itself: {import_megatron(environment)}"]
+    elif versions.version_problems(case.versions):
+        findings = differences(environment)
+    return Result(case, outcomes, tuple(findings))
 
 
 def check_here(folder: Path, steps: Sequence[str]) -> Result:
@@ -177,13 +194,14 @@ def markdown(results: Sequence[Result], steps: Sequence[str]) -> str:
         words = [result.outcomes.get(step, Outcome("-")).word for step in steps]
         cells = (*result.case.cells, *words, "yes" if result.is_as_claimed else "NO")
         lines.append(f"| {' | '.join(cells)} |")
-        title = ", ".join(
-            f"{name} {cell}" for name, cell in zip(head, result.case.cells, strict=False)
-        )
+        steps_by_outcome: dict[Outcome, list[str]] = {}
         for step, outcome in result.outcomes.items():
+            steps_by_outcome.setdefault(outcome, []).append(step)
+        for outcome, names in steps_by_outcome.items():
             if outcome.reason:
-                notes.append(f"- {title}: {step} {outcome.word}: {outcome.reason}")
-        notes += [f"  - {difference}" for difference in result.missing]
+                title = f"{' / '.join(result.case.cells)}, {', '.join(names)}"
+                notes.append(f"- {title} {outcome.word}: {outcome.reason}")
+        notes += [f"  - {finding}" for finding in result.findings]
     return "\n".join([*lines, "", *notes]).rstrip()
 
 

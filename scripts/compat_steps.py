@@ -208,3 +208,9 @@ def differences(environment: Environment) -> list[str]:
     _, output = environment.run("differences", "-c", _DIFFERENCES)
     prefix = "DIFFERENCE "
     return [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
+
+
+def import_megatron(environment: Environment) -> str:
+    """Import megatron.core without this package, and say what came of it."""
+    outcome = outcome_of(*environment.run("import", "-c", "import megatron.core"))
+    return f"{outcome.word} {outcome.reason}".strip()

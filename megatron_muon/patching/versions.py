@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 ACCEPTED_VERSIONS: dict[str, SpecifierSet] = {
     "megatron-core": SpecifierSet(">=0.19,<0.20"),
     "emerging-optimizers": SpecifierSet(">=0.3,<0.4"),
-    "torch": SpecifierSet(">=2.11,<2.12"),
+    "torch": SpecifierSet(">=2.10,<2.13"),
 }
 
 
@@ -55,6 +55,8 @@ class Combination:
 
 TABLE: tuple[Combination, ...] = (
     Combination("0.19.2", "0.3.0", "2.11.0"),
+    Combination("0.19.2", "0.3.0", "2.12.0"),
+    Combination("0.19.2", "0.3.0", "2.10.0"),
     Combination("0.19.0", "0.3.0", "2.11.0"),
     Combination(
         "0.18.2",

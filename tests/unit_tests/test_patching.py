@@ -115,8 +115,8 @@ def test_revert_refuses_when_somebody_wrapped_the_patch(stub):
         ("emerging-optimizers", "0.2.0"),
         ("emerging-optimizers", "0.4.0"),
         ("emerging-optimizers", None),
-        ("torch", "2.10.0"),
-        ("torch", "2.12.0+cu130"),
+        ("torch", "2.9.1"),
+        ("torch", "2.13.0+cu130"),
         ("torch", None),
     ],
 )
@@ -147,6 +147,7 @@ def test_enable_refuses_a_misfit_of_any_package_with_the_table(monkeypatch, pack
         ({"megatron-core": "0.19.0rc3"}, True),
         ({"emerging-optimizers": "0.3.1"}, True),
         ({"torch": "2.11.1"}, True),
+        ({"torch": "2.12.0", "megatron-core": "0.19.0"}, True),
         ({"torch": "2.11.0a0+eb65b36914.nv26.02"}, True),
     ],
 )
