@@ -43,14 +43,15 @@ def main(argv: Sequence[str]) -> int:
     # checkout's own pretrain_gpt.py brings the megatron package beside it.
     sys.path.insert(0, str(script.resolve().parent))
     _log_to_stdout_on_rank_0()
+    from megatron_muon import patching
+
+    # Before CPU ranks, which import megatron.
+    patching.check_packages()
     device = choose_device()
     if device == "cpu":
         from megatron_muon import cpu_ranks
 
         cpu_ranks.enable(force=os.environ.get("MEGATRON_MUON_DEVICE") == "cpu")
-
-    from megatron_muon import patching
-
     patching.enable()
     _report(device)
     sys.argv = list(argv)
@@ -100,13 +101,11 @@ def _log_to_stdout_on_rank_0() -> None:
 
 def _report(device: str) -> None:
     """Log one line for the versions and one for each patch."""
-    import torch
-
     from megatron_muon import patching
     from megatron_muon.patching.versions import installed_versions
 
     versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
-    logger.info("%s, torch %s, device %s", versions, torch.__version__, device)
+    logger.info("%s, device %s", versions, device)
     for patch in patching.applied_patches():
         logger.info("patched %s: %s", patch.target.symbol, patch.purpose)
     for patch in patching.carried_patches():

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 from megatron_muon.patching.errors import IncompatibleMegatronError
 from megatron_muon.patching.patch import Patch, apply_all, revert_all, verify_all
-from megatron_muon.patching.versions import installed_versions, version_problems
+from megatron_muon.patching.transformer_engine import transformer_engine_problems
+from megatron_muon.patching.versions import (
+    installed_versions,
+    version_problems,
+    warn_where_untested,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -18,10 +23,24 @@ __all__ = [
     "IncompatibleMegatronError",
     "applied_patches",
     "carried_patches",
+    "check_packages",
     "disable",
     "enable",
     "is_enabled",
 ]
+
+
+def check_packages() -> None:
+    """Check the versions of the packages, and that Transformer Engine is absent or whole.
+
+    Megatron is not imported, so that it can be done before that would fail.
+
+    Raises:
+        IncompatibleMegatronError: A package is not one that the patches were written for.
+    """
+    problems = version_problems(installed_versions()) + transformer_engine_problems()
+    if problems:
+        raise IncompatibleMegatronError(problems)
 
 
 def enable() -> None:
@@ -36,10 +55,12 @@ def enable() -> None:
     """
     if is_enabled():
         return
-    problems = version_problems(installed_versions())
-    if problems:
-        raise IncompatibleMegatronError(problems)
-    from megatron_muon.mcore.patches import PATCHES, REQUIREMENTS
+    check_packages()
+    try:
+        from megatron_muon.mcore.patches import PATCHES, REQUIREMENTS
+    except ImportError as error:
+        problem = f"megatron-core: expected what Muon imports of it, found {error}."
+        raise IncompatibleMegatronError([problem]) from error
 
     carried = [patch for patch in PATCHES if patch.is_in_tree()]
     if carried and len(carried) < len(PATCHES):
@@ -48,10 +69,11 @@ def enable() -> None:
         verify_all(REQUIREMENTS)
         _carried.extend(carried)
         logger.info("megatron's source carries the patches: nothing to apply")
-        return
-    verify_all([*(patch.target for patch in PATCHES), *REQUIREMENTS])
-    apply_all(PATCHES)
-    _applied.extend(PATCHES)
+    else:
+        verify_all([*(patch.target for patch in PATCHES), *REQUIREMENTS])
+        apply_all(PATCHES)
+        _applied.extend(PATCHES)
+    warn_where_untested(installed_versions())
 
 
 def disable() -> None:

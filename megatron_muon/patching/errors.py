@@ -4,10 +4,7 @@
 
 from collections.abc import Sequence
 
-TESTED_VERSIONS: dict[str, tuple[str, ...]] = {
-    "megatron-core": ("0.19.2",),
-    "emerging-optimizers": ("0.3.0",),
-}
+from megatron_muon.patching.versions import table_text
 
 
 class IncompatibleMegatronError(RuntimeError):
@@ -19,9 +16,8 @@ class IncompatibleMegatronError(RuntimeError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        tested = "; ".join(f"{name} {', '.join(known)}" for name, known in TESTED_VERSIONS.items())
         super().__init__(
             "megatron-muon cannot be enabled, nothing was changed:\n  "
             + "\n  ".join(self.problems)
-            + f"\nTested with {tested}. Install one of these versions."
+            + f"\n{table_text()}"
         )

@@ -70,6 +70,11 @@ COVERED = (
         f"{UNIT}/test_own_script.py",
         '"train_megatron_core.py"',
     ),
+    Covered(
+        ".venv/bin/python scripts/check_compat.py*",
+        f"{UNIT}/test_check_compat.py",
+        "check_compat",
+    ),
     Covered("bash .ci/run", f"{UNIT}/test_environment.py", 'REPOSITORY / ".ci" / "run"'),
     Covered(
         "torchrun --nproc-per-node 8 -m megatron_muon pretrain_gpt.py *",

@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from megatron_muon.patching.versions import ACCEPTED_VERSIONS, is_tested
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOCK = (REPOSITORY / "requirements.lock").read_text()
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -70,6 +72,13 @@ def test_lock_agrees_with_pyproject(extra: str | None) -> None:
     listed = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
     for requirement in map(Requirement, listed):
         assert Version(versions[requirement.name]) in requirement.specifier, requirement
+
+
+def test_pyproject_accepts_what_enable_accepts() -> None:
+    """What pip installs beside the package is what ``enable()`` takes, and the lock was tested."""
+    listed = {r.name: r.specifier for r in map(Requirement, PROJECT["dependencies"])}
+    assert {name: listed[name] for name in ACCEPTED_VERSIONS} == ACCEPTED_VERSIONS
+    assert is_tested({name: locked_versions()[name] for name in ACCEPTED_VERSIONS})
 
 
 def test_transformer_engine_extra_asks_for_both_parts() -> None:

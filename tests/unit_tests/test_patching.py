@@ -2,17 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches: verified as a whole, applied once, taken back."""
 
+import os
+import re
 import subprocess
 import sys
+import sysconfig
 import types
 
 import pytest
 
+from megatron_muon import patching
 from megatron_muon.patching import IncompatibleMegatronError
 from megatron_muon.patching.patch import Patch, Target, apply_all, revert_all, verify_all
-from megatron_muon.patching.versions import version_problems
+from megatron_muon.patching.transformer_engine import transformer_engine_problems
+from megatron_muon.patching.versions import (
+    TABLE,
+    version_problems,
+    warn_where_untested,
+)
 
-GOOD_VERSIONS = {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0"}
+GOOD_VERSIONS = {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0", "torch": "2.11.0"}
+ROW = r"\n  0.19.2 +0.3.0 +2.11.0  works\n"
 
 
 def scale(x: int, factor: int = 2) -> int:
@@ -69,7 +79,7 @@ def test_mismatch_names_symbol_expected_found_and_tested_versions(stub, target, 
     """What upstream changed is said, with the versions that work."""
     with pytest.raises(IncompatibleMegatronError, match=message) as caught:
         verify_all([Target("stub_megatron", **target)])
-    assert "Tested with megatron-core 0.19.2; emerging-optimizers 0.3.0" in str(caught.value)
+    assert re.search(ROW, str(caught.value))
     assert "nothing was changed" in str(caught.value)
 
 
@@ -97,20 +107,176 @@ def test_revert_refuses_when_somebody_wrapped_the_patch(stub):
 
 
 @pytest.mark.parametrize(
-    ("versions", "problems"),
+    ("package", "found"),
     [
-        (GOOD_VERSIONS, []),
-        ({**GOOD_VERSIONS, "megatron-core": "0.19.2+abc1234"}, []),
-        ({**GOOD_VERSIONS, "megatron-core": "0.18.2"}, ["megatron-core: expected a version"]),
-        ({**GOOD_VERSIONS, "megatron-core": "0.20.0rc1"}, ["megatron-core: expected a version"]),
-        ({**GOOD_VERSIONS, "emerging-optimizers": None}, ["emerging-optimizers: expected"]),
+        ("megatron-core", "0.18.2"),
+        ("megatron-core", "0.20.0rc1"),
+        ("megatron-core", None),
+        ("emerging-optimizers", "0.2.0"),
+        ("emerging-optimizers", "0.4.0"),
+        ("emerging-optimizers", None),
+        ("torch", "2.9.1"),
+        ("torch", "2.13.0+cu130"),
+        ("torch", None),
     ],
 )
-def test_versions_outside_of_the_range_are_named(versions, problems):
-    """A release that was not tested is refused with what was found."""
-    found = version_problems(versions)
-    assert len(found) == len(problems)
-    assert all(text.startswith(start) for text, start in zip(found, problems, strict=True))
+def test_enable_refuses_a_misfit_of_any_package_with_the_table(monkeypatch, package, found):
+    """What was found is named, then what was run together and what to install."""
+    versions = {**GOOD_VERSIONS, package: found}
+    monkeypatch.setattr(patching, "installed_versions", lambda: versions)
+    monkeypatch.setattr(patching, "_applied", [])
+    with pytest.raises(IncompatibleMegatronError) as caught:
+        patching.enable()
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{package}: expected a version ")
+    assert f"found {found or 'none installed'}" in problem
+    assert re.search(ROW, str(caught.value))
+    assert re.search(r"\n  0.18.2 +0.3.0 +2.11.0  no: ", str(caught.value))
+    install = "pip install megatron-core==0.19.2 emerging-optimizers==0.3.0 torch==2.11.0"
+    assert str(caught.value).endswith(install)
+    assert not patching.is_enabled()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_warned"),
+    [
+        ({}, False),
+        ({"megatron-core": "0.19.2+abc1234", "torch": "2.11.0+cu130"}, False),
+        ({"megatron-core": "0.19.0"}, False),
+        ({"megatron-core": "0.19.3"}, True),
+        ({"megatron-core": "0.19.0rc3"}, True),
+        ({"emerging-optimizers": "0.3.1"}, True),
+        ({"torch": "2.11.1"}, True),
+        ({"torch": "2.12.0", "megatron-core": "0.19.0"}, True),
+        ({"torch": "2.11.0a0+eb65b36914.nv26.02"}, True),
+    ],
+)
+def test_versions_in_the_ranges_are_accepted_and_named_where_untested(caplog, changes, is_warned):
+    """A patch release, or a container's build, is tried: its symbols are verified all the same."""
+    versions = {**GOOD_VERSIONS, **changes}
+    assert version_problems(versions) == []
+    warn_where_untested(versions)
+    assert len(caplog.records) == is_warned
+    for package, version in changes.items() if is_warned else ():
+        assert f"{package} {version}" in caplog.text and re.search(ROW, caplog.text)
+
+
+def test_accepted_ranges_hold_the_rows_that_work_and_no_other():
+    """The table, the ranges and what ``enable()`` does never say different things."""
+    for row in TABLE:
+        assert bool(row.refusal) == bool(version_problems(row.versions))
+
+
+def test_version_is_read_from_the_package_that_would_be_imported(tmp_path):
+    """A Megatron-LM checkout before the wheel on the path; nothing of it is imported."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise RuntimeError('imported')")
+    (core / "package_info.py").write_text("__version__ = '0.18.2+abc1234'")
+    done = _python(tmp_path, "from megatron_muon import enable; enable()")
+    assert "megatron-core: expected a version <0.20,>=0.19, found 0.18.2." in done.stderr
+
+
+def _python(folder, code: str) -> subprocess.CompletedProcess:
+    """Run code with a folder first on the path."""
+    path = os.pathsep.join([str(folder), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=120,
+    )
+
+
+CODE, CORE, TORCH = "transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"
+
+
+def _install(folder, *parts: str, libraries: tuple[str, ...] = (), version: str = "2.20.2"):
+    """Fake packages of Transformer Engine, which fail to import as a part of it does."""
+    package = folder / "transformer_engine" / "wheel_lib"
+    package.mkdir(parents=True, exist_ok=True)
+    (package.parent / "__init__.py").write_text("raise RuntimeError('obscure')")
+    for library in libraries:
+        (package / library).touch()
+    for part in parts:
+        info = folder / f"{part.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {part}\nVersion: {version}\n")
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder that stands for all installed packages."""
+    sysconfig.get_paths()  # Imports a module the first time.
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("parts", "lacks"),
+    [
+        (
+            (CODE,),
+            "without transformer-engine-cu12 or transformer-engine-cu13 and without " + TORCH,
+        ),
+        ((CORE,), f"without {CODE} and without {TORCH}"),
+        ((CODE, CORE), f"{CODE} 2.20.2, {CORE} 2.20.2 without {TORCH}"),
+        ((), "found a module of that name without"),
+    ],
+)
+def test_parts_of_transformer_engine_are_named(site, parts, lacks):
+    """The empty meta package and a core without the extension break ``import megatron.core``."""
+    _install(site, *parts)
+    (problem,) = transformer_engine_problems()
+    assert lacks in problem and "pip uninstall" in problem and "pip install" in problem
+
+
+@pytest.mark.parametrize(
+    ("parts", "libraries"),
+    [
+        (None, ()),
+        ((CODE, CORE, TORCH), ()),
+        ((CODE,), ("libtransformer_engine.so", "transformer_engine_torch.cpython-312.so")),
+    ],
+    ids=["absent", "wheels", "built from source"],
+)
+def test_whole_or_absent_transformer_engine_is_no_problem(site, parts, libraries):
+    """From PyPI's three packages, or built from source: one package and two libraries."""
+    if parts is not None:
+        _install(site, *parts, libraries=libraries)
+    assert transformer_engine_problems() == []
+
+
+def test_build_that_keeps_its_libraries_elsewhere_is_no_problem(site, monkeypatch):
+    """A container's own build names no part of PyPI's, and can be imported."""
+    package = site / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    for folder in (package, package / "pytorch"):
+        (folder / "__init__.py").touch()
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    assert transformer_engine_problems() == []
+
+
+def test_parts_of_transformer_engine_in_two_versions_are_named(site):
+    """It refuses to be imported then."""
+    _install(site, CODE, CORE)
+    _install(site, TORCH, version="2.19.0")
+    (problem,) = transformer_engine_problems()
+    assert f"in one version, found {CODE} 2.20.2, {CORE} 2.20.2, {TORCH} 2.19.0." in problem
+
+
+def test_launcher_names_a_part_of_transformer_engine_before_megatron_fails(tmp_path):
+    """CPU ranks import megatron, which would raise the package's own error."""
+    _install(tmp_path, CODE)
+    (tmp_path / "script.py").touch()
+    code = "import sys; from megatron_muon.launcher import main; sys.exit(main(sys.argv[1:]))"
+    done = _python(tmp_path, code.replace("sys.argv[1:]", repr([str(tmp_path / "script.py")])))
+    assert done.returncode == 1
+    assert "IncompatibleMegatronError" in done.stderr and "obscure" not in done.stderr
+    assert f"found {CODE} 2.20.2 without" in done.stderr
 
 
 ENABLE_TWICE = """
@@ -120,6 +286,18 @@ assert not any(name.split(".")[0] in ("torch", "megatron") for name in sys.modul
 assert not megatron_muon.is_enabled()
 import megatron.training.arguments as arguments
 import megatron.core.optimizer as optimizer
+from megatron.core.optimizer import optimizer as module
+
+renamed = module.copy_optimizer_param_metadata
+del module.copy_optimizer_param_metadata
+try:
+    megatron_muon.enable()
+except megatron_muon.IncompatibleMegatronError as error:
+    assert "copy_optimizer_param_metadata" in error.problems[0], error
+else:
+    raise SystemExit("expected a refusal")
+module.copy_optimizer_param_metadata = renamed
+
 originals = (arguments.validate_args, optimizer._get_megatron_emerging_optimizer)
 megatron_muon.enable()
 enabled = (arguments.validate_args, optimizer._get_megatron_emerging_optimizer)

@@ -1,0 +1,101 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Whether Transformer Engine is absent or whole; a part of it breaks ``import megatron.core``.
+
+Megatron takes an ImportError for its absence. What is installed in part raises other errors
+(RuntimeError, AssertionError, FileNotFoundError) that name neither Megatron nor the missing part.
+
+Vocabulary, by PyPI's packages; a build from source holds all three under the first name:
+
+==========================  ====================================================================
+transformer-engine          Python code; empty of libraries ("meta package")
+transformer-engine-cu12/13  the core library, for one major version of CUDA
+transformer-engine-torch    the extension for torch, built from source at installation
+==========================  ====================================================================
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sysconfig
+from pathlib import Path
+
+_CODE, _TORCH = "transformer-engine", "transformer-engine-torch"
+_CORES = ("transformer-engine-cu12", "transformer-engine-cu13")
+_LIBRARIES = {"core": "libtransformer_engine*.so", _TORCH: "transformer_engine_torch*.so"}
+
+
+def transformer_engine_problems() -> list[str]:
+    """Compare what is installed of Transformer Engine with all of it.
+
+    It is imported only where a part seems to be missing: a build that keeps its libraries elsewhere
+    is whole if that works.
+
+    Returns:
+        One sentence when it is there in part or in several versions; empty when absent or whole.
+    """
+    versions = _installed_parts()
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None and not versions:
+        return []
+    libraries = _libraries(spec.origin if spec is not None else None)
+    has_core = any(name in versions for name in _CORES) or "core" in libraries
+    has_torch = _TORCH in versions or _TORCH in libraries
+    has_code = _CODE in versions or not versions
+    if has_code and has_core and has_torch and len(set(versions.values())) <= 1:
+        return []
+    if spec is not None and _can_be_imported():
+        return []
+    found = ", ".join(f"{name} {version}" for name, version in versions.items())
+    missing = [
+        name
+        for name, is_there in ((_CODE, has_code), (" or ".join(_CORES), has_core))
+        if not is_there
+    ] + ([] if has_torch else [_TORCH])
+    lacks = f" without {' and without '.join(missing)}" if missing else ""
+    return [
+        f"transformer-engine: expected none of it, or {_CODE}, {' or '.join(_CORES)} and {_TORCH} "
+        f"in one version, found {found or 'a module of that name'}{lacks}. `import megatron.core` "
+        "fails with it. Remove it (pip uninstall transformer-engine transformer-engine-cu12 "
+        "transformer-engine-cu13 transformer-engine-torch), or complete it (pip install "
+        "--no-build-isolation 'transformer-engine[core_cu13,pytorch]', core_cu12 with CUDA 12)."
+    ]
+
+
+def _can_be_imported() -> bool:
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception:  # noqa: BLE001 - parts of it raise whatever they stumble over
+        return False
+    return True
+
+
+def _installed_parts() -> dict[str, str]:
+    """Read the versions of the packages that are installed."""
+    versions = {}
+    for name in (_CODE, *_CORES, _TORCH):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _libraries(origin: str | None) -> set[str]:
+    """Find the libraries where Transformer Engine itself looks for them.
+
+    Source: ``transformer_engine/common/__init__.py`` of 2.20.2, ``_find_shared_object_in_te_dir``.
+    """
+    roots = [Path(sysconfig.get_paths()["purelib"])]
+    if origin is not None:
+        roots.append(Path(origin).parent.parent)
+    folders = [
+        root / part
+        for root in roots
+        for part in ("", "transformer_engine", "transformer_engine/wheel_lib")
+    ]
+    return {
+        name
+        for name, pattern in _LIBRARIES.items()
+        if any(any(folder.glob(pattern)) for folder in folders)
+    }

@@ -1,0 +1,216 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What ``scripts/check_compat.py`` runs in each environment, and what came of it."""
+
+import dataclasses
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from training_log import TrainingLog
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS, SAVED_AT = 5, 2
+
+# Fast, and without hypothesis, which the environments lack.
+SMOKE_TESTS = ("test_patching", "test_newton_schulz", "test_arguments", "test_routing")
+
+_ENABLE = """
+import megatron_muon
+megatron_muon.enable()
+assert megatron_muon.is_enabled()
+megatron_muon.disable()
+assert not megatron_muon.is_enabled()
+"""
+
+# Every symbol that is imported from megatron, patched or relied on. A name that cannot be imported
+# is noted and replaced, so that one run lists them all.
+_DIFFERENCES = """
+import importlib, sys
+for _ in range(20):
+    try:
+        from megatron_muon.mcore.patches import PATCHES, REQUIREMENTS
+        break
+    except ImportError as error:
+        if not error.name_from:
+            raise
+        print(f"DIFFERENCE {error.name}.{error.name_from}: expected it to exist.")
+        setattr(importlib.import_module(error.name), error.name_from, None)
+        for name in [name for name in sys.modules if name.startswith("megatron_muon.mcore")]:
+            del sys.modules[name]
+for target in [*(patch.target for patch in PATCHES), *REQUIREMENTS]:
+    for problem in target.problems():
+        print("DIFFERENCE", problem)
+"""
+
+_FLAGS = f"""
+--num-layers 2 --hidden-size 32 --ffn-hidden-size 56 --num-attention-heads 4
+--group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu
+--no-bias-swiglu-fusion --position-embedding-type rope --no-rope-fusion
+--disable-bias-linear --untie-embeddings-and-output-weights
+--seq-length 16 --max-position-embeddings 16
+--tokenizer-type NullTokenizer --vocab-size 95 --make-vocab-size-divisible-by 16 --mock-data
+--micro-batch-size 1 --global-batch-size 4 --train-iters {STEPS} --lr-decay-iters 20
+--lr 1e-2 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0
+--attention-dropout 0 --hidden-dropout 0 --seed 7
+--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
+--no-masked-softmax-fusion --attention-backend unfused --no-gradient-reduce-div-fusion
+--eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0
+--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2
+--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+--ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of one step.
+
+    Args:
+        word: ``ok``, ``failed``, ``refused`` (with our own error) or ``-`` where it was not run.
+        reason: Why it is not ok, in a sentence.
+    """
+
+    word: str
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """Where to run the steps.
+
+    Args:
+        python: Interpreter.
+        folder: Existing folder for output and checkpoints.
+        env: Environment variables.
+    """
+
+    python: Path
+    folder: Path
+    env: Mapping[str, str]
+
+    def run(self, name: str, *arguments: str, timeout_s: float = 300.0) -> tuple[int, str]:
+        """Run Python, keep what it prints in ``<name>.log``, return exit status and output."""
+        try:
+            done = subprocess.run(
+                [str(self.python), *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=self.folder,
+                env={**self.env, "OMP_NUM_THREADS": "1", "MEGATRON_MUON_DEVICE": "cpu"},
+                timeout=timeout_s,
+                check=False,
+            )
+            status, output = done.returncode, done.stdout
+        except subprocess.TimeoutExpired as error:
+            printed = error.stdout or b""
+            output = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
+            status, output = 124, f"{output}\nexpected an end within {timeout_s:.0f} s\n"
+        (self.folder / f"{name}.log").write_text(output)
+        return status, output
+
+    def train(self, name: str, *flags: str) -> tuple[Outcome, dict[int, float]]:
+        """Train on two ranks through the launcher; return what came of it and the losses."""
+        arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        arguments += ["-m", "megatron_muon", str(ROOT / "scripts" / "pretrain_gpt.py")]
+        status, output = self.run(name, *arguments, *_FLAGS.split(), *flags)
+        log = TrainingLog()
+        for line in output.splitlines():
+            log.feed(line)
+        return outcome_of(status, output), log.losses
+
+
+def outcome_of(status: int, output: str) -> Outcome:
+    """Tell from exit status and output what came of a program.
+
+    Args:
+        status: Exit status.
+        output: Standard output and error.
+
+    Returns:
+        ``refused`` only where ``IncompatibleMegatronError`` was raised, with its first problem.
+    """
+    if status == 0:
+        return Outcome("ok")
+    if match := re.search(r"IncompatibleMegatronError: .*nothing was changed:\n(.+)", output):
+        return Outcome("refused", re.sub(r"^\[[^]]*\]:", "", match[1]).strip())
+    errors = re.findall(
+        r"^(?:\[[^]]*\]:)?E?\s*(\w+(?:\.\w+)*(?:Error|Exception)\b.*)$", output, re.M
+    )
+    lines = output.strip().splitlines() or ["no output"]
+    return Outcome("failed", (errors or lines)[-1].strip())
+
+
+def _enable(environment: Environment) -> Outcome:
+    return outcome_of(*environment.run("enable", "-c", _ENABLE))
+
+
+def _smoke(environment: Environment) -> Outcome:
+    tests = [str(ROOT / "tests" / "unit_tests" / f"{name}.py") for name in SMOKE_TESTS]
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    return outcome_of(*environment.run("smoke", "-m", "pytest", *options, *tests))
+
+
+def _train(environment: Environment) -> Outcome:
+    outcome, losses = environment.train("train")
+    if outcome.word == "ok" and len(losses) != STEPS:
+        return Outcome("failed", f"expected {STEPS} losses, got {len(losses)}")
+    return outcome
+
+
+def _resume(environment: Environment) -> Outcome:
+    """Save on the way, load in another run, and compare with the run that never stopped."""
+    saves = ("--save", str(environment.folder / "checkpoints"), "--save-interval", str(SAVED_AT))
+    outcome, whole = environment.train("save", *saves)
+    if outcome.word != "ok":
+        return outcome
+    loads = ("--load", str(environment.folder / "checkpoints"), "--ckpt-step", str(SAVED_AT))
+    outcome, resumed = environment.train("load", *loads)
+    # Megatron logs the second iteration of a process as the mean of its first two.
+    compared = (SAVED_AT + 1, STEPS)
+    expected = [whole.get(iteration) for iteration in compared]
+    found = [resumed.get(iteration) for iteration in compared]
+    if outcome.word == "ok" and (found != expected or None in expected):
+        return Outcome("failed", f"expected the losses {expected} of {compared}, got {found}")
+    return outcome
+
+
+STEP_FUNCTIONS: dict[str, Callable[[Environment], Outcome]] = {
+    "enable": _enable,
+    "smoke": _smoke,
+    "train": _train,
+    "resume": _resume,
+}
+
+
+def run_steps(environment: Environment, names: Sequence[str]) -> dict[str, Outcome]:
+    """Run steps in order.
+
+    Where ``enable()`` refuses, the launcher must too, so training is still tried; tests and
+    checkpoints are not.
+
+    Args:
+        environment: Where to run them.
+        names: Steps of ``STEP_FUNCTIONS``.
+    """
+    outcomes: dict[str, Outcome] = {}
+    for name in names:
+        is_refused = outcomes.get("enable", Outcome("ok")).word == "refused"
+        skip = is_refused and name in ("smoke", "resume")
+        outcomes[name] = Outcome("-") if skip else STEP_FUNCTIONS[name](environment)
+    return outcomes
+
+
+def differences(environment: Environment) -> list[str]:
+    """List what a refused megatron-core lacks of what the package imports, patches or relies on."""
+    _, output = environment.run("differences", "-c", _DIFFERENCES)
+    prefix = "DIFFERENCE "
+    return [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
+
+
+def import_megatron(environment: Environment) -> str:
+    """Import megatron.core without this package, and say what came of it."""
+    outcome = outcome_of(*environment.run("import", "-c", "import megatron.core"))
+    return f"{outcome.word} {outcome.reason}".strip()
