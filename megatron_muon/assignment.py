@@ -8,7 +8,8 @@ Vocabulary:
 owner           the rank that orthogonalizes a matrix; several where it is cut into equal parts
 load            seconds of Newton-Schulz of one rank
 capacity        load up to which the owner with the least traffic is taken
-objective       ``balance``: the lowest busiest load; ``joint``: the shortest predicted step
+objective       ``balance``: the lowest busiest load; ``joint``: the shortest step with no traffic
+                hidden, of nearly equal ones the least traffic
 ==============  ================================================================================
 
 Matrices are placed by :class:`~megatron_muon.placement.Placement` for several capacities, and the

@@ -92,8 +92,9 @@ class OwnerCompute:
         plan: The exchange plan of the domain.
         seconds: Estimated Newton-Schulz time of this rank, ``busy_seconds`` included.
 
-    Communication: at construction an all-gather of 64 bytes a rank, two flags and a hash, and new
-        process groups where a domain or a cut matrix needs one.
+    Communication: at construction an all-gather of 64 bytes a rank, two flags and a hash, lists of
+        ranks and of differences as objects, and new process groups where a domain or a cut matrix
+        needs one.
     """
 
     def __init__(

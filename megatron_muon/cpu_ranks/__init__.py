@@ -11,7 +11,7 @@ Importing the package changes nothing and imports neither torch nor megatron. Wh
 replaces is listed, with the reasons, in ``table.REPLACEMENTS``. Files, each importing only those
 before it::
 
-    torch_cuda, collectives, megatron_core -> table -> this one
+    hidden, torch_cuda, collectives, megatron_core -> table -> this one
 
 Limits: the device mode acts in the thread that calls ``enable``. What megatron bound on import
 (``from torch.cuda import _lazy_call``) stays bound after ``disable``: use a GPU in a new process.
@@ -40,6 +40,7 @@ _ABSENT = object()
 _undo: list[tuple[Owner, str, object]] = []
 _mode: Any = None
 _dynamo_was_disabled: bool | None = None
+_hidden: dict[str, Any] = {}
 _has_imported_megatron = False
 
 
@@ -51,6 +52,7 @@ def is_enabled() -> bool:
 def enable(force: bool = False) -> None:
     """Make ``torch.cuda`` act on the CPU, then import Megatron and adapt it; idempotent.
 
+    Transformer Engine, which computes on GPUs only, is absent to imports from then on.
     Also turns ``torch.compile`` into the identity (``TORCHDYNAMO_DISABLE=1``, unless it is set).
 
     Args:
@@ -82,12 +84,14 @@ def enable(force: bool = False) -> None:
         config: Any = importlib.import_module("torch._dynamo.config")
         _dynamo_was_disabled, config.disable = config.disable, True
 
+    from megatron_muon.cpu_ranks.hidden import hide
     from megatron_muon.cpu_ranks.table import MEGATRON_REPLACEMENTS, TORCH_REPLACEMENTS
     from megatron_muon.cpu_ranks.torch_cuda import CpuDeviceMode
 
     mode = CpuDeviceMode()
     mode.__enter__()
     _mode = mode
+    _hidden.update(hide())
     try:
         for row in TORCH_REPLACEMENTS:
             _apply(row)
@@ -130,6 +134,10 @@ def disable() -> None:
     if _dynamo_was_disabled is not None:
         config: Any = importlib.import_module("torch._dynamo.config")
         config.disable, _dynamo_was_disabled = _dynamo_was_disabled, None
+    from megatron_muon.cpu_ranks.hidden import show
+
+    show(_hidden)
+    _hidden.clear()
     _mode.__exit__(None, None, None)
     _mode = None
     atexit.unregister(_leave_groups)

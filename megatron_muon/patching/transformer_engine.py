@@ -64,6 +64,7 @@ def transformer_engine_problems() -> list[str]:
 
 def _can_be_imported() -> bool:
     try:
+        importlib.import_module("torch")  # loads libraries that it needs
         importlib.import_module("transformer_engine.pytorch")
     except Exception:  # noqa: BLE001 - parts of it raise whatever they stumble over
         return False

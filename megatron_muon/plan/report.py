@@ -149,7 +149,7 @@ class Report:
         )
         yield (
             f"predicted step: {self.step_s * 1e3:.3f} ms in {self.num_buckets} buckets, "
-            f"{self.exposed_step_s * 1e3:.3f} ms if no traffic were hidden"
+            f"{self.exposed_step_s * 1e3:.3f} ms on the busiest rank with no traffic hidden"
         )
         yield "rank  matrices  Newton-Schulz ms  traffic ms  sent MB  received MB  staging MB"
         shown = sorted(self.ranks, key=lambda rank: (-rank.newton_schulz_s, rank.rank))

@@ -7,6 +7,7 @@ What enables it runs in an interpreter of its own: what megatron binds on import
 importing it takes many times as long as any test.
 """
 
+import importlib
 import os
 import subprocess
 import sys
@@ -378,3 +379,26 @@ def test_gloo_ranks_do_what_nccl_does():
         prelude=WITHOUT_MEGATRON,
     )
     assert output.count("rank done") == 2
+
+
+def test_transformer_engine_is_absent_to_cpu_ranks_and_comes_back(tmp_path, monkeypatch):
+    """Installed as a whole it imports without a GPU, and its kernels then failed on CPU tensors."""
+    from megatron_muon.cpu_ranks.hidden import hide, show
+
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "transformer_engine.pytorch"
+    before = importlib.import_module(name)
+    hidden = hide()
+    try:
+        for absent in (name, "transformer_engine", "transformer_engine_torch"):
+            with pytest.raises(ImportError):
+                importlib.import_module(absent)
+    finally:
+        show(hidden)
+        assert sys.modules.pop(name) is before
+        del sys.modules["transformer_engine"]
+    assert "transformer_engine_torch" not in sys.modules

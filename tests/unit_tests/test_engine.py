@@ -56,7 +56,7 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
 @pytest.mark.parametrize("grid", [{}, {"num_replicas": 2}, {"num_tensor_ranks": 2}], ids=str)
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])
 def test_bytes_at_the_collectives_are_those_of_the_plan(wire, grid):
-    """Wire bf16: 2 bytes an element there, 2 back, 8 a matrix; no padding on either wire."""
+    """Wire bf16: 2 bytes an element there, 2 back, 8 a block; no padding on either wire."""
     run = run_ranks(4, _count_bytes, wire, grid).check()
     for counted in run.results:
         assert counted["moved"] == counted["planned"]
