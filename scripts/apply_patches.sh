@@ -24,6 +24,8 @@ mode=${2:---apply}
 info=$1/megatron/core/package_info.py
 [[ -f "$info" ]] || fail "$1: expected the folder that holds megatron/core, got none with $info."
 tree=$(cd "$1" && pwd -P)
+exec 9<"$tree"
+flock 9
 
 version=$(sed -nE 's/^(MAJOR|MINOR|PATCH) *= *([0-9]+).*/\2/p' "$info" | paste -sd .)
 folder=$PATCHES/core_v$version
@@ -42,11 +44,11 @@ run_git() {
 backup=$tree/.megatron_muon_patches.backup
 if [[ -d "$backup" ]]; then
     [[ "$mode" != --check ]] || fail "$tree: a call was cut short. Call again without --check."
-    cp -a "$backup/." "$tree"
-    rm -rf "$backup"
+    cp -a "$backup/megatron" "$tree"
+    mv "$backup" "$backup.done"
     echo "$tree: put back the files of a call that was cut short"
 fi
-rm -rf "$backup.new"
+[[ "$mode" == --check ]] || rm -rf "$backup.new" "$backup.done"
 
 if errors=$(run_git --check 2>&1); then
     state=absent
@@ -65,7 +67,8 @@ change_tree() {
     (cd "$tree" && sed -n 's|^+++ b/||p' "${patches[@]}" | sort -u | xargs cp -a --parents -t "$backup.new")
     mv "$backup.new" "$backup"
     run_git "$@"
-    rm -rf "$backup"
+    mv "$backup" "$backup.done"
+    rm -rf "$backup.done"
 }
 
 case $mode/$state in

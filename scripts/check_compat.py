@@ -33,6 +33,7 @@ from compat_steps import (  # noqa: E402
 )
 
 from megatron_muon.patching import versions  # noqa: E402
+from megatron_muon.patching.transformer_engine import transformer_engine_problems  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Case:
     @property
     def claim(self) -> str:
         """What the package says of it: every step is ``ok``, or ``refused``."""
-        return "refused" if self.is_partial or versions.version_problems(self.versions) else "ok"
+        found = {name: None if v == "none" else v for name, v in self.versions.items()}
+        return "refused" if self.is_partial or versions.version_problems(found) else "ok"
 
 
 _NEWEST = ("0.19.2", "0.3.0", "2.11.0")
@@ -181,7 +183,12 @@ def check(case: Case, folder: Path, uv: Sequence[str], steps: Sequence[str]) -> 
 def check_here(folder: Path, steps: Sequence[str]) -> Result:
     """Run the steps in the environment of this process."""
     found = versions.installed_versions()
-    case = Case(*(version or "none" for version in found.values()), transformer_engine="as it is")
+    if absent := [name for name, version in found.items() if version is None]:
+        reason = f"{', '.join(absent)}: expected to be installed, found none"
+        case = Case(*(version or "none" for version in found.values()), transformer_engine="-")
+        return Result(case, {"install": Outcome("failed", reason)})
+    is_partial = bool(transformer_engine_problems())
+    case = Case(*map(str, found.values()), transformer_engine="as it is", is_partial=is_partial)
     return Result(case, run_steps(Environment(Path(sys.executable), folder, os.environ), steps))
 
 
@@ -220,6 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also compile all of Transformer Engine, which takes minutes",
     )
     options = parser.parse_args(argv)
+    if options.keep is not None and options.keep.exists():
+        parser.error(f"--keep: expected a new folder, got {options.keep}, which exists")
     cases = (*CASES, *([WHOLE_TRANSFORMER_ENGINE] if options.with_transformer_engine else []))
     cases = tuple(c for c in cases if not options.only or options.only in " ".join(c.cells))
     if not cases:

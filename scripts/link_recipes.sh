@@ -27,33 +27,41 @@ cases=$(cd "$1/tests/functional_tests" && pwd)/test_cases
 # Look at every target first: nothing of Megatron's own is replaced.
 for source in "$FUNCTIONAL"/recipes/*.yaml; do
     target=$recipes/$(basename "$source")
-    [[ ! -e "$target" || -L "$target" ]] || fail "$target: expected a link of ours or nothing."
+    [[ ! -e "$target" && ! -L "$target" ]] || [[ "$(readlink "$target")" == */tests/functional/recipes/* ]] ||
+        fail "$target: expected a link of ours or nothing."
 done
 for source in "$FUNCTIONAL"/test_cases/*/*/; do
     target=$cases/${source#"$FUNCTIONAL"/test_cases/}
     [[ ! -e "$target" || -e "$target$MARK" ]] || fail "$target: expected a copy of ours or nothing."
 done
 
-for source in "$FUNCTIONAL"/recipes/*.yaml; do
-    rm -f "$recipes/$(basename "$source")"
-done
-for source in "$FUNCTIONAL"/test_cases/*/*/; do
-    rm -rf "${cases:?}/${source#"$FUNCTIONAL"/test_cases/}"
-done
 if [[ $# == 2 ]]; then
+    for source in "$FUNCTIONAL"/recipes/*.yaml; do
+        rm -f "$recipes/$(basename "$source")"
+    done
+    for source in "$FUNCTIONAL"/test_cases/*/*/; do
+        target=$cases/${source#"$FUNCTIONAL"/test_cases/}
+        [[ -d "$target" ]] || continue
+        for file in "$source"*; do
+            rm -f "$target$(basename "$file")"
+        done
+        rm -f "$target$MARK"
+        # What was put there since, golden values above all, stays.
+        rmdir --ignore-fail-on-non-empty "$target"
+    done
     echo "$1: recipes and cases are taken out"
     exit
 fi
 
 mkdir -p "$recipes"
 for source in "$FUNCTIONAL"/recipes/*.yaml; do
-    ln -s "$source" "$recipes/"
+    ln -sfn "$source" "$recipes/"
     echo "$recipes/$(basename "$source")"
 done
 for source in "$FUNCTIONAL"/test_cases/*/*/; do
     target=$cases/${source#"$FUNCTIONAL"/test_cases/}
     mkdir -p "$target"
-    cp "$source"* "$target"
     touch "$target$MARK"
+    cp "$source"* "$target"
     echo "$target"
 done

@@ -18,7 +18,8 @@ from megatron_muon.launcher import choose_device
 
 DEVICE = choose_device()
 if DEVICE == "cpu":
-    cpu_ranks.enable()  # before megatron is imported
+    # Before megatron is imported; forced where MEGATRON_MUON_DEVICE=cpu hides GPUs.
+    cpu_ranks.enable(force=True)
 
 # ruff: noqa: E402
 import torch.distributed as dist
@@ -85,8 +86,8 @@ def main() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
+    enable()  # before the model is wrapped: some patches repair Megatron-FSDP's gradients
     model = build_model()
-    enable()  # get_megatron_optimizer now takes Muon under Megatron-FSDP
     optimizer_config = OptimizerConfig(
         optimizer="muon", lr=0.01, weight_decay=0.1, clip_grad=1.0, use_distributed_optimizer=True
     )

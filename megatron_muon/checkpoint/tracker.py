@@ -12,15 +12,15 @@ from megatron_muon.checkpoint.folders import TRACKER
 
 
 def open_in_one_step(
-    path: str | os.PathLike[str], mode: str = "r", **options: str | int | None
+    path: str | os.PathLike[str] | int, mode: str = "r", *args: object, **options: object
 ) -> IO[Any] | AbstractContextManager[IO[str]]:
     """Open any file as ``open`` does; a tracker to write takes the old one's place when closed.
 
     Cut short between opening and writing, the tracker would else be empty.
     """
-    if mode == "w" and os.path.basename(path) == TRACKER:
+    if isinstance(path, str | os.PathLike) and mode == "w" and Path(path).name == TRACKER:
         return _replaced(Path(path))
-    return open(path, mode, **options)  # type: ignore[call-overload]
+    return open(path, mode, *args, **options)  # type: ignore[call-overload]
 
 
 @contextmanager

@@ -4,8 +4,10 @@
 
 import argparse
 import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_muon.mcore.support import raise_where_unsupported
@@ -135,12 +137,33 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(args, defaults)
         requested = args.optimizer
         args.optimizer = "adam" if requested == "muon" else requested
-        try:
-            return original(args, defaults)
-        finally:
-            args.optimizer = requested
+        with _printing_optimizer(original, requested):
+            try:
+                return original(args, defaults)
+            finally:
+                args.optimizer = requested
 
     return validate_args
+
+
+@contextmanager
+def _printing_optimizer(validate_args: Callable[..., Any], requested: str) -> Iterator[None]:
+    """Let the list of arguments, which ``validate_args`` prints last, show what was asked for."""
+    names = inspect.unwrap(validate_args).__globals__
+    original = names.get("_print_args")
+    if original is None:
+        yield
+        return
+
+    def _print_args(title: str, args: argparse.Namespace) -> None:
+        args.optimizer = requested
+        original(title, args)
+
+    names["_print_args"] = _print_args
+    try:
+        yield
+    finally:
+        names["_print_args"] = original
 
 
 def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:

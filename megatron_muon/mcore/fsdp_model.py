@@ -53,7 +53,8 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
 
     Raises:
         TypeError: A chunk is not a ``FullyShardedDataParallel``.
-        ValueError: A chunk was run forward before, so that its parameters are the raw ones.
+        ValueError: A chunk was run forward before, so that its parameters are the raw ones; or it
+            was wrapped before ``enable()``, and its gradients come out scaled wrongly.
     """
     for index, chunk in enumerate(model_chunks):
         if not isinstance(chunk, FullyShardedDataParallel):
@@ -68,6 +69,30 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
                     f"{name}: expected a DTensor, got {type(param).__name__}. Build the optimizer "
                     "before the first forward pass."
                 )
+        if _has_unrepaired_gradients(chunk):
+            raise ValueError(
+                f"model_chunks[{index}]: expected a model that was wrapped in Megatron-FSDP after "
+                "megatron_muon.enable(), which repairs its gradients, got one that was wrapped "
+                "before. Call enable() first."
+            )
+
+
+def _has_unrepaired_gradients(chunk: FullyShardedDataParallel) -> bool:
+    """Tell whether buffers are as Megatron-FSDP makes them without ``mcore.repairs``."""
+    is_sharded = chunk.ddp_config.data_parallel_sharding_strategy in (
+        "optim_grads",
+        "optim_grads_params",
+    )
+    for group in chunk.param_and_grad_buffer.parameter_groups:
+        gradients, helper = group.main_grad_buffer, group.hfsdp_helper_gbuf
+        if gradients is None:
+            continue
+        if is_sharded and not gradients.is_data_distributed:
+            return True
+        factor = gradients.gradient_scaling_factor
+        if helper is not None and helper.gradient_scaling_factor != factor:
+            return True
+    return False
 
 
 def named_optimizer_parameters(

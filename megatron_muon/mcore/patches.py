@@ -103,7 +103,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "HFSDP: keep the gradient scaling factor, without which gradients are dp times too large",
         repairs.keep_gradient_scaling_factor,
-        tree_line="gradient_scaling_factor=dp_buffer.gradient_scaling_factor,",
+        tree_line="# megatron-muon 0002: gradients are reduced through this buffer.",
     ),
     Patch(
         Target(
@@ -132,7 +132,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "gradients over a group of one rank: scale each microbatch once, not again with the next",
         repairs.scale_each_microbatch_once,
-        tree_line="is_data_distributed=is_grad_buffer_distributed,",
+        tree_line="# megatron-muon 0003: also over one rank, see above.",
     ),
     Patch(
         Target(
@@ -156,7 +156,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "HFSDP: reduce the gradient norm over all instances, which hold different shards",
         repairs.reduce_grad_norm_over_instances,
-        tree_line="optimizer.grad_stats_parallel_group = torch.distributed.group.WORLD",
+        tree_line="# megatron-muon 0004: instances of HFSDP hold different shards of gradients.",
     ),
     Patch(
         Target(
@@ -194,7 +194,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "checkpoints: gated layers of no_shard are whole on every rank",
         checkpoint_repairs.keep_replicas_whole,
-        tree_line="is_sharded_param=not is_replicated,",
+        tree_line="# megatron-muon 0005: gated layers of no_shard are whole on every rank.",
     ),
     Patch(
         Target(
@@ -251,7 +251,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "checkpoints: --pretrained-checkpoint without --load",
         checkpoint_loading.find_pretrained,
-        tree_line="load_arg = 'pretrained_checkpoint'",
+        tree_line="# megatron-muon 0007: --pretrained-checkpoint without --load.",
     ),
     *(
         Patch(

@@ -114,7 +114,7 @@ class Patch:
         try:
             module = importlib.import_module(self.tree_module or self.target.module)
             lines = inspect.getsource(module).splitlines()
-        except (ImportError, OSError, TypeError):
+        except (ModuleNotFoundError, OSError, TypeError):
             return False
         return any(line.strip() == self.tree_line for line in lines)
 

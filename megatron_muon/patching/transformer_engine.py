@@ -17,6 +17,7 @@ transformer-engine-torch    the extension for torch, built from source at instal
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def transformer_engine_problems() -> list[str]:
     Returns:
         One sentence when it is there in part or in several versions; empty when absent or whole.
     """
+    if sys.modules.get("transformer_engine", sys) is None:
+        return []  # hidden from imports, as on CPU ranks
     versions = _installed_parts()
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None and not versions:

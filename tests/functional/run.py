@@ -90,6 +90,9 @@ class Runner:
     ) -> list[Verdict]:
         """Compare the resumed half with the first run's, as Megatron does."""
         steps = range(case.train_iters // 2 + 1, case.train_iters + 1)
+        if (begun := min(second.get("lm loss", {}), default=0)) != steps[0]:
+            detail = f"expected step {steps[0]} to be the first, got {begun}: nothing was loaded"
+            return [Verdict("resume", "lm loss", False, detail)]
         expected = {
             name: dict(zip(steps, rounded(first[name], steps), strict=True))
             for name in case.metrics

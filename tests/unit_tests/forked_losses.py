@@ -16,20 +16,21 @@ from toy_gpt import MOE, fsdp_toy_gpt
 
 FEW = ("--train-iters", "6", "--lr-decay-iters", "20")
 HFSDP = ("--num-distributed-optimizer-instances", "2", "--outer-dp-sharding-strategy", "optim")
-# Several microbatches an iteration, over one inner rank under HFSDP and one rank of experts, and
-# gradients that are clipped: all that the repairs of gradients change.
+# Ranks and flags. Several microbatches an iteration, over one inner rank or two under HFSDP and
+# over one rank of experts, and gradients that are clipped: all that the repairs change.
 RUNS = {
-    "hfsdp": HFSDP,
-    "experts_over_one_rank": (*MOE, "--expert-model-parallel-size", "2"),
-    "hfsdp_adam": (*HFSDP, "--optimizer", "adam", "--clip-grad", "0.1"),
+    "hfsdp_one_inner_rank": (2, HFSDP),
+    "hfsdp": (4, HFSDP),
+    "experts_over_one_rank": (2, (*MOE, "--expert-model-parallel-size", "2")),
+    "hfsdp_adam": (4, (*HFSDP, "--optimizer", "adam", "--clip-grad", "0.1")),
 }
 
 
 def main() -> None:
     """Train each run, and one that is saved and resumed."""
     history, outputs = {}, []
-    for name, flags in RUNS.items():
-        run = launch(2, fsdp_toy_gpt("optim_grads_params", *FEW, *flags)).check()
+    for name, (world_size, flags) in RUNS.items():
+        run = launch(world_size, fsdp_toy_gpt("optim_grads_params", *FEW, *flags)).check()
         history[name] = run.history
         outputs.append(run.outputs[0])
     with tempfile.TemporaryDirectory() as folder:

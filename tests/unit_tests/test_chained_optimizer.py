@@ -326,6 +326,38 @@ def test_megatron_fsdp_v2_is_refused_though_it_has_no_wrapper():
     assert "Megatron-FSDP v2. Muon does not support v2" in run.results[0]
 
 
+def _wrap_before_enable(settings: dict[str, Any]) -> str:
+    import megatron_muon
+
+    enable, megatron_muon.enable = megatron_muon.enable, lambda: None
+    model = build_model(**settings)
+    megatron_muon.enable = enable
+    try:
+        build_optimizer(model)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "message"),
+    [
+        (1, {}, "got one that was wrapped before"),
+        (
+            2,
+            {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
+            "got one that was wrapped before",
+        ),
+        (2, {}, "no error"),
+    ],
+    ids=["one rank", "hfsdp", "plain"],
+)
+def test_model_that_was_wrapped_before_enable_is_refused(world_size, settings, message):
+    """The repairs of gradients came too late for it: they were scaled wrongly without a word."""
+    run = run_ranks(world_size, _wrap_before_enable, settings).check()
+    assert all(message in text for text in run.results)
+
+
 def _build_with(settings: dict[str, Any]) -> str:
     model = build_model()
     try:

@@ -282,6 +282,33 @@ def test_iteration_time_is_compared_by_its_median_in_a_window():
     assert not compare_with_golden("iteration-time", slow, golden, exactly=True)[0].passed
 
 
+def test_iteration_time_without_golden_values_in_the_window_fails():
+    """Two medians of nothing used to be equal."""
+    golden = {i: 0.1 for i in range(51, 101)}
+    assert not compare_with_golden("iteration-time", golden, golden, exactly=True)[0].passed
+
+
+def test_resumed_run_that_loads_nothing_fails(tmp_path):
+    """It begins at step 1, and from the same seed repeats what it is compared with."""
+    from run import Runner
+    from torch.utils.tensorboard import SummaryWriter
+
+    case = next(case for case in CPU_CASES if case.test_type == "ckpt-resume")
+
+    def train(ranks, arguments, **options):
+        flags = dict(zip(arguments, arguments[1:], strict=False))
+        (Path(flags.get("--save", tmp_path)) / "iter_0000020").mkdir(parents=True, exist_ok=True)
+        with SummaryWriter(flags["--tensorboard-dir"]) as writer:
+            for step in range(1, 21):
+                writer.add_scalar("lm loss", 5.0 - step / 10, step)
+                writer.add_scalar("num-zeros", 0.0, step)
+
+    verdicts = Runner(tmp_path, Path("unused.py"), exactly=False, train=train).run(case)
+    (resume,) = [verdict for verdict in verdicts if verdict.rule == "resume"]
+    assert not resume.passed
+    assert "nothing was loaded" in resume.detail
+
+
 def test_unsharded_rule_fails_for_nan_and_for_missing_steps():
     """Neither compares as close."""
     losses = falling(20)

@@ -100,6 +100,29 @@ def test_linking_again_updates_and_removing_leaves_nothing(checkout):
     assert files(checkout) == before
 
 
+def test_golden_values_recorded_in_the_checkout_stay(checkout):
+    """Linking again used to delete the one file that this repository cannot provide."""
+    link_recipes(checkout)
+    case = next(case for case in load_cases() if case.platform == "dgx_h100")
+    folder = checkout / "tests/functional_tests/test_cases" / case.model / case.name
+    golden = folder / case.golden_path.name
+    golden.write_text("measured\n")
+    assert link_recipes(checkout).returncode == 0
+    assert link_recipes(checkout, "--remove").returncode == 0
+    assert golden.read_text() == "measured\n"
+    assert list(folder.iterdir()) == [golden]
+
+
+def test_link_to_somewhere_else_is_never_replaced(checkout):
+    """A recipe of the same name that somebody linked from elsewhere."""
+    recipes = checkout / "tests/test_utils/local_recipes"
+    recipes.mkdir()
+    (recipes / "muon_gpt.yaml").symlink_to("/elsewhere/muon_gpt.yaml")
+    done = link_recipes(checkout)
+    assert done.returncode == 1
+    assert "muon_gpt.yaml: expected a link of ours or nothing" in done.stderr
+
+
 def test_files_of_megatron_are_never_replaced(checkout):
     """A case or a recipe of the same name that is not ours: an error, and nothing is changed."""
     case = load_cases()[0]

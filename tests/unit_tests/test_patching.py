@@ -249,6 +249,19 @@ def test_whole_or_absent_transformer_engine_is_no_problem(site, parts, libraries
     assert transformer_engine_problems() == []
 
 
+def test_package_hidden_from_cpu_ranks_is_no_problem(site):
+    """CPU ranks hide a build whose libraries are then not found, and that was refused."""
+    from megatron_muon.cpu_ranks.hidden import hide, show
+
+    _install(site, CODE)
+    hidden = hide()
+    try:
+        assert transformer_engine_problems() == []
+    finally:
+        show(hidden)
+    assert transformer_engine_problems() != []
+
+
 def test_build_that_keeps_its_libraries_elsewhere_is_no_problem(site, monkeypatch):
     """A container's own build names no part of PyPI's, and can be imported."""
     package = site / "transformer_engine"

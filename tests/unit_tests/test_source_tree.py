@@ -51,8 +51,11 @@ def test_diffs_are_numbered_and_say_what_they_are():
     assert [diff.name[:4] for diff in DIFFS] == [f"{n:04d}" for n in range(1, len(DIFFS) + 1)]
     for diff in DIFFS:
         header, _, body = diff.read_text().partition("\n---\n")
-        for field in ("Base:    megatron-core 0.19.2", "Purpose: ", "Issue:   ", "Needs:   "):
+        for field in ("Base:    megatron-core 0.19.2", "Purpose: ", "Issue:   "):
             assert field in header, (diff.name, field)
+        assert ("Needs:   the megatron_muon package" in header) == (
+            "import megatron_muon" in body or "from megatron_muon" in body
+        )
         added = [line for line in body.splitlines() if line[:1] == "+" and line[:3] != "+++"]
         assert 0 < len(added) < 25, diff.name
 
@@ -125,6 +128,8 @@ def test_call_that_was_cut_short_is_undone_by_the_next(tree):
         saved = tree / ".megatron_muon_patches.backup" / name
         saved.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(tree / name, saved)
+    # And an earlier one was killed while it removed its backup, having done its work.
+    (tree / ".megatron_muon_patches.backup.done" / "megatron").mkdir(parents=True)
     (tree / sorted(names)[0]).write_text("half of a file")
     done = apply_patches(tree, "--check")
     assert done.returncode == 1 and "cut short" in done.stderr

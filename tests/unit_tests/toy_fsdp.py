@@ -21,6 +21,9 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
+    import megatron_muon
+
+    megatron_muon.enable()
     dist.init_process_group("gloo")
     instances = ddp_settings.get("num_distributed_optimizer_instances", 1)
     parallel_state.initialize_model_parallel(
