@@ -172,8 +172,8 @@ def _resume(environment: Environment) -> Outcome:
     compared = (SAVED_AT + 1, STEPS)
     expected = [whole.get(iteration) for iteration in compared]
     found = [resumed.get(iteration) for iteration in compared]
-    if outcome.word == "ok" and min(resumed, default=0) != SAVED_AT + 1:
-        return Outcome("failed", f"expected to go on after step {SAVED_AT}, got {min(resumed)}")
+    if outcome.word == "ok" and (first := min(resumed, default=0)) != SAVED_AT + 1:
+        return Outcome("failed", f"expected to go on after step {SAVED_AT}, got step {first}")
     if outcome.word == "ok" and (found != expected or None in expected):
         return Outcome("failed", f"expected the losses {expected} of {compared}, got {found}")
     return outcome

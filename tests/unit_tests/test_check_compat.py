@@ -82,6 +82,8 @@ def test_steps_after_a_refusal_are_left_out_but_the_launcher(monkeypatch, tmp_pa
         ({3: 1.0, 4: 0.9, 5: 0.7}, "failed"),
         ({4: 0.9, 5: 0.8}, "failed"),
         ({}, "failed"),
+        # Nothing was loaded, and the same seed gives the same losses.
+        ({1: 3.0, 2: 2.0, 3: 1.0, 4: 0.85, 5: 0.8}, "failed"),
     ],
 )
 def test_resume_compares_with_the_run_that_never_stopped(monkeypatch, tmp_path, resumed, word):
