@@ -137,12 +137,14 @@ def load_cases() -> list[Case]:
         for product in recipe["products"]:
             for block in product["products"]:
                 names = [name for name in block if name != "cadence"]
-                values = itertools.product(*(block[name] for name in names))
-                # A scope is a label: one case in two scopes is one case.
-                rows = {(name, *row) for name in product["test_case"] for row in values}
-                for name, *row in sorted(rows):
-                    given = spec | dict(zip(names, row, strict=True))
-                    case = load_case(spec["model"], name, given["platforms"], int(given["gpus"]))
+                # Megatron takes the first name of test_case.
+                (case_name,) = product["test_case"]
+                for values in itertools.product(*(block[name] for name in names)):
+                    given = spec | dict(zip(names, values, strict=True))
+                    case = load_case(
+                        spec["model"], case_name, given["platforms"], int(given["gpus"])
+                    )
+                    # A scope is a label: one case in two scopes is one case.
                     if case not in cases:
                         cases.append(case)
     return cases

@@ -9,7 +9,7 @@ under DDP with upstream's own Muon, within what rounding explains.
 
 Source: thresholds and rules are those of Megatron-LM's
 ``tests/functional_tests/python_test_utils`` (``test_pretraining_regular_pipeline.py``,
-``common.py``), July 2026.
+``common.py``).
 """
 
 import statistics
