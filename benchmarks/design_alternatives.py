@@ -16,20 +16,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_muon.assignment import matrix_seconds
-from megatron_muon.cost import CostModel
-from megatron_muon.layout import MatrixLayout
 from megatron_muon.plan import ExchangePlan
-from megatron_muon.plan.model_shape import PRESETS
-from megatron_muon.plan.report import build_report
-from megatron_muon.plan.simulation import (
+from megatron_muon.plan.assignment import matrix_seconds
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.preview.model_shape import PRESETS
+from megatron_muon.plan.preview.simulation import (
     Parallelism,
     Planning,
     Simulation,
     simulate,
     simulate_shard_map,
 )
-from megatron_muon.settings import wire_bytes
+from megatron_muon.plan.report import build_report
+from megatron_muon.plan.settings import wire_bytes
 
 type Load = Mapping[int, float]
 # The ranks that orthogonalize a matrix, given what each has to do so far.

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from megatron_muon.layout import RowLayout
-from megatron_muon.plan.fsdp_buffer import unit_layouts
+from megatron_muon.plan.layout import RowLayout
+from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
 
 MUON = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
 
@@ -102,10 +102,10 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     """Ours."""
     from megatron.core.optimizer import emerging_optimizers
 
-    from megatron_muon import engine
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-    from megatron_muon.owner_compute import ShardedMatrix
-    from megatron_muon.settings import ExchangeSettings
+    from megatron_muon.plan.settings import ExchangeSettings
+    from megatron_muon.runtime import engine
+    from megatron_muon.runtime.owner_compute import ShardedMatrix
 
     params = [
         torch.nn.Parameter(model.dtensor(i, shard)) for i, shard in enumerate(model.shards(0))
@@ -174,7 +174,7 @@ def torch_muon(model: Model, precision: str) -> Peer:
     """torch.optim.Muon on matrices gathered to every rank."""
     from torch.optim import _muon
 
-    from megatron_muon.exchange import all_gather_rows
+    from megatron_muon.runtime.exchange import all_gather_rows
 
     params = [torch.nn.Parameter(model.whole(i, 0)) for i in range(len(model.shapes))]
     grads = model.shards(1000)

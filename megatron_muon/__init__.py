@@ -26,7 +26,8 @@ Each layer imports only the ones above it::
     launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``; without a GPU on ``cpu_ranks/``
 """
 
-from megatron_muon.patching import IncompatibleMegatronError, disable, enable, is_enabled
+from megatron_muon.mcore.enable import disable, enable, is_enabled
+from megatron_muon.patching import IncompatibleMegatronError
 
 __version__ = "0.1.0"
 __all__ = ["IncompatibleMegatronError", "__version__", "disable", "enable", "is_enabled"]

@@ -43,16 +43,17 @@ def main(argv: Sequence[str]) -> int:
     # checkout's own pretrain_gpt.py brings the megatron package beside it.
     sys.path.insert(0, str(script.resolve().parent))
     _log_to_stdout_on_rank_0()
-    from megatron_muon import patching
+    from megatron_muon import enable
+    from megatron_muon.patching import check_packages
 
     # Before CPU ranks, which import megatron.
-    patching.check_packages()
+    check_packages()
     device = choose_device()
     if device == "cpu":
         from megatron_muon import cpu_ranks
 
         cpu_ranks.enable(force=os.environ.get("MEGATRON_MUON_DEVICE") == "cpu")
-    patching.enable()
+    enable()
     _report(device)
     sys.argv = list(argv)
     runpy.run_path(str(script), run_name="__main__")
@@ -101,12 +102,12 @@ def _log_to_stdout_on_rank_0() -> None:
 
 def _report(device: str) -> None:
     """Log one line for the versions and one for each patch."""
-    from megatron_muon import patching
+    from megatron_muon.mcore.enable import applied_patches, carried_patches
     from megatron_muon.patching.versions import installed_versions
 
     versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
     logger.info("%s, device %s", versions, device)
-    for patch in patching.applied_patches():
+    for patch in applied_patches():
         logger.info("patched %s: %s", patch.target.symbol, patch.purpose)
-    for patch in patching.carried_patches():
+    for patch in carried_patches():
         logger.info("in megatron's source, %s: %s", patch.target.symbol, patch.purpose)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_muon.mcore.support import raise_where_unsupported
-from megatron_muon.settings import EXCHANGES, WIRES, ExchangeSettings
+from megatron_muon.mcore.unsupported import raise_where_unsupported
+from megatron_muon.plan.settings import EXCHANGES, WIRES, ExchangeSettings
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -13,8 +13,8 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_muon.mcore import optimizer_state
 from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
+from megatron_muon.mcore.checkpoint import state as optimizer_state
 from megatron_muon.mcore.fsdp_model import check_model_chunks
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, raise_where_gradients_fail
 

@@ -23,7 +23,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.agreement import raise_where_any_rank_fails
 from megatron_muon.mcore.arguments import requested_exchange
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.fsdp_model import (
@@ -35,9 +34,10 @@ from megatron_muon.mcore.fsdp_model import (
     named_optimizer_parameters,
 )
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-from megatron_muon.mcore.support import raise_where_unsupported
-from megatron_muon.owner_compute import ShardedMatrix
-from megatron_muon.settings import ExchangeSettings
+from megatron_muon.mcore.unsupported import raise_where_unsupported
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.owner_compute import ShardedMatrix
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.chunk_layout import describe_dtensor
-from megatron_muon.layout import RowLayout, shards_from_flat_ranges
-from megatron_muon.owner_compute import ShardedMatrix
+from megatron_muon.plan.layout import RowLayout, shards_from_flat_ranges
+from megatron_muon.runtime.dtensor_layout import describe_dtensor
+from megatron_muon.runtime.owner_compute import ShardedMatrix
 
 # A DTensor parameter with the attributes Megatron-FSDP sets on it (orig_param, ...).
 type FSDPParameter = Any

@@ -13,11 +13,11 @@ from emerging_optimizers.utils import fp32_matmul_precision
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
-from megatron_muon.engine import NewtonSchulzSettings
-from megatron_muon.exchange import all_gather_rows
-from megatron_muon.owner_compute import OwnedParameter, OwnerCompute, ShardedMatrix
-from megatron_muon.settings import ExchangeSettings
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+from megatron_muon.runtime.engine import NewtonSchulzSettings
+from megatron_muon.runtime.exchange import all_gather_rows
+from megatron_muon.runtime.owner_compute import OwnedParameter, OwnerCompute, ShardedMatrix
 
 
 class FSDPZeROTensorParallelMuon(TensorParallelMuon):
@@ -52,10 +52,10 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         newton_schulz_seconds: Estimated Newton-Schulz time of this rank, ``busy_seconds`` included.
 
     Communication: at construction a flag over all ranks and a hash, and see
-        :class:`~megatron_muon.owner_compute.OwnerCompute`; each step a flag over all ranks, and
-        what the exchange says.
+        :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`; each step a flag over all
+        ranks, and what the exchange says.
     Memory: one momentum element for each local parameter element, in the parameter's dtype, and
-        the buffers of each :class:`~megatron_muon.engine.Engine`.
+        the buffers of each :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
     def __init__(

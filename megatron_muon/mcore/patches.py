@@ -6,13 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_muon.mcore import (
-    arguments,
-    checkpoint_loading,
-    checkpoint_repairs,
-    checkpoint_saving,
-    repairs,
-)
+from megatron_muon.mcore import arguments, gradient_repairs
+from megatron_muon.mcore.checkpoint import loading, saving
+from megatron_muon.mcore.checkpoint import repairs as checkpoint_repairs
 from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
 from megatron_muon.mcore.fsdp_model import is_megatron_fsdp
 from megatron_muon.patching.patch import Patch, Target
@@ -102,7 +98,7 @@ PATCHES: tuple[Patch, ...] = (
             source_lines=("helper_buffer = DataParallelBuffer(", "return helper_buffer"),
         ),
         "HFSDP: keep the gradient scaling factor, without which gradients are dp times too large",
-        repairs.keep_gradient_scaling_factor,
+        gradient_repairs.keep_gradient_scaling_factor,
         tree_line="# megatron-muon 0002: gradients are reduced through this buffer.",
     ),
     Patch(
@@ -131,7 +127,7 @@ PATCHES: tuple[Patch, ...] = (
             source_lines=("self.gradient_scaling_factor = gradient_scaling_factor",),
         ),
         "gradients over a group of one rank: scale each microbatch once, not again with the next",
-        repairs.scale_each_microbatch_once,
+        gradient_repairs.scale_each_microbatch_once,
         tree_line="# megatron-muon 0003: also over one rank, see above.",
     ),
     Patch(
@@ -155,7 +151,7 @@ PATCHES: tuple[Patch, ...] = (
             source_lines=("setattr(optimizer, 'grad_stats_parallel_group', intra_dist_opt_group)",),
         ),
         "HFSDP: reduce the gradient norm over all instances, which hold different shards",
-        repairs.reduce_grad_norm_over_instances,
+        gradient_repairs.reduce_grad_norm_over_instances,
         tree_line="# megatron-muon 0004: instances of HFSDP hold different shards of gradients.",
     ),
     Patch(
@@ -228,7 +224,7 @@ PATCHES: tuple[Patch, ...] = (
             ),
         ),
         "checkpoints: refuse one that is unfinished, of another format or damaged, on all ranks",
-        checkpoint_loading.open_before_loading,
+        loading.open_before_loading,
         tree_line="@open_before_loading",
     ),
     Patch(
@@ -239,7 +235,7 @@ PATCHES: tuple[Patch, ...] = (
             source_lines=("preprocess_state_dict_for_uneven_dtensor(state_dict)",),
         ),
         "checkpoints: compare names and shapes before anything is loaded",
-        checkpoint_loading.check_before_loading,
+        loading.check_before_loading,
         tree_line="@check_before_loading",
     ),
     Patch(
@@ -250,7 +246,7 @@ PATCHES: tuple[Patch, ...] = (
             source_lines=("load_dir = getattr(args, load_arg)",),
         ),
         "checkpoints: --pretrained-checkpoint without --load",
-        checkpoint_loading.find_pretrained,
+        loading.find_pretrained,
         tree_line="# megatron-muon 0007: --pretrained-checkpoint without --load.",
     ),
     *(
@@ -264,7 +260,7 @@ PATCHES: tuple[Patch, ...] = (
                 ),
             ),
             f"checkpoints: one that is saved again{why} is replaced in one step",
-            checkpoint_saving.replace_in_one_step,
+            saving.replace_in_one_step,
             tree_line="@replace_in_one_step",
             tree_module="megatron.training.checkpointing",
         )
@@ -281,7 +277,7 @@ PATCHES: tuple[Patch, ...] = (
             source_lines=('if name == "open":',),
         ),
         "checkpoints: the tracker is replaced in one step",
-        checkpoint_saving.write_tracker_in_one_step,
+        saving.write_tracker_in_one_step,
         tree_line="return open_in_one_step",
     ),
 )

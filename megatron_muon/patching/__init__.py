@@ -1,114 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Change megatron-core at run time: explicit, verified before anything is applied, reversible."""
+"""Change a package at run time: explicit, verified before anything is applied, reversible.
 
-import logging
-from collections.abc import Sequence
+This folder knows nothing of Muon. What is patched is listed in ``megatron_muon/mcore/patches.py``.
+"""
 
 from megatron_muon.patching.errors import IncompatibleMegatronError
-from megatron_muon.patching.patch import Patch, apply_all, revert_all, verify_all
-from megatron_muon.patching.transformer_engine import transformer_engine_problems
-from megatron_muon.patching.versions import (
-    installed_versions,
-    version_problems,
-    warn_where_untested,
-)
+from megatron_muon.patching.packages import check_packages
 
-logger = logging.getLogger(__name__)
-
-_applied: list[Patch] = []
-_carried: list[Patch] = []
-
-__all__ = [
-    "IncompatibleMegatronError",
-    "applied_patches",
-    "carried_patches",
-    "check_packages",
-    "disable",
-    "enable",
-    "is_enabled",
-]
-
-
-def check_packages() -> None:
-    """Check the versions of the packages, and that Transformer Engine is absent or whole.
-
-    Megatron is not imported, so that it can be done before that would fail.
-
-    Raises:
-        IncompatibleMegatronError: A package is not one that the patches were written for.
-    """
-    problems = version_problems(installed_versions()) + transformer_engine_problems()
-    if problems:
-        raise IncompatibleMegatronError(problems)
-
-
-def enable() -> None:
-    """Patch the installed megatron-core so that Muon runs under Megatron-FSDP.
-
-    Calling it again does nothing. Every target is verified before the first is changed. A megatron
-    whose source carries the same changes (``scripts/apply_patches.sh``) is left as it is.
-
-    Raises:
-        IncompatibleMegatronError: A version or a target differs from what was tested, or the source
-            carries some of the patches and not the others; nothing was changed.
-    """
-    if is_enabled():
-        return
-    check_packages()
-    try:
-        from megatron_muon.mcore.patches import PATCHES, REQUIREMENTS
-    except ImportError as error:
-        problem = f"megatron-core: expected what Muon imports of it, found {error}."
-        raise IncompatibleMegatronError([problem]) from error
-
-    carried = [patch for patch in PATCHES if patch.is_in_tree()]
-    if carried and len(carried) < len(PATCHES):
-        raise IncompatibleMegatronError(_half_patched(carried, PATCHES))
-    if carried:
-        verify_all(REQUIREMENTS)
-        _carried.extend(carried)
-        logger.info("megatron's source carries the patches: nothing to apply")
-    else:
-        verify_all([*(patch.target for patch in PATCHES), *REQUIREMENTS])
-        apply_all(PATCHES)
-        _applied.extend(PATCHES)
-    warn_where_untested(installed_versions())
-
-
-def disable() -> None:
-    """Restore what :func:`enable` changed. Without :func:`enable` before, it does nothing.
-
-    A source tree that carries the patches keeps them: ``scripts/apply_patches.sh --revert``.
-
-    Raises:
-        RuntimeError: Somebody else wrapped a target since; nothing was restored.
-    """
-    revert_all(_applied)
-    _applied.clear()
-    _carried.clear()
-
-
-def is_enabled() -> bool:
-    """Tell whether :func:`enable` was called: patches are applied, or the source carries them."""
-    return bool(_applied or _carried)
-
-
-def applied_patches() -> Sequence[Patch]:
-    """List what is applied now."""
-    return tuple(_applied)
-
-
-def carried_patches() -> Sequence[Patch]:
-    """List what megatron's own source carries, as :func:`enable` found it."""
-    return tuple(_carried)
-
-
-def _half_patched(carried: Sequence[Patch], patches: Sequence[Patch]) -> list[str]:
-    missing = [patch.target.symbol for patch in patches if patch not in carried]
-    found = [patch.target.symbol for patch in carried]
-    return [
-        f"megatron's source: expected all {len(patches)} changes of patches/ or none, found "
-        f"{', '.join(found)} without {', '.join(missing)}. Run scripts/apply_patches.sh on it, "
-        "with --revert for none."
-    ]
+__all__ = ["IncompatibleMegatronError", "check_packages"]

@@ -9,6 +9,6 @@ Integers only: no tensors, no torch, no communication::
 """
 
 from megatron_muon.plan.exchange_plan import ExchangePlan, RankBucket, RankPlan, Slot
-from megatron_muon.plan.pieces import Part, Piece
+from megatron_muon.plan.routes import Part, Piece
 
 __all__ = ["ExchangePlan", "Part", "Piece", "RankBucket", "RankPlan", "Slot"]

@@ -12,11 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.assignment import OBJECTIVES
-from megatron_muon.cost import CostModel
-from megatron_muon.plan.model_shape import PRESETS, ModelShape
-from megatron_muon.plan.report import Report, build_report
-from megatron_muon.plan.simulation import (
+from megatron_muon.plan.assignment import OBJECTIVES
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.preview.model_shape import PRESETS, ModelShape
+from megatron_muon.plan.preview.simulation import (
     SHARDINGS,
     Parallelism,
     Planning,
@@ -24,7 +23,8 @@ from megatron_muon.plan.simulation import (
     simulate,
     simulate_shard_map,
 )
-from megatron_muon.settings import ExchangeSettings, wire_bytes
+from megatron_muon.plan.report import Report, build_report
+from megatron_muon.plan.settings import ExchangeSettings, wire_bytes
 
 _REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
 

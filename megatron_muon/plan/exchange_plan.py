@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_muon.assignment import Assignment, matrix_seconds
-from megatron_muon.cost import CostModel, HeldElements, WireBytes
-from megatron_muon.layout import MatrixLayout
-from megatron_muon.plan.pieces import Part, Piece, moves_of, parts_of, pieces_of
-from megatron_muon.plan.pipeline import pipeline_seconds
+from megatron_muon.plan.assignment import Assignment, matrix_seconds
+from megatron_muon.plan.cost import CostModel, HeldElements, WireBytes
+from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.pipeline_estimate import pipeline_seconds
+from megatron_muon.plan.routes import Part, Piece, moves_of, parts_of, pieces_of
 
 # Tried besides as many as memory asks for: one leaves nothing to overlap, many leave ranks waiting.
 _NUM_BUCKETS = (1, 2, 4, 8)
@@ -77,7 +77,7 @@ class ExchangePlan:
 
     Rejected: a layer a bucket, or slices in parameter order. A layer has a handful of matrices, and
     most ranks would wait in each bucket for the few that own some
-    (:func:`~megatron_muon.plan.pipeline.pipeline_seconds`).
+    (:func:`~megatron_muon.plan.pipeline_estimate.pipeline_seconds`).
 
     Args:
         matrices: Layouts, in parameter order.

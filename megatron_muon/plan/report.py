@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.pieces import parts_of
+from megatron_muon.plan.routes import parts_of
 
 _MAX_RANKS_SHOWN = 16
 

@@ -49,7 +49,7 @@ def update_only_rank_0() -> None:
 
 def skip_newton_schulz() -> None:
     """Momentum is normalized and used as it is."""
-    from megatron_muon import engine
+    from megatron_muon.runtime import engine
 
     def normalized(stack: Any, **kwargs: Any) -> Any:
         """Divide each matrix by its norm."""
@@ -60,7 +60,7 @@ def skip_newton_schulz() -> None:
 
 def orthogonalize_local_rows() -> None:
     """Owners see zeros in place of the rows of other ranks."""
-    from megatron_muon.engine import Engine
+    from megatron_muon.runtime.engine import Engine
 
     original = Engine._orthogonalize_gathered
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from hypothesis import strategies as st
 
-from megatron_muon.layout import MatrixLayout, RowLayout, whole_matrix
+from megatron_muon.plan.layout import MatrixLayout, RowLayout, whole_matrix
 
 
 @st.composite

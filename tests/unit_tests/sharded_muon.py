@@ -114,8 +114,8 @@ def build_optimizers(
     from torch.distributed.tensor import DTensor, Shard
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-    from megatron_muon.owner_compute import ShardedMatrix
-    from megatron_muon.settings import ExchangeSettings
+    from megatron_muon.plan.settings import ExchangeSettings
+    from megatron_muon.runtime.owner_compute import ShardedMatrix
 
     names = ("replica", "shard", "tensor")
     mesh = init_device_mesh(

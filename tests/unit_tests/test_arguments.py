@@ -6,7 +6,7 @@ import pytest
 from ranks import launch
 from toy_gpt import fsdp_toy_gpt, toy_gpt
 
-from megatron_muon.mcore.support import raise_where_unsupported
+from megatron_muon.mcore.unsupported import raise_where_unsupported
 
 ZERO_3 = "optim_grads_params"
 HSDP = ("--num-distributed-optimizer-instances", "2")

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import matrix_lists, rows_cut_at
 
-from megatron_muon.assignment import OBJECTIVES, assign, matrix_seconds
-from megatron_muon.cost import CostModel, WireBytes
-from megatron_muon.layout import MatrixLayout, whole_matrix
-from megatron_muon.plan.model_shape import PRESETS
+from megatron_muon.plan.assignment import OBJECTIVES, assign, matrix_seconds
+from megatron_muon.plan.cost import CostModel, WireBytes
+from megatron_muon.plan.layout import MatrixLayout, whole_matrix
+from megatron_muon.plan.preview.model_shape import PRESETS
+from megatron_muon.plan.preview.simulation import Parallelism, Planning, simulate
 from megatron_muon.plan.report import build_report
-from megatron_muon.plan.simulation import Parallelism, Planning, simulate
 
 BF16 = WireBytes(2, 2, 8)
 COSTS = st.builds(

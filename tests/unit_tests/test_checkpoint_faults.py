@@ -229,7 +229,7 @@ def _run_out_of_memory() -> None:
     raise MemoryError("rank 1 is out of memory")
 
 
-ENGINE = ("megatron_muon.exchange.Exchange", "start", 4)
+ENGINE = ("megatron_muon.runtime.exchange.Exchange", "start", 4)
 STEP = ("megatron_muon.mcore.muon.FSDPZeROTensorParallelMuon", "step", 3)
 SAVE = ("megatron_muon.mcore.chained_optimizer.FSDPMuonChainedOptimizer", "sharded_state_dict", 2)
 FAULTS = [

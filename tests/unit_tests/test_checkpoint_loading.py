@@ -203,7 +203,7 @@ def test_folder_of_one_checkpoint_is_refused(muon, tmp_path):
 
 
 def _break_rank_1() -> None:
-    from megatron_muon.mcore import checkpoint_loading
+    from megatron_muon.mcore.checkpoint import loading as checkpoint_loading
 
     def find_problems(*args):
         raise PermissionError("not allowed")
@@ -239,7 +239,7 @@ def test_arguments_come_from_the_checkpoint(muon):
 
 def _hide_checkpoint() -> None:
     """Let rank 1 see an empty folder, as on a node where the file system is not mounted."""
-    from megatron_muon.mcore import checkpoint_loading
+    from megatron_muon.mcore.checkpoint import loading as checkpoint_loading
 
     if os.environ["RANK"] == "1":
         checkpoint_loading._open = lambda folder, iteration: None

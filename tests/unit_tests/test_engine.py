@@ -75,7 +75,7 @@ def _step_with_cut_matrices(
     wire: str, precision: str, atol: float, grid: dict[str, int]
 ) -> list[Any]:
     """Cut every matrix, whether it pays or not."""
-    from megatron_muon import assignment
+    from megatron_muon.plan import assignment
 
     assignment._LONGER_THAN_FAIR, assignment._SPARSE, assignment._WORTH_CUTTING = 0, 1e9, 1e9
     init_group()
@@ -340,13 +340,13 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from megatron_muon import engine as engine_module
-    from megatron_muon.assignment import assign
-    from megatron_muon.cost import CPU_RANKS
-    from megatron_muon.engine import Engine, NewtonSchulzSettings
-    from megatron_muon.layout import whole_matrix
     from megatron_muon.plan import ExchangePlan
-    from megatron_muon.settings import wire_bytes
+    from megatron_muon.plan.assignment import assign
+    from megatron_muon.plan.cost import CPU_RANKS
+    from megatron_muon.plan.layout import whole_matrix
+    from megatron_muon.plan.settings import wire_bytes
+    from megatron_muon.runtime import engine as engine_module
+    from megatron_muon.runtime.engine import Engine, NewtonSchulzSettings
 
     init_group()
     rank = dist.get_rank()
@@ -395,7 +395,7 @@ def _groups_of_ranks_that_are_in_different_numbers_of_groups() -> list[int]:
     import torch
     import torch.distributed as dist
 
-    from megatron_muon.domain import new_groups
+    from megatron_muon.runtime.domain import new_groups
 
     init_group()
     rank = dist.get_rank()

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from megatron_muon.plan.fsdp_buffer import unit_layouts
-from megatron_muon.plan.model_shape import PRESETS
+from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
+from megatron_muon.plan.preview.model_shape import PRESETS
 
 
 def _shards_by_megatron(shapes: list[tuple[int, ...]], num_shards: int) -> list[Any]:

@@ -33,7 +33,7 @@ def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
 def _compare_layouts(sharding: str, settings: dict[str, Any]) -> list[Any]:
     import torch
 
-    from megatron_muon.exchange import all_gather_rows
+    from megatron_muon.runtime.exchange import all_gather_rows
 
     model = build_model(sharding, **settings)
     wrong, num_empty = [], 0
@@ -61,7 +61,7 @@ def test_layout_is_where_megatron_fsdp_put_the_rows(world_size, sharding, settin
 def _compare_chunks(sharding: str, settings: dict[str, Any]) -> list[str]:
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
 
-    from megatron_muon.chunk_layout import describe_dtensor
+    from megatron_muon.runtime.dtensor_layout import describe_dtensor
 
     model = build_model(sharding, **settings)
     different = []
@@ -95,7 +95,7 @@ def _plain_dtensors() -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from megatron_muon.chunk_layout import describe_dtensor
+    from megatron_muon.runtime.dtensor_layout import describe_dtensor
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))

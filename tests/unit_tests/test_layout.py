@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.layout import RowLayout, shards_from_flat_ranges
+from megatron_muon.plan.layout import RowLayout, shards_from_flat_ranges
 
 
 @st.composite

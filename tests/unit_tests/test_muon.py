@@ -103,9 +103,9 @@ def test_ranks_that_disagree_raise_at_construction_on_all_ranks(exchange):
 def _disagree(exchange: str) -> str:
     import torch.distributed as dist
 
-    from megatron_muon.layout import RowLayout
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-    from megatron_muon.settings import ExchangeSettings
+    from megatron_muon.plan.layout import RowLayout
+    from megatron_muon.plan.settings import ExchangeSettings
 
     init_group()
     params = [param for param, _, _ in build_optimizers(2).params]

@@ -9,7 +9,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from emerging_optimizers.utils import fp32_matmul_precision
 
-from megatron_muon.newton_schulz import EPSILON, newton_schulz, newton_schulz_normalized
+from megatron_muon.runtime.newton_schulz import EPSILON, newton_schulz, newton_schulz_normalized
 
 SHAPES = [(48, 24), (24, 48), (32, 32), (1, 16), (16, 1), (130, 67)]
 TYPES = sorted(set(muon_utils._COEFFICIENT_SETS))

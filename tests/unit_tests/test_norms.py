@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from megatron_muon import norms
+from megatron_muon.runtime import norms
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (1000, 700), (2, 300_000), (300_000, 2)])

@@ -12,8 +12,8 @@ import types
 
 import pytest
 
-from megatron_muon import patching
-from megatron_muon.patching import IncompatibleMegatronError
+from megatron_muon.mcore import enable as enabling
+from megatron_muon.patching import IncompatibleMegatronError, packages
 from megatron_muon.patching.patch import Patch, Target, apply_all, revert_all, verify_all
 from megatron_muon.patching.transformer_engine import transformer_engine_problems
 from megatron_muon.patching.versions import (
@@ -124,10 +124,10 @@ def test_revert_refuses_when_somebody_wrapped_the_patch(stub):
 def test_enable_refuses_a_misfit_of_any_package_with_the_table(monkeypatch, package, found):
     """What was found is named, then what was run together and what to install."""
     versions = {**GOOD_VERSIONS, package: found}
-    monkeypatch.setattr(patching, "installed_versions", lambda: versions)
-    monkeypatch.setattr(patching, "_applied", [])
+    monkeypatch.setattr(packages, "installed_versions", lambda: versions)
+    monkeypatch.setattr(enabling, "_applied", [])
     with pytest.raises(IncompatibleMegatronError) as caught:
-        patching.enable()
+        enabling.enable()
     (problem,) = caught.value.problems
     assert problem.startswith(f"{package}: expected a version ")
     assert f"found {found or 'none installed'}" in problem
@@ -135,7 +135,7 @@ def test_enable_refuses_a_misfit_of_any_package_with_the_table(monkeypatch, pack
     assert re.search(r"\n  0.18.2 +0.3.0 +2.11.0  no: ", str(caught.value))
     install = "pip install megatron-core==0.19.2 emerging-optimizers==0.3.0 torch==2.11.0"
     assert str(caught.value).endswith(install)
-    assert not patching.is_enabled()
+    assert not enabling.is_enabled()
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import matrix_lists, rows_cut_at
 
-from megatron_muon.assignment import Assignment, assign
-from megatron_muon.cost import CostModel, WireBytes
-from megatron_muon.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan import ExchangePlan, Piece
-from megatron_muon.plan.pieces import parts_of
-from megatron_muon.plan.pipeline import pipeline_seconds
+from megatron_muon.plan.assignment import Assignment, assign
+from megatron_muon.plan.cost import CostModel, WireBytes
+from megatron_muon.plan.layout import MatrixLayout, whole_matrix
+from megatron_muon.plan.pipeline_estimate import pipeline_seconds
 from megatron_muon.plan.report import build_report
+from megatron_muon.plan.routes import parts_of
 
 WIRE = WireBytes(2, 2, 8)
 # Newton-Schulz so slow that matrices are cut and owners spread.

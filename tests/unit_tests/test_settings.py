@@ -4,8 +4,8 @@
 
 import pytest
 
-from megatron_muon.cost import CPU_RANKS, CostModel
-from megatron_muon.settings import ExchangeSettings, wire_bytes
+from megatron_muon.plan.cost import CPU_RANKS, CostModel
+from megatron_muon.plan.settings import ExchangeSettings, wire_bytes
 
 
 @pytest.mark.parametrize(

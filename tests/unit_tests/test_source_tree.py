@@ -12,7 +12,7 @@ from pathlib import Path
 import megatron.core
 import pytest
 
-from megatron_muon import patching
+from megatron_muon.mcore import enable as enabling
 from megatron_muon.mcore.patches import PATCHES
 from megatron_muon.patching import IncompatibleMegatronError
 
@@ -162,10 +162,10 @@ def test_half_patched_source_is_an_error_that_names_both_halves(monkeypatch):
     half = {patch.target for patch in PATCHES[:3]}
     monkeypatch.setattr(type(PATCHES[0]), "is_in_tree", lambda patch: patch.target in half)
     with pytest.raises(IncompatibleMegatronError, match=r"Run scripts/apply_patches.sh") as caught:
-        patching.enable()
+        enabling.enable()
     assert PATCHES[0].target.symbol in str(caught.value)
     assert PATCHES[3].target.symbol in str(caught.value)
-    assert not patching.is_enabled()
+    assert not enabling.is_enabled()
 
 
 def train_with(*path):

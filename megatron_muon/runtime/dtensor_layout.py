@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.layout import RowLayout
-from megatron_muon.owner_compute import ShardedMatrix
+from megatron_muon.plan.layout import RowLayout
+from megatron_muon.runtime.owner_compute import ShardedMatrix
 
 
 def describe_dtensor(fqn: str, param: DTensor) -> ShardedMatrix:

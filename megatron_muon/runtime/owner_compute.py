@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_muon.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
-from megatron_muon.assignment import assign
-from megatron_muon.cost import CPU_RANKS, CostModel
-from megatron_muon.domain import Domain, find_domain, new_groups
-from megatron_muon.engine import Engine, NewtonSchulzSettings
-from megatron_muon.layout import MatrixLayout, RowLayout, qkv_blocks, whole_matrix
 from megatron_muon.plan import ExchangePlan
+from megatron_muon.plan.assignment import assign
+from megatron_muon.plan.cost import CPU_RANKS, CostModel
+from megatron_muon.plan.layout import MatrixLayout, RowLayout, qkv_blocks, whole_matrix
 from megatron_muon.plan.report import log_lines
-from megatron_muon.settings import ExchangeSettings, wire_bytes
+from megatron_muon.plan.settings import ExchangeSettings, wire_bytes
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+from megatron_muon.runtime.domain import Domain, find_domain, new_groups
+from megatron_muon.runtime.engine import Engine, NewtonSchulzSettings
 
 logger = logging.getLogger(__name__)
 

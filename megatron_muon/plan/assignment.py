@@ -12,8 +12,8 @@ objective       ``balance``: the lowest busiest load; ``joint``: the shortest st
                 hidden, of nearly equal ones the least traffic
 ==============  ================================================================================
 
-Matrices are placed by :class:`~megatron_muon.placement.Placement` for several capacities, and the
-objective chooses; round robin is among them, so that neither balance nor step is worse than its.
+Matrices are placed by :class:`~megatron_muon.plan.balance.Placement` for several capacities, and
+the objective chooses; round robin is among them, so that neither balance nor step is worse.
 
 Rejected: the largest holder owns. It moves the fewest bytes, but a layout repeats in each layer, so
 the largest holders are the same few ranks in all of them (docs/performance.md).
@@ -23,9 +23,9 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.cost import CostModel, WireBytes
-from megatron_muon.layout import MatrixLayout
-from megatron_muon.placement import Candidate, Placement
+from megatron_muon.plan.balance import Candidate, Placement
+from megatron_muon.plan.cost import CostModel, WireBytes
+from megatron_muon.plan.layout import MatrixLayout
 
 OBJECTIVES = ("joint", "balance")
 # Relative to the least that is possible: the ideal, or the longest matrix.

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_muon.layout import RowLayout
+from megatron_muon.plan.layout import RowLayout
 
 
 def all_gather_rows(

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.checkpoint.folders import (
     METADATA,
     TRACKER,
@@ -25,6 +24,7 @@ from megatron_muon.checkpoint.folders import (
 )
 from megatron_muon.checkpoint.storage import StoredCheckpoint, read_checkpoint
 from megatron_muon.checkpoint.verify import find_problems
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 logger = logging.getLogger(__name__)
 

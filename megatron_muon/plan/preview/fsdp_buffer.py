@@ -20,7 +20,7 @@ odd size        a size that is no multiple of the grid: it shares its last cell 
 import math
 from collections.abc import Sequence
 
-from megatron_muon.layout import RowLayout, shards_from_flat_ranges
+from megatron_muon.plan.layout import RowLayout, shards_from_flat_ranges
 
 type Shape = tuple[int, ...]
 

@@ -9,12 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.assignment import Assignment, assign
-from megatron_muon.cost import CostModel, WireBytes
-from megatron_muon.layout import MatrixLayout, RowLayout, whole_matrix
+from megatron_muon.plan.assignment import Assignment, assign
+from megatron_muon.plan.cost import CostModel, WireBytes
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.fsdp_buffer import unit_layouts
-from megatron_muon.plan.model_shape import ModelShape, Parameter
+from megatron_muon.plan.layout import MatrixLayout, RowLayout, whole_matrix
+from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
+from megatron_muon.plan.preview.model_shape import ModelShape, Parameter
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 

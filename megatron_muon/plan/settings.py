@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass
 
-from megatron_muon.cost import CostModel, WireBytes
+from megatron_muon.plan.cost import CostModel, WireBytes
 
 EXCHANGES = ("owner", "all_gather")
 WIRES = ("auto", "bf16", "fp32")
@@ -25,7 +25,7 @@ class ExchangeSettings:
         max_parts: Ranks that one matrix may be cut over once ranks outnumber matrices, a power of
             two; 1 keeps each whole, and results the same bits on any number of ranks.
         cost: Rates of the machine, as ``name=value,...`` for
-            :meth:`~megatron_muon.cost.CostModel.parse`.
+            :meth:`~megatron_muon.plan.cost.CostModel.parse`.
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:

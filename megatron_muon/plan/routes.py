@@ -14,8 +14,8 @@ source          the holder that sends a piece to its owner; the owner itself whe
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_muon.cost import CostModel
-from megatron_muon.layout import Fragment, MatrixLayout
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import Fragment, MatrixLayout
 
 
 class Part(NamedTuple):

@@ -16,7 +16,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local
 from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.optimizer_state import agree_on_step, complete_state
+from megatron_muon.mcore.checkpoint.state import agree_on_step, complete_state
 
 _IS_REPLICATED = "_megatron_muon_is_replicated"
 

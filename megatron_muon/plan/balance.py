@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from megatron_muon.cost import CostModel, HeldElements, WireBytes
-from megatron_muon.layout import MatrixLayout
+from megatron_muon.plan.cost import CostModel, HeldElements, WireBytes
+from megatron_muon.plan.layout import MatrixLayout
 
 type Owners = tuple[int, ...]
 

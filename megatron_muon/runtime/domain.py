@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_muon.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import log_single_rank
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 
 logger = logging.getLogger(__name__)
 

@@ -35,10 +35,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_muon.exchange import Exchange, Messages, all_reduce_norms
-from megatron_muon.newton_schulz import EPSILON, newton_schulz, newton_schulz_normalized
-from megatron_muon.norms import SumOfSquares
 from megatron_muon.plan import ExchangePlan, Piece, RankBucket, Slot
+from megatron_muon.runtime.exchange import Exchange, Messages, all_reduce_norms
+from megatron_muon.runtime.newton_schulz import EPSILON, newton_schulz, newton_schulz_normalized
+from megatron_muon.runtime.norms import SumOfSquares
 
 type Update = Callable[[int, torch.Tensor], torch.Tensor]
 type Apply = Callable[[int, torch.Tensor], None]
@@ -71,7 +71,7 @@ class Engine:
     Args:
         plan: The plan, equal on all ranks of the group.
         settings: Newton-Schulz and scale.
-        wire: ``bf16`` or ``fp32``; see :class:`~megatron_muon.settings.ExchangeSettings`.
+        wire: ``bf16`` or ``fp32``; see :class:`~megatron_muon.plan.settings.ExchangeSettings`.
         rank: This rank of the job.
         group: Ranks the plan speaks of; None where nothing travels.
         parts_groups: Group of each set of ranks that share a cut matrix, as far as this rank is
