@@ -16,20 +16,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_muon.plan import ExchangePlan
+from megatron_muon.plan import ExchangePlan, ExchangeSettings
 from megatron_muon.plan.assignment import matrix_seconds
-from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.preview.model_shape import PRESETS
 from megatron_muon.plan.preview.simulation import (
+    Machine,
     Parallelism,
-    Planning,
     Simulation,
     simulate,
     simulate_shard_map,
 )
 from megatron_muon.plan.report import build_report
-from megatron_muon.plan.settings import wire_bytes
 
 type Load = Mapping[int, float]
 # The ranks that orthogonalize a matrix, given what each has to do so far.
@@ -61,7 +59,7 @@ def everyone(matrix: MatrixLayout, load: Load) -> Sequence[int]:
     return matrix.ranks
 
 
-def everyone_where_cut(matrix: MatrixLayout, load: Load) -> Sequence[int]:
+def everyone_where_sharded(matrix: MatrixLayout, load: Load) -> Sequence[int]:
     """Gather to all ranks what lies on several, and leave the rest where it is."""
     return list(matrix.elements_by_rank) if len(matrix.elements_by_rank) == 1 else matrix.ranks
 
@@ -84,7 +82,7 @@ def idlest_rank(matrix: MatrixLayout, load: Load) -> Sequence[int]:
 
 DESIGNS: dict[str, Choice] = {
     "gather everything to all": everyone,
-    "gather boundary matrices to all": everyone_where_cut,
+    "gather boundary matrices to all": everyone_where_sharded,
     "largest holder": largest_holder,
     "idlest holder, longest first": idlest_holder,
     "idlest rank, longest first": idlest_rank,
@@ -129,7 +127,7 @@ def _of_plans(name: str, plans: Sequence[ExchangePlan], world: int) -> Row:
     report = build_report(range(world), plans)
     return Row(
         name,
-        sum(rank.newton_schulz_s > 0 for rank in report.ranks),
+        sum(rank.load_s > 0 for rank in report.ranks),
         report.busiest_over_ideal,
         report.busiest_s * 1e3,
         report.moved_elements / report.num_elements,
@@ -137,19 +135,21 @@ def _of_plans(name: str, plans: Sequence[ExchangePlan], world: int) -> Row:
     )
 
 
-def compare(simulate_with: Callable[[Planning], Simulation], planning: Planning) -> Iterator[Row]:
+def compare(
+    simulate_with: Callable[[ExchangeSettings], Simulation], settings: ExchangeSettings
+) -> Iterator[Row]:
     """Yield a row for each design: those that are not built, then those of this package.
 
     Args:
         simulate_with: Plans the job.
-        planning: Rates of the machine; at most 8 parts.
+        settings: At most 8 parts.
     """
-    whole = simulate_with(replace(planning, max_parts=1))
+    whole = simulate_with(replace(settings, max_parts=1))
     for name, choose in DESIGNS.items():
         yield _place(name, choose, whole)
     yield _of_plans("joint, --max-parts 1", whole.plans, whole.world_size)
-    cut = simulate_with(planning)
-    yield _of_plans(f"joint, --max-parts {planning.max_parts}", cut.plans, cut.world_size)
+    split = simulate_with(settings)
+    yield _of_plans(f"joint, --max-parts {settings.max_parts}", split.plans, split.world_size)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,19 +161,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ep", type=int, default=1)
     options = parser.parse_args(arguments)
     parallel = Parallelism(dp=options.dp, ep=options.ep)
-    planning = Planning(CostModel(), wire_bytes("bf16", is_bf16=True))
 
-    def simulate_with(planning: Planning) -> Simulation:
+    def simulate_with(settings: ExchangeSettings) -> Simulation:
         """Plan the job of the command line."""
         if options.shards is not None:
-            return simulate_shard_map(options.shards, planning)
-        return simulate(PRESETS[options.preset], parallel, planning)
+            return simulate_shard_map(options.shards, Machine(), settings)
+        return simulate(PRESETS[options.preset], parallel, Machine(), settings)
 
     print(
         "| design | ranks with work | busiest / ideal | Newton-Schulz ms, busiest | "
         "elements moved | M elements sent a rank |\n| --- | --- | --- | --- | --- | --- |"
     )
-    for row in compare(simulate_with, planning):
+    for row in compare(simulate_with, ExchangeSettings()):
         print(
             f"| {row.design} | {row.num_working} | {row.over_ideal:.2f} | "
             f"{row.newton_schulz_ms:.1f} | {row.moved:.1%} | {row.sent / 1e6:.1f} |"

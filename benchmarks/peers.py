@@ -105,7 +105,7 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
     from megatron_muon.plan.settings import ExchangeSettings
     from megatron_muon.runtime import engine
-    from megatron_muon.runtime.owner_compute import ShardedMatrix
+    from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
     params = [
         torch.nn.Parameter(model.dtensor(i, shard)) for i, shard in enumerate(model.shards(0))
@@ -125,12 +125,12 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
         **MUON,
     )
     functions = [(engine, "newton_schulz"), (engine, "newton_schulz_normalized")]
-    if exchange["exchange"] == "all_gather":
+    if exchange["mode"] == "all_gather":
         functions = [(emerging_optimizers, "newton_schulz_tp")]
     return Peer(
         optimizer.step,
         functions,
-        persistent_bytes=sum(each.staging_bytes for each in optimizer.owner_computes),
+        persistent_bytes=sum(each.staging_bytes for each in optimizer.computes),
         keep=optimizer,
     )
 
@@ -229,9 +229,9 @@ def muonium(model: Model, precision: str) -> Peer:
 
 PEERS: dict[str, Callable[[Model, str], Peer]] = {
     "adam": adam,
-    "owner": lambda m, p: sharded_muon(m, p, exchange="owner"),
-    "owner, wire fp32": lambda m, p: sharded_muon(m, p, exchange="owner", wire="fp32"),
-    "all_gather": lambda m, p: sharded_muon(m, p, exchange="all_gather"),
+    "owner": lambda m, p: sharded_muon(m, p, mode="owner"),
+    "owner, wire fp32": lambda m, p: sharded_muon(m, p, mode="owner", wire="fp32"),
+    "all_gather": lambda m, p: sharded_muon(m, p, mode="all_gather"),
     "layer_wise": layer_wise,
     "torch.optim.Muon": torch_muon,
     "muonium": muonium,

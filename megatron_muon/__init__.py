@@ -3,31 +3,57 @@
 """Muon for Megatron-FSDP: whole-matrix orthogonalization of row-sharded momentum.
 
 Importing this package changes nothing. :func:`enable` patches an installed megatron-core so that
-``--optimizer muon --use-megatron-fsdp`` trains; :func:`disable` takes the patches back.
+``--optimizer muon --use-megatron-fsdp`` trains; :func:`disable` reverts the patches. docs/api.md
+describes everything that this package exports.
 
-Each layer imports only the ones above it::
+Parts, each importing only those above it::
 
-    layout          integers: which rank holds which rows of a matrix
-    cost            seconds of Newton-Schulz by shape, seconds of traffic by link
-    placement       matrices on ranks up to a capacity
-    assignment      owner of each matrix: one function of the layouts, the same on every rank
-    plan/           buckets, stacks and messages; ``python -m megatron_muon.plan`` reports them
-    settings        what the ``--muon-fsdp-*`` flags say
-    agreement       ranks compare what they know, and fail together
-    domain          which ranks exchange matrices
-    exchange        the collectives that move rows and results
-    newton_schulz   emerging-optimizers' maths on stacks of matrices
-    engine          runs a plan: local rows in, orthogonalized local rows out
-    owner_compute   domain, plan and engine for the parameters of one optimizer
-    chunk_layout    row shards of a DTensor that lies in no buffer of Megatron-FSDP
-    checkpoint/     reads and verifies checkpoints; ``python -m megatron_muon.checkpoint``
-    mcore/          the only code that imports megatron: optimizer, factory, arguments, repairs
-    patching/       verifies and applies what changes in megatron
-    launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``; without a GPU on ``cpu_ranks/``
+    plan/        who orthogonalizes which matrix, and which rows travel; integers, no torch
+    runtime/     runs a plan; torch.distributed, no megatron
+    checkpoint/  reads and verifies checkpoint files, without megatron
+    patching/    changes a package at run time: verified first, reversible
+    cpu_ranks/   Megatron on gloo ranks, without a GPU
+    mcore/       the only code that imports megatron: optimizer, flags, checkpoints, patches
+    launcher     ``torchrun ... -m megatron_muon SCRIPT ARGS``
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from megatron_muon.mcore.enable import disable, enable, is_enabled
 from megatron_muon.patching import IncompatibleMegatronError
 
+if TYPE_CHECKING:
+    from megatron_muon import cpu_ranks
+    from megatron_muon.launcher import choose_device
+    from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
+    from megatron_muon.plan.settings import ExchangeSettings
+
 __version__ = "0.1.0"
-__all__ = ["IncompatibleMegatronError", "__version__", "disable", "enable", "is_enabled"]
+__all__ = [
+    "ExchangeSettings",
+    "IncompatibleMegatronError",
+    "__version__",
+    "build_megatron_fsdp_emerging_optimizer",
+    "choose_device",
+    "cpu_ranks",
+    "disable",
+    "enable",
+    "is_enabled",
+]
+
+# Imported at first use: the factory imports megatron, which must not be imported before CPU ranks
+# are prepared, nor where the plan report runs without torch.
+_LAZY = {
+    "ExchangeSettings": "megatron_muon.plan.settings",
+    "build_megatron_fsdp_emerging_optimizer": "megatron_muon.mcore.factory",
+    "choose_device": "megatron_muon.launcher",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
+    if name == "cpu_ranks":
+        return importlib.import_module("megatron_muon.cpu_ranks")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

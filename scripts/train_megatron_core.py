@@ -4,8 +4,8 @@
 
     .venv/bin/torchrun --nproc-per-node 2 scripts/train_megatron_core.py
 
-What is this package's here are the two lines that name it. Each token follows from the one before
-it, which the model learns in seconds. GPUs are used where there are any, gloo ranks else.
+Only the lines that mention megatron_muon are specific to it. Each token follows from the one before
+it, which the model learns in seconds. It uses GPUs if there are any, otherwise CPU ranks over gloo.
 """
 
 import argparse
@@ -13,13 +13,12 @@ import os
 
 import torch
 
-from megatron_muon import cpu_ranks, enable
-from megatron_muon.launcher import choose_device
+import megatron_muon
 
-DEVICE = choose_device()
+DEVICE = megatron_muon.choose_device()
 if DEVICE == "cpu":
     # Before megatron is imported; forced where MEGATRON_MUON_DEVICE=cpu hides GPUs.
-    cpu_ranks.enable(force=True)
+    megatron_muon.cpu_ranks.enable(force=True)
 
 # ruff: noqa: E402
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
 from megatron.core.transformer import TransformerConfig
 
 VOCAB_SIZE, SEQ_LENGTH, MICRO_BATCH_SIZE = 64, 32, 8
@@ -86,12 +85,19 @@ def main() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
-    enable()  # before the model is wrapped: some patches repair Megatron-FSDP's gradients
+    # Before the model is wrapped: some patches repair Megatron-FSDP's gradients.
+    megatron_muon.enable()
     model = build_model()
     optimizer_config = OptimizerConfig(
         optimizer="muon", lr=0.01, weight_decay=0.1, clip_grad=1.0, use_distributed_optimizer=True
     )
-    optimizer = get_megatron_optimizer(optimizer_config, [model])
+    # get_megatron_optimizer(optimizer_config, [model]) builds the same, with default settings.
+    optimizer = megatron_muon.build_megatron_fsdp_emerging_optimizer(
+        optimizer_config,
+        [model],
+        get_standard_config_overrides(optimizer_config),
+        exchange=megatron_muon.ExchangeSettings(wire="bf16"),
+    )
 
     generator = torch.Generator(device="cpu").manual_seed(dist.get_rank())
     positions = torch.arange(SEQ_LENGTH, device=DEVICE).expand(MICRO_BATCH_SIZE, -1)

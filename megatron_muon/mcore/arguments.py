@@ -8,10 +8,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 from megatron_muon.mcore.unsupported import raise_where_unsupported
-from megatron_muon.plan.settings import EXCHANGES, WIRES, ExchangeSettings
+from megatron_muon.plan.settings import ExchangeMode, ExchangeSettings, WireChoice
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -20,37 +20,37 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     defaults = ExchangeSettings()
     group.add_argument(
         "--muon-fsdp-exchange",
-        choices=EXCHANGES,
-        default=defaults.exchange,
+        choices=get_args(ExchangeMode),
+        default=defaults.mode,
         help="How whole matrices are assembled for Newton-Schulz. owner: each is sent to one "
         "rank, orthogonalized there once, and sent back. all_gather: every rank of the shard "
         "group receives every matrix and orthogonalizes it.",
     )
     group.add_argument(
         "--muon-fsdp-wire",
-        choices=WIRES,
+        choices=get_args(WireChoice),
         default=defaults.wire,
         help="What travels to owners. bf16: rows normalized by the float64 norm of their "
         "matrix; fp32: fp32 rows, for the very bits of upstream's Muon; auto: bf16 with "
-        "--muon-fp32-matmul-prec medium, else fp32.",
+        "--muon-fp32-matmul-prec medium, otherwise fp32.",
     )
     group.add_argument(
         "--muon-fsdp-bucket-size",
         type=int,
-        default=defaults.bucket_elements,
-        help="Elements that a rank owns of the matrices it exchanges at once, at most; bounds "
-        "the memory of staging buffers.",
+        default=defaults.bucket_numel,
+        help="Most elements of the matrices that a rank owns in one bucket. It bounds the memory "
+        "of staging buffers.",
     )
     group.add_argument(
         "--muon-fsdp-max-parts",
         type=int,
         default=defaults.max_parts,
-        help="Ranks that one matrix may be cut over where ranks outnumber matrices, a power of "
-        "two. 1 keeps matrices whole, and results the same bits on any number of ranks.",
+        help="Most ranks that split one matrix where ranks outnumber matrices, a power of two. 1 "
+        "keeps matrices whole, and results the same bits on any number of ranks.",
     )
     group.add_argument(
         "--muon-fsdp-cost-model",
-        default=defaults.cost,
+        default=defaults.cost_model,
         help="Rates of the machine for choosing owners, as name=value,...: tflops, gbps, "
         "gbps_between_nodes, ranks_per_node, kernel_us, all_reduce_us, stack_elements.",
     )
@@ -180,12 +180,12 @@ def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def takes_schedule_of_checkpoint() -> bool:
-    """Tell whether ``--use-checkpoint-opt_param-scheduler`` was given."""
+    """Return whether ``--use-checkpoint-opt_param-scheduler`` was given."""
     return bool(getattr(_global_args(), "use_checkpoint_opt_param_scheduler", False))
 
 
 def _global_args() -> Any:
-    """Give the parsed command line, None in scripts without megatron.training."""
+    """Return the parsed command line, None in scripts without megatron.training."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     return global_vars._GLOBAL_ARGS if global_vars is not None else None
 
@@ -198,10 +198,10 @@ def requested_exchange() -> ExchangeSettings:
 
 def _exchange_settings(args: Any) -> ExchangeSettings:
     return ExchangeSettings(
-        exchange=args.muon_fsdp_exchange,
+        mode=args.muon_fsdp_exchange,
         wire=args.muon_fsdp_wire,
-        bucket_elements=args.muon_fsdp_bucket_size,
+        bucket_numel=args.muon_fsdp_bucket_size,
         max_parts=args.muon_fsdp_max_parts,
-        cost=args.muon_fsdp_cost_model,
+        cost_model=args.muon_fsdp_cost_model,
         log_plan=args.muon_fsdp_log_plan,
     )

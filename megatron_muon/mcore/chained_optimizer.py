@@ -23,10 +23,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     """Step several optimizers of one Megatron-FSDP model as one.
 
     A step: gradients are reduced and attached (``finish_grad_sync``, unless the training loop has
-    done it), the norm and the clipping span all optimizers, every inner optimizer steps, and only
-    then main weights are installed (``install_optimized_model_weights``) and the parameter gather
-    starts, once. ``DistributedOptimizer.step_with_ready_grads`` of each child would do the last two
-    after its own step, and gather weights that the next child has not stepped yet.
+    done it), the norm and the clipping span all optimizers, every inner optimizer steps, main
+    weights are installed (``install_optimized_model_weights``), and the parameter gather starts.
+    The last two happen once. ``DistributedOptimizer.step_with_ready_grads`` of each child would do
+    them after its own step, and gather weights that the next child has not stepped yet.
 
     Optimizer state exists for every parameter on every rank from construction.
 
@@ -148,7 +148,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 _copy_model_weights_to_main_weights(parameter_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state and group settings of all parameters by name; see :mod:`.optimizer_state`.
+        """Return the state and group settings of all parameters by name.
 
         The tensors are the optimizers' own, and know their rows: ``torch.distributed.checkpoint``
         saves them on any ranks, and loads them in place on others.
@@ -188,13 +188,13 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         is_loading: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Give :meth:`state_dict`, for saving and, to be filled in place, for loading.
+        """Return :meth:`state_dict`, for saving and, to be filled in place, for loading.
 
         Nothing is stepped to create state, as upstream does: it exists from construction.
 
         Args:
-            model_sharded_state_dict: Not needed.
-            is_loading: Makes no difference.
+            model_sharded_state_dict: Unused.
+            is_loading: Unused.
             **kwargs: ``metadata``, of which ``distrib_optim_sharding_type`` is checked.
 
         Raises:

@@ -64,7 +64,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Tell whether :func:`enable` was called: patches are applied, or the source carries them."""
+    """Return whether :func:`enable` was called: patches are applied, or the source carries them."""
     return bool(_applied or _carried)
 
 

@@ -37,7 +37,7 @@ from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.unsupported import raise_where_unsupported
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
-from megatron_muon.runtime.owner_compute import ShardedMatrix
+from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def build_megatron_fsdp_emerging_optimizer(
     """Build Muon and its scalar optimizer over the DTensor parameters of a Megatron-FSDP model.
 
     Parameters go where Megatron's own rule sends them without Megatron-FSDP: embeddings, the output
-    layer and whatever is not 2-D to ``config.muon_scalar_optimizer``, all else to Muon.
+    layer and whatever is not 2-D to ``config.muon_scalar_optimizer``, everything else to Muon.
 
     Args:
         config: Optimizer configuration; the ``muon_*`` fields mean what they do under DDP.
@@ -85,16 +85,18 @@ def build_megatron_fsdp_emerging_optimizer(
         _tag_parameter(param, fqn, model_chunks[0].config)
 
     overrides = {**(config_overrides or {}), **_muon_rule(config)}
-    buckets: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
+    groups_by_child: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
     for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
         if group["params"]:
-            buckets[group.get("optimizer", "muon"), group["is_expert_parallel"]].append(group)
+            groups_by_child[group.get("optimizer", "muon"), group["is_expert_parallel"]].append(
+                group
+            )
 
     children: dict[tuple[str, bool], DistributedOptimizer] = {}
-    busy_seconds = 0.0
+    load_s = 0.0
     # Experts first: they mostly lie whole on a rank, and dense matrices fill what they leave.
-    for name, is_expert in sorted(buckets, key=lambda key: not key[1]):
-        groups = buckets[name, is_expert]
+    for name, is_expert in sorted(groups_by_child, key=lambda key: not key[1]):
+        groups = groups_by_child[name, is_expert]
         if name == "muon":
             muon = _inner_muon(
                 config,
@@ -103,9 +105,9 @@ def build_megatron_fsdp_emerging_optimizer(
                 pg_collection,
                 fqns,
                 exchange=exchange or requested_exchange(),
-                busy_seconds=busy_seconds,
+                initial_load_s=load_s,
             )
-            busy_seconds = muon.newton_schulz_seconds
+            load_s = muon.load_s
             child = _wrapped(muon, config, model_chunks, pg_collection)
         else:
             child = _scalar_child(config, name, groups, model_chunks, pg_collection)
@@ -113,8 +115,8 @@ def build_megatron_fsdp_emerging_optimizer(
             ddp_config, pg_collection, is_expert=is_expert
         )
         children[name, is_expert] = child
-    _log_routing(buckets, fqns)
-    return FSDPMuonChainedOptimizer([children[key] for key in buckets], model_chunks, fqns)
+    _log_routing(groups_by_child, fqns)
+    return FSDPMuonChainedOptimizer([children[key] for key in groups_by_child], model_chunks, fqns)
 
 
 def _settings(config: OptimizerConfig, chunk: FullyShardedDataParallel) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def _tag_parameter(param: FSDPParameter, fqn: str, model_config: Any) -> None:
 
 
 def _muon_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
-    """Give Megatron's override that sends non-matrices to the configured scalar optimizer."""
+    """Return Megatron's override that sends non-matrices to the configured scalar optimizer."""
     rule = copy.deepcopy(_EMERGING_OPTIMIZERS["muon"].default_param_overrides)
     for override in rule.values():
         override["optimizer"] = config.muon_scalar_optimizer
@@ -157,7 +159,7 @@ def _inner_muon(
     fqns: dict[FSDPParameter, str],
     *,
     exchange: ExchangeSettings,
-    busy_seconds: float,
+    initial_load_s: float,
 ) -> FSDPZeROTensorParallelMuon:
     matrices: dict[torch.Tensor, ShardedMatrix] = {}
     problems = []
@@ -173,7 +175,7 @@ def _inner_muon(
         groups,
         matrices=matrices,
         exchange=exchange,
-        busy_seconds=busy_seconds,
+        initial_load_s=initial_load_s,
         **_muon_config_to_kwargs(config, model_chunks, pg_collection),
     )
 
@@ -235,11 +237,11 @@ def _instance_id(
 
 
 def _log_routing(
-    buckets: dict[tuple[str, bool], list[dict[str, Any]]], fqns: dict[FSDPParameter, str]
+    groups_by_child: dict[tuple[str, bool], list[dict[str, Any]]], fqns: dict[FSDPParameter, str]
 ) -> None:
     """Log on rank 0 how many parameters and elements each optimizer was given, and why."""
     parts = []
-    for (name, is_expert), groups in buckets.items():
+    for (name, is_expert), groups in groups_by_child.items():
         params = [param for group in groups for param in group["params"]]
         reason = "2-D weights" if name == "muon" else "embedding, output layer or not 2-D"
         parts.append(

@@ -12,16 +12,16 @@ from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.plan.layout import RowLayout, shards_from_flat_ranges
+from megatron_muon.plan.layout import RowLayout, hfsdp_shard_of_rank, shards_from_flat_ranges
 from megatron_muon.runtime.dtensor_layout import describe_dtensor
-from megatron_muon.runtime.owner_compute import ShardedMatrix
+from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 # A DTensor parameter with the attributes Megatron-FSDP sets on it (orig_param, ...).
 type FSDPParameter = Any
 
 
 def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
-    """Tell whether Megatron-FSDP shards a model; refuse v2, which may shard it unwrapped.
+    """Return whether Megatron-FSDP shards a model; refuse v2, which may shard it unwrapped.
 
     Args:
         model_chunks: What ``get_megatron_optimizer`` was given.
@@ -78,7 +78,7 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _has_unrepaired_gradients(chunk: FullyShardedDataParallel) -> bool:
-    """Tell whether buffers are as Megatron-FSDP makes them without ``mcore.repairs``."""
+    """Return whether buffers are as Megatron-FSDP makes them without ``gradient_repairs``."""
     is_sharded = chunk.ddp_config.data_parallel_sharding_strategy in (
         "optim_grads",
         "optim_grads_params",
@@ -108,16 +108,16 @@ def named_optimizer_parameters(
 
 
 def copy_parameter_attributes(param: FSDPParameter) -> None:
-    """Give a DTensor parameter what Megatron's optimizers read and Megatron-FSDP leaves behind.
+    """Copy to a DTensor parameter what Megatron's optimizers read and Megatron-FSDP leaves behind.
 
-    Among it ``allreduce``, False for experts under expert parallelism: without it experts would be
-    grouped, and their gradient norm counted, as dense parameters.
+    One such attribute is ``allreduce``, False for experts under expert parallelism. Without it
+    experts would be grouped, and their gradient norm counted, as dense parameters.
     """
     copy_optimizer_param_metadata(param, param.orig_param)
 
 
 def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
-    """Read the row shards of a matrix from the buffer that Megatron-FSDP cut it by.
+    """Read the row shards of a matrix from its buffer in Megatron-FSDP.
 
     Args:
         fqn: Name of the parameter.
@@ -126,10 +126,10 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
     Returns:
         Its tensor-parallel-local matrix, with the row range of every rank of the group it is
         sharded over: dp_cp or expt_dp, the inner group under HSDP, inner x outer under HFSDP; and
-        the ranks that hold copies of the shards: all of them under ZeRO-0, HSDP's outer ranks.
+        the replicas: all ranks under ZeRO-0, HSDP's outer ranks.
 
     Raises:
-        ValueError: Megatron-FSDP cut the matrix inside a row.
+        ValueError: A shard ends inside a row.
         RuntimeError: The buffer's rank is not where HFSDP's order of ranks puts it.
 
     Communication: none; for a parameter in no buffer see :func:`describe_dtensor`.
@@ -170,20 +170,15 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
 
 
 def _shard_index_of_each_rank(dist_index: Any, is_expert: bool, world: int) -> list[int]:
-    """Give the position in the buffer of each rank's shard, by rank of the shard group.
-
-    HFSDP shards over the inner ranks first and over the outer ranks within, while its group counts
-    the outer ranks first.
-    """
+    """Return the position in the buffer of each rank's shard, by rank of the shard group."""
     if not (dist_index.use_hybrid_fsdp and dist_index.hsdp_outer_dp_shard):
         return list(range(world))
     num_inner = dist.get_world_size(dist_index.get_fsdp_group(is_expert))
-    num_outer = world // num_inner
-    return [rank % num_inner * num_outer + rank // num_inner for rank in range(world)]
+    return [hfsdp_shard_of_rank(rank, num_inner, world // num_inner) for rank in range(world)]
 
 
 def shards_over_outer_ranks(ddp_config: Any) -> bool:
-    """Tell whether HFSDP is on: optimizer shards cut over the inner and the outer ranks."""
+    """Return whether HFSDP is on: optimizer states sharded over inner and outer ranks."""
     return (
         ddp_config.num_distributed_optimizer_instances > 1
         and ddp_config.outer_dp_sharding_strategy != "no_shard"
@@ -202,7 +197,7 @@ def grad_stats_group(
 
     Returns:
         All ranks that hold different shards: the model-parallel group for ``no_shard``, where
-        gradients are whole on every rank; all instances under HFSDP; one optimizer instance else.
+        gradients are whole on every rank; all instances under HFSDP; otherwise one instance.
 
     Raises:
         RuntimeError: HFSDP does not span all ranks of the job.

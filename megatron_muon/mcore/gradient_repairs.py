@@ -47,7 +47,8 @@ def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., An
     multiplies all of it by 1 / dp again; with another communication dtype it even adds the buffer
     to itself. A sharded buffer of one shard takes the path of any other group.
 
-    A gradient buffer is told from a weight buffer by being given a scaling factor, None included.
+    Only gradient buffers are given a scaling factor, which may be None: that tells them from weight
+    buffers.
 
     Source: NVIDIA/Megatron-LM issue 6660 and pull request 6773, which came after 0.19.2.
     """

@@ -3,7 +3,7 @@
 """Momentum on row shards, Newton-Schulz on whole matrices."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +15,21 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
-from megatron_muon.runtime.engine import NewtonSchulzSettings
-from megatron_muon.runtime.exchange import all_gather_rows
-from megatron_muon.runtime.owner_compute import OwnedParameter, OwnerCompute, ShardedMatrix
+from megatron_muon.runtime.all_gather_compute import AllGatherCompute
+from megatron_muon.runtime.newton_schulz import NewtonSchulzSettings
+from megatron_muon.runtime.owner_compute import OwnedParameter, OwnerCompute
+from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 
 class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     """Step DTensor parameters whose rows Megatron-FSDP shards over data-parallel ranks.
 
-    Equals :class:`TensorParallelMuon` on the unsharded model: momentum, Nesterov and weight decay
-    are elementwise and run on this rank's rows; Newton-Schulz runs on whole matrices, and each rank
-    applies its rows of the result. A parameter that every rank holds whole (``no_shard``) is
-    stepped by this class too: the parent would hand a DTensor to Newton-Schulz, where ``shape`` is
-    global to tensor parallelism.
+    A step is momentum, orthogonalize, apply. It equals that of :class:`TensorParallelMuon` on the
+    unsharded model: momentum, Nesterov and weight decay are elementwise and run on this rank's
+    rows; Newton-Schulz runs on whole matrices, and each rank applies its rows of the result.
+
+    A parameter that every rank holds whole (``no_shard``) is stepped by this class too: the parent
+    would hand a DTensor to Newton-Schulz, where ``shape`` is global to tensor parallelism.
 
     Momentum buffers exist from construction, for every parameter on every rank, empty shards
     included: ranks that hold different sets of optimizer state hang Megatron-FSDP's save.
@@ -35,8 +37,9 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     Args:
         params: DTensor parameters or parameter groups, in the same order on all ranks.
         matrices: What each parameter is a shard of.
-        exchange: Who orthogonalizes what, and what travels.
-        busy_seconds: Estimated Newton-Schulz time of this rank in other optimizers of the model.
+        exchange: Who orthogonalizes what, and what travels; None for the defaults.
+        initial_load_s: Estimated Newton-Schulz seconds of this rank in other optimizers of the
+            model.
         **muon_kwargs: Arguments of :class:`TensorParallelMuon`.
 
     Raises:
@@ -45,18 +48,24 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             float32 DTensor, or of another local shape than its layout's; or when ranks of a group
             hold different parameters or layouts, or came to different plans.
 
-    Attributes:
-        checks_gradients: Whether :meth:`step` starts by agreeing that gradients are complete and
-            finite; :class:`FSDPMuonChainedOptimizer` does it for all its optimizers together.
-        owner_computes: Plans and their engines, experts first; empty with ``all_gather``.
-        newton_schulz_seconds: Estimated Newton-Schulz time of this rank, ``busy_seconds`` included.
-
     Communication: at construction a flag over all ranks and a hash, and see
-        :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`; each step a flag over all
-        ranks, and what the exchange says.
+        :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: a flag over all
+        ranks, and that of :meth:`~megatron_muon.runtime.engine.Engine.orthogonalize`.
     Memory: one momentum element for each local parameter element, in the parameter's dtype, and
         the buffers of each :class:`~megatron_muon.runtime.engine.Engine`.
     """
+
+    # Whether step() starts by agreeing that gradients are complete and finite.
+    # FSDPMuonChainedOptimizer turns it off: it does so for all its optimizers together.
+    checks_gradients: bool
+    # One for experts and one for dense matrices, experts first; a single one with all_gather.
+    computes: list[OwnerCompute | AllGatherCompute]
+    # Estimated Newton-Schulz seconds of this rank, the initial load included.
+    load_s: float
+    exchange: ExchangeSettings
+    _matrices: Mapping[torch.Tensor, ShardedMatrix]
+    _params: list[Any]  # as at construction
+    _group_of: dict[Any, dict[str, Any]]  # parameter group of each parameter, in this step
 
     def __init__(
         self,
@@ -64,27 +73,27 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         *,
         matrices: Mapping[torch.Tensor, ShardedMatrix],
         exchange: ExchangeSettings | None = None,
-        busy_seconds: float = 0.0,
+        initial_load_s: float = 0.0,
         **muon_kwargs: Any,
     ) -> None:
         super().__init__(params, **muon_kwargs)
         self.exchange = exchange or ExchangeSettings()
         self.checks_gradients = True
+        self.load_s = initial_load_s
         self._matrices = matrices
         self._params = self._all_params()
         raise_where_any_rank_fails(
             self._parameter_problems(), None, self._device, "No optimizer was built."
         )
-        self.newton_schulz_seconds = busy_seconds
-        self.owner_computes: list[OwnerCompute] = []
-        if self.exchange.exchange == "owner":
-            self._build_owner_computes(_newton_schulz_settings(muon_kwargs))
+        if self.exchange.mode == "owner":
+            self.computes = [*self._owner_computes(_newton_schulz_settings(muon_kwargs))]
         else:
-            self._compare_matrices()
+            by_param = {param: matrices[param] for param in self._params}
+            self.computes = [AllGatherCompute(by_param, self._orthogonalize_whole, self._device)]
         for param_group in self.param_groups:
             self._init_group(param_group, skip_non_grad_params=False)
 
-    def _build_owner_computes(self, newton_schulz: NewtonSchulzSettings) -> None:
+    def _owner_computes(self, newton_schulz: NewtonSchulzSettings) -> Iterator[OwnerCompute]:
         """Plan experts first: they mostly lie whole on a rank, and dense matrices fill the rest.
 
         Without expert parallelism both kinds are in one optimizer, over groups of their own.
@@ -93,6 +102,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             is_expert: [p for p in self._params if getattr(p, "expert_tp", False) is is_expert]
             for is_expert in (True, False)
         }
+        # Each OwnerCompute is collective. A rank without experts would miss the first one.
         raise_where_ranks_differ(
             [f"experts {bool(by_kind[True])}, dense matrices {bool(by_kind[False])}"],
             dist.group.WORLD,  # type: ignore[arg-type]
@@ -101,24 +111,18 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         )
         for params in by_kind.values():
             if params:
-                owner_compute = OwnerCompute(
+                compute = OwnerCompute(
                     [self._owned(param) for param in params],
                     newton_schulz,
                     self.exchange,
-                    busy_seconds=self.newton_schulz_seconds,
+                    initial_load_s=self.load_s,
                     device=self._device,
                 )
-                self.newton_schulz_seconds = owner_compute.seconds
-                self.owner_computes.append(owner_compute)
-
-    def _compare_matrices(self) -> None:
-        """Check that the ranks of each shard group hold the same parameters, cut the same way."""
-        for group in self._distinct_groups():
-            entries = [f"{m.fqn} {m.layout}" for m in self._all_matrices() if m.group is group]
-            raise_where_ranks_differ(entries, group, self._device, "Muon parameters")
+                self.load_s = compute.load_s
+                yield compute
 
     def _owned(self, param: Any) -> OwnedParameter:
-        """Tell how upstream's ``orthogonalize`` would cut a parameter, and over which ranks."""
+        """Return how upstream's ``orthogonalize`` splits a parameter, and over which ranks."""
         groups = self.pg_collection
         tensor_group = partition_dim = None
         if groups is not None and self.tp_mode != "blockwise":
@@ -142,17 +146,6 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     def _all_params(self) -> list[Any]:
         return [param for group in self.param_groups for param in group["params"]]
-
-    def _all_matrices(self) -> list[ShardedMatrix]:
-        return [self._matrices[param] for param in self._all_params()]
-
-    def _distinct_groups(self) -> list[dist.ProcessGroup]:
-        """List the shard groups in parameter order, which is the same on all their ranks."""
-        groups: list[dist.ProcessGroup] = []
-        for matrix in self._all_matrices():
-            if matrix.group is not None and all(matrix.group is not group for group in groups):
-                groups.append(matrix.group)
-        return groups
 
     @property
     def _device(self) -> torch.device:
@@ -201,30 +194,14 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                 self.parameter_changes(),
                 self._device,
             )
-        groups = {param: group for group in self.param_groups for param in group["params"]}
-        for param, group in groups.items():
-            self._advance_momentum(param, group)
-        if not self.owner_computes:
-            for param, group in groups.items():
-                settings = {key: value for key, value in group.items() if key != "params"}
-                out = torch.empty_like(param._local_tensor)
-                update = _with_local(param, self._update(param, group, out))
-                with fp32_matmul_precision(self.fp32_matmul_prec):
-                    orthogonal = self.orthogonalize(param, update, **settings)
-                self._apply(param, group, orthogonal)
-            return
-
-        def update_of(param: Any, out: torch.Tensor) -> torch.Tensor:
-            """Return the local rows of what is orthogonalized."""
-            return self._update(param, groups[param], out)
-
-        def apply_to(param: Any, rows: torch.Tensor) -> None:
-            """Apply the local rows of the result."""
-            self._apply(param, groups[param], _with_local(param, rows))
-
+        # Groups are read in each step: schedulers change learning rates in place.
+        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        for param in self._params:
+            self._advance_momentum(param)
         with fp32_matmul_precision(self.fp32_matmul_prec):
-            for owner_compute in self.owner_computes:
-                owner_compute.step(update_of, apply_to)
+            for compute in self.computes:
+                for param, rows in compute.orthogonalize(self._momentum_rows):
+                    self._apply_rows(param, rows)
 
     def parameter_changes(self) -> list[str]:
         """List what has changed about the parameters since construction, a sentence each."""
@@ -244,52 +221,37 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             if tuple(param._local_tensor.shape) != self._matrices[param].local_shape
         ]
 
-    def _advance_momentum(self, param: DTensor, group: dict[str, Any]) -> None:
+    def _advance_momentum(self, param: Any) -> None:
         """Apply weight decay to the local rows, and the gradient to their momentum."""
+        # Megatron-FSDP attaches no gradient to an empty shard.
         if param.grad is None:
             return
-        local, grad = param._local_tensor, param.grad._local_tensor  # type: ignore[attr-defined]
+        group = self._group_of[param]
+        local, grad = param._local_tensor, param.grad._local_tensor
         self._apply_weight_decay_inplace(local, grad, group["lr"], group["weight_decay"])
         momentum = self.state[param]["momentum_buffer"]._local_tensor
         momentum.lerp_(grad, 1 - group["momentum"])
 
-    def _update(self, param: DTensor, group: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
-        """Return the local rows of what is orthogonalized: the momentum, Nesterov's in ``out``."""
+    def _momentum_rows(self, param: Any, out: torch.Tensor) -> torch.Tensor:
+        """Return the local rows of the momentum; of Nesterov's, in ``out``."""
         momentum = self.state[param]["momentum_buffer"]._local_tensor
         if not self.nesterov or param.grad is None:
             return momentum
-        grad = param.grad._local_tensor  # type: ignore[attr-defined]
-        return torch.lerp(grad, momentum, group["momentum"], out=out)
+        grad = param.grad._local_tensor
+        return torch.lerp(grad, momentum, self._group_of[param]["momentum"], out=out)
 
-    def _apply(self, param: DTensor, group: dict[str, Any], orthogonal: DTensor) -> None:
-        """Apply the local rows of the result."""
-        self.pre_weight_update_fn_inplace(param, orthogonal)
-        param._local_tensor.add_(orthogonal._local_tensor, alpha=-group["lr"])
+    def _orthogonalize_whole(self, param: Any, momentum: torch.Tensor) -> torch.Tensor:
+        """Orthogonalize and scale a whole matrix with upstream's own code, for ``all_gather``."""
+        group = self._group_of[param]
+        return self.orthogonalize(
+            param, momentum, **{key: value for key, value in group.items() if key != "params"}
+        )
+
+    def _apply_rows(self, param: Any, rows: torch.Tensor) -> None:
+        """Subtract the local rows of the result from the parameter, with upstream's hooks."""
+        self.pre_weight_update_fn_inplace(param, _with_local(param, rows))
+        param._local_tensor.add_(rows, alpha=-self._group_of[param]["lr"])
         self.post_weight_update_fn_inplace(param)
-
-    def orthogonalize(self, p: DTensor, grad: DTensor, **kwargs: Any) -> DTensor:
-        """Orthogonalize a sharded matrix on every rank: the exchange ``all_gather``.
-
-        Args:
-            p: The parameter; its attributes tell QKV and tensor-parallel layout.
-            grad: Row shard of the (Nesterov) momentum, sharded like ``p``, float32.
-            **kwargs: Settings of the parameter group, for the parent.
-
-        Returns:
-            This rank's rows of the scaled orthogonal matrix, a DTensor with the mesh and
-            placements of ``p``, float32.
-
-        Communication: one :func:`all_gather_rows` over the shard group, and the parent's over the
-            tensor-parallel group in ``duplicated`` and ``distributed`` mode.
-        Memory: see :func:`all_gather_rows`; the whole matrix and its orthogonalization.
-        """
-        matrix = self._matrices[p]
-        rows = grad._local_tensor
-        if matrix.group is not None and dist.get_world_size(matrix.group) > 1:
-            rows = all_gather_rows(rows, matrix.layout, matrix.group)
-        orthogonal = super().orthogonalize(p, rows, **kwargs)
-        start, stop = matrix.local_range
-        return _with_local(p, orthogonal[start:stop])
 
 
 def raise_where_gradients_fail(

@@ -165,7 +165,7 @@ PATCHES: tuple[Patch, ...] = (
                 'model_state_dict[f"{key}_w"] = weight_w',
             ),
         ),
-        "checkpoints: cut every state of a gated layer, not Adam's alone, also in fp32 and HFSDP",
+        "checkpoints: split every state of a gated layer, not Adam's alone, also in fp32 and HFSDP",
         checkpoint_repairs.split_every_state,
         tree_line="handle_swiglu_in_state_dict = split_every_state(handle_swiglu_in_state_dict)",
     ),

@@ -110,7 +110,7 @@ class Patch:
     tree_module: str | None = None
 
     def is_in_tree(self) -> bool:
-        """Tell whether the source of the imported megatron carries this change already."""
+        """Return whether the source of the imported megatron carries this change already."""
         try:
             module = importlib.import_module(self.tree_module or self.target.module)
             lines = inspect.getsource(module).splitlines()

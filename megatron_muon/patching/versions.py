@@ -131,7 +131,7 @@ def version_problems(versions: Mapping[str, str | None]) -> list[str]:
 
 
 def is_tested(versions: Mapping[str, str | None]) -> bool:
-    """Tell whether these versions are a row of the table that works; local parts do not count."""
+    """Return whether these versions are a row of the table that works; local parts do not count."""
     found = {name: Version(version or "0").public for name, version in versions.items()}
     return any(row.versions == found and not row.refusal for row in TABLE)
 

@@ -1,14 +1,77 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of an exchange, and a report of it: ``python -m megatron_muon.plan``.
+"""Who orthogonalizes which matrix, and which rows travel: integers only, no torch.
 
-Integers only: no tensors, no torch, no communication::
+Every rank builds the same plan from the same layouts, so nothing has to be negotiated in a step.
+``python -m megatron_muon.plan`` builds one for a job that does not run.
 
-    pieces          which rectangle travels from whom to whom
-    exchange_plan   buckets, stacks and messages of every rank
+One parameter on two ranks. It fuses query, key and value of two query groups (``q q k v`` each);
+the border of the shards falls inside the second group. Rank 0 is the owner::
+
+      shards              gather                stacks of rank 0            scatter
+
+    rank 0 | 0 q |                           +--------------------+
+           | 1 q |   these rows stay         | Q  rows 0 1 4 | 5  |   row 5 --> rank 1
+           | 2 k |   ------------------->    +--------------------+
+           | 3 v |                           | K  row  2     | 6  |   row 6 --> rank 1
+           | 4 q |                           | V  row  3     | 7  |   row 7 --> rank 1
+    -------+-----+-------                    +--------------------+
+    rank 1 | 5 q |   3 routes,
+           | 6 k |   one message               one Newton-Schulz call a stack: Q is a
+           | 7 v |   ------------------->      stack of one, K and V are a stack of two
+
+The words of this package, each with one meaning everywhere:
+
+================  ================================================================================
+matrix            one 2-D parameter, whole over its shards; whole over tensor parallelism too where
+                  ``--muon-tp-mode`` asks for that
+block             rows of a matrix that are orthogonalized as one: query, key, value, or all rows
+shard             the contiguous rows of a matrix that one rank holds, maybe none
+holder            a rank that holds rows; holders of the same rows are replicas (ZeRO-0, HSDP)
+region            the rectangle of a block that lies in one shard
+owner             a rank that orthogonalizes a matrix; each matrix has one, or a few that split it
+part              what one owner orthogonalizes of a block: all of it, or a slice of its longer side
+route             a region and a part overlap in a rectangle; it is gathered from its source to the
+                  owner, and its result is scattered from the owner to every holder
+local matrix      a matrix whose owner holds all its rows, and nobody else any: nothing travels
+bucket            matrices that are gathered, orthogonalized and scattered together
+stack             parts of one shape on one owner, orthogonalized in one call
+message           all routes from one rank to another in one bucket
+load              estimated Newton-Schulz seconds of a rank
+wire              the dtypes in which rows travel to the owner and results travel back
+domain            the ranks that may exchange matrices with each other
+================  ================================================================================
+
+Files, each importing only those above it::
+
+    wire               dtypes and bytes of what travels
+    layout             which rank holds which rows of a matrix
+    cost               seconds of Newton-Schulz by shape, seconds of traffic by link
+    settings           the ``--muon-fsdp-*`` flags as one object
+    balance            places matrices on ranks up to a capacity
+    assignment         the owners of every matrix
+    routes             where each rectangle of a matrix goes
+    pipeline_estimate  how long the buckets take, one behind the other
+    buckets            which matrices travel together
+    exchange_plan      the plan of a domain, checked
+    rank_plan          one rank's stacks and messages
+    report             what a plan means for each rank, in numbers
+    preview/           plans of jobs that do not run
 """
 
-from megatron_muon.plan.exchange_plan import ExchangePlan, RankBucket, RankPlan, Slot
-from megatron_muon.plan.routes import Part, Piece
+from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.rank_plan import OwnedStacks, RankBucket, RankPlan
+from megatron_muon.plan.routes import Part, Route
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.wire import Wire
 
-__all__ = ["ExchangePlan", "Part", "Piece", "RankBucket", "RankPlan", "Slot"]
+__all__ = [
+    "ExchangePlan",
+    "ExchangeSettings",
+    "OwnedStacks",
+    "Part",
+    "RankBucket",
+    "RankPlan",
+    "Route",
+    "Wire",
+]

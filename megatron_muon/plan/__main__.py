@@ -11,20 +11,22 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
-from megatron_muon.plan.assignment import OBJECTIVES
+from megatron_muon.plan.assignment import Objective
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.preview.model_shape import PRESETS, ModelShape
 from megatron_muon.plan.preview.simulation import (
-    SHARDINGS,
+    Machine,
     Parallelism,
-    Planning,
+    Sharding,
     Simulation,
     simulate,
     simulate_shard_map,
 )
 from megatron_muon.plan.report import Report, build_report
-from megatron_muon.plan.settings import ExchangeSettings, wire_bytes
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.wire import Wire
 
 _REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
 
@@ -54,14 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--pp", type=int, default=1, help="pipeline stages; the first is planned")
     job.add_argument("--hsdp", type=int, default=1, help="optimizer instances")
     job.add_argument("--hfsdp", action="store_true", help="shard over instances too")
-    job.add_argument("--sharding", choices=SHARDINGS, default="optim_grads_params")
+    job.add_argument("--sharding", choices=get_args(Sharding), default="optim_grads_params")
     job.add_argument(
         "--muon-tp-mode",
         choices=("blockwise", "duplicated", "distributed"),
         default="blockwise",
     )
     plan = parser.add_argument_group("plan")
-    plan.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0])
+    plan.add_argument("--objective", choices=get_args(Objective), default="joint")
     plan.add_argument(
         "--wire",
         choices=("bf16", "fp32"),
@@ -73,11 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--gbps-between-nodes",
         type=float,
-        help=f"GB/s between nodes; default {rates.gbps_between_nodes:g}, or --gbps where lower",
+        help=f"GB/s between nodes; default {rates.gbps_between_nodes:g}, or --gbps if lower",
     )
     plan.add_argument("--ranks-per-node", type=int, default=rates.ranks_per_node)
     plan.add_argument("--cost-model", default="", help="more rates, as --muon-fsdp-cost-model")
-    plan.add_argument("--bucket-size", type=int, default=defaults.bucket_elements)
+    plan.add_argument("--bucket-size", type=int, default=defaults.bucket_numel)
     plan.add_argument("--max-parts", type=int, default=defaults.max_parts)
     output = parser.add_argument_group("output: a table, unless")
     output.add_argument("--json", action="store_true", help="print JSON instead")
@@ -85,13 +87,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _planning(options: argparse.Namespace) -> Planning:
-    # The flags of a live run, checked as there.
-    ExchangeSettings(
-        bucket_elements=options.bucket_size, max_parts=options.max_parts, cost=options.cost_model
+def _settings(options: argparse.Namespace) -> ExchangeSettings:
+    """Return the settings of a live run, checked as there."""
+    return ExchangeSettings(
+        bucket_numel=options.bucket_size,
+        max_parts=options.max_parts,
+        cost_model=options.cost_model,
     )
+
+
+def _machine(options: argparse.Namespace) -> Machine:
     between = options.gbps_between_nodes
     if between is None:
+        # A user who gives a slow --gbps means that no link is faster.
         between = min(options.gbps, CostModel().gbps_between_nodes)
     rates = CostModel(
         tflops=options.tflops,
@@ -99,19 +107,16 @@ def _planning(options: argparse.Namespace) -> Planning:
         gbps_between_nodes=between,
         ranks_per_node=options.ranks_per_node,
     )
-    return Planning(
+    return Machine(
         CostModel.parse(options.cost_model, rates),
-        wire_bytes(options.wire, is_bf16=options.wire == "bf16"),
-        options.objective,
-        options.max_parts,
-        options.bucket_size,
+        Wire.of(options.wire, is_bf16=options.wire == "bf16"),
     )
 
 
 def _simulation(options: argparse.Namespace) -> Simulation:
-    planning = _planning(options)
+    settings, machine = _settings(options), _machine(options)
     if options.shards is not None:
-        return simulate_shard_map(options.shards, planning)
+        return simulate_shard_map(options.shards, machine, settings, objective=options.objective)
     fields = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(ModelShape)
@@ -133,7 +138,14 @@ def _simulation(options: argparse.Namespace) -> Simulation:
         shards_outer=options.hfsdp,
         joins_tensor_ranks=options.muon_tp_mode != "blockwise",
     )
-    return simulate(model, parallel, planning, splits_qkv=not options.muon_no_split_qkv)
+    return simulate(
+        model,
+        parallel,
+        machine,
+        settings,
+        objective=options.objective,
+        splits_qkv=not options.muon_no_split_qkv,
+    )
 
 
 def _plot(report: Report, path: Path) -> None:
@@ -149,7 +161,7 @@ def _plot(report: Report, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for label, values in (
-        ("Newton-Schulz", [rank.newton_schulz_s for rank in report.ranks]),
+        ("Newton-Schulz", [rank.load_s for rank in report.ranks]),
         ("traffic", [rank.traffic_s for rank in report.ranks]),
     ):
         axes.plot([value * 1e3 for value in sorted(values, reverse=True)], label=label)

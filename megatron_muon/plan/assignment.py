@@ -1,44 +1,60 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Who orthogonalizes which matrix: one function of the layouts, the same on every rank.
+"""The owners of every matrix: one function of the layouts, the same on every rank.
 
-Vocabulary:
+Matrices are placed by :class:`~megatron_muon.plan.balance.LoadBalancer` once for each of several
+capacities, and the objective picks the best placement. Round robin is one candidate, so the result
+is never worse than round robin.
 
-==============  ================================================================================
-owner           the rank that orthogonalizes a matrix; several where it is cut into equal parts
-load            seconds of Newton-Schulz of one rank
-capacity        load up to which the owner with the least traffic is taken
-objective       ``balance``: the lowest busiest load; ``joint``: the shortest step with no traffic
-                hidden, of nearly equal ones the least traffic
-==============  ================================================================================
-
-Matrices are placed by :class:`~megatron_muon.plan.balance.Placement` for several capacities, and
-the objective chooses; round robin is among them, so that neither balance nor step is worse.
-
-Rejected: the largest holder owns. It moves the fewest bytes, but a layout repeats in each layer, so
+Rejected: the largest holder owns. It moves the fewest bytes. But a layout repeats in each layer, so
 the largest holders are the same few ranks in all of them (docs/performance.md).
 """
 
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from megatron_muon.plan.balance import Candidate, Placement
-from megatron_muon.plan.cost import CostModel, WireBytes
+from megatron_muon.plan.balance import LoadBalancer, Task
+from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.wire import Wire
 
-OBJECTIVES = ("joint", "balance")
-# Relative to the least that is possible: the ideal, or the longest matrix.
+# balance: the lowest load of the busiest rank. joint: the shortest step if no traffic is hidden;
+# of nearly equal steps the least traffic.
+Objective = Literal["joint", "balance"]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What counts as equal, and when a matrix is split.
+
+    Args:
+        equal_balance: Loads within this factor count as equal, and the least traffic decides.
+        equal_step: Steps within this factor count as equal, and the least traffic decides.
+        traded_balance: Balance is given up for less traffic up to this factor of the best.
+        longer_than_fair: A matrix is split while it alone takes a rank above its fair share by more
+            than this factor.
+        worth_splitting: It is split while doubling its parts shortens it to at most this share.
+        sparse: It is split over more ranks than there are free ones only while the mean load is
+            below this share of the longest matrix.
+    """
+
+    # The rates behind the estimates are not known better than this. The values were chosen on the
+    # plans of docs/performance.md and a real shard map: with traded_balance 1.045 the map has 1.05
+    # times the ideal load and 22 % less traffic than at 1.01.
+    equal_balance: float = 1.01
+    equal_step: float = 1.03
+    traded_balance: float = 1.045
+    longer_than_fair: float = 1.05
+    worth_splitting: float = 0.9
+    sparse: float = 0.75
+
+
+# Capacities to try, relative to the least that is possible: the ideal load, or the longest matrix.
+# Steps double from 0.6 %, below which loads count as equal, to three times the ideal, where even
+# the largest holder may own everything.
 _CAPACITIES = (1.0, *(1 + 0.006 * 2**step for step in range(10)))
-# Estimates are not better than this: loads within 1 %, steps within 3 % count as equal, and the
-# least traffic decides; for that no more than 4.5 % of the best balance is given up.
-_EQUAL_BALANCE, _EQUAL_STEP, _TRADED_BALANCE = 1.01, 1.03, 1.045
-# A matrix is cut while it would take a rank above its fair share by more than this, and while
-# doubling the parts makes it shorter by at least a tenth; more parts than ranks only while the mean
-# load is below this share of the longest.
-_LONGER_THAN_FAIR = 1.05
-_WORTH_CUTTING = 0.9
-_SPARSE = 0.75
 
 
 @dataclass(frozen=True)
@@ -46,24 +62,25 @@ class Assignment:
     """Owners of a list of matrices.
 
     Args:
-        owners: Of each matrix, ranks of the job; more than one where it is cut into parts.
-        load: Seconds of Newton-Schulz by rank, what ranks were busy with before included.
-        ideal: Mean of the loads if no matrix were cut, seconds.
+        owners: Of each matrix, ranks of the job; more than one where it is split.
+        load_s: Newton-Schulz seconds by rank, the initial load included.
+        ideal_s: Mean of the loads if no matrix were split, seconds.
     """
 
     owners: tuple[tuple[int, ...], ...]
-    load: Mapping[int, float]
-    ideal: float
+    load_s: Mapping[int, float]
+    ideal_s: float
 
 
 def assign(
     matrices: Sequence[MatrixLayout],
     cost: CostModel,
-    wire: WireBytes,
+    wire: Wire,
     *,
-    objective: str = "joint",
+    objective: Objective = "joint",
     max_parts: int = 8,
-    busy: Mapping[int, float] | None = None,
+    initial_load_s: Mapping[int, float] | None = None,
+    thresholds: Thresholds | None = None,
 ) -> Assignment:
     """Choose the owners of matrices.
 
@@ -71,81 +88,84 @@ def assign(
         matrices: Layouts, in the same order on every rank.
         cost: Rates of the machine.
         wire: Bytes an element takes.
-        objective: One of :data:`OBJECTIVES`.
-        max_parts: Ranks that one matrix may be cut over, a power of two; 1 keeps each whole.
-        busy: Seconds that ranks spend on other matrices.
+        objective: See :data:`Objective`.
+        max_parts: Most owners of one matrix, a power of two; 1 keeps each whole.
+        initial_load_s: Seconds that ranks spend on other matrices.
+        thresholds: What counts as equal; None for the defaults.
 
     Raises:
         ValueError: Unknown objective.
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(f"objective: expected one of {OBJECTIVES}, got {objective!r}.")
+    if objective not in get_args(Objective):
+        raise ValueError(f"objective: expected one of {get_args(Objective)}, got {objective!r}.")
+    thresholds = thresholds or Thresholds()
+    # One tuple object a domain: the balancer tells domains apart by identity.
     domains = {matrix.ranks: matrix.ranks for matrix in matrices}
     ranks = sorted({rank for domain in domains for rank in domain})
-    load = {rank: (busy or {}).get(rank, 0.0) for rank in ranks}
-    seconds = [matrix_seconds(matrix, cost) for matrix in matrices]
-    ideal = (sum(load.values()) + sum(seconds)) / max(1, len(ranks))
-    room = _LONGER_THAN_FAIR * ideal - sum(load.values()) / max(1, len(ranks))
-    candidates = [
-        Candidate(
-            matrix,
-            domains[matrix.ranks],
-            num_parts,
-            matrix_seconds(matrix, cost, num_parts),
-            cost,
-            wire,
-        )
-        for matrix, num_parts in zip(
-            matrices, _parts(matrices, seconds, room, cost, max_parts), strict=True
-        )
+    load_s = {rank: (initial_load_s or {}).get(rank, 0.0) for rank in ranks}
+    whole_s = [matrix_seconds(matrix, cost) for matrix in matrices]
+    ideal_s = (sum(load_s.values()) + sum(whole_s)) / max(1, len(ranks))
+    room_s = thresholds.longer_than_fair * ideal_s - sum(load_s.values()) / max(1, len(ranks))
+    num_parts = _choose_parts(matrices, whole_s, room_s, cost, max_parts, thresholds)
+    tasks = [
+        Task(matrix, domains[matrix.ranks], n, matrix_seconds(matrix, cost, n), cost, wire)
+        for matrix, n in zip(matrices, num_parts, strict=True)
     ]
-
-    round_robin = Placement(candidates, load)
+    round_robin = LoadBalancer(tasks, load_s)
     round_robin.place_in_turn()
-    placements = [round_robin]
-    least = max([ideal, *load.values(), *(each.seconds for each in candidates)], default=0.0)
-    wider = (*_CAPACITIES[1:], _CAPACITIES[-1])
-    for fill_to, capacity in zip(wider, _CAPACITIES, strict=True):
-        placement = Placement(candidates, load)
-        placement.fill(fill_to * least)
-        placement.relieve(capacity * least)
-        placement.save_traffic(max(capacity * least, placement.busiest))
-        placements.append(placement)
-        if placement.is_cheapest:
+    found = [round_robin]
+    least_s = max([ideal_s, *load_s.values(), *(task.load_s for task in tasks)], default=0.0)
+    # Filling is greedy, so the last matrices find no room below the capacity and go anywhere. It
+    # therefore fills up to the next capacity, and moves matrices down to this one afterwards: that
+    # search sees all of them.
+    fill_up_to = (*_CAPACITIES[1:], _CAPACITIES[-1])
+    for fill, capacity in zip(fill_up_to, _CAPACITIES, strict=True):
+        balancer = LoadBalancer(tasks, load_s)
+        balancer.fill(fill * least_s)
+        balancer.relieve(capacity * least_s)
+        balancer.save_traffic(max(capacity * least_s, balancer.busiest_load_s))
+        found.append(balancer)
+        # A larger capacity could only allow what is already there.
+        if balancer.is_cheapest:
             break
-    best = _choose(placements, objective, len(ranks))
-    return Assignment(tuple(best.owners), best.load, ideal)
+    best = _choose(found, objective, len(ranks), thresholds)
+    return Assignment(tuple(best.owners), best.load_s, ideal_s)
 
 
-def _choose(placements: Sequence[Placement], objective: str, num_ranks: int) -> Placement:
+def _choose(
+    found: Sequence[LoadBalancer], objective: Objective, num_ranks: int, thresholds: Thresholds
+) -> LoadBalancer:
     """Return the best placement; of nearly equal ones the one with the least traffic.
 
     The first is round robin.
     """
-    best_balance = min(placement.busiest for placement in placements)
+    best_load_s = min(placed.busiest_load_s for placed in found)
     if objective == "balance":
-        limit = min(_EQUAL_BALANCE * best_balance, placements[0].busiest)
-        near = [p for p in placements if p.busiest <= limit]
-        return min(near, key=lambda p: p.traffic)
+        limit = min(thresholds.equal_balance * best_load_s, found[0].busiest_load_s)
+        near = [placed for placed in found if placed.busiest_load_s <= limit]
+        return min(near, key=lambda placed: placed.traffic_s)
 
-    def step(placement: Placement) -> float:
-        """Predict the step, no traffic hidden."""
+    def step_s(placed: LoadBalancer) -> float:
+        """Estimate the step if no traffic is hidden."""
         # A byte moved goes over the links of two ranks.
-        return placement.busiest + 2 * placement.traffic / max(1, num_ranks)
+        return placed.busiest_load_s + 2 * placed.traffic_s / max(1, num_ranks)
 
-    shortest = min(placements, key=step)
-    capacity = max(shortest.busiest, _TRADED_BALANCE * best_balance)
+    shortest = min(found, key=step_s)
+    capacity_s = max(shortest.busiest_load_s, thresholds.traded_balance * best_load_s)
     near = [
-        p for p in placements if step(p) <= _EQUAL_STEP * step(shortest) and p.busiest <= capacity
+        placed
+        for placed in found
+        if step_s(placed) <= thresholds.equal_step * step_s(shortest)
+        and placed.busiest_load_s <= capacity_s
     ]
-    return min(near, key=lambda p: p.traffic)
+    return min(near, key=lambda placed: placed.traffic_s)
 
 
 def matrix_seconds(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> float:
-    """Estimate the time of all blocks of a matrix on each rank it is cut over.
+    """Estimate the Newton-Schulz seconds of all blocks of a matrix on each of its owners.
 
-    Sets of ranks that share a matrix are consecutive ranks of its domain; where one set spans
-    nodes, as under tensor parallelism, all are taken to.
+    Owners that share a matrix are consecutive ranks of its domain. Where one such set spans nodes,
+    as under tensor parallelism, all sets are taken to span nodes.
     """
     starts = range(0, len(matrix.ranks) - num_parts + 1, num_parts) if num_parts > 1 else ()
     is_near = all(cost.share_a_node(matrix.ranks[i : i + num_parts]) for i in starts)
@@ -154,34 +174,38 @@ def matrix_seconds(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) ->
     )
 
 
-def _parts(
+def _choose_parts(
     matrices: Sequence[MatrixLayout],
-    seconds: Sequence[float],
-    room: float,
+    whole_s: Sequence[float],
+    room_s: float,
     cost: CostModel,
     max_parts: int,
+    thresholds: Thresholds,
 ) -> list[int]:
-    """Choose how many ranks each matrix is cut over: 1 unless it exceeds the room a rank has.
+    """Choose how many owners split each matrix: one, unless it exceeds the room of a rank.
 
-    The longest is cut first, while all parts fit on ranks of their own, or while it takes so much
-    longer than the mean load that others fit beside its parts. Each part repeats the cubic term of
-    its matrix: cutting more would cost more than it balances.
+    The longest is split first. It is split while all parts fit on ranks of their own, or while it
+    takes so much longer than the mean load that others fit beside its parts. Each part repeats the
+    cubic term of its matrix, so splitting more would cost more than it balances.
     """
     num_parts = [1] * len(matrices)
     num_ranks = len(set().union(*{matrix.ranks for matrix in matrices}))
-    total, total_parts = sum(seconds), len(matrices)
-    longest = [(-whole, index) for index, whole in enumerate(seconds)]
+    total_s, total_parts = sum(whole_s), len(matrices)
+    longest = [(-seconds, index) for index, seconds in enumerate(whole_s)]
     heapq.heapify(longest)
-    while longest and -longest[0][0] > room:
-        now, index = -longest[0][0], heapq.heappop(longest)[1]
+    while longest and -longest[0][0] > room_s:
+        now_s, index = -longest[0][0], heapq.heappop(longest)[1]
         parts = num_parts[index]
+        # Parts double, so that sets of owners tile a node.
         if 2 * parts > min(max_parts, len(matrices[index].ranks)):
             continue
-        shorter = matrix_seconds(matrices[index], cost, 2 * parts)
-        more = parts * (2 * shorter - now)
-        has_room = total_parts + parts <= num_ranks or total + more <= num_ranks * now * _SPARSE
-        if shorter <= _WORTH_CUTTING * now and has_room:
+        half_s = matrix_seconds(matrices[index], cost, 2 * parts)
+        added_s = parts * (2 * half_s - now_s)
+        has_free_ranks = total_parts + parts <= num_ranks
+        is_sparse = total_s + added_s <= num_ranks * now_s * thresholds.sparse
+        is_worth_it = half_s <= thresholds.worth_splitting * now_s
+        if is_worth_it and (has_free_ranks or is_sparse):
             num_parts[index] = 2 * parts
-            total, total_parts = total + more, total_parts + parts
-            heapq.heappush(longest, (-shorter, index))
+            total_s, total_parts = total_s + added_s, total_parts + parts
+            heapq.heappush(longest, (-half_s, index))
     return num_parts

@@ -1,281 +1,328 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Place matrices on ranks up to a capacity: largest first, then local search.
+"""Place matrices on ranks up to a capacity: longest first, then local search.
 
-All ties are broken by index and rank, so every rank of a job finds the same.
+All ties are broken by index and rank, so every rank of a job finds the same placement.
 """
 
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
-from megatron_muon.plan.cost import CostModel, HeldElements, WireBytes
+from megatron_muon.plan.cost import CostModel, HeldElements
 from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.wire import Wire
 
 type Owners = tuple[int, ...]
 
-# Local search ends after as many moves and passes, tries as many holders, and pairs of at most as
-# many matrices: it stays within seconds for tens of thousands of matrices.
+# Limits of the local search, so that tens of thousands of matrices take seconds: 2,048 ranks of a
+# 235 B mixture of experts plan in 6 s on one core (docs/performance.md). Ten times the limits
+# change no figure of the plans there by more than 1 %.
 _MAX_RELIEFS = 2000
 _MAX_TARGETS = 16
 _MAX_PASSES = 5
 _MAX_PAIRED_MATRICES = 200
+# Gains below this share are rounding of sums that were built in another order.
 _SMALLEST_GAIN = 1e-9
 
 
-class Candidate:
-    """One matrix to place: its time, and the traffic each choice of owners means.
+class Task:
+    """One matrix to place: its load, and the traffic that each choice of owners causes.
 
     Args:
         matrix: Its layout.
         ranks: Those that may own it; the same object for all matrices of a domain.
-        num_parts: Ranks it is cut over.
-        seconds: Newton-Schulz time on each of them.
+        num_parts: Owners it is split over.
+        load_s: Newton-Schulz seconds on each of them.
         cost: Rates of the machine.
         wire: Bytes an element takes.
     """
+
+    ranks: tuple[int, ...]
+    num_parts: int
+    load_s: float
+    held: dict[int, int]  # elements by rank
 
     def __init__(
         self,
         matrix: MatrixLayout,
         ranks: tuple[int, ...],
         num_parts: int,
-        seconds: float,
+        load_s: float,
         cost: CostModel,
-        wire: WireBytes,
+        wire: Wire,
     ) -> None:
         self.ranks = ranks
         self.num_parts = num_parts
-        self.seconds = seconds
+        self.load_s = load_s
         self.held = matrix.elements_by_rank
         self._elements = HeldElements(self.held, cost)
-        # Of several copies one goes there, and all come back.
-        there = wire.there * matrix.num_elements / self._elements.num_copies
-        self._element_bytes = there + wire.back
-        self._traffic: dict[Owners, float] = {}
+        # One of several replicas sends its rows; results go back to all of them.
+        sent = wire.gather_bytes * matrix.num_elements / self._elements.num_elements_with_replicas
+        self._element_bytes = sent + wire.scatter_bytes
+        self._traffic_s: dict[Owners, float] = {}
 
     @property
     def is_movable(self) -> bool:
-        """Whether it is placed by itself: neither cut nor whole on a single rank."""
+        """Whether local search may move it: neither split nor whole on a single rank."""
         return self.num_parts == 1 and len(self.held) > 1
 
     @cached_property
-    def choices(self) -> list[Owners]:
-        """Holders, least traffic first; where it is cut, sets of consecutive ranks."""
-        owners = list(self.sets_of_ranks()) if self.num_parts > 1 else [(r,) for r in self.held]
-        return sorted(owners, key=lambda each: (self.traffic(each), each))
+    def candidates(self) -> list[Owners]:
+        """Holders, least traffic first; sets of consecutive ranks where it is split."""
+        owners = list(self._sets_of_ranks()) if self.num_parts > 1 else [(r,) for r in self.held]
+        return sorted(owners, key=lambda choice: (self.traffic_s(choice), choice))
 
-    def sets_of_ranks(self) -> Iterator[Owners]:
+    def _sets_of_ranks(self) -> Iterator[Owners]:
         """Yield the sets of owners that may share it, each within a node where nodes align."""
         for start in range(0, len(self.ranks) - self.num_parts + 1, self.num_parts):
             yield self.ranks[start : start + self.num_parts]
 
-    def traffic(self, owners: Owners) -> float:
-        """Estimate the time that its rows take over the links of its owners, both ways."""
-        seconds = self._traffic.get(owners)
+    def traffic_s(self, owners: Owners) -> float:
+        """Estimate the seconds that its rows take over the links of its owners, both ways."""
+        seconds = self._traffic_s.get(owners)
         if seconds is None:
-            one_byte = sum([self._elements.seconds_per_byte(owner) for owner in owners])
+            one_byte = sum([self._elements.one_byte_seconds(owner) for owner in owners])
             seconds = one_byte * self._element_bytes / len(owners)
-            self._traffic[owners] = seconds
+            self._traffic_s[owners] = seconds
         return seconds
 
 
-class Placement:
-    """Owners of all matrices, and the load they make.
+class _Swap(NamedTuple):
+    """A matrix that another rank could hand back for one that it takes over."""
+
+    matrix: int
+    gained_load_s: float  # of the other rank
+    added_traffic_s: float
+
+
+class _Move(NamedTuple):
+    """Matrices that change owners together, and what is reached by it; the smallest is the best."""
+
+    load_s: float  # of the busier of the two ranks
+    added_traffic_s: float
+    changes: tuple[tuple[int, Owners], ...]
+
+
+class LoadBalancer:
+    """Owners of all matrices, and the load that they make.
 
     Args:
-        candidates: The matrices.
-        busy: Load of each rank before any is placed, seconds.
+        tasks: The matrices.
+        initial_load_s: Load of each rank before any is placed, seconds.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], busy: Mapping[int, float]) -> None:
-        self.owners: list[Owners] = [()] * len(candidates)
-        self.load = dict(busy)
-        self._candidates = candidates
+    owners: list[Owners]  # by matrix
+    load_s: dict[int, float]  # by rank
+
+    def __init__(self, tasks: Sequence[Task], initial_load_s: Mapping[int, float]) -> None:
+        self.owners = [()] * len(tasks)
+        self.load_s = dict(initial_load_s)
+        self._tasks = tasks
         self._on_rank: dict[int, set[int]] = defaultdict(set)
-        # Heaps of loads, by domain and of all ranks; entries that are no longer true are skipped.
+        # Heaps of loads, of each domain and of all ranks. A load that changes is pushed again; an
+        # entry that no longer equals the rank's load is dropped when it comes to the top. That
+        # keeps a change at log(ranks), where searching for the old entry would cost all of them.
         self._quiet: dict[int, list[tuple[float, int]]] = {}
         self._domains_of: dict[int, list[int]] = defaultdict(list)
-        self._busy = [(-load, rank) for rank, load in self.load.items()]
+        self._busy = [(-load, rank) for rank, load in self.load_s.items()]
         heapq.heapify(self._busy)
-        for each in candidates:
-            if id(each.ranks) not in self._quiet:
-                heap = [(self.load[rank], rank) for rank in each.ranks]
+        for task in tasks:
+            # By identity: a domain may have thousands of ranks, and hashing them once for each of
+            # its matrices would cost more than the search.
+            if id(task.ranks) not in self._quiet:
+                heap = [(self.load_s[rank], rank) for rank in task.ranks]
                 heapq.heapify(heap)
-                self._quiet[id(each.ranks)] = heap
-                for rank in each.ranks:
-                    self._domains_of[rank].append(id(each.ranks))
-        movable = [i for i, each in enumerate(candidates) if each.is_movable]
+                self._quiet[id(task.ranks)] = heap
+                for rank in task.ranks:
+                    self._domains_of[rank].append(id(task.ranks))
+        movable = [index for index, task in enumerate(tasks) if task.is_movable]
         self._paired = movable if len(movable) <= _MAX_PAIRED_MATRICES else []
 
     @property
-    def busiest(self) -> float:
+    def busiest_load_s(self) -> float:
         """Load of the busiest rank, seconds."""
-        return max(self.load.values(), default=0.0)
+        return max(self.load_s.values(), default=0.0)
 
     @property
     def is_cheapest(self) -> bool:
         """Whether every matrix is where it causes the least traffic."""
         return all(
-            owners == each.choices[0]
-            for each, owners in zip(self._candidates, self.owners, strict=True)
+            owners == task.candidates[0]
+            for task, owners in zip(self._tasks, self.owners, strict=True)
         )
 
     @cached_property
-    def traffic(self) -> float:
+    def traffic_s(self) -> float:
         """Traffic over the links of all owners, seconds."""
         return sum(
-            each.traffic(owners) for each, owners in zip(self._candidates, self.owners, strict=True)
+            task.traffic_s(owners) for task, owners in zip(self._tasks, self.owners, strict=True)
         )
 
     def place(self, index: int, owners: Owners) -> None:
-        """Give a matrix to its owners, who take it over from those before."""
-        seconds = self._candidates[index].seconds
+        """Hand a matrix to its owners, who take it over from those before."""
+        load_s = self._tasks[index].load_s
         for rank in self.owners[index]:
             self._on_rank[rank].discard(index)
-            self._add(rank, -seconds)
+            self._add(rank, -load_s)
         for rank in owners:
             self._on_rank[rank].add(index)
-            self._add(rank, seconds)
+            self._add(rank, load_s)
         self.owners[index] = owners
 
     def _add(self, rank: int, seconds: float) -> None:
-        load = self.load[rank] = self.load[rank] + seconds
+        load = self.load_s[rank] = self.load_s[rank] + seconds
         heapq.heappush(self._busy, (-load, rank))
         for domain in self._domains_of[rank]:
             heapq.heappush(self._quiet[domain], (load, rank))
 
     def _quietest_rank(self, ranks: tuple[int, ...]) -> int:
         heap = self._quiet[id(ranks)]
-        while heap[0][0] != self.load[heap[0][1]]:
+        while heap[0][0] != self.load_s[heap[0][1]]:
             heapq.heappop(heap)
         return heap[0][1]
 
     def _busiest_rank(self) -> int:
-        while -self._busy[0][0] != self.load[self._busy[0][1]]:
+        while -self._busy[0][0] != self.load_s[self._busy[0][1]]:
             heapq.heappop(self._busy)
         return self._busy[0][1]
 
     def place_in_turn(self) -> None:
-        """Give each matrix to the next rank of those that may own it."""
-        for index, each in enumerate(self._candidates):
-            first = index % (len(each.ranks) // each.num_parts) * each.num_parts
-            self.place(index, each.ranks[first : first + each.num_parts])
+        """Place by round robin: each matrix on the next rank of those that may own it."""
+        for index, task in enumerate(self._tasks):
+            first = index % (len(task.ranks) // task.num_parts) * task.num_parts
+            self.place(index, task.ranks[first : first + task.num_parts])
 
-    def fill(self, capacity: float) -> None:
+    def fill(self, capacity_s: float) -> None:
         """Place every matrix: those whole on one rank first, then the longest.
 
-        Each goes to the owner with the least traffic among those that stay within the capacity;
-        else to whoever has the least load.
+        Each goes to the owner with the least traffic among those that stay within the capacity,
+        otherwise to whoever has the least load.
         """
         order = sorted(
-            range(len(self._candidates)),
-            key=lambda i: (len(self._candidates[i].held) > 1, -self._candidates[i].seconds, i),
+            range(len(self._tasks)),
+            key=lambda i: (len(self._tasks[i].held) > 1, -self._tasks[i].load_s, i),
         )
         for index in order:
-            self.place(index, self._cheapest_within(index, capacity) or self._quietest(index))
+            self.place(index, self._cheapest_within(index, capacity_s) or self._quietest(index))
 
-    def _cheapest_within(self, index: int, capacity: float) -> Owners | None:
-        each = self._candidates[index]
-        room = capacity - each.seconds
-        for owners in each.choices:
-            if max([self.load[rank] for rank in owners]) <= room:
+    def _cheapest_within(self, index: int, capacity_s: float) -> Owners | None:
+        task = self._tasks[index]
+        room = capacity_s - task.load_s
+        for owners in task.candidates:
+            if max([self.load_s[rank] for rank in owners]) <= room:
                 return owners
         return None
 
     def _quietest(self, index: int) -> Owners:
         """Return the owners with the least load; of equal ones those with the least traffic."""
-        each = self._candidates[index]
-        best = min(each.choices, key=lambda owners: max([self.load[rank] for rank in owners]))
-        if each.num_parts == 1:
-            rank = self._quietest_rank(each.ranks)
-            if self.load[rank] < self.load[best[0]]:
+        task = self._tasks[index]
+        best = min(task.candidates, key=lambda owners: max([self.load_s[r] for r in owners]))
+        # A rank that holds nothing of the matrix is no candidate, but may have nothing to do.
+        if task.num_parts == 1:
+            rank = self._quietest_rank(task.ranks)
+            if self.load_s[rank] < self.load_s[best[0]]:
                 return (rank,)
         return best
 
-    def relieve(self, capacity: float) -> None:
-        """Move or exchange matrices of the busiest rank while that lowers its load."""
+    def relieve(self, capacity_s: float) -> None:
+        """Take matrices off the busiest rank while that lowers the load, down to the capacity."""
         for _ in range(_MAX_RELIEFS):
             busiest = self._busiest_rank()
-            if self.load[busiest] <= capacity or not self._relieve(busiest, capacity):
+            if self.load_s[busiest] <= capacity_s:
                 return
+            move = self._best_relief(busiest, capacity_s)
+            if not move.changes:
+                return
+            for index, owners in move.changes:
+                self.place(index, owners)
 
-    def _relieve(self, busiest: int, capacity: float) -> bool:
-        """Make the best move or exchange off a rank: down to the capacity, with least traffic."""
-        load = self.load
-        best = (load[busiest] * (1 - _SMALLEST_GAIN), 0.0)
-        moves: list[tuple[int, Owners]] = []
+    def _best_relief(self, busiest: int, capacity_s: float) -> _Move:
+        """Find the move or swap that leaves two ranks with the least load, then least traffic.
+
+        Loads below the capacity count as the capacity: once a rank fits, only traffic matters.
+
+        Invariant: ``best`` is the smallest move seen so far. It starts as "no change", which any
+        move that lowers the load beats, and which no move of equal load may replace: otherwise two
+        ranks could hand the same matrix back and forth for ever.
+        """
+        best = _Move(self.load_s[busiest] * (1 - _SMALLEST_GAIN), 0.0, ())
         for index in sorted(self._on_rank[busiest]):
-            each = self._candidates[index]
-            if each.num_parts > 1 or each.seconds == 0.0:
+            task = self._tasks[index]
+            if task.num_parts > 1 or task.load_s == 0.0:
                 continue
-            now = each.traffic((busiest,))
-            left = load[busiest] - each.seconds
-            targets = [(self._quietest_rank(each.ranks),), *each.choices[:_MAX_TARGETS]]
+            traffic_now = task.traffic_s((busiest,))
+            left = self.load_s[busiest] - task.load_s
+            targets = [(self._quietest_rank(task.ranks),), *task.candidates[:_MAX_TARGETS]]
             for target in targets:
                 if target[0] == busiest:
                     continue
-                found = (max(load[target[0]] + each.seconds, left, capacity), -now)
-                if found[0] < best[0] or (found[0] == best[0] and moves):
-                    found = (found[0], each.traffic(target) - now)
-                    if found < best:
-                        best, moves = found, [(index, target)]
-                for other, gain, more in self._exchanges(index, busiest, target[0]):
-                    # What comes back adds to this rank what it takes from the other.
-                    found = (
-                        max(load[target[0]] + gain, load[busiest] - gain, capacity),
-                        more,
+                load_s = max(self.load_s[target[0]] + task.load_s, left, capacity_s)
+                if load_s < best.load_s or (load_s == best.load_s and best.changes):
+                    added = task.traffic_s(target) - traffic_now
+                    if (load_s, added) < best[:2]:
+                        best = _Move(load_s, added, ((index, target),))
+                for swap in self._swaps(index, busiest, target[0]):
+                    # What comes back adds to this rank what the other rank is spared.
+                    load_s = max(
+                        self.load_s[target[0]] + swap.gained_load_s,
+                        self.load_s[busiest] - swap.gained_load_s,
+                        capacity_s,
                     )
-                    if found < best:
-                        best, moves = found, [(index, target), (other, (busiest,))]
-        for index, owners in moves:
-            self.place(index, owners)
-        return bool(moves)
+                    if (load_s, swap.added_traffic_s) < best[:2]:
+                        changes = ((index, target), (swap.matrix, (busiest,)))
+                        best = _Move(load_s, swap.added_traffic_s, changes)
+        return best
 
-    def _exchanges(self, index: int, rank: int, peer: int) -> Iterator[tuple[int, float, float]]:
-        """Yield the matrices of a peer that could come back for one of this rank.
-
-        Yields:
-            The other matrix, the load that the peer gains, and the traffic that both add.
-        """
-        each = self._candidates[index]
-        if not (self._paired and each.is_movable):
+    def _swaps(self, index: int, rank: int, other_rank: int) -> Iterator[_Swap]:
+        """Yield the matrices of another rank that could come back for one of this rank."""
+        task = self._tasks[index]
+        # Pairs grow with the square of the matrices: left out where there are many, and where
+        # small moves suffice to balance.
+        if not (self._paired and task.is_movable):
             return
         for number in self._paired:
-            other = self._candidates[number]
-            if self.owners[number] == (peer,) and rank in other.held:
-                more = each.traffic((peer,)) - each.traffic((rank,))
-                more += other.traffic((rank,)) - other.traffic((peer,))
-                yield number, each.seconds - other.seconds, more
+            other = self._tasks[number]
+            if self.owners[number] == (other_rank,) and rank in other.held:
+                added = task.traffic_s((other_rank,)) - task.traffic_s((rank,))
+                added += other.traffic_s((rank,)) - other.traffic_s((other_rank,))
+                yield _Swap(number, task.load_s - other.load_s, added)
 
-    def save_traffic(self, capacity: float) -> None:
-        """Move or exchange matrices where that saves traffic and stays within the capacity."""
-        movable = [i for i, each in enumerate(self._candidates) if each.is_movable]
+    def save_traffic(self, capacity_s: float) -> None:
+        """Move or swap matrices where that saves traffic and stays within the capacity."""
+        movable = [index for index, task in enumerate(self._tasks) if task.is_movable]
         for _ in range(_MAX_PASSES):
             has_changed = False
             for index in movable:
-                each = self._candidates[index]
-                enough = each.traffic(self.owners[index]) - _SMALLEST_GAIN * each.seconds
-                for target in each.choices:
-                    if each.traffic(target) >= enough:
+                task = self._tasks[index]
+                enough = task.traffic_s(self.owners[index]) - _SMALLEST_GAIN * task.load_s
+                for target in task.candidates:
+                    # Candidates come least traffic first: no later one saves more.
+                    if task.traffic_s(target) >= enough:
                         break
-                    if self._saves(index, target, capacity):
+                    if self._move_to_save_traffic(index, target, capacity_s):
                         has_changed = True
                         break
             if not has_changed:
                 return
 
-    def _saves(self, index: int, target: Owners, capacity: float) -> bool:
-        (rank,), (peer,) = self.owners[index], target
-        each = self._candidates[index]
-        if self.load[peer] + each.seconds <= capacity:
+    def _move_to_save_traffic(self, index: int, target: Owners, capacity_s: float) -> bool:
+        """Move a matrix to its target, alone or in a swap; return whether it fit there."""
+        (rank,), (other_rank,) = self.owners[index], target
+        task = self._tasks[index]
+        if self.load_s[other_rank] + task.load_s <= capacity_s:
             self.place(index, target)
             return True
-        for other, gain, more in self._exchanges(index, rank, peer):
-            fits = max(self.load[peer] + gain, self.load[rank] - gain) <= capacity
-            if fits and more < -_SMALLEST_GAIN * each.seconds:
+        for swap in self._swaps(index, rank, other_rank):
+            load_s = max(
+                self.load_s[other_rank] + swap.gained_load_s,
+                self.load_s[rank] - swap.gained_load_s,
+            )
+            is_cheaper = swap.added_traffic_s < -_SMALLEST_GAIN * task.load_s
+            if load_s <= capacity_s and is_cheaper:
                 self.place(index, target)
-                self.place(other, (rank,))
+                self.place(swap.matrix, (rank,))
                 return True
         return False

@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs: seconds of Newton-Schulz by shape, seconds of traffic by link."""
+"""What a step costs: seconds of Newton-Schulz by shape, seconds of traffic by link.
+
+Only ratios decide who owns what, so the rates need not be exact.
+"""
 
 import dataclasses
 from collections import defaultdict
@@ -9,21 +12,8 @@ from dataclasses import dataclass
 
 # Newton-Schulz multiplies three times a step: the Gram matrix, its square, and the update.
 _NUM_MATMULS = 3
-
-
-@dataclass(frozen=True)
-class WireBytes:
-    """Bytes an element takes on its way.
-
-    Args:
-        there: To the owner.
-        back: From the owner.
-        norm: Of each block, in the all-reduce of squared norms.
-    """
-
-    there: int
-    back: int
-    norm: int
+# Bounds the padding of a stack. At 64, launches cost a 64th of what single calls would.
+_MAX_STACK_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -35,24 +25,29 @@ class CostModel:
         gbps: Bandwidth of one rank to ranks of its node, GB/s each way.
         gbps_between_nodes: Bandwidth of one rank to other nodes, GB/s each way.
         ranks_per_node: Consecutive ranks that share a node.
-        kernel_us: Time below which no kernel comes, launch included, microseconds.
-        all_reduce_us: Latency of an all-reduce inside a node, microseconds; twice that between.
+        kernel_us: Minimum time of a kernel, launch included, microseconds.
+        all_reduce_us: Latency of an all-reduce inside a node, microseconds; doubled between nodes.
         num_ns_steps: Newton-Schulz steps.
         stack_elements: Matrices of the same shape are stacked up to this many elements. A stack is
-            padded to the full size: at most so many elements more for each shape and bucket, which
-            loads do not count.
+            padded to the full size; loads do not count the padding.
 
     Raises:
         ValueError: A rate is not positive.
     """
 
+    # A GPU of the H100 class. 989 TFLOP/s dense bf16 is its peak; about half is what products of
+    # 4096 to 8192 reach in practice. 450 GB/s each way is NVLink 4 (18 links of 25 GB/s).
+    # Source: NVIDIA H100 Tensor Core GPU datasheet. The 500 is an assumption, not a measurement.
     tflops: float = 500.0
     gbps: float = 450.0
+    # One 400 Gb/s InfiniBand or Ethernet port a GPU is 50 GB/s; 45 allows for protocol overhead.
     gbps_between_nodes: float = 45.0
     ranks_per_node: int = 8
+    # Launch of a small kernel, and latency of a small NVLink all-reduce. Not measured here.
     kernel_us: float = 5.0
     all_reduce_us: float = 20.0
     num_ns_steps: int = 5
+    # 2**21 elements are 1448 x 1448: from there on one product is assumed to fill a GPU.
     stack_elements: int = 2**21
 
     def __post_init__(self) -> None:
@@ -71,7 +66,7 @@ class CostModel:
         """Read ``name=value,name=value``; what is not named stays as in ``base``.
 
         Raises:
-            ValueError: A name or a value is none.
+            ValueError: Unknown rate, or a value that is not a number.
         """
         types = {
             field.name: int if isinstance(field.default, int) else float
@@ -94,32 +89,39 @@ class CostModel:
 
         It depends on the shape alone, so that the same kernels run on any number of ranks.
         """
-        return max(1, min(64, self.stack_elements // (num_rows * num_cols)))
+        return max(1, min(_MAX_STACK_SIZE, self.stack_elements // (num_rows * num_cols)))
 
-    def newton_schulz_flops(self, num_rows: int, num_cols: int) -> int:
-        """Count the floating-point operations of one matrix: 5 (4 m n^2 + 2 n^3) for 5 steps."""
+    def newton_schulz_flops(self, num_rows: int, num_cols: int, num_parts: int = 1) -> float:
+        """Count the floating-point operations of one part of a matrix.
+
+        With n the shorter and m the longer side of the part, a step multiplies three times:
+        ``x @ x.T`` and the last product are 2 m n^2 each, the square of the Gram matrix is 2 n^3.
+        Splitting divides m alone, so each part repeats the cubic term.
+        """
         m, n = max(num_rows, num_cols), min(num_rows, num_cols)
-        return self.num_ns_steps * (4 * m * n * n + 2 * n**3)
+        return self.num_ns_steps * (4 * m / num_parts * n * n + 2 * n**3)
 
     def newton_schulz_seconds(
         self, num_rows: int, num_cols: int, num_parts: int = 1, *, is_near: bool = True
     ) -> float:
-        """Estimate the time a matrix takes on each of the ranks it is cut over.
+        """Estimate the time a matrix takes on each of its owners.
 
         Args:
             num_rows: Rows.
             num_cols: Columns.
-            num_parts: Ranks that hold equal parts of the longer dimension, and all-reduce the Gram
-                matrix of the shorter one in bf16 in each step.
-            is_near: Whether these ranks share a node.
+            num_parts: Owners that hold equal parts of the longer side. They all-reduce the Gram
+                matrix of the shorter side in bf16 in each step.
+            is_near: Whether the owners share a node.
         """
-        m, n = max(num_rows, num_cols), min(num_rows, num_cols)
-        flops = self.num_ns_steps * (4 * m / num_parts * n * n + 2 * n**3)
+        flops = self.newton_schulz_flops(num_rows, num_cols, num_parts)
         seconds = flops / (self.tflops * 1e12)
+        # All matrices of a stack share its launches.
         launches = self.num_ns_steps * _NUM_MATMULS * self.kernel_us * 1e-6
         seconds += launches / self.stack_size(num_rows, num_cols)
         if num_parts > 1:
+            n = min(num_rows, num_cols)
             gbps = self.gbps if is_near else self.gbps_between_nodes
+            # A ring all-reduce sends each byte twice, but for the share that stays.
             gram_bytes = 2 * n * n * 2 * (num_parts - 1) / num_parts
             latency = self.all_reduce_us * 1e-6 * (1 if is_near else 2)
             all_reduce = latency + gram_bytes / (gbps * 1e9)
@@ -127,7 +129,7 @@ class CostModel:
         return seconds
 
     def share_a_node(self, ranks: Sequence[int]) -> bool:
-        """Tell whether all ranks, ascending, are on one node."""
+        """Return whether all ranks, ascending, are on one node."""
         return self.node(ranks[0]) == self.node(ranks[-1])
 
     def node(self, rank: int) -> int:
@@ -135,7 +137,7 @@ class CostModel:
         return rank // self.ranks_per_node
 
     def seconds_per_byte(self, rank: int, peer: int) -> float:
-        """Return the time of one byte between two ranks."""
+        """Return the seconds that one byte takes between two ranks."""
         is_near = self.node(rank) == self.node(peer)
         return 1e-9 / (self.gbps if is_near else self.gbps_between_nodes)
 
@@ -144,22 +146,26 @@ class HeldElements:
     """Elements of one matrix by rank, and how long they take over the link of an owner.
 
     Args:
-        held: Elements by rank; those of copies count each.
+        held: Elements by rank; replicas count each.
         cost: Rates of the machine.
     """
 
+    num_elements_with_replicas: int
+
     def __init__(self, held: Mapping[int, int], cost: CostModel) -> None:
-        self._held, self._cost = held, cost
-        self.num_copies = sum(held.values())
+        self._held = held
+        self._cost = cost
+        self.num_elements_with_replicas = sum(held.values())
+        # Summed by node once: a matrix over 2,048 ranks is asked for each of its holders.
         self._by_node: dict[int, int] = defaultdict(int)
         for rank, elements in held.items():
             self._by_node[cost.node(rank)] += elements
 
-    def seconds_per_byte(self, owner: int) -> float:
-        """Return the time of a byte for each element that other ranks hold."""
+    def one_byte_seconds(self, owner: int) -> float:
+        """Estimate the seconds to receive one byte of every element that the owner lacks."""
         in_node = self._by_node.get(self._cost.node(owner), 0)
         near = (in_node - self._held.get(owner, 0)) / self._cost.gbps
-        far = (self.num_copies - in_node) / self._cost.gbps_between_nodes
+        far = (self.num_elements_with_replicas - in_node) / self._cost.gbps_between_nodes
         return (near + far) * 1e-9
 
 

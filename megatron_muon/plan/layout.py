@@ -1,18 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Row ranges of a matrix over the ranks of a group: integers only, no tensors, no communication.
-
-Vocabulary:
-
-==============  ================================================================================
-matrix          one 2-D parameter as tensor parallelism leaves it on this rank, ``(rows, cols)``
-row shard       the contiguous rows ``[start, stop)`` of a matrix that one rank holds, maybe none
-layout          the row shards of one matrix, by rank of the group they are cut over
-block           rows of a matrix that Newton-Schulz sees as one: query, key, value, or all of it
-fragment        the rectangle of a block that lies in one rank's shard
-holder          a rank that has a fragment; several where shards are replicated
-==============  ================================================================================
-"""
+"""Which rank holds which rows of a matrix: integers only, no tensors, no communication."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -23,7 +11,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Say which rank of a group holds which rows of a matrix.
+    """The rows that each rank of a group holds of one parameter.
 
     Args:
         num_rows: Rows of the whole matrix.
@@ -41,6 +29,8 @@ class RowLayout:
 
     def __post_init__(self) -> None:
         """Check that the shards cover every row exactly once."""
+        # Shards need not ascend with the rank: HFSDP numbers ranks in another order than rows.
+        # Empty shards may stand anywhere, so only the others are put in order.
         covered = 0
         for start, stop in sorted(shard for shard in self.shards if shard[0] != shard[1]):
             if start != covered or stop < start:
@@ -65,6 +55,8 @@ class RowLayout:
         start, stop = self.shards[rank]
         return stop - start
 
+    # Both lists are looked up once for each block of each matrix while a plan is built. A scan of
+    # all shards there would make planning quadratic in the number of ranks.
     @cached_property
     def _by_row(self) -> tuple[list[int], list[int]]:
         """List the ranks that hold rows in the order of rows, and where their rows end."""
@@ -87,7 +79,7 @@ class RowLayout:
 def shards_from_flat_ranges(
     num_rows: int, num_cols: int, item_start: int, flat_ranges: list[tuple[int, int]]
 ) -> RowLayout:
-    """Cut a matrix by ranges of a flat buffer it lies in.
+    """Return the row shards of a matrix that lies in a flat buffer.
 
     Args:
         num_rows: Rows of the matrix.
@@ -109,14 +101,26 @@ def shards_from_flat_ranges(
         if start % num_cols or stop % num_cols:
             raise ValueError(
                 f"row shards: expected boundaries at whole rows of {num_cols} elements, got "
-                f"elements [{start}, {stop}). Megatron-FSDP cuts whole rows; report this model."
+                f"elements [{start}, {stop}). Megatron-FSDP shards whole rows; report this model."
             )
         shards.append((start // num_cols, stop // num_cols))
     return RowLayout(num_rows, num_cols, tuple(shards))
 
 
-class Fragment(NamedTuple):
-    """A rectangle of a block, as it lies in the shards of the ranks that hold it.
+def hfsdp_shard_of_rank(rank: int, num_inner: int, num_outer: int) -> int:
+    """Return the shard that a rank of the HFSDP group holds.
+
+    The group counts the inner ranks of the first instance, then those of the second. Megatron-FSDP
+    shards over the inner ranks first, and over the outer ranks within: consecutive shards lie on
+    the same inner rank of different instances.
+
+    Source: ``DataParallelBuffer`` of megatron-core 0.19.2 with ``hsdp_outer_dp_shard``.
+    """
+    return rank % num_inner * num_outer + rank // num_inner
+
+
+class Region(NamedTuple):
+    """The rectangle of a block that lies in one shard.
 
     Args:
         holders: Ranks of the job that hold it, more than one where shards are replicated.
@@ -124,8 +128,8 @@ class Fragment(NamedTuple):
         row: First row in the block.
         num_rows: Rows.
         col: First column in the block.
-        num_cols: Columns.
-        local_row: First row in the holders' shards, whose columns it fills.
+        num_cols: Columns; all columns of the holders' shards.
+        local_row: First row in the holders' shards.
     """
 
     holders: tuple[int, ...]
@@ -139,20 +143,41 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Say where every part of a matrix lies, and who may orthogonalize it.
+    """Where every region of a matrix lies, and which ranks may own the matrix.
 
     Args:
         fqn: Fully qualified name of the parameter.
         blocks: Shape ``(rows, cols)`` of each block, whole over tensor parallelism where its mode
             asks for that.
-        fragments: Rectangles that tile the blocks.
+        regions: Rectangles that tile the blocks.
         ranks: Ranks of the job that may own the matrix, ascending; every holder is one of them.
+
+    Raises:
+        ValueError: Regions that do not have as many elements as the blocks, or a holder that may
+            not own the matrix.
     """
 
     fqn: str
     blocks: tuple[tuple[int, int], ...]
-    fragments: tuple[Fragment, ...]
+    regions: tuple[Region, ...]
     ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check the regions against the blocks."""
+        # A count is enough here: whole_matrix derives regions from a RowLayout, which has checked
+        # that no row is missing or held twice.
+        tiled = sum(region.num_rows * region.num_cols for region in self.regions)
+        if tiled != self.num_elements:
+            raise ValueError(
+                f"{self.fqn}: expected regions with {self.num_elements} elements in all, as its "
+                f"blocks {self.blocks} have, got {tiled}. Build the layout with whole_matrix()."
+            )
+        strangers = set(self.elements_by_rank).difference(self.ranks)
+        if strangers:
+            raise ValueError(
+                f"{self.fqn}: expected every holder among the ranks that may own it, got ranks "
+                f"{sorted(strangers)}. Pass the whole domain."
+            )
 
     @property
     def num_elements(self) -> int:
@@ -163,17 +188,22 @@ class MatrixLayout:
     def elements_by_rank(self) -> dict[int, int]:
         """Count the elements that each rank holds; ranks that hold none are left out."""
         elements: dict[int, int] = {}
-        for fragment in self.fragments:
-            for rank in fragment.holders:
+        for region in self.regions:
+            for rank in region.holders:
                 held = elements.get(rank, 0)
-                elements[rank] = held + fragment.num_rows * fragment.num_cols
+                elements[rank] = held + region.num_rows * region.num_cols
         return elements
 
 
-def qkv_blocks(
-    num_rows: int, split_shapes: Sequence[int] | None
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Cut the rows of a matrix into independent blocks.
+class RowRange(NamedTuple):
+    """Consecutive rows ``[start, stop)``."""
+
+    start: int
+    stop: int
+
+
+def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[RowRange]]:
+    """Return which rows of a matrix form each block.
 
     Args:
         num_rows: Rows of the matrix.
@@ -181,13 +211,13 @@ def qkv_blocks(
             None for a matrix that is one block.
 
     Returns:
-        For each block the row ranges ``(start, stop)`` it takes, one for each query group.
+        For each block its row ranges, one for each query group.
 
     Raises:
         ValueError: The rows are not a whole number of query groups.
     """
     if split_shapes is None:
-        return (((0, num_rows),),)
+        return [[RowRange(0, num_rows)]]
     group_rows = sum(split_shapes)
     if num_rows % group_rows:
         raise ValueError(
@@ -197,9 +227,9 @@ def qkv_blocks(
     blocks, first = [], 0
     for rows in split_shapes:
         starts = range(first, num_rows, group_rows)
-        blocks.append(tuple((start, start + rows) for start in starts))
+        blocks.append([RowRange(start, start + rows) for start in starts])
         first += rows
-    return tuple(blocks)
+    return blocks
 
 
 def whole_matrix(
@@ -211,15 +241,15 @@ def whole_matrix(
     split_shapes: Sequence[int] | None = None,
     domain: tuple[int, ...] | None = None,
 ) -> MatrixLayout:
-    """Put the row shards of all ranks together to the matrices that Newton-Schulz sees.
+    """Join the row shards of all ranks to the matrix that Newton-Schulz sees.
 
     Args:
         fqn: Fully qualified name of the parameter.
         layout: Row shards of the tensor-parallel-local matrix, the same on every tensor rank.
         ranks: Ranks of the job that hold a shard, as ``ranks[tensor_rank][shard]``; several where
             shards are replicated. One tensor rank where each orthogonalizes its own matrix.
-        partition_dim: Dimension that the tensor ranks cut; None with a single one.
-        split_shapes: See :func:`qkv_blocks`.
+        partition_dim: Dimension that tensor parallelism shards; None with a single tensor rank.
+        split_shapes: See :func:`block_rows`.
         domain: Ranks that may own the matrix; None for all that are named in ``ranks``.
 
     Raises:
@@ -235,31 +265,55 @@ def whole_matrix(
     if any(len(shards) != len(layout.shards) for shards in ranks):
         raise ValueError(
             f"{fqn}: expected the ranks of {len(layout.shards)} shards, got "
-            f"{[len(shards) for shards in ranks]}. Pass the ranks the rows are cut over."
+            f"{[len(shards) for shards in ranks]}. Pass the ranks that the rows are sharded over."
         )
-    blocks = qkv_blocks(layout.num_rows, split_shapes)
-    shapes, fragments = [], []
-    for block, runs in enumerate(blocks):
-        local_rows = sum(stop - start for start, stop in runs)
-        across = num_tensor_ranks if partition_dim == 1 else 1
-        shapes.append((local_rows * (num_tensor_ranks // across), layout.num_cols * across))
-        for tensor_rank, shards in enumerate(ranks):
+    shapes: list[tuple[int, int]] = []
+    regions: list[Region] = []
+    for block, row_ranges in enumerate(block_rows(layout.num_rows, split_shapes)):
+        local_rows = sum(stop - start for start, stop in row_ranges)
+        shape = (local_rows, layout.num_cols)
+        # Where one tensor rank's part of the block starts, and how large the joined block is. Each
+        # tensor rank splits query, key and value of its own heads, so the parts of a block follow
+        # one another although the rows of the parameter do not.
+        for tensor_rank, holders in enumerate(ranks):
             row = tensor_rank * local_rows if partition_dim == 0 else 0
             col = tensor_rank * layout.num_cols if partition_dim == 1 else 0
-            for run_start, run_stop in runs:
-                for shard, first, last in layout.overlaps(run_start, run_stop):
-                    fragments.append(
-                        Fragment(
-                            tuple(shards[shard]),
-                            block,
-                            row + first - run_start,
-                            last - first,
-                            col,
-                            layout.num_cols,
-                            first - layout.shards[shard][0],
-                        )
-                    )
-                row += run_stop - run_start
+            regions += _regions_of_block(block, row, col, row_ranges, layout, holders)
+            shape = (max(shape[0], row + local_rows), max(shape[1], col + layout.num_cols))
+        shapes.append(shape)
     if domain is None:
-        domain = tuple(sorted({rank for shards in ranks for each in shards for rank in each}))
-    return MatrixLayout(fqn, tuple(shapes), tuple(fragments), domain)
+        domain = tuple(sorted({rank for shards in ranks for holders in shards for rank in holders}))
+    return MatrixLayout(fqn, tuple(shapes), tuple(regions), domain)
+
+
+def _regions_of_block(
+    block: int,
+    row: int,
+    col: int,
+    row_ranges: Sequence[RowRange],
+    layout: RowLayout,
+    holders: Sequence[Sequence[int]],
+) -> Iterator[Region]:
+    """Yield the regions of one tensor rank's part of a block.
+
+    Args:
+        block: Index of the block.
+        row: Row of the block at which this tensor rank's part starts.
+        col: Column of the block at which it starts.
+        row_ranges: Rows of the parameter that form the block, in the order they have in it.
+        layout: Row shards of the parameter.
+        holders: Ranks of the job that hold each shard.
+    """
+    for start, stop in row_ranges:
+        # A shard border may fall inside a range: query, key and value do not end where shards do.
+        for shard, first, last in layout.overlaps(start, stop):
+            yield Region(
+                holders=tuple(holders[shard]),
+                block=block,
+                row=row + first - start,
+                num_rows=last - first,
+                col=col,
+                num_cols=layout.num_cols,
+                local_row=first - layout.shards[shard][0],
+            )
+        row += stop - start

@@ -4,7 +4,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
@@ -19,27 +19,33 @@ class RankReport:
 
     Args:
         rank: Rank of the job.
-        newton_schulz_s: Estimated Newton-Schulz time, seconds.
+        load_s: Estimated Newton-Schulz seconds.
         elements_sent: Elements sent to owners, and results sent back.
         bytes_sent: Their bytes.
         bytes_received: Bytes received from others.
-        traffic_s: Estimated time of the busier direction of its links, seconds.
+        send_s: Estimated seconds of what it sends.
+        receive_s: Estimated seconds of what it receives.
         num_matrices: Matrices it owns, or has a part of.
-        pipeline_s: Estimated time of its buckets, one behind the other, seconds.
+        pipeline_s: Estimated seconds of its buckets, one behind the other.
         staging_bytes: Memory of the messages of two buckets and of what it owns of them; local
             stacks, padding and scratch, which an engine adds, are not counted.
     """
 
     rank: int
-    newton_schulz_s: float = 0.0
+    load_s: float = 0.0
     elements_sent: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    traffic_s: float = 0.0
+    send_s: float = 0.0
+    receive_s: float = 0.0
     num_matrices: int = 0
     pipeline_s: float = 0.0
     staging_bytes: int = 0
-    _link_s: list[float] = field(default_factory=lambda: [0.0, 0.0], repr=False)
+
+    @property
+    def traffic_s(self) -> float:
+        """Estimated seconds of the busier direction of its links."""
+        return max(self.send_s, self.receive_s)
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,11 @@ class Report:
         ideal_s: Newton-Schulz time if all matrices, uncut, were spread evenly, seconds.
         num_elements: Elements of all matrices.
         moved_elements: Elements sent to owners.
-        lower_bound_bytes: Fewest bytes possible with one owner a matrix: all but the largest
-            holder's elements, there and back.
+        lower_bound_bytes: Fewest bytes possible with one owner for each matrix: the largest holder
+            owns, everything else is gathered and scattered.
         norm_bytes: Bytes of the all-reduce of norms, counted once.
         num_buckets: Most buckets of a plan.
-        matrices: ``index``, ``fqn`` and ``owner`` (``owners`` where it is cut), in order.
+        matrices: ``index``, ``fqn`` and ``owner`` (``owners`` where it is split), in order.
     """
 
     ranks: list[RankReport]
@@ -75,7 +81,7 @@ class Report:
     @property
     def busiest_s(self) -> float:
         """Newton-Schulz time of the busiest rank, seconds."""
-        return max(rank.newton_schulz_s for rank in self.ranks)
+        return max(rank.load_s for rank in self.ranks)
 
     @property
     def busiest_over_ideal(self) -> float:
@@ -90,7 +96,7 @@ class Report:
     @property
     def exposed_step_s(self) -> float:
         """Predicted step where no traffic is hidden."""
-        return max(rank.newton_schulz_s + rank.traffic_s for rank in self.ranks)
+        return max(rank.load_s + rank.traffic_s for rank in self.ranks)
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
@@ -112,7 +118,7 @@ class Report:
             "ranks": [
                 {
                     "rank": rank.rank,
-                    "newton_schulz_ms": rank.newton_schulz_s * 1e3,
+                    "newton_schulz_ms": rank.load_s * 1e3,
                     "traffic_ms": rank.traffic_s * 1e3,
                     "elements_sent": rank.elements_sent,
                     "bytes_sent": rank.bytes_sent,
@@ -128,11 +134,11 @@ class Report:
     def lines(self) -> Iterator[str]:
         """Yield the table that a user reads."""
         sent = sum(rank.bytes_sent for rank in self.ranks)
-        working = sum(rank.newton_schulz_s > 0 for rank in self.ranks)
-        cut = sum("owners" in matrix for matrix in self.matrices)
+        working = sum(rank.load_s > 0 for rank in self.ranks)
+        split = sum("owners" in matrix for matrix in self.matrices)
         yield (
             f"{len(self.matrices)} matrices, {self.num_elements / 1e6:,.1f} M elements, on "
-            f"{self.world_size} ranks, {working} of which orthogonalize; {cut} are cut"
+            f"{self.world_size} ranks, {working} of which orthogonalize; {split} are split"
         )
         yield (
             f"Newton-Schulz: busiest rank {self.busiest_s * 1e3:.3f} ms, ideal "
@@ -152,12 +158,12 @@ class Report:
             f"{self.exposed_step_s * 1e3:.3f} ms on the busiest rank with no traffic hidden"
         )
         yield "rank  matrices  Newton-Schulz ms  traffic ms  sent MB  received MB  staging MB"
-        shown = sorted(self.ranks, key=lambda rank: (-rank.newton_schulz_s, rank.rank))
+        shown = sorted(self.ranks, key=lambda rank: (-rank.load_s, rank.rank))
         if self.world_size <= _MAX_RANKS_SHOWN:
             shown = self.ranks
         for rank in shown[:_MAX_RANKS_SHOWN]:
             yield (
-                f"{rank.rank:4d}  {rank.num_matrices:8d}  {rank.newton_schulz_s * 1e3:16.3f}  "
+                f"{rank.rank:4d}  {rank.num_matrices:8d}  {rank.load_s * 1e3:16.3f}  "
                 f"{rank.traffic_s * 1e3:10.3f}  {rank.bytes_sent / 1e6:7.1f}  "
                 f"{rank.bytes_received / 1e6:11.1f}  {rank.staging_bytes / 1e6:10.1f}"
             )
@@ -177,19 +183,20 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
     matrices: list[dict[str, Any]] = []
     for plan in plans:
         wire = plan.wire
-        for rank, seconds in plan.assignment.load.items():
-            shares[rank].newton_schulz_s = seconds
-            shares[rank].pipeline_s += plan.seconds
+        # A later plan's load includes that of the plans before it; its pipeline runs after theirs.
+        for rank, seconds in plan.assignment.load_s.items():
+            shares[rank].load_s = seconds
+            shares[rank].pipeline_s += plan.predicted_step_s
         _add_traffic(plan, shares, totals)
         for matrix, owners in zip(plan.matrices, plan.owners, strict=True):
             who = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
             matrices.append({"index": len(matrices), "fqn": matrix.fqn, **who})
             totals["elements"] += matrix.num_elements
-            totals["norm_bytes"] += wire.norm * len(matrix.blocks)
+            totals["norm_bytes"] += wire.norm_bytes * len(matrix.blocks)
             held = matrix.elements_by_rank
-            copies = sum(held.values())
-            totals["lower_bound"] += wire.there * (matrix.num_elements - max(held.values()))
-            totals["lower_bound"] += wire.back * (copies - max(held.values()))
+            largest, with_replicas = max(held.values()), sum(held.values())
+            totals["lower_bound"] += wire.gather_bytes * (matrix.num_elements - largest)
+            totals["lower_bound"] += wire.scatter_bytes * (with_replicas - largest)
             for owner in owners:
                 shares[owner].num_matrices += 1
     return Report(
@@ -205,10 +212,10 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
 
 
 def _ideal_seconds(plans: Sequence[ExchangePlan], num_ranks: int) -> float:
-    """Spread all matrices, and what ranks were busy with before the first plan, evenly."""
+    """Spread all matrices, and the load from before the first plan, evenly."""
     first = plans[0].assignment
-    busy = first.ideal * len(first.load) - _whole_seconds(plans[0])
-    return (busy + sum(map(_whole_seconds, plans))) / num_ranks
+    initial_load_s = first.ideal_s * len(first.load_s) - _whole_seconds(plans[0])
+    return (initial_load_s + sum(map(_whole_seconds, plans))) / num_ranks
 
 
 def _whole_seconds(plan: ExchangePlan) -> float:
@@ -225,31 +232,33 @@ def _add_traffic(plan: ExchangePlan, ranks: dict[int, RankReport], totals: Count
     wire = plan.wire
     for number, bucket in enumerate(plan.buckets):
         for index in bucket:
-            for holder, owner, there, back in plan.moves(index):
-                seconds = plan.cost.seconds_per_byte(holder, owner)
+            for transfer in plan.transfers(index):
+                holder, owner = ranks[transfer.holder], ranks[transfer.owner]
+                gather_bytes = transfer.gathered * wire.gather_bytes
+                scatter_bytes = transfer.scattered * wire.scatter_bytes
+                byte_s = plan.cost.seconds_per_byte(transfer.holder, transfer.owner)
                 for sender, receiver, elements, num_bytes in (
-                    (holder, owner, there, there * wire.there),
-                    (owner, holder, back, back * wire.back),
+                    (holder, owner, transfer.gathered, gather_bytes),
+                    (owner, holder, transfer.scattered, scatter_bytes),
                 ):
-                    ranks[sender].elements_sent += elements
-                    ranks[sender].bytes_sent += num_bytes
-                    ranks[sender]._link_s[0] += num_bytes * seconds
-                    ranks[receiver].bytes_received += num_bytes
-                    ranks[receiver]._link_s[1] += num_bytes * seconds
-                    memory[number, sender] += num_bytes
-                    memory[number, receiver] += num_bytes
-                totals["moved"] += there
-            for shape in plan.matrices[index].blocks:
-                for part in parts_of(shape, plan.owners[index]):
-                    memory[number, part.owner] += part.num_rows * part.num_cols * wire.there
+                    sender.elements_sent += elements
+                    sender.bytes_sent += num_bytes
+                    sender.send_s += num_bytes * byte_s
+                    receiver.bytes_received += num_bytes
+                    receiver.receive_s += num_bytes * byte_s
+                    memory[number, sender.rank] += num_bytes
+                    memory[number, receiver.rank] += num_bytes
+                totals["moved"] += transfer.gathered
+            for block, shape in enumerate(plan.matrices[index].blocks):
+                for part in parts_of(index, block, shape, plan.owners[index]):
+                    part_bytes = part.num_rows * part.num_cols * wire.gather_bytes
+                    memory[number, part.owner] += part_bytes
     largest: Counter[int] = Counter()
     for (_, rank), num_bytes in memory.items():
         largest[rank] = max(largest[rank], num_bytes)
     for rank, num_bytes in largest.items():
         # Two buckets are on their way at a time.
         ranks[rank].staging_bytes += min(2, len(plan.buckets)) * num_bytes
-    for report in ranks.values():
-        report.traffic_s = max(report._link_s)
 
 
 def log_lines(plan: ExchangePlan) -> list[str]:

@@ -1,34 +1,35 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where every element of a matrix goes: from its holder to its owner, and back to all holders.
+"""Where each rectangle of a matrix goes: from its source to its owner, and back to all holders.
 
-Vocabulary:
-
-==============  ================================================================================
-part            what one owner orthogonalizes of a block: all of it, or a slice of its longer side
-piece           the intersection of a fragment and a part: a rectangle that travels as one
-source          the holder that sends a piece to its owner; the owner itself where it has it
-==============  ================================================================================
+One list of routes serves both ways: the scatter sends back what the gather brought, and to replicas
+besides. The way back is never computed a second time, so the two cannot disagree.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import Fragment, MatrixLayout
+from megatron_muon.plan.layout import MatrixLayout, Region
 
 
 class Part(NamedTuple):
     """The rectangle of a block that one owner orthogonalizes.
 
     Args:
-        owner: Rank of the job.
+        matrix: Index of the matrix in the plan.
+        block: Index of the block.
+        owners: Ranks that orthogonalize the block together; one unless it is split.
+        owner: The one of them that has this part.
         row: First row in the block.
         num_rows: Rows.
         col: First column in the block.
         num_cols: Columns.
     """
 
+    matrix: int
+    block: int
+    owners: tuple[int, ...]
     owner: int
     row: int
     num_rows: int
@@ -36,15 +37,15 @@ class Part(NamedTuple):
     num_cols: int
 
 
-class Piece(NamedTuple):
-    """A rectangle on its way between shards and a part.
+class Route(NamedTuple):
+    """A rectangle that travels between shards and a part.
 
     Args:
-        matrix: Index of the matrix.
+        matrix: Index of the matrix in the plan.
         block: Index of the block.
         owner: Rank that orthogonalizes it.
         source: Rank that sends it to the owner; the owner itself where it holds it.
-        holders: Ranks that get it back.
+        holders: Ranks that get the result.
         row: First row in the part.
         num_rows: Rows.
         col: First column in the part.
@@ -71,78 +72,121 @@ class Piece(NamedTuple):
         return self.num_rows * self.num_cols
 
 
-def parts_of(shape: tuple[int, int], owners: Sequence[int]) -> list[Part]:
-    """Cut a block along its longer side into equal parts, one for each owner."""
+class Transfer(NamedTuple):
+    """What travels between a holder and an owner, in elements.
+
+    Args:
+        holder: Rank that holds the rows.
+        owner: Rank that orthogonalizes them.
+        gathered: Elements sent to the owner; 0 where another replica sends them.
+        scattered: Elements sent back.
+    """
+
+    holder: int
+    owner: int
+    gathered: int
+    scattered: int
+
+
+def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, ...]) -> list[Part]:
+    """Split a block along its longer side into equal parts, one for each owner.
+
+    The shorter side stays whole: the Gram matrix has its size, and parts of the longer side only
+    add up to it.
+
+    Args:
+        index: Index of the matrix in the plan.
+        block: Index of the block.
+        shape: ``(rows, cols)`` of the block.
+        owners: Ranks of the job that own it.
+    """
     rows, cols = shape
-    num_parts = len(owners)
     length = max(rows, cols)
-    bounds = [length * index // num_parts for index in range(num_parts + 1)]
-    cuts = zip(owners, bounds, bounds[1:], strict=False)
+    borders = [length * number // len(owners) for number in range(len(owners) + 1)]
+    ranges = zip(owners, borders, borders[1:], strict=False)
     if rows > cols:
-        return [Part(owner, start, stop - start, 0, cols) for owner, start, stop in cuts]
-    return [Part(owner, 0, rows, start, stop - start) for owner, start, stop in cuts]
+        return [
+            Part(index, block, owners, owner, start, stop - start, 0, cols)
+            for owner, start, stop in ranges
+        ]
+    return [
+        Part(index, block, owners, owner, 0, rows, start, stop - start)
+        for owner, start, stop in ranges
+    ]
 
 
-def pieces_of(
-    index: int, matrix: MatrixLayout, owners: Sequence[int], cost: CostModel
-) -> Iterator[Piece]:
-    """Yield the pieces of a matrix: together they tile it, each once.
+def routes_of(
+    index: int, matrix: MatrixLayout, owners: tuple[int, ...], cost: CostModel
+) -> Iterator[Route]:
+    """Yield the routes of a matrix: together they tile it, each element once.
 
     Args:
         index: Index of the matrix in the plan.
         matrix: Its layout.
         owners: Ranks of the job that own it.
-        cost: Tells which ranks share a node; of several holders the nearest sends.
+        cost: Knows which ranks share a node; the replica nearest to the owner sends.
     """
-    for fragment, part, row, num_rows, col, num_cols in _intersections(matrix, owners):
-        yield Piece(
+    for overlap in _overlaps(index, matrix, owners):
+        region, part = overlap.region, overlap.part
+        yield Route(
             matrix=index,
-            block=fragment.block,
+            block=region.block,
             owner=part.owner,
-            source=_source(fragment.holders, part.owner, cost),
-            holders=fragment.holders,
-            row=row - part.row,
-            num_rows=num_rows,
-            col=col - part.col,
-            num_cols=num_cols,
-            local_row=fragment.local_row + row - fragment.row,
-            local_col=col - fragment.col,
+            source=_source(region.holders, part.owner, cost),
+            holders=region.holders,
+            row=overlap.row - part.row,
+            num_rows=overlap.num_rows,
+            col=overlap.col - part.col,
+            num_cols=overlap.num_cols,
+            local_row=region.local_row + overlap.row - region.row,
+            local_col=overlap.col - region.col,
         )
 
 
-def moves_of(
-    matrix: MatrixLayout, owners: Sequence[int], cost: CostModel
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield what travels of a matrix: holder, owner, elements there, elements back."""
-    for fragment, part, _, num_rows, _, num_cols in _intersections(matrix, owners):
-        elements = num_rows * num_cols
-        source = _source(fragment.holders, part.owner, cost)
-        for holder in fragment.holders:
-            if holder != part.owner:
-                yield holder, part.owner, elements if holder == source else 0, elements
+def transfers_of(
+    index: int, matrix: MatrixLayout, owners: tuple[int, ...], cost: CostModel
+) -> Iterator[Transfer]:
+    """Yield what travels of a matrix, by holder and owner; arguments as for :func:`routes_of`."""
+    for overlap in _overlaps(index, matrix, owners):
+        elements = overlap.num_rows * overlap.num_cols
+        owner, holders = overlap.part.owner, overlap.region.holders
+        source = _source(holders, owner, cost)
+        for holder in holders:
+            if holder != owner:
+                yield Transfer(holder, owner, elements if holder == source else 0, elements)
 
 
-def _intersections(
-    matrix: MatrixLayout, owners: Sequence[int]
-) -> Iterator[tuple[Fragment, Part, int, int, int, int]]:
-    """Yield each fragment with each part it meets, and the common rows and columns in the block."""
-    parts = [parts_of(shape, owners) for shape in matrix.blocks]
-    for fragment in matrix.fragments:
-        row, num_rows, col, num_cols = fragment[2:6]
-        for part in parts[fragment.block]:
-            if part.num_rows >= row + num_rows and part.num_cols >= col + num_cols:
-                # Most matrices have one part, which starts at 0.
-                if part.row == 0 and part.col == 0:
-                    yield fragment, part, row, num_rows, col, num_cols
-                    break
-            first, left = max(row, part.row), max(col, part.col)
-            height = min(row + num_rows, part.row + part.num_rows) - first
+class _Overlap(NamedTuple):
+    """The rectangle that a region and a part share, in rows and columns of the block."""
+
+    region: Region
+    part: Part
+    row: int
+    num_rows: int
+    col: int
+    num_cols: int
+
+
+def _overlaps(index: int, matrix: MatrixLayout, owners: tuple[int, ...]) -> Iterator[_Overlap]:
+    """Yield each region with each part that it meets."""
+    parts = [parts_of(index, block, shape, owners) for block, shape in enumerate(matrix.blocks)]
+    for region in matrix.regions:
+        _, _, row, num_rows, col, num_cols, _ = region
+        if len(owners) == 1:
+            # A shortcut: most matrices have one owner, whose part is the whole block.
+            (part,) = parts[region.block]
+            yield _Overlap(region, part, row, num_rows, col, num_cols)
+            continue
+        for part in parts[region.block]:
+            top, left = max(row, part.row), max(col, part.col)
+            height = min(row + num_rows, part.row + part.num_rows) - top
             width = min(col + num_cols, part.col + part.num_cols) - left
             if height > 0 and width > 0:
-                yield fragment, part, first, height, left, width
+                yield _Overlap(region, part, top, height, left, width)
 
 
 def _source(holders: tuple[int, ...], owner: int, cost: CostModel) -> int:
+    """Return the holder that sends: the owner itself where it holds rows, or the nearest one."""
     if len(holders) == 1 or owner in holders:
         return owner if owner in holders else holders[0]
     node = cost.node(owner)

@@ -3,72 +3,81 @@
 """How matrices are exchanged: one frozen object from the ``--muon-fsdp-*`` flags."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from megatron_muon.plan.cost import CostModel, WireBytes
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.wire import Wire
 
-EXCHANGES = ("owner", "all_gather")
-WIRES = ("auto", "bf16", "fp32")
+ExchangeMode = Literal["owner", "all_gather"]
+WireChoice = Literal["auto", "bf16", "fp32"]
 
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """Say who orthogonalizes what, and what travels.
+    """Who orthogonalizes what, and what travels.
 
     Args:
-        exchange: ``owner``: each matrix is orthogonalized once, on one rank; ``all_gather``: every
-            rank of the shard group receives every matrix and orthogonalizes it.
-        wire: ``bf16``: normalized bf16 rows; ``fp32``: fp32 rows, Newton-Schulz is then the stock
-            function on the very bits of the whole matrix, also where upstream would spread it over
-            tensor-parallel ranks with other rounding (``--muon-tp-mode distributed``); ``auto``:
-            bf16 where Newton-Schulz runs in bf16 (matmul precision medium), fp32 else.
-        bucket_elements: Elements of a bucket that a rank owns, at most; bounds staging memory.
-        max_parts: Ranks that one matrix may be cut over once ranks outnumber matrices, a power of
-            two; 1 keeps each whole, and results the same bits on any number of ranks.
-        cost: Rates of the machine, as ``name=value,...`` for
+        mode: ``owner``: each matrix is orthogonalized once, on one rank. ``all_gather``: every rank
+            of the shard group receives every matrix and orthogonalizes it.
+        wire: ``bf16``: rows travel normalized, in bf16. ``fp32``: rows travel in fp32, and
+            Newton-Schulz is the stock function on the very bits of the whole matrix, also where
+            upstream would spread it over tensor-parallel ranks with other rounding
+            (``--muon-tp-mode distributed``). ``auto``: bf16 where Newton-Schulz runs in bf16
+            (matmul precision medium), otherwise fp32.
+        bucket_numel: Most elements of the matrices that a rank owns in one bucket; bounds staging
+            memory.
+        max_parts: Most owners of one matrix once ranks outnumber matrices, a power of two. 1 keeps
+            each matrix whole, and results the same bits on any number of ranks.
+        cost_model: Rates of the machine, as ``name=value,...`` for
             :meth:`~megatron_muon.plan.cost.CostModel.parse`.
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:
-        ValueError: An unknown exchange or wire, a size that cannot work, or a cost model that does
-            not parse.
+        ValueError: An unknown mode or wire, a size that cannot work, or a cost model that does not
+            parse.
     """
 
-    exchange: str = "owner"
-    wire: str = "auto"
-    bucket_elements: int = 2**27
+    mode: ExchangeMode = "owner"
+    wire: WireChoice = "auto"
+    # 2**27 elements are 256 MB of bf16: eight matrices of 4096 x 4096, and above the largest matrix
+    # of most models, so that no bucket is a single matrix that hides nothing.
+    bucket_numel: int = 2**27
+    # Each part repeats the cubic term of its matrix, and parts all-reduce inside a node of 8.
     max_parts: int = 8
-    cost: str = ""
+    cost_model: str = ""
     log_plan: bool = False
 
     def __post_init__(self) -> None:
         """Check the choices, and that the cost model parses."""
         for flag, value, choices in (
-            ("exchange", self.exchange, EXCHANGES),
-            ("wire", self.wire, WIRES),
+            ("exchange", self.mode, get_args(ExchangeMode)),
+            ("wire", self.wire, get_args(WireChoice)),
         ):
             if value not in choices:
                 raise ValueError(
                     f"{flag}: expected one of {choices}, got {value!r}. "
                     f"Set --muon-fsdp-{flag} accordingly."
                 )
-        if self.bucket_elements < 1:
+        if self.bucket_numel < 1:
             raise ValueError(
-                f"bucket size: expected a positive number of elements, got {self.bucket_elements}. "
+                f"bucket size: expected a positive number of elements, got {self.bucket_numel}. "
                 "Set --muon-fsdp-bucket-size accordingly."
             )
+        # A power of two: parts are doubled until a matrix is short enough.
         if self.max_parts < 1 or self.max_parts & (self.max_parts - 1):
             raise ValueError(
                 f"max parts: expected a power of two, got {self.max_parts}. "
                 "Set --muon-fsdp-max-parts accordingly."
             )
-        if "num_ns_steps" in self.cost:
+        # The optimizer knows its number of steps; a second value here could only disagree.
+        if "num_ns_steps" in self.cost_model:
             raise ValueError(
-                f"cost model: expected rates of the machine, got {self.cost!r}. "
+                f"cost model: expected rates of the machine, got {self.cost_model!r}. "
                 "Set --muon-num-ns-steps for the number of steps."
             )
-        CostModel.parse(self.cost)
+        CostModel.parse(self.cost_model)
 
-    def wire_for(self, is_bf16: bool) -> str:
+    def wire_for(self, is_bf16: bool) -> Wire:
         """Return the wire for Newton-Schulz in bf16 or in fp32.
 
         Raises:
@@ -80,11 +89,5 @@ class ExchangeSettings:
                 "input. Set --muon-fsdp-wire fp32, or --muon-fp32-matmul-prec medium."
             )
         if self.wire == "auto":
-            return "bf16" if is_bf16 else "fp32"
-        return self.wire
-
-
-def wire_bytes(wire: str, is_bf16: bool) -> WireBytes:
-    """Return the bytes of an element on a wire; bf16-valued results go back as bf16 on either."""
-    back = 2 if is_bf16 else 4
-    return WireBytes(2, back, 8) if wire == "bf16" else WireBytes(4, back, 0)
+            return Wire.of("bf16" if is_bf16 else "fp32", is_bf16=is_bf16)
+        return Wire.of(self.wire, is_bf16=is_bf16)

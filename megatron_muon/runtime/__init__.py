@@ -1,15 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Run a plan: torch.distributed, no megatron.
+"""Run a plan: torch.distributed, no megatron. The words are those of :mod:`megatron_muon.plan`.
 
-Files, each importing only those before it::
+Files, each importing only those above it::
 
-    agreement       ranks compare what they know, and fail together
-    domain          which ranks exchange matrices
-    exchange        the collectives that move rows and results
-    newton_schulz   emerging-optimizers' maths on stacks of matrices
-    norms           sums of squares in float64
-    engine          runs a plan: local rows in, orthogonalized local rows out
-    owner_compute   domain, plan and engine for the parameters of one optimizer
-    dtensor_layout  row shards of a DTensor that lies in no buffer of Megatron-FSDP
+    agreement           ranks compare what they know, and fail together
+    sharded_matrix      what the optimizer knows of one parameter
+    domain              which ranks exchange matrices
+    exchange            the collectives that move rows and results
+    newton_schulz       emerging-optimizers' maths on stacks of matrices
+    scratch             fp32 memory for one shard at a time
+    norms               norms of blocks, summed in float64
+    stacks              where the parts that a rank owns lie in memory
+    engine              runs a plan: local rows in, orthogonalized local rows out
+    all_gather_compute  every matrix on every rank: the simple way
+    owner_compute       domain, plan and engine for the parameters of one optimizer
+    dtensor_layout      row shards of a DTensor that lies in no buffer of Megatron-FSDP
 """

@@ -27,7 +27,7 @@ def raise_where_any_rank_fails(
         advice: What the user should do, the end of the message.
         suspects: Number of problems that only the device knows of, an integer scalar; read on the
             host together with the flag.
-        explain: Gives a sentence for each of the suspects.
+        explain: Returns a sentence for each of the suspects.
 
     Raises:
         RuntimeError: On all ranks, naming the ranks and their problems.
@@ -37,6 +37,7 @@ def raise_where_any_rank_fails(
     num_problems = torch.tensor([len(problems)], dtype=torch.int32, device=device)
     if suspects is not None:
         num_problems += suspects
+    # Texts are only exchanged once somebody has one: the usual step pays for four bytes.
     dist.all_reduce(num_problems, group=group)
     if num_problems.item() == 0:
         return
@@ -44,6 +45,7 @@ def raise_where_any_rank_fails(
     texts: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(texts, problems, group=group)
     ranks = dist.get_process_group_ranks(group) if group is not None else range(len(texts))
+    # The same sentence from many ranks is one line with all of them.
     by_text: dict[str, list[str]] = {}
     for rank, found in zip(ranks, texts, strict=True):
         for text in found:
@@ -52,8 +54,9 @@ def raise_where_any_rank_fails(
         f"rank{'s' if len(where) > 1 else ''} {', '.join(where)}: {text}"
         for text, where in by_text.items()
     ]
+    # A fault of the model is one of all ranks and many parameters; a screen of it is enough.
     shown = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
-    raise RuntimeError("\n  ".join(["ranks cannot go on together:", *shown]) + f"\n{advice}")
+    raise RuntimeError("\n  ".join(["Stopping on all ranks:", *shown]) + f"\n{advice}")
 
 
 def raise_where_ranks_differ(
@@ -77,6 +80,7 @@ def raise_where_ranks_differ(
 
     Communication: one all-gather of one int64 a rank; the lists only before raising.
     """
+    # Seven bytes of the hash fit into a positive int64, the largest integer all backends gather.
     digest = hashlib.sha256("\n".join(entries).encode()).digest()
     mine = torch.tensor([int.from_bytes(digest[:7], "big")], dtype=torch.int64, device=device)
     hashes = mine.new_empty(dist.get_world_size(group))

@@ -2,25 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which ranks of the job exchange matrices, and what each of them holds.
 
-Vocabulary:
-
-==============  ================================================================================
-shard group     ranks that the rows of a matrix are cut over
-tensor group    tensor-parallel ranks, where their mode asks for the whole matrix
-replica group   ranks that hold copies of the same shards: ZeRO-0, outer ranks of HSDP
-domain          all ranks that are linked by these groups: they exchange matrices
-==============  ================================================================================
+Three groups link ranks: the shard group (a parameter's rows are sharded over it), the tensor group
+(tensor-parallel ranks, where their mode asks for the whole matrix) and the replica group (ranks
+that hold the same rows: ZeRO-0, outer ranks of HSDP). The ranks that are linked, over any number of
+groups, are one domain. They form a grid: tensor ranks x shards x replicas.
 """
 
 import datetime
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+
+type Holders = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,33 @@ class Domain:
         ranks: Ranks of the job, ascending.
         holders: Ranks that hold a shard, as ``holders[tensor_rank][shard]``.
         tensor_rank: Position of this rank in the tensor group.
-        busy: Seconds each rank spends on other matrices.
+        initial_load_s: Seconds that each rank spends on other matrices.
         group: Their process group; None where this rank is alone.
     """
 
     ranks: tuple[int, ...]
-    holders: tuple[tuple[tuple[int, ...], ...], ...]
+    holders: Holders
     tensor_rank: int
-    busy: dict[int, float]
+    initial_load_s: dict[int, float]
     group: dist.ProcessGroup | None
+
+
+class _Row(NamedTuple):
+    """What a rank tells the others: int64 numbers, for one all-gather.
+
+    Of each group its first rank, which names it, and this rank's position in it.
+    """
+
+    rank: int
+    first_of_tensor_group: int
+    tensor_rank: int
+    first_of_shard_group: int
+    shard: int
+    first_of_replica_group: int
+    replica: int
+    # An integer too, so that one int64 all-gather carries all. Nanoseconds are finer than any
+    # estimate.
+    initial_load_ns: int
 
 
 def find_domain(
@@ -47,16 +64,16 @@ def find_domain(
     tensor_group: dist.ProcessGroup | None,
     replica_group: dist.ProcessGroup | None,
     *,
-    busy_seconds: float,
+    initial_load_s: float,
     device: torch.device,
 ) -> Domain:
     """Learn who holds what from the groups of all ranks.
 
     Args:
-        shard_group: Ranks that rows are cut over; None where every rank holds whole matrices.
-        tensor_group: Tensor-parallel ranks to join; None where each orthogonalizes its own block.
-        replica_group: Ranks that hold copies; None where there are none.
-        busy_seconds: Seconds this rank spends on other matrices.
+        shard_group: Ranks that rows are sharded over; None where every rank holds all rows.
+        tensor_group: Tensor-parallel ranks to join; None where each orthogonalizes its own matrix.
+        replica_group: Ranks that hold the same rows; None where there are none.
+        initial_load_s: Seconds that this rank spends on other matrices.
         device: Where small tensors are exchanged (the backend's device).
 
     Raises:
@@ -70,56 +87,80 @@ def find_domain(
     for group in groups:
         mine.append(dist.get_process_group_ranks(group)[0] if group is not None else mine[0])
         mine.append(dist.get_rank(group) if group is not None else 0)
-    table = torch.empty(dist.get_world_size(), 8, dtype=torch.int64, device=device)
-    row = torch.tensor([*mine, round(busy_seconds * 1e9)], dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(table.view(-1), row)
-    rows = table.tolist()
+    own_row = torch.tensor([*mine, round(initial_load_s * 1e9)], dtype=torch.int64, device=device)
+    table = own_row.new_empty(dist.get_world_size(), len(_Row._fields))
+    dist.all_gather_into_tensor(table.view(-1), own_row)
+    rows = [_Row(*row) for row in table.tolist()]
 
-    roots = list(range(len(rows)))
-
-    def root(rank: int) -> int:
-        """Return the rank that stands for all that are linked to this one."""
-        while roots[rank] != rank:
-            roots[rank] = roots[roots[rank]]
-            rank = roots[rank]
-        return rank
-
-    for rank, *entries, _ in rows:
-        for first in entries[0::2]:
-            roots[root(rank)] = root(first)
-    ranks = tuple(rank for rank in range(len(rows)) if root(rank) == root(mine[0]))
-    cells: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank in ranks:
-        cells[rows[rank][2], rows[rank][4]].append(rank)
-    num_tensor_ranks = 1 + max(tensor_rank for tensor_rank, _ in cells)
-    num_shards = 1 + max(shard for _, shard in cells)
-    problems = []
-    if len(cells) != num_tensor_ranks * num_shards or len({len(c) for c in cells.values()}) > 1:
-        problems.append(
-            f"ranks {ranks[0]} to {ranks[-1]}: expected {num_tensor_ranks} tensor-parallel ranks x "
-            f"{num_shards} shards x the same number of replicas, got {len(ranks)} ranks"
-        )
+    ranks = _linked_ranks(rows, dist.get_rank())
+    holders = _grid(rows, ranks)
+    # Ranks of other domains may be fine: all of them stop together.
+    problems = [holders] if isinstance(holders, str) else []
     raise_where_any_rank_fails(
         problems, None, device, "Pass the process groups that the model was built with."
     )
+    assert not isinstance(holders, str)
     return Domain(
-        ranks,
-        tuple(
-            tuple(tuple(cells[tensor_rank, shard]) for shard in range(num_shards))
-            for tensor_rank in range(num_tensor_ranks)
-        ),
-        mine[2],
-        {rank: rows[rank][7] * 1e-9 for rank in ranks},
-        _group_of(ranks, groups),
+        ranks=ranks,
+        holders=holders,
+        tensor_rank=rows[dist.get_rank()].tensor_rank,
+        initial_load_s={rank: rows[rank].initial_load_ns * 1e-9 for rank in ranks},
+        group=_group_of(ranks, groups),
+    )
+
+
+def _linked_ranks(rows: Sequence[_Row], rank: int) -> tuple[int, ...]:
+    """Return the ranks that are linked to a rank over any number of groups, ascending.
+
+    A union-find: each rank points towards the one that stands for all it is linked to.
+    """
+    parents = list(range(len(rows)))
+
+    def root(member: int) -> int:
+        """Return the rank that stands for all that are linked to this one."""
+        while parents[member] != member:
+            # Halving the path on the way keeps it short.
+            parents[member] = parents[parents[member]]
+            member = parents[member]
+        return member
+
+    for row in rows:
+        for first in (
+            row.first_of_tensor_group,
+            row.first_of_shard_group,
+            row.first_of_replica_group,
+        ):
+            parents[root(row.rank)] = root(first)
+    return tuple(member for member in range(len(rows)) if root(member) == root(rank))
+
+
+def _grid(rows: Sequence[_Row], ranks: Sequence[int]) -> Holders | str:
+    """Sort linked ranks into ``holders[tensor_rank][shard]``, or return why they form no grid."""
+    cells: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank in ranks:
+        cells[rows[rank].tensor_rank, rows[rank].shard].append(rank)
+    num_tensor_ranks = 1 + max(tensor_rank for tensor_rank, _ in cells)
+    num_shards = 1 + max(shard for _, shard in cells)
+    # Every cell must be there, with the same number of replicas.
+    if len(cells) != num_tensor_ranks * num_shards or len(set(map(len, cells.values()))) > 1:
+        return (
+            f"ranks {ranks[0]} to {ranks[-1]}: expected {num_tensor_ranks} tensor-parallel ranks x "
+            f"{num_shards} shards x the same number of replicas, got {len(ranks)} ranks"
+        )
+    return tuple(
+        tuple(tuple(cells[tensor_rank, shard]) for shard in range(num_shards))
+        for tensor_rank in range(num_tensor_ranks)
     )
 
 
 def _group_of(
     ranks: tuple[int, ...], groups: tuple[dist.ProcessGroup | None, ...]
 ) -> dist.ProcessGroup | None:
+    """Return the process group of a domain: one of those that there are, or a new one."""
     known = {
         tuple(dist.get_process_group_ranks(group)): group for group in groups if group is not None
     }
+    # All ranks of the job come here, also those that need no new group.
     new = new_groups([ranks] if len(ranks) > 1 and ranks not in known else [])
     return None if len(ranks) == 1 else {**known, **new}[ranks]
 
@@ -143,7 +184,7 @@ def new_groups(sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.Pr
     wanted: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(wanted, [ranks for ranks in sets if ranks[0] == rank])
     made = {}
-    for ranks in sorted({ranks for each in wanted for ranks in each}):
+    for ranks in sorted({ranks for sets_of_rank in wanted for ranks in sets_of_rank}):
         group = dist.new_group(list(ranks), timeout=_job_timeout())
         if rank in ranks:
             made[ranks] = group

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.plan.layout import RowLayout
-from megatron_muon.runtime.owner_compute import ShardedMatrix
+from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 
 def describe_dtensor(fqn: str, param: DTensor) -> ShardedMatrix:
@@ -22,11 +22,16 @@ def describe_dtensor(fqn: str, param: DTensor) -> ShardedMatrix:
         Its matrix. A tensor-parallel offset, the same on all ranks of the axis, is taken off.
 
     Raises:
-        ValueError: Another placement; or, on all ranks of the axis, chunks that do not tile the
-            rows or are not those of the shards.
+        ValueError: Another number of dimensions or another placement; or, on all ranks of the
+            axis, chunks that do not tile the rows or are not those of the shards.
 
     Communication: one all-gather of 24 bytes a rank over the sharded axis.
     """
+    if param.ndim != 2:
+        raise ValueError(
+            f"{fqn}: expected a 2-D DTensor, got {param.ndim} dimensions. Reshape it to a matrix, "
+            "or step it with another optimizer."
+        )
     num_cols = param._local_tensor.shape[1]
     axes: dict[str, list[dist.ProcessGroup]] = {"shard": [], "replicate": []}
     is_supported = True
@@ -49,6 +54,7 @@ def describe_dtensor(fqn: str, param: DTensor) -> ShardedMatrix:
         return ShardedMatrix(fqn, RowLayout(num_rows, num_cols, ((0, num_rows),)), None, replicas)
 
     group = axes["shard"][0]
+    # Megatron-FSDP records uneven chunks on the local tensor; torch's own method knows even ones.
     create = getattr(param._local_tensor, "__create_chunk_list__", param.__create_chunk_list__)
     chunks = create()
     offset, rows = (chunks[0].offsets[0], chunks[0].sizes[0]) if chunks else (0, 0)
@@ -61,6 +67,7 @@ def describe_dtensor(fqn: str, param: DTensor) -> ShardedMatrix:
             f"{fqn}: expected chunks of {table[:, 2].tolist()} rows by rank, as the shards have, "
             f"got {table[:, 1].tolist()}. Call update_uneven_dtensor_chunk_metadata on it first."
         )
+    # Offsets are global: with tensor parallelism in rows the smallest one is not 0.
     first = min((start for start, count, _ in table.tolist() if count), default=0)
     shards = tuple(
         (start - first, start - first + count) if count else (0, 0)

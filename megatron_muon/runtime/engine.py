@@ -1,66 +1,61 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Run an exchange plan: local rows in, orthogonalized local rows out, one call a step.
-
-Vocabulary:
-
-==============  ================================================================================
-wire ``fp32``   fp32 rows travel to the owner, who calls emerging-optimizers' Newton-Schulz
-wire ``bf16``   squared norms are all-reduced in float64; normalized bf16 rows travel there,
-                bf16 results back
-update          what is orthogonalized: the (Nesterov) momentum, this rank's rows of it
-staging buffer  flat memory that messages are packed into or arrive in; two of each kind, re-used
-scratch         fp32 memory of one shard; allocating it anew would cost more than filling it
-==============  ================================================================================
+"""Run an exchange plan: local rows in, orthogonalized local rows out.
 
 The order of a step, for buckets 0, 1, 2, ...::
 
     norms | gather 0 | gather 1 | local, orthogonalize 0 | scatter 0
-          | gather 2 | local, orthogonalize 1 | scatter 1 | apply 0
-          | gather 3 | local, orthogonalize 2 | scatter 2 | apply 1 | ...
+          | gather 2 | local, orthogonalize 1 | scatter 1 | yield 0
+          | gather 3 | local, orthogonalize 2 | scatter 2 | yield 1 | ...
 
-Local matrices, of which nothing travels, fill the buckets in which a rank has less to do than in
-others; those before bucket 0 fill the time of the first gather. Gathers and scatters are launched
-asynchronously, so that those of bucket i + 1 and i - 1 travel while bucket i is orthogonalized.
-Over NCCL they run on the process group's own stream, and waiting for them is an event: the host
-never waits. Over gloo they run on its threads.
+Gathers and scatters are launched asynchronously: those of bucket i + 1 and i - 1 travel while
+bucket i is orthogonalized. Local matrices, of which nothing travels, fill the buckets in which a
+rank has less to do than others; those before bucket 0 fill the time of the first gather.
+
+Over NCCL collectives run on the process group's own stream, and waiting for them is an event: the
+host never waits. Over gloo they run on its threads.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.plan import ExchangePlan, Piece, RankBucket, Slot
-from megatron_muon.runtime.exchange import Exchange, Messages, all_reduce_norms
-from megatron_muon.runtime.newton_schulz import EPSILON, newton_schulz, newton_schulz_normalized
-from megatron_muon.runtime.norms import SumOfSquares
+from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.rank_plan import OwnedStacks, RankPlan, Stack
+from megatron_muon.plan.routes import Route
+from megatron_muon.runtime.exchange import BucketMessages, Exchange
+from megatron_muon.runtime.newton_schulz import (
+    NewtonSchulzSettings,
+    newton_schulz,
+    newton_schulz_normalized,
+)
+from megatron_muon.runtime.norms import BlockNorms
+from megatron_muon.runtime.scratch import ShardScratch, in_shard
+from megatron_muon.runtime.stacks import StackLayout
 
-type Update = Callable[[int, torch.Tensor], torch.Tensor]
-type Apply = Callable[[int, torch.Tensor], None]
 
+class MomentumRows(Protocol):
+    """Where the engine reads what is orthogonalized."""
 
-@dataclass(frozen=True)
-class NewtonSchulzSettings:
-    """How matrices are orthogonalized and scaled.
+    def __call__(self, param: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a parameter's (Nesterov) momentum.
 
-    Args:
-        steps: Newton-Schulz steps.
-        coefficient_type: Name of emerging-optimizers' coefficients.
-        is_bf16: Whether it runs in bf16 (matmul precision "medium"); its results are then
-            bf16-valued and travel as bf16 on either wire.
-        scale: Factors that results are multiplied with in fp32, one after the other, by shape
-            ``(rows, cols)`` of the whole block.
-    """
+        It is called up to twice for each parameter in a step: once for the norm and once to send
+        the rows. Both calls must return the same bits. Keeping the rows of all parameters between
+        the two calls would take as much memory as the momentum itself.
 
-    steps: int
-    coefficient_type: str
-    is_bf16: bool
-    scale: Callable[[int, int], Sequence[float]]
+        Args:
+            param: The parameter.
+            out: ``(local_rows, cols)`` float32 memory that the rows may be written to.
+
+        Returns:
+            ``(local_rows, cols)`` float32: ``out``, or memory that stays as it is until the next
+            call.
+        """
+        ...
 
 
 class Engine:
@@ -70,351 +65,302 @@ class Engine:
 
     Args:
         plan: The plan, equal on all ranks of the group.
-        settings: Newton-Schulz and scale.
-        wire: ``bf16`` or ``fp32``; see :class:`~megatron_muon.plan.settings.ExchangeSettings`.
+        newton_schulz: Steps, coefficients, precision and scale.
+        parameters: By matrix of the plan, the parameters of which this rank holds rows.
         rank: This rank of the job.
-        group: Ranks the plan speaks of; None where nothing travels.
-        parts_groups: Group of each set of ranks that share a cut matrix, as far as this rank is
-            in it.
+        group: Ranks of the plan; None where nothing travels.
+        parts_groups: By owners, the group of each set of ranks that split a matrix and that this
+            rank is one of.
         device: Where shards live.
 
-    Communication: a step is one all-reduce of 8 bytes a block (wire ``bf16``), and for each bucket
-        one ``all_to_all_single`` there and one back, of the plan's pieces without padding; cut
-        matrices add their Gram matrices.
-    Memory: kept from construction on, :attr:`staging_bytes`: for two buckets what a rank receives
-        of the matrices it owns and sends back of them (each at most ``limit`` elements), what it
-        sends of its own rows and gets back, and stacks of what it owns (``limit``, and up to
-        ``stack_elements`` of padding for each shape); stacks of one group of local matrices
-        (``limit`` again); twice the largest local shard in fp32. ``limit`` is ``bucket_elements``
-        or one matrix; where shards have copies, results count once for each, so one matrix may
-        take ``copies`` times its size. While a step runs: the results of two buckets, and what
-        Newton-Schulz needs for one stack.
+    Communication: a step is one all-reduce of 8 bytes a block (where rows travel in bf16), and for
+        each bucket one ``all_to_all_single`` to the owners and one back, of the plan's routes
+        without padding. Matrices that are split add their Gram matrices.
+    Memory: :attr:`buffers`, kept from construction on. For two buckets: what a rank receives of the
+        matrices it owns and sends back of them (each at most ``max_numel`` of the plan), what it
+        sends of its own rows and gets back, and stacks of what it owns (``max_numel``, and up to
+        ``stack_elements`` of padding for each shape). Once more: stacks of one group of local
+        matrices (``max_numel``), and twice the largest local shard in fp32. While a step runs: the
+        results of two buckets, and what Newton-Schulz needs for one stack.
     """
+
+    plan: ExchangePlan
+    _parameters: Mapping[int, torch.Tensor]  # by matrix
+    _gathers: Exchange  # rows, in the gather dtype
+    _scatters: Exchange  # results, in the scatter dtype
+    _stack_memory: list[torch.Tensor]  # flat: even buckets, odd buckets, local matrices
+    _buckets: "list[_Work]"
+    _local: "list[list[_Work]]"  # groups of local matrices, by the bucket whose time they fill
+    _norms: BlockNorms
+    _scratch: ShardScratch
 
     def __init__(
         self,
         plan: ExchangePlan,
-        settings: NewtonSchulzSettings,
+        newton_schulz: NewtonSchulzSettings,
+        parameters: Mapping[int, torch.Tensor],
         *,
-        wire: str,
         rank: int,
         group: dist.ProcessGroup | None,
         parts_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         device: torch.device,
     ) -> None:
-        self.plan, self.settings, self.wire, self.rank = plan, settings, wire, rank
-        self._group, self._parts_groups, self._device = group, parts_groups, device
-        self._dtype = torch.bfloat16 if wire == "bf16" else torch.float32
-        rank_plan = plan.for_rank(rank)
-        self._buckets = [_Bucket(bucket, self._num_slots) for bucket in rank_plan.buckets]
-        self._local = [
-            [_Bucket(bucket, self._num_slots) for bucket in slot] for slot in rank_plan.local
-        ]
+        self.plan = plan
+        self._newton_schulz = newton_schulz
+        self._parameters = parameters
+        self._parts_groups = parts_groups
+        self._device = device
+        self._norms = BlockNorms(plan, rank, group, device)
+        self._scratch = ShardScratch(plan.matrices, rank, device)
+        rank_plan = RankPlan.build(plan, rank)
         self._gathers = Exchange(
             group,
             [
-                Messages(bucket.gather_sends, bucket.gather_receives, bucket.has_gather)
+                BucketMessages(bucket.gather_sends, bucket.gather_receives, bucket.has_gather)
                 for bucket in rank_plan.buckets
             ],
-            self._dtype,
+            getattr(torch, plan.wire.gather_dtype),
             device,
         )
         self._scatters = Exchange(
             group,
+            # Something always travels back: otherwise the matrix would be local.
             [
-                Messages(bucket.scatter_sends, bucket.scatter_receives, True)
+                BucketMessages(bucket.scatter_sends, bucket.scatter_receives, True)
                 for bucket in rank_plan.buckets
             ],
-            torch.bfloat16 if settings.is_bf16 else torch.float32,
+            getattr(torch, plan.wire.scatter_dtype),
             device,
         )
+        self._lay_out_stacks(rank_plan)
+
+    def _lay_out_stacks(self, rank_plan: RankPlan) -> None:
+        """Allocate the memory of stacks, and work out where this rank's rows go."""
+        buckets = [self._stack_layout(bucket.owned) for bucket in rank_plan.buckets]
+        local = [[self._stack_layout(owned) for owned in groups] for groups in rank_plan.local]
+        # Two memories for buckets: a rank's own rows of bucket i + 1 are written to its stacks when
+        # that gather is launched, before bucket i is orthogonalized. One for local matrices: each
+        # group is done before the next one is loaded.
         self._stack_memory = [
-            *(self._allocate(self._buckets[start::2]) for start in range(2)),
-            self._allocate([bucket for slot in self._local for bucket in slot]),
+            self._allocate(buckets[0::2]),
+            self._allocate(buckets[1::2]),
+            self._allocate([layout for layouts in local for layout in layouts]),
         ]
-        self._loads = [
-            self._loads_of(bucket, self._stack_memory[index % 2], self._gathers.packing(index))
-            for index, bucket in enumerate(self._buckets)
+        self._buckets = [
+            _Work.of(layout, self._stack_memory[index % 2], self._gathers.packing(index))
+            for index, layout in enumerate(buckets)
         ]
-        self._local_loads = [
-            [(bucket, self._loads_of(bucket, self._stack_memory[2], ())) for bucket in slot]
-            for slot in self._local
+        self._local = [
+            [_Work.of(layout, self._stack_memory[2], ()) for layout in layouts] for layouts in local
         ]
-        self._first_norm = [0]
-        for matrix in plan.matrices:
-            self._first_norm.append(self._first_norm[-1] + len(matrix.blocks))
-        self._norm_pieces = self._primary_pieces() if wire == "bf16" else {}
-        self._norm_blocks = torch.tensor(
-            [
-                self._first_norm[index] + piece.block
-                for index, pieces in self._norm_pieces.items()
-                for piece in pieces
-            ],
-            dtype=torch.int64,
-            device=device,
-        )
-        self._norms: tuple[torch.Tensor, ...] = ()
-        self._sum_of_squares = SumOfSquares(device)
-        self._local_shapes = self._shapes_of_shards()
-        elements = max(map(math.prod, self._local_shapes.values()), default=0)
-        self._scratch = torch.empty(2, elements, dtype=torch.float32, device=device)
 
-    def _shapes_of_shards(self) -> dict[int, tuple[int, int]]:
-        """Return the shape of this rank's shard of each matrix it holds rows of."""
-        shapes: dict[int, tuple[int, int]] = {}
-        for index, matrix in enumerate(self.plan.matrices):
-            for fragment in matrix.fragments:
-                if self.rank in fragment.holders:
-                    rows, _ = shapes.get(index, (0, 0))
-                    last = fragment.local_row + fragment.num_rows
-                    shapes[index] = (max(rows, last), fragment.num_cols)
-        return shapes
+    def _stack_layout(self, owned: OwnedStacks) -> StackLayout:
+        return StackLayout(owned, [self._stack_size(stack) for stack in owned.stacks])
 
-    def _scratch_for(self, index: int, number: int) -> torch.Tensor:
-        """View a scratch in the shape of this rank's shard of a matrix."""
-        shape = self._local_shapes[index]
-        return self._scratch[number, : math.prod(shape)].view(shape)
+    def _stack_size(self, stack: Stack) -> int:
+        """Return how many matrices a stack has room for.
 
-    @staticmethod
-    def _loads_of(
-        bucket: "_Bucket",
-        memory: torch.Tensor,
-        packing: Sequence[tuple[Piece, torch.Tensor]],
-    ) -> dict[int, list[tuple[Piece, torch.Tensor]]]:
-        """List where the pieces of this rank's shards go: into messages, or its own stacks."""
-        loads: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
-        for piece, target in packing:
-            loads[piece.matrix].append((piece, target))
-        for piece in bucket.plan.kept:
-            loads[piece.matrix].append((piece, bucket.place(memory, piece)))
-        return loads
+        Batched kernels may depend on it. It is that of the shape alone, so that results are the
+        same on any number of ranks. What lies in the padding does not reach the matrices
+        (tests/unit_tests/test_newton_schulz.py). fp32 rows are orthogonalized one matrix by one.
+        """
+        part = stack[0]
+        if not self.plan.wire.normalizes or len(part.owners) > 1:
+            return len(stack)
+        return self.plan.cost.stack_size(part.num_rows, part.num_cols)
 
-    def _allocate(self, buckets: Sequence["_Bucket"]) -> torch.Tensor:
-        num_elements = max((bucket.num_elements for bucket in buckets), default=0)
-        return torch.zeros(num_elements, dtype=self._dtype, device=self._device)
+    def _allocate(self, layouts: Sequence[StackLayout]) -> torch.Tensor:
+        num_elements = max((layout.num_elements for layout in layouts), default=0)
+        # Zeros, not empty: Newton-Schulz multiplies the padding too.
+        dtype = getattr(torch, self.plan.wire.gather_dtype)
+        return torch.zeros(num_elements, dtype=dtype, device=self._device)
 
     @property
-    def staging_bytes(self) -> int:
-        """Memory of all staging buffers, stacks and scratch, bytes."""
-        stacks = sum(memory.nbytes for memory in self._stack_memory)
-        messages = self._gathers.num_bytes + self._scatters.num_bytes
-        return messages + stacks + self._scratch.nbytes
-
-    def _num_slots(self, stack: Sequence[Slot]) -> int:
-        """Return the size of a stack with padding.
-
-        Batched kernels may depend on it, so it is that of the shape, and results are the same on
-        any number of ranks. What lies in the slots that are left over does not reach the others
-        (tests/unit_tests/test_newton_schulz.py). Wire fp32 calls Newton-Schulz matrix by matrix.
-        """
-        if self.wire == "fp32" or len(stack[0].owners) > 1:
-            return len(stack)
-        return self.plan.cost.stack_size(stack[0].part.num_rows, stack[0].part.num_cols)
-
-    def _primary_pieces(self) -> dict[int, list[Piece]]:
-        """List the pieces whose squares this rank adds up: of several holders the first does."""
-        pieces: dict[int, list[Piece]] = {}
-        for index, matrix in enumerate(self.plan.matrices):
-            if self.rank in matrix.ranks:
-                mine = [p for p in self.plan.pieces(index) if p.holders[0] == self.rank]
-                if mine:
-                    pieces[index] = mine
-        return pieces
+    def buffers(self) -> list[torch.Tensor]:
+        """All memory that the engine keeps: messages, stacks, scratch."""
+        exchanges = [*self._gathers.buffers, *self._scatters.buffers]
+        return [*exchanges, *self._stack_memory, self._scratch.buffer]
 
     @torch.no_grad()
-    def step(self, update: Update, apply: Apply) -> None:
-        """Orthogonalize all matrices.
+    def orthogonalize(
+        self, momentum_rows: MomentumRows
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Orthogonalize all matrices, and yield results as they arrive.
+
+        The caller must take all of them: each rank joins the collectives of all buckets.
 
         Args:
-            update: Gives this rank's rows of a matrix, ``(local_rows, cols)`` fp32, in the scratch
-                it is passed or elsewhere; called up to twice for each matrix (up to once on the
-                fp32 wire), and must give the same bits each time.
-            apply: Takes this rank's rows of the scaled result, ``(local_rows, cols)`` fp32, in
-                scratch memory; called once for each matrix of which this rank holds rows.
+            momentum_rows: Returns this rank's rows of what is orthogonalized.
+
+        Yields:
+            Each parameter of which this rank holds rows, with these rows of the scaled result,
+            ``(local_rows, cols)`` float32. They lie in scratch memory: valid until the next one.
         """
-        if self.wire == "bf16":
-            self._norms = self._reduce_norms(update)
+        if self.plan.wire.normalizes:
+            self._reduce_norms(momentum_rows)
         num_buckets = len(self._buckets)
-        gathering = self._gather(0, update) if num_buckets else None
+        gathering = self._start_gather(0, momentum_rows) if num_buckets else None
         if not num_buckets:
-            self._run_local(0, update, apply)
+            yield from self._orthogonalize_local(0, momentum_rows)
         scattering: _Scattering | None = None
         for index in range(num_buckets):
-            following = self._gather(index + 1, update) if index + 1 < num_buckets else None
-            self._run_local(index, update, apply)
+            following = None
+            if index + 1 < num_buckets:
+                following = self._start_gather(index + 1, momentum_rows)
+            yield from self._orthogonalize_local(index, momentum_rows)
             results = self._orthogonalize_gathered(index, gathering)
-            scattered = self._scatter(index, results)
+            started = self._start_scatter(index, results)
+            # The results of the bucket before are only waited for now: they had all of this
+            # bucket's Newton-Schulz to travel.
             if scattering is not None:
-                self._finish(scattering, apply)
-            scattering, gathering = scattered, following
+                yield from self._finish(scattering)
+            scattering, gathering = started, following
         if scattering is not None:
-            self._finish(scattering, apply)
-        self._norms = ()
+            yield from self._finish(scattering)
+        self._norms.clear()
 
-    def _run_local(self, index: int, update: Update, apply: Apply) -> None:
-        """Orthogonalize and apply the local matrices that fill a bucket's time."""
-        for bucket, loads in self._local_loads[index]:
-            self._load(loads, update)
-            self._apply(bucket.kept(self._orthogonalize(bucket, self._stack_memory[2])), apply)
+    def _rows(self, index: int, momentum_rows: MomentumRows) -> torch.Tensor:
+        """Return this rank's rows of a matrix; the first scratch may hold them."""
+        return momentum_rows(self._parameters[index], self._scratch.view(index))
 
-    def _reduce_norms(self, update: Update) -> tuple[torch.Tensor, ...]:
-        """Return the Frobenius norm of every block, fp32 scalars."""
-        sums: list[torch.Tensor] = []
-        for index, pieces in self._norm_pieces.items():
-            rows = update(index, self._scratch_for(index, 0))
-            sums += self._sum_of_squares([_local(rows, piece) for piece in pieces])
-        squares = torch.zeros(self._first_norm[-1], dtype=torch.float64, device=self._device)
-        if sums:
-            squares.index_add_(0, self._norm_blocks, torch.stack(sums))
-        if self._group is not None:
-            all_reduce_norms(squares, self._group)
-        return squares.sqrt_().clamp_min_(EPSILON).float().unbind()
+    def _reduce_norms(self, momentum_rows: MomentumRows) -> None:
+        for index in self._norms.matrices:
+            self._norms.add(index, self._rows(index, momentum_rows))
+        self._norms.reduce()
 
-    def _load(
-        self, loads: Mapping[int, Sequence[tuple[Piece, torch.Tensor]]], update: Update
-    ) -> None:
-        """Copy this rank's rows of a bucket to where they go, normalized on the bf16 wire."""
-        for index, pairs in loads.items():
-            rows = update(index, self._scratch_for(index, 0))
-            if self.wire == "bf16":
-                rows = self._normalized(rows, [piece for piece, _ in pairs])
+    def _load(self, work: "_Work", momentum_rows: MomentumRows) -> None:
+        """Copy this rank's rows to where they go: into messages, or its own stacks."""
+        for index, targets in work.targets.items():
+            rows = self._rows(index, momentum_rows)
+            routes = [route for route, _ in targets]
+            if self.plan.wire.normalizes:
+                rows = self._normalized(index, rows, routes)
+            # One fused copy for each matrix; it casts to the dtype of the wire.
             torch._foreach_copy_(
-                [target for _, target in pairs], [_local(rows, piece) for piece, _ in pairs]
+                [target for _, target in targets], [in_shard(rows, route) for route in routes]
             )
 
-    def _normalized(self, rows: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Divide pieces of a shard by the norms of their blocks, in fp32."""
-        normalized = self._scratch_for(pieces[0].matrix, 1)
-        for piece in pieces:
-            norm = self._norms[self._first_norm[piece.matrix] + piece.block]
-            torch.div(_local(rows, piece), norm, out=_local(normalized, piece))
+    def _normalized(self, index: int, rows: torch.Tensor, routes: Sequence[Route]) -> torch.Tensor:
+        """Divide routes of a shard by the norms of their blocks, in fp32."""
+        # The second scratch: the first one may hold the rows.
+        normalized = self._scratch.view(index, 1)
+        for route in routes:
+            torch.div(in_shard(rows, route), self._norms.of(route), out=in_shard(normalized, route))
         return normalized
 
-    def _gather(self, index: int, update: Update) -> dist.Work | None:
-        self._load(self._loads[index], update)
+    def _orthogonalize_local(
+        self, index: int, momentum_rows: MomentumRows
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Orthogonalize the local matrices that fill a bucket's time."""
+        for work in self._local[index]:
+            self._load(work, momentum_rows)
+            yield from self._scaled(work.layout.kept_results(self._orthogonalize(work)))
+
+    def _start_gather(self, index: int, momentum_rows: MomentumRows) -> dist.Work | None:
+        self._load(self._buckets[index], momentum_rows)
         return self._gathers.start(index)
 
-    def _orthogonalize_gathered(self, index: int, work: dist.Work | None) -> list[torch.Tensor]:
+    def _orthogonalize_gathered(
+        self, index: int, gathering: dist.Work | None
+    ) -> list[torch.Tensor]:
         """Wait for the rows of a bucket, and orthogonalize what this rank owns."""
-        bucket, memory = self._buckets[index], self._stack_memory[index % 2]
-        if work is not None:
-            work.wait()
+        work = self._buckets[index]
+        if gathering is not None:
+            gathering.wait()
         arrived = self._gathers.unpacking(index)
         if arrived:
+            # Messages hold routes one behind the other; a matrix needs them row by row.
             torch._foreach_copy_(
-                [bucket.place(memory, piece) for piece, _ in arrived],
+                [work.layout.place(work.memory, route) for route, _ in arrived],
                 [rows for _, rows in arrived],
             )
-        return self._orthogonalize(bucket, memory)
+        return self._orthogonalize(work)
 
-    def _orthogonalize(self, bucket: "_Bucket", memory: torch.Tensor) -> list[torch.Tensor]:
-        run = newton_schulz_normalized if self.wire == "bf16" else newton_schulz
+    def _orthogonalize(self, work: "_Work") -> list[torch.Tensor]:
+        """Return one tensor for each stack, in new memory."""
+        run = newton_schulz_normalized if self.plan.wire.normalizes else newton_schulz
         results = []
-        for stack, tensor in bucket.stacks(memory):
-            slot = stack[0]
+        for stack, tensor in work.layout.stacks(work.memory):
+            part = stack[0]
             result = run(
                 tensor,
-                steps=self.settings.steps,
-                coefficient_type=self.settings.coefficient_type,
-                whole_shape=self.plan.matrices[slot.matrix].blocks[slot.block],
-                parts_group=self._parts_groups[slot.owners] if len(slot.owners) > 1 else None,
+                steps=self._newton_schulz.steps,
+                coefficient_type=self._newton_schulz.coefficient_type,
+                whole_shape=self.plan.matrices[part.matrix].blocks[part.block],
+                parts_group=self._parts_groups[part.owners] if len(part.owners) > 1 else None,
             )
             results.append(result)
         return results
 
-    def _scatter(self, index: int, results: Sequence[torch.Tensor]) -> "_Scattering":
-        bucket = self._buckets[index]
-        packing = self._scatters.packing(index)
+    def _start_scatter(self, index: int, results: Sequence[torch.Tensor]) -> "_Scattering":
+        layout, packing = self._buckets[index].layout, self._scatters.packing(index)
         if packing:
             torch._foreach_copy_(
                 [target for _, target in packing],
-                [bucket.result(results, piece) for piece, _ in packing],
+                [layout.result(results, route) for route, _ in packing],
             )
-        return _Scattering(index, bucket.kept(results), self._scatters.start(index))
+        # What stays here keeps the results alive until it is applied, a bucket later.
+        return _Scattering(index, layout.kept_results(results), self._scatters.start(index))
 
-    def _finish(self, scattering: "_Scattering", apply: Apply) -> None:
-        """Wait for the results of a bucket, and apply this rank's rows."""
+    def _finish(self, scattering: "_Scattering") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Wait for the results of a bucket, and yield this rank's rows."""
         if scattering.work is not None:
             scattering.work.wait()
-        self._apply([*scattering.kept, *self._scatters.unpacking(scattering.bucket)], apply)
+        arrived = self._scatters.unpacking(scattering.bucket)
+        yield from self._scaled([*scattering.kept, *arrived])
 
-    def _apply(self, results: Sequence[tuple[Piece, torch.Tensor]], apply: Apply) -> None:
-        """Put the results of each matrix together, scale them, and hand them over."""
-        by_matrix: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
-        for piece, result in results:
-            by_matrix[piece.matrix].append((piece, result))
+    def _scaled(
+        self, results: Sequence[tuple[Route, torch.Tensor]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Join the results of each matrix to this rank's rows, and scale them in fp32."""
+        by_matrix: dict[int, list[tuple[Route, torch.Tensor]]] = defaultdict(list)
+        for route, result in results:
+            by_matrix[route.matrix].append((route, result))
         for index, pairs in by_matrix.items():
-            rows = self._scratch_for(index, 0)
-            views = [_local(rows, piece) for piece, _ in pairs]
+            rows = self._scratch.view(index)
+            views = [in_shard(rows, route) for route, _ in pairs]
             torch._foreach_copy_(views, [result for _, result in pairs])
+            # Query, key and value have factors of their own. Upstream multiplies with one factor
+            # after the other; their product would round differently.
             blocks = self.plan.matrices[index].blocks
-            factors = [self.settings.scale(*blocks[piece.block]) for piece, _ in pairs]
-            for each in zip(*factors, strict=True):
-                torch._foreach_mul_(views, list(each))
-            apply(index, rows)
+            factors = [self._newton_schulz.scale(*blocks[route.block]) for route, _ in pairs]
+            for one_factor_each in zip(*factors, strict=True):
+                torch._foreach_mul_(views, list(one_factor_each))
+            yield self._parameters[index], rows
 
 
-class _Bucket:
-    """Where the parts that a rank owns in a bucket lie in its stack memory."""
+class _Work(NamedTuple):
+    """The stacks of one bucket, or of one group of local matrices, and their memory.
 
-    def __init__(self, plan: RankBucket, num_slots: Callable[[Sequence[Slot]], int]) -> None:
-        self.plan = plan
-        self._shapes: list[tuple[int, int, int]] = []
-        self._offsets = [0]
-        self._position: dict[tuple[int, int], tuple[int, int]] = {}
-        for stack in plan.stacks:
-            part = stack[0].part
-            shape = (num_slots(stack), part.num_rows, part.num_cols)
-            for number, slot in enumerate(stack):
-                self._position[slot.matrix, slot.block] = (len(self._shapes), number)
-            self._shapes.append(shape)
-            self._offsets.append(self._offsets[-1] + math.prod(shape))
+    Args:
+        layout: Where parts lie.
+        memory: Flat memory, shared with work that is done at other times.
+        targets: By matrix, where this rank's rows go: into messages, or its own stacks.
+    """
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of all stacks, padding included."""
-        return self._offsets[-1]
+    layout: StackLayout
+    memory: torch.Tensor
+    targets: Mapping[int, Sequence[tuple[Route, torch.Tensor]]]
 
-    def stacks(self, memory: torch.Tensor) -> Iterator[tuple[tuple[Slot, ...], torch.Tensor]]:
-        """Yield each stack with its tensor; slots without a matrix hold anything."""
-        for number, stack in enumerate(self.plan.stacks):
-            yield stack, self._stack(memory, number)
-
-    def _stack(self, memory: torch.Tensor, number: int) -> torch.Tensor:
-        start, stop = self._offsets[number : number + 2]
-        return memory[start:stop].view(self._shapes[number])
-
-    def place(self, memory: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Return where a piece belongs in the stacks."""
-        number, slot = self._position[piece.matrix, piece.block]
-        return _in_part(self._stack(memory, number)[slot], piece)
-
-    def result(self, results: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
-        """Return a piece of the orthogonalized stacks."""
-        number, slot = self._position[piece.matrix, piece.block]
-        return _in_part(results[number][slot], piece)
-
-    def kept(self, results: Sequence[torch.Tensor]) -> list[tuple[Piece, torch.Tensor]]:
-        """Return the pieces of the results that this rank holds itself."""
-        return [(piece, self.result(results, piece)) for piece in self.plan.kept]
+    @classmethod
+    def of(
+        cls,
+        layout: StackLayout,
+        memory: torch.Tensor,
+        packing: Sequence[tuple[Route, torch.Tensor]],
+    ) -> "_Work":
+        """Group the targets by matrix, so that the rows of each are read once."""
+        targets: dict[int, list[tuple[Route, torch.Tensor]]] = defaultdict(list)
+        for route, target in packing:
+            targets[route.matrix].append((route, target))
+        for route in layout.kept:
+            targets[route.matrix].append((route, layout.place(memory, route)))
+        return cls(layout, memory, targets)
 
 
 class _Scattering(NamedTuple):
     """Results on their way: those that stay here, and what to wait for."""
 
     bucket: int
-    kept: list[tuple[Piece, torch.Tensor]]
+    kept: list[tuple[Route, torch.Tensor]]
     work: dist.Work | None
-
-
-def _local(rows: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """View a piece in a shard."""
-    return rows[
-        piece.local_row : piece.local_row + piece.num_rows,
-        piece.local_col : piece.local_col + piece.num_cols,
-    ]
-
-
-def _in_part(part: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """View a piece in the part it belongs to."""
-    return part[piece.row : piece.row + piece.num_rows, piece.col : piece.col + piece.num_cols]

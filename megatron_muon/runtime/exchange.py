@@ -1,25 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives that move rows and results, and nothing else.
-
-Vocabulary:
-
-==============  ================================================================================
-row shard       the contiguous rows of a matrix that one rank holds, ``(local_rows, cols)``
-all_gather      every rank receives every shard and assembles the whole matrix
-gather          each owner receives the pieces of the matrices it owns
-scatter         each holder receives the pieces of the results that it holds
-message         the pieces that one rank sends to another at once
-==============  ================================================================================
-"""
+"""The collectives that move rows and results, and nothing else."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_muon.plan.layout import RowLayout
+from megatron_muon.plan.routes import Route
 
 
 def all_gather_rows(
@@ -53,6 +43,7 @@ def all_gather_rows(
             f"all_gather_rows: expected a shard of shape {expected} on rank {rank} of the group, "
             f"got {tuple(local_rows.shape)}. Rebuild the optimizer after the model was resharded."
         )
+    # all_gather_into_tensor needs equal sizes. What the padding holds never matters.
     padded = local_rows.new_empty(layout.max_shard_rows, layout.num_cols)
     padded[: local_rows.shape[0]].copy_(local_rows)
     gathered = local_rows.new_empty(len(layout.shards), *padded.shape)
@@ -75,38 +66,26 @@ def all_reduce_norms(squares: torch.Tensor, group: dist.ProcessGroup) -> None:
     dist.all_reduce(squares, group=group)
 
 
-class Rectangle(Protocol):
-    """What is packed into a message: only its shape is looked at."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows."""
-
-    @property
-    def num_cols(self) -> int:
-        """Columns."""
-
-
-class Messages[T: Rectangle](NamedTuple):
+class BucketMessages(NamedTuple):
     """What one rank sends and receives in one collective, by rank of the job.
 
     Args:
-        sends: For each receiver what it gets, in an order that both know.
-        receives: For each sender what comes from it, in the same order.
+        sends: For each receiver its routes, in an order that both know.
+        receives: For each sender its routes, in the same order.
         is_used: Whether any rank of the group has something to send.
     """
 
-    sends: Mapping[int, Sequence[T]]
-    receives: Mapping[int, Sequence[T]]
+    sends: Mapping[int, Sequence[Route]]
+    receives: Mapping[int, Sequence[Route]]
     is_used: bool
 
 
-class Exchange[T: Rectangle]:
-    """Send rectangles to other ranks and receive some, once for each bucket.
+class Exchange:
+    """Send the routes of one bucket after the other, and receive others.
 
-    Staging buffers are allocated once, two of each kind, and re-used by every other bucket: the
-    messages of one bucket may travel while those of the one before are still being read. The caller
-    must be done with bucket ``i`` when it packs bucket ``i + 2``.
+    Two staging buffers of each kind are allocated once, and every other bucket re-uses them: the
+    messages of one bucket may travel while those of the bucket before are still being read. The
+    caller must be done with bucket ``i`` when it packs bucket ``i + 2``.
 
     Args:
         group: Ranks that exchange; None where nothing travels.
@@ -114,38 +93,39 @@ class Exchange[T: Rectangle]:
         dtype: What travels.
         device: Where the buffers live.
 
-    Communication: :meth:`start` is one ``all_to_all_single`` over the group: one message a peer,
-        exactly the rectangles, no padding. Skipped on all ranks where a bucket is not used.
+    Communication: :meth:`start` is one ``all_to_all_single`` over the group: one message for each
+        peer, exactly the rectangles, no padding. All ranks leave it out where a bucket is not used.
     Memory: twice the largest send and twice the largest receive of a bucket.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        buckets: Sequence[Messages[T]],
+        buckets: Sequence[BucketMessages],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._group, self._buckets = group, buckets
+        self._group = group
+        self._is_used = [bucket.is_used for bucket in buckets]
         ranks = dist.get_process_group_ranks(group) if group is not None else []
-        self._sends, self._receives = (
-            _Staging([getattr(bucket, kind) for bucket in buckets], ranks, dtype, device)
-            for kind in ("sends", "receives")
-        )
+        self._sends = _Staging([bucket.sends for bucket in buckets], ranks, dtype, device)
+        self._receives = _Staging([bucket.receives for bucket in buckets], ranks, dtype, device)
 
     @property
-    def num_bytes(self) -> int:
-        """Memory of the staging buffers, bytes."""
-        return self._sends.num_bytes + self._receives.num_bytes
+    def buffers(self) -> list[torch.Tensor]:
+        """All staging buffers."""
+        return [*self._sends.buffers, *self._receives.buffers]
 
-    def packing(self, index: int) -> Sequence[tuple[T, torch.Tensor]]:
-        """Return where each rectangle of a bucket must be written before :meth:`start`."""
+    def packing(self, index: int) -> Sequence[tuple[Route, torch.Tensor]]:
+        """Return where each route of a bucket must be written before :meth:`start`."""
         return self._sends.views[index]
 
     def start(self, index: int) -> dist.Work | None:
-        """Send a bucket off, and return what to wait for before reading :meth:`unpacking`."""
-        if not self._buckets[index].is_used:
+        """Launch a bucket, and return what to wait for before reading :meth:`unpacking`."""
+        if not self._is_used[index]:
             return None
+        # Over NCCL this runs on the group's own stream, after what this stream has packed.
+        # wait() makes the current stream wait; the host does not.
         return dist.all_to_all_single(
             self._receives.flat(index),
             self._sends.flat(index),
@@ -155,45 +135,46 @@ class Exchange[T: Rectangle]:
             async_op=True,
         )
 
-    def unpacking(self, index: int) -> Sequence[tuple[T, torch.Tensor]]:
-        """Return where each rectangle of a bucket lies after it arrived."""
+    def unpacking(self, index: int) -> Sequence[tuple[Route, torch.Tensor]]:
+        """Return where each route of a bucket lies after it arrived."""
         return self._receives.views[index]
 
 
-class _Staging[T: Rectangle]:
-    """Two flat buffers, and where each rectangle of each bucket lies in them."""
+class _Staging:
+    """Two flat buffers, and where each route of each bucket lies in them."""
+
+    split_sizes: list[list[int]]  # elements of each message, by bucket and position in the group
+    buffers: list[torch.Tensor]  # flat, of the largest bucket
+    views: list[list[tuple[Route, torch.Tensor]]]  # (num_rows, num_cols) into a buffer, by bucket
 
     def __init__(
         self,
-        buckets: Sequence[Mapping[int, Sequence[T]]],
+        buckets: Sequence[Mapping[int, Sequence[Route]]],
         ranks: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.split_sizes = [
-            [sum(each.num_rows * each.num_cols for each in bucket.get(rank, ())) for rank in ranks]
+            [sum(route.num_elements for route in bucket.get(rank, ())) for rank in ranks]
             for bucket in buckets
         ]
         num_elements = max((sum(sizes) for sizes in self.split_sizes), default=0)
-        self._buffers = [
+        # One bucket needs one buffer; from two on they take turns.
+        self.buffers = [
             torch.empty(num_elements, dtype=dtype, device=device)
             for _ in range(min(2, len(buckets)))
         ]
-        self.views: list[list[tuple[T, torch.Tensor]]] = []
+        # Made once: in a step the host would make them in front of every copy.
+        self.views = []
         for index, bucket in enumerate(buckets):
             views, offset = [], 0
-            for each in (each for rank in ranks for each in bucket.get(rank, ())):
-                size = each.num_rows * each.num_cols
-                flat = self._buffers[index % 2][offset : offset + size]
-                views.append((each, flat.view(each.num_rows, each.num_cols)))
-                offset += size
+            # In the order of the group: all_to_all_single sends consecutive ranges.
+            for route in (route for rank in ranks for route in bucket.get(rank, ())):
+                flat = self.buffers[index % 2][offset : offset + route.num_elements]
+                views.append((route, flat.view(route.num_rows, route.num_cols)))
+                offset += route.num_elements
             self.views.append(views)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of both buffers, bytes."""
-        return sum(buffer.nbytes for buffer in self._buffers)
-
     def flat(self, index: int) -> torch.Tensor:
-        """View all rectangles of a bucket as they travel."""
-        return self._buffers[index % 2][: sum(self.split_sizes[index])]
+        """View all routes of a bucket as they travel."""
+        return self.buffers[index % 2][: sum(self.split_sizes[index])]

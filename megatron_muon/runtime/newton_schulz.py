@@ -2,34 +2,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz on stacks of matrices; the maths is emerging-optimizers'.
 
-Vocabulary:
-
-==============  ================================================================================
-stack           matrices of one shape, ``(num_matrices, rows, cols)``, contiguous
-part            a slice of a matrix's longer side; its ranks all-reduce Gram matrices
-normalized      divided by the Frobenius norm of the whole matrix, so that no singular value is
-                above 1
-==============  ================================================================================
-
 Memory layout changes the last bits of bf16 products: stacks are contiguous, and transposed by a
 view as emerging-optimizers does.
 """
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-# The least norm that newton_schulz divides by, emerging-optimizers 0.3.0.
+# The least norm that newton_schulz divides by. Source: emerging-optimizers 0.3.0, muon_utils.
 EPSILON = 1e-7
-# emerging-optimizers 0.3.0, muon_utils.newton_schulz: the other sets start again from their first.
+# These sets repeat their last coefficients when steps outnumber them; the others start again from
+# their first. Source: emerging-optimizers 0.3.0, muon_utils.newton_schulz.
 _REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
+
+
+@dataclass(frozen=True)
+class NewtonSchulzSettings:
+    """How matrices are orthogonalized and scaled.
+
+    Args:
+        steps: Newton-Schulz steps.
+        coefficient_type: Name of emerging-optimizers' coefficients.
+        is_bf16: Whether it runs in bf16 (matmul precision "medium"); its results are then
+            bf16-valued and travel as bf16 on either wire.
+        scale: Returns the factors that a result is multiplied with in fp32, one after the other,
+            by ``(rows, cols)`` of the whole block.
+    """
+
+    steps: int
+    coefficient_type: muon_utils.NSCoeffT
+    is_bf16: bool
+    scale: Callable[[int, int], Sequence[float]]
 
 
 def newton_schulz(
     stack: torch.Tensor,
     *,
     steps: int,
-    coefficient_type: str,
+    coefficient_type: muon_utils.NSCoeffT,
     whole_shape: tuple[int, int],
     parts_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
@@ -49,11 +63,12 @@ def newton_schulz(
         step, n the shorter side.
     """
     rows, cols = whole_shape
+    # Orientation is that of the whole matrix: a part of a tall matrix may itself be wide.
     results = [
         muon_utils.newton_schulz(
             matrix,
             steps,
-            coefficient_type,  # type: ignore[arg-type]
+            coefficient_type,
             transpose=rows > cols,
             tp_group=parts_group,
         )
@@ -66,14 +81,14 @@ def newton_schulz_normalized(
     stack: torch.Tensor,
     *,
     steps: int,
-    coefficient_type: str,
+    coefficient_type: muon_utils.NSCoeffT,
     whole_shape: tuple[int, int],
     parts_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Orthogonalize normalized bf16 matrices in one call: the steps of "medium" precision.
 
-    The same as :func:`newton_schulz` but for the norm, which is taken before the matrix is
-    assembled; emerging-optimizers would normalize the rounded bf16 values again.
+    The norm was taken in float64 before the matrix was assembled. :func:`newton_schulz` would take
+    it again, of the rounded bf16 values.
 
     Args:
         stack: ``(num_matrices, rows, cols)``, bfloat16, normalized.
@@ -89,8 +104,8 @@ def newton_schulz_normalized(
         shorter side.
     """
     rows, cols = whole_shape
-    # torch.baddbmm and torch.addmm may choose different kernels: one matrix takes the step that
-    # upstream takes with one.
+    # torch.baddbmm and torch.addmm may choose different kernels. One matrix alone takes the step
+    # that upstream takes, so that its bits are upstream's.
     x = stack if stack.shape[0] > 1 else stack[0]
     step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
     x = x.mT if rows > cols else x
@@ -100,7 +115,9 @@ def newton_schulz_normalized(
     return x if x.ndim == 3 else x.unsqueeze(0)
 
 
-def _coefficients(steps: int, coefficient_type: str) -> list[tuple[float, float, float]]:
+def _coefficients(
+    steps: int, coefficient_type: muon_utils.NSCoeffT
+) -> list[tuple[float, float, float]]:
     sets = muon_utils._COEFFICIENT_SETS[coefficient_type]
     mode = "repeat_last" if coefficient_type in _REPEAT_LAST else "cycle"
     return list(muon_utils.get_coefficient_iterator(steps, sets, mode=mode))  # type: ignore

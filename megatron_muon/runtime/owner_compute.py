@@ -4,63 +4,37 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.plan import ExchangePlan
 from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.cost import CPU_RANKS, CostModel
-from megatron_muon.plan.layout import MatrixLayout, RowLayout, qkv_blocks, whole_matrix
+from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.layout import MatrixLayout, block_rows, whole_matrix
 from megatron_muon.plan.report import log_lines
-from megatron_muon.plan.settings import ExchangeSettings, wire_bytes
+from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.runtime.domain import Domain, find_domain, new_groups
-from megatron_muon.runtime.engine import Engine, NewtonSchulzSettings
+from megatron_muon.runtime.engine import Engine, MomentumRows
+from megatron_muon.runtime.newton_schulz import NewtonSchulzSettings
+from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ShardedMatrix:
-    """What the optimizer must know of one DTensor parameter.
-
-    Args:
-        fqn: Fully qualified name, for errors.
-        layout: Row shards of the tensor-parallel-local matrix.
-        group: Group the rows are cut over; None where every rank holds the whole matrix.
-        replicas: Group of ranks that hold copies of this rank's shard; None where there are none.
-    """
-
-    fqn: str
-    layout: RowLayout
-    group: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None = None
-
-    @property
-    def local_range(self) -> tuple[int, int]:
-        """Rows ``[start, stop)`` that this rank holds."""
-        return self.layout.shards[dist.get_rank(self.group) if self.group is not None else 0]
-
-    @property
-    def local_shape(self) -> tuple[int, int]:
-        """Shape of this rank's shard."""
-        start, stop = self.local_range
-        return (stop - start, self.layout.num_cols)
-
-
-@dataclass(frozen=True)
 class OwnedParameter:
-    """How one parameter is cut into the matrices that Newton-Schulz sees.
+    """One parameter, and which matrices Newton-Schulz sees of it.
 
     Args:
-        param: What :meth:`OwnerCompute.step` calls it by.
+        param: The parameter.
         matrix: Its row shards.
-        tensor_group: Tensor-parallel ranks whose blocks are one matrix; None where each
+        tensor_group: Tensor-parallel ranks whose parameters are one joined matrix; None where each
             orthogonalizes its own.
-        partition_dim: Dimension the tensor group cuts.
+        partition_dim: Dimension that the tensor group shards.
         split_shapes: Rows of a query group that go to query, key and value; None for one block.
     """
 
@@ -74,28 +48,27 @@ class OwnedParameter:
 class OwnerCompute:
     """Orthogonalize the parameters of an optimizer, each on one rank of their domain.
 
-    A parameter that tensor-parallel ranks have copies of, such as a router, is one matrix for each
-    of them, as for upstream: nothing keeps those copies equal but their equal gradients.
+    A parameter that tensor-parallel ranks replicate, such as a router, is one matrix for each of
+    them, as it is upstream. Nothing but equal gradients keeps these replicas equal.
 
     Args:
         parameters: In the same order on all ranks.
         newton_schulz: Steps, coefficients, precision and scale.
         settings: Wire, sizes and cost model.
-        busy_seconds: Newton-Schulz time of this rank in other optimizers.
+        initial_load_s: Newton-Schulz seconds of this rank in other optimizers.
         device: Where shards live.
 
     Raises:
-        RuntimeError: On all ranks, when parameters are cut over different groups, do not split, or
-            when ranks of the domain came to different plans.
-
-    Attributes:
-        plan: The exchange plan of the domain.
-        seconds: Estimated Newton-Schulz time of this rank, ``busy_seconds`` included.
+        RuntimeError: On all ranks, when parameters are sharded over different groups, do not split,
+            or when ranks of the domain came to different plans.
 
     Communication: at construction an all-gather of 64 bytes a rank, two flags and a hash, lists of
-        ranks and of differences as objects, and new process groups where a domain or a cut matrix
-        needs one.
+        ranks and of differences as objects, and new process groups where a domain or a split matrix
+        needs one. :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
+
+    plan: ExchangePlan
+    load_s: float  # Newton-Schulz seconds of this rank, the initial load included
 
     def __init__(
         self,
@@ -103,50 +76,33 @@ class OwnerCompute:
         newton_schulz: NewtonSchulzSettings,
         settings: ExchangeSettings,
         *,
-        busy_seconds: float,
+        initial_load_s: float,
         device: torch.device,
     ) -> None:
         raise_where_any_rank_fails(_problems(parameters), None, device, "No optimizer was built.")
         first = parameters[0].matrix
         tensor_groups = [p.tensor_group for p in parameters if p.tensor_group is not None]
         domain = find_domain(
-            first.group,
+            first.shard_group,
             tensor_groups[0] if tensor_groups else None,
-            first.replicas,
-            busy_seconds=busy_seconds,
+            first.replica_group,
+            initial_load_s=initial_load_s,
             device=device,
         )
-        wire = settings.wire_for(newton_schulz.is_bf16)
-        cost = dataclasses.replace(
-            CostModel.parse(settings.cost, CPU_RANKS if device.type == "cpu" else CostModel()),
-            num_ns_steps=newton_schulz.steps,
-        )
-        matrices: list[MatrixLayout] = []
-        self._params: dict[int, torch.Tensor] = {}
-        for parameter in parameters:
-            tensor_rank = domain.tensor_rank if parameter.tensor_group is None else 0
-            self._params[len(matrices) + tensor_rank] = parameter.param
-            matrices += _matrices_of(parameter, domain)
-        element_bytes = wire_bytes(wire, newton_schulz.is_bf16)
-        assignment = assign(
-            matrices, cost, element_bytes, max_parts=settings.max_parts, busy=domain.busy
-        )
-        self.plan = ExchangePlan(
-            matrices, assignment, cost, element_bytes, bucket_elements=settings.bucket_elements
-        )
         rank = dist.get_rank()
-        self.seconds = assignment.load[rank]
+        matrices, own_parameters = _lay_out(parameters, domain)
+        self.plan = _build_plan(matrices, newton_schulz, settings, domain, device)
+        self.load_s = self.plan.assignment.load_s[rank]
         if domain.group is not None:
-            raise_where_ranks_differ(
-                [f"{settings} {newton_schulz.steps} steps wire {wire}", *self.plan.entries()],
-                domain.group,
-                device,
-                "Muon exchange plan",
-            )
+            # Every rank has built the plan by itself. Comparing hashes here turns what would be a
+            # hang in the first step into an error that names the first difference.
+            entries = [f"{settings} {newton_schulz.steps} steps {self.plan.wire}"]
+            entries += self.plan.entries()
+            raise_where_ranks_differ(entries, domain.group, device, "Muon exchange plan")
         self._engine = Engine(
             self.plan,
             newton_schulz,
-            wire=wire,
+            own_parameters,
             rank=rank,
             group=domain.group,
             parts_groups=_parts_groups(self.plan, rank, device),
@@ -159,25 +115,43 @@ class OwnerCompute:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory of the engine's buffers, bytes."""
-        return self._engine.staging_bytes
+        """Memory that the engine keeps, bytes."""
+        return sum(buffer.nbytes for buffer in self._engine.buffers)
 
-    def step(
-        self,
-        update: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        apply: Callable[[torch.Tensor, torch.Tensor], None],
-    ) -> None:
-        """Orthogonalize all parameters; see :meth:`Engine.step`, by parameter."""
-        self._engine.step(
-            lambda index, out: update(self._params[index], out),
-            lambda index, rows: apply(self._params[index], rows),
-        )
+    def orthogonalize(
+        self, momentum_rows: MomentumRows
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Orthogonalize all parameters; see :meth:`Engine.orthogonalize`."""
+        return self._engine.orthogonalize(momentum_rows)
+
+
+def _build_plan(
+    matrices: Sequence[MatrixLayout],
+    newton_schulz: NewtonSchulzSettings,
+    settings: ExchangeSettings,
+    domain: Domain,
+    device: torch.device,
+) -> ExchangePlan:
+    """Plan the exchange of a domain; every rank comes to the same plan."""
+    wire = settings.wire_for(newton_schulz.is_bf16)
+    cost = dataclasses.replace(
+        CostModel.parse(settings.cost_model, CPU_RANKS if device.type == "cpu" else CostModel()),
+        num_ns_steps=newton_schulz.steps,
+    )
+    assignment = assign(
+        matrices,
+        cost,
+        wire,
+        max_parts=settings.max_parts,
+        initial_load_s=domain.initial_load_s,
+    )
+    return ExchangePlan.build(matrices, assignment, cost, wire, bucket_numel=settings.bucket_numel)
 
 
 def _parts_groups(
     plan: ExchangePlan, rank: int, device: torch.device
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make the groups of ranks that share cut matrices, and use each once.
+    """Make the groups of ranks that split matrices, and use each once.
 
     A backend connects a group at its first collective, and what fails should fail here.
     """
@@ -192,20 +166,41 @@ def _problems(parameters: Sequence[OwnedParameter]) -> list[str]:
     first = parameters[0].matrix
     for parameter in parameters:
         matrix = parameter.matrix
-        if matrix.group is not first.group or matrix.replicas is not first.replicas:
+        if matrix.shard_group is not first.shard_group or (
+            matrix.replica_group is not first.replica_group
+        ):
             problems.append(
                 f"{matrix.fqn}: expected the shard group of {first.fqn}, got another. Build one "
                 "optimizer for dense parameters and one for experts"
             )
         try:
-            qkv_blocks(matrix.layout.num_rows, parameter.split_shapes)
+            block_rows(matrix.layout.num_rows, parameter.split_shapes)
         except ValueError as error:
             problems.append(f"{matrix.fqn}: {error}")
     return problems
 
 
+def _lay_out(
+    parameters: Sequence[OwnedParameter], domain: Domain
+) -> tuple[list[MatrixLayout], dict[int, torch.Tensor]]:
+    """Lay out the matrices of all parameters.
+
+    Returns:
+        All matrices of the domain, those of other tensor-parallel ranks included; and by its index
+        among them, the parameter of this rank.
+    """
+    matrices: list[MatrixLayout] = []
+    own_parameters: dict[int, torch.Tensor] = {}
+    for parameter in parameters:
+        # Joined, all tensor ranks have the one matrix. Otherwise each has one, in their order.
+        tensor_rank = domain.tensor_rank if parameter.tensor_group is None else 0
+        own_parameters[len(matrices) + tensor_rank] = parameter.param
+        matrices += _matrices_of(parameter, domain)
+    return matrices, own_parameters
+
+
 def _matrices_of(parameter: OwnedParameter, domain: Domain) -> list[MatrixLayout]:
-    """Lay out the one matrix of a joined parameter, or that of each tensor-parallel rank."""
+    """Return the one matrix of a joined parameter, or that of each tensor-parallel rank."""
     matrix = parameter.matrix
     if parameter.tensor_group is not None:
         return [

@@ -115,7 +115,7 @@ def build_optimizers(
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
     from megatron_muon.plan.settings import ExchangeSettings
-    from megatron_muon.runtime.owner_compute import ShardedMatrix
+    from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
     names = ("replica", "shard", "tensor")
     mesh = init_device_mesh(

@@ -2,19 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who owns what: properties over random layouts, and the figures of known models."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import matrix_lists, rows_cut_at
 
-from megatron_muon.plan.assignment import OBJECTIVES, assign, matrix_seconds
-from megatron_muon.plan.cost import CostModel, WireBytes
+from megatron_muon.plan.assignment import Objective, assign, matrix_seconds
+from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.preview.model_shape import PRESETS
-from megatron_muon.plan.preview.simulation import Parallelism, Planning, simulate
+from megatron_muon.plan.preview.simulation import Machine, Parallelism, simulate
 from megatron_muon.plan.report import build_report
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.wire import Wire
 
-BF16 = WireBytes(2, 2, 8)
+BF16 = Wire("bfloat16", "bfloat16")
 COSTS = st.builds(
     CostModel,
     tflops=st.sampled_from([1e-6, 1.0, 500.0]),
@@ -34,19 +38,19 @@ def _round_robin(matrices: list[MatrixLayout], cost: CostModel) -> float:
 
 
 @settings(deadline=None)
-@given(matrix_lists(), COSTS, st.sampled_from(OBJECTIVES), st.sampled_from([1, 2, 8]))
+@given(matrix_lists(), COSTS, st.sampled_from(get_args(Objective)), st.sampled_from([1, 2, 8]))
 def test_assignment_is_complete_deterministic_and_of_the_domain(matrices, cost, objective, parts):
     """Every matrix has distinct owners of its domain, a power of two of them, always the same."""
     found = assign(matrices, cost, BF16, objective=objective, max_parts=parts)
     again = assign(list(matrices), cost, BF16, objective=objective, max_parts=parts)
     assert found == again
-    load = dict.fromkeys(found.load, 0.0)
+    load = dict.fromkeys(found.load_s, 0.0)
     for matrix, owners in zip(matrices, found.owners, strict=True):
         assert len(owners) in (1, 2, 4, 8) and len(owners) <= parts
         assert len(set(owners)) == len(owners) and set(owners) <= set(matrix.ranks)
         for owner in owners:
             load[owner] += matrix_seconds(matrix, cost, len(owners))
-    assert found.load == pytest.approx(load)
+    assert found.load_s == pytest.approx(load)
 
 
 @settings(deadline=None)
@@ -54,7 +58,7 @@ def test_assignment_is_complete_deterministic_and_of_the_domain(matrices, cost, 
 def test_balance_is_never_worse_than_round_robin(matrices, cost):
     """The rank with the most work has at most what it has where ranks take turns."""
     found = assign(matrices, cost, BF16, objective="balance", max_parts=1)
-    assert max(found.load.values()) <= _round_robin(matrices, cost) * (1 + 1e-9)
+    assert max(found.load_s.values()) <= _round_robin(matrices, cost) * (1 + 1e-9)
 
 
 def _one_matrix(rows: list[int], cols: int = 64) -> MatrixLayout:
@@ -66,7 +70,7 @@ def test_ranks_that_are_busy_elsewhere_get_less():
     """Four equal matrices on two ranks, one of which has as much to do with experts."""
     matrices = [_one_matrix([33, 31])] * 4
     busy = {0: 4 * matrix_seconds(matrices[0], CostModel()), 1: 0.0}
-    assert assign(matrices, CostModel(), BF16, busy=busy).owners == ((1,),) * 4
+    assert assign(matrices, CostModel(), BF16, initial_load_s=busy).owners == ((1,),) * 4
     assert sorted(assign(matrices, CostModel(), BF16).owners) == [(0,), (0,), (1,), (1,)]
 
 
@@ -106,7 +110,7 @@ def test_unknown_objective_is_refused():
 
 def test_llama_over_64_ranks_is_balanced_by_holders():
     """The largest holders would load four ranks with 32 times the mean; joint keeps 1.10."""
-    simulation = simulate(PRESETS["llama3-8b"], Parallelism(dp=64), Planning(CostModel(), BF16))
+    simulation = simulate(PRESETS["llama3-8b"], Parallelism(dp=64), Machine(), ExchangeSettings())
     report = build_report(range(64), simulation.plans)
     assert report.busiest_over_ideal <= 1.10
     assert report.moved_elements <= 0.975 * report.num_elements
@@ -115,8 +119,10 @@ def test_llama_over_64_ranks_is_balanced_by_holders():
 @pytest.mark.parametrize(("max_parts", "ratio"), [(1, 8.0), (8, 2.0)])
 def test_llama_over_512_ranks_needs_cut_matrices(max_parts, ratio):
     """128 matrices cannot keep 512 ranks busy unless they are cut."""
-    planning = Planning(CostModel(), BF16, max_parts=max_parts)
-    simulation = simulate(PRESETS["llama3-8b"], Parallelism(dp=512), planning, splits_qkv=False)
+    settings = ExchangeSettings(max_parts=max_parts)
+    simulation = simulate(
+        PRESETS["llama3-8b"], Parallelism(dp=512), Machine(), settings, splits_qkv=False
+    )
     report = build_report(range(512), simulation.plans)
     assert report.busiest_over_ideal <= ratio
     assert report.busiest_over_ideal > ratio - 0.5

@@ -67,7 +67,7 @@ def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
     (plan,) = (
         owner_compute.plan
         for child in optimizer.chained_optimizers
-        for owner_compute in getattr(child.optimizer, "owner_computes", [])
+        for owner_compute in getattr(child.optimizer, "computes", [])
     )
     return [construction, log, len(plan.buckets), sum(len(m.blocks) for m in plan.matrices)]
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owner compute on gloo ranks: bytes on the wire, memory, cut matrices, faults."""
 
+import functools
 import math
 from collections import Counter
 from typing import Any
@@ -11,7 +12,7 @@ from layouts import rows_cut_at
 from ranks import run_ranks
 from sharded_muon import build_optimizers, init_group, step_both
 
-OWNER = {"exchange": "owner", "bucket_elements": 1500}
+OWNER = {"mode": "owner", "bucket_numel": 1500}
 
 
 def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
     dist.all_to_all_single, dist.all_reduce = counting_all_to_all, counting_all_reduce
     optimizers.set_gradients(0)
     optimizers.sharded.step()
-    (owner_compute,) = optimizers.sharded.owner_computes
+    (owner_compute,) = optimizers.sharded.computes
     plan = owner_compute.plan
     report = build_report(range(4), [plan])
     return {
@@ -75,15 +76,17 @@ def _step_with_cut_matrices(
     wire: str, precision: str, atol: float, grid: dict[str, int]
 ) -> list[Any]:
     """Cut every matrix, whether it pays or not."""
-    from megatron_muon.plan import assignment
+    from megatron_muon.plan.assignment import Thresholds, assign
+    from megatron_muon.runtime import owner_compute
 
-    assignment._LONGER_THAN_FAIR, assignment._SPARSE, assignment._WORTH_CUTTING = 0, 1e9, 1e9
+    always = Thresholds(longer_than_fair=0, sparse=1e9, worth_splitting=1e9)
+    owner_compute.assign = functools.partial(assign, thresholds=always)
     init_group()
     settings = {"fp32_matmul_prec": precision}
-    exchange = {"exchange": "owner", "wire": wire}
+    exchange = {"mode": "owner", "wire": wire}
     num_shards = 4 // math.prod(grid.values())
     optimizers = build_optimizers(num_shards, settings, exchange, **grid)
-    plan = optimizers.sharded.owner_computes[0].plan
+    plan = optimizers.sharded.computes[0].plan
     step_both(optimizers, wire)
     whole = build_optimizers(num_shards, settings, {**exchange, "max_parts": 1}, **grid)
     step_both(whole, wire)
@@ -122,30 +125,27 @@ def test_cut_matrices_agree_with_whole_ones_up_to_rounding(wire, precision, atol
         assert max(num_owners) == 4 and min(num_owners) >= 2
 
 
-def _memory_of_steps(bucket_elements: int) -> list[int]:
+def _memory_of_steps(bucket_numel: int) -> list[int]:
     init_group()
-    exchange = {"exchange": "owner", "wire": "bf16", "bucket_elements": bucket_elements}
+    exchange = {"mode": "owner", "wire": "bf16", "bucket_numel": bucket_numel}
     optimizers = build_optimizers(2, {}, exchange)
-    owner_compute = optimizers.sharded.owner_computes[0]
+    owner_compute = optimizers.sharded.computes[0]
     engine, plan = owner_compute._engine, owner_compute.plan
 
     def addresses() -> list[int]:
-        exchanges = (engine._gathers, engine._scatters)
-        staging = [each for e in exchanges for each in (e._sends, e._receives)]
-        buffers = [buffer for each in staging for buffer in each._buffers]
-        return [buffer.data_ptr() for buffer in (*buffers, *engine._stack_memory)]
+        return [buffer.data_ptr() for buffer in engine.buffers]
 
     before = addresses()
     step_both(optimizers, "bf16")
     assert addresses() == before
     largest = max(matrix.num_elements for matrix in plan.matrices)
-    return [engine.staging_bytes, max(bucket_elements, largest)]
+    return [owner_compute.staging_bytes, max(bucket_numel, largest)]
 
 
-@pytest.mark.parametrize("bucket_elements", [600, 10**6])
-def test_staging_memory_is_allocated_once_and_bounded_by_the_bucket_size(bucket_elements):
+@pytest.mark.parametrize("bucket_numel", [600, 10**6])
+def test_staging_memory_is_allocated_once_and_bounded_by_the_bucket_size(bucket_numel):
     """No step allocates it anew, and it is within what the engine's docstring says."""
-    run = run_ranks(2, _memory_of_steps, bucket_elements).check()
+    run = run_ranks(2, _memory_of_steps, bucket_numel).check()
     for staging_bytes, owned in run.results:
         # Owned by one rank means sent and received by the other: at most five times there and back.
         assert 0 < staging_bytes <= 2 * (2 * 5 + 1) * owned
@@ -156,7 +156,7 @@ def _fault(kind: str) -> list[Any]:
     import torch.distributed as dist
 
     init_group()
-    optimizers = build_optimizers(3, {}, {"exchange": "owner"})
+    optimizers = build_optimizers(3, {}, {"mode": "owner"})
     sharded, rank = optimizers.sharded, dist.get_rank()
     optimizers.set_gradients(0)
     sharded.step()
@@ -205,7 +205,7 @@ def test_fault_on_one_rank_raises_on_all_and_changes_nothing(kind, message):
 
 def _unchecked_nan() -> list[str]:
     init_group()
-    optimizers = build_optimizers(2, {}, {"exchange": "owner", "wire": "bf16"})
+    optimizers = build_optimizers(2, {}, {"mode": "owner", "wire": "bf16"})
     optimizers.sharded.checks_gradients = False
     optimizers.set_gradients(0)
     param = optimizers.params[0][0]
@@ -225,7 +225,7 @@ def test_nan_in_one_matrix_does_not_reach_another():
 def _zero_gradients(wire: str) -> list[float]:
     init_group()
     settings = {"weight_decay": 0.0}
-    optimizers = build_optimizers(3, settings, {"exchange": "owner", "wire": wire})
+    optimizers = build_optimizers(3, settings, {"mode": "owner", "wire": wire})
     before = optimizers.state()
     for param, _, _ in optimizers.params:
         if param.grad is None:
@@ -251,7 +251,7 @@ def _different_settings() -> str:
     init_group()
     bucket = 1000 if dist.get_rank() == 0 else 2000
     try:
-        build_optimizers(2, {}, {"exchange": "owner", "bucket_elements": bucket})
+        build_optimizers(2, {}, {"mode": "owner", "bucket_numel": bucket})
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -262,35 +262,35 @@ def test_ranks_with_different_settings_raise_at_construction():
     run = run_ranks(2, _different_settings).check()
     for text in run.results:
         assert "Muon exchange plan: expected the same on all ranks of the group" in text
-        assert "bucket_elements=2000" in text and "bucket_elements=1000" in text
+        assert "bucket_numel=2000" in text and "bucket_numel=1000" in text
 
 
 def _padded_stacks() -> list[Any]:
     """Stack as on a GPU, in memory that holds NaN."""
     init_group()
-    exchange = {"exchange": "owner", "wire": "bf16", "cost": "stack_elements=100000"}
+    exchange = {"mode": "owner", "wire": "bf16", "cost_model": "stack_elements=100000"}
     optimizers = build_optimizers(2, {}, exchange)
-    engine = optimizers.sharded.owner_computes[0]._engine
+    engine = optimizers.sharded.computes[0]._engine
     for memory in engine._stack_memory:
         memory.fill_(float("nan"))
     step_both(optimizers, "bf16")
-    buckets = [*engine._buckets, *(bucket for slot in engine._local for bucket in slot)]
-    owned = sum(len(stack) for bucket in buckets for stack in bucket.plan.stacks)
-    slots = sum(shape[0] for bucket in buckets for shape in bucket._shapes)
+    work = [*engine._buckets, *(work for groups in engine._local for work in groups)]
+    owned = sum(len(stack) for each in work for stack, _ in each.layout.stacks(each.memory))
+    room = sum(sum(each.layout.sizes) for each in work)
     # Three steps of 0.02 times a few units of bf16's last bit.
-    return [optimizers.differences(atol=2e-3), owned < slots]
+    return [optimizers.differences(atol=2e-3), owned < room]
 
 
-def test_what_lies_in_slots_without_a_matrix_does_not_matter():
+def test_what_lies_in_the_padding_of_a_stack_does_not_matter():
     """Padding is not cleared: a batched call keeps even NaN in its own slot."""
     assert run_ranks(2, _padded_stacks).check().results == [[[], True]] * 2
 
 
 def _order_of_a_step() -> list[str]:
     init_group()
-    exchange = {"exchange": "owner", "wire": "bf16", "bucket_elements": 600}
+    exchange = {"mode": "owner", "wire": "bf16", "bucket_numel": 600}
     optimizers = build_optimizers(4, {}, exchange)
-    built = optimizers.sharded.owner_computes[0]._engine
+    built = optimizers.sharded.computes[0]._engine
     log: list[str] = []
     for kind, part in (("gather", built._gathers), ("scatter", built._scatters)):
 
@@ -308,10 +308,10 @@ def _order_of_a_step() -> list[str]:
         part.start = start
     original = built._orthogonalize
 
-    def orthogonalize(bucket, memory):
-        number = built._buckets.index(bucket) if bucket in built._buckets else "local"
-        log.append(f"orthogonalize {number}")
-        return original(bucket, memory)
+    def orthogonalize(work):
+        numbers = [number for number, bucket in enumerate(built._buckets) if bucket is work]
+        log.append(f"orthogonalize {numbers[0] if numbers else 'local'}")
+        return original(work)
 
     built._orthogonalize = orthogonalize
     optimizers.set_gradients(0)
@@ -344,9 +344,10 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     from megatron_muon.plan.assignment import assign
     from megatron_muon.plan.cost import CPU_RANKS
     from megatron_muon.plan.layout import whole_matrix
-    from megatron_muon.plan.settings import wire_bytes
+    from megatron_muon.plan.wire import Wire
     from megatron_muon.runtime import engine as engine_module
-    from megatron_muon.runtime.engine import Engine, NewtonSchulzSettings
+    from megatron_muon.runtime.engine import Engine
+    from megatron_muon.runtime.newton_schulz import NewtonSchulzSettings
 
     init_group()
     rank = dist.get_rank()
@@ -354,9 +355,9 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
         whole_matrix(name, rows_cut_at(16, 8, rows), [[(0,), (1,)]])
         for name, rows in (("local", [16, 0]), ("shared", [6, 10]))
     ]
-    wire = wire_bytes("bf16", is_bf16=True)
-    plan = ExchangePlan(
-        matrices, assign(matrices, CPU_RANKS, wire), CPU_RANKS, wire, bucket_elements=1000
+    wire = Wire.of("bf16", is_bf16=True)
+    plan = ExchangePlan.build(
+        matrices, assign(matrices, CPU_RANKS, wire), CPU_RANKS, wire, bucket_numel=1000
     )
     assert plan.local == (0,) and plan.buckets == ((1,),)
     log: list[str] = []
@@ -368,9 +369,11 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
 
     engine_module.newton_schulz_normalized = logged
     settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
+    shards = {"local": torch.randn(16, 8), "shared": torch.randn(6 if rank == 0 else 10, 8)}
+    names = {0: "local", 1: "shared"} if rank == 0 else {1: "shared"}
     engine = Engine(
-        plan, settings, wire="bf16", rank=rank, group=dist.group.WORLD, parts_groups={},
-        device=torch.device("cpu"),
+        plan, settings, {index: shards[name] for index, name in names.items()}, rank=rank,
+        group=dist.group.WORLD, parts_groups={}, device=torch.device("cpu"),
     )  # fmt: skip
     gathered = engine._orthogonalize_gathered
 
@@ -379,16 +382,17 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
         return gathered(index, work)
 
     engine._orthogonalize_gathered = waiting
-    shards = {0: torch.randn(16, 8), 1: torch.randn(6 if rank == 0 else 10, 8)}
-    engine.step(lambda index, out: shards[index], lambda index, rows: log.append(f"apply {index}"))
+    for param, rows in engine.orthogonalize(lambda param, out: param):
+        assert rows.shape == param.shape
+        log.append("apply local" if param is shards["local"] else "apply shared")
     return log
 
 
 def test_local_matrices_fill_the_time_of_the_first_gather():
     """What is whole on its rank is done while the rows of the first bucket travel."""
     log, other = run_ranks(2, _local_matrix_beside_a_travelling_one).check().results
-    assert log == ["newton_schulz", "apply 0", "wait", "apply 1"]
-    assert other == ["wait", "newton_schulz", "apply 1"]
+    assert log == ["newton_schulz", "apply local", "wait", "apply shared"]
+    assert other == ["wait", "newton_schulz", "apply shared"]
 
 
 def _groups_of_ranks_that_are_in_different_numbers_of_groups() -> list[int]:

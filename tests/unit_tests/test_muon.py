@@ -18,12 +18,12 @@ SETTINGS = [
     {"split_qkv": False, "scale_mode": "shape_scaling"},
 ]
 EXCHANGES = [
-    {"exchange": "all_gather"},
-    {"exchange": "owner", "wire": "fp32"},
-    {"exchange": "owner", "wire": "fp32", "bucket_elements": 1500, "cost": "stack_elements=4000"},
-    {"exchange": "owner", "wire": "bf16"},
-    {"exchange": "owner", "wire": "bf16", "bucket_elements": 1, "cost": "stack_elements=1"},
-    {"exchange": "owner", "wire": "bf16", "cost": "gbps=1000,gbps_between_nodes=1000"},
+    {"mode": "all_gather"},
+    {"mode": "owner", "wire": "fp32"},
+    {"mode": "owner", "wire": "fp32", "bucket_numel": 1500, "cost_model": "stack_elements=4000"},
+    {"mode": "owner", "wire": "bf16"},
+    {"mode": "owner", "wire": "bf16", "bucket_numel": 1, "cost_model": "stack_elements=1"},
+    {"mode": "owner", "wire": "bf16", "cost_model": "gbps=1000,gbps_between_nodes=1000"},
 ]
 NUM_STEPS = 3
 
@@ -65,7 +65,7 @@ def test_step_equals_upstream_muon_on_whole_matrices(world_size, exchange):
 def test_replicas_and_tensor_parallel_ranks_share_the_work(num_shards, grid, wire):
     """The bits of upstream where copies and blocks of a matrix are spread over other ranks."""
     world_size = num_shards * grid.get("num_replicas", 1) * grid.get("num_tensor_ranks", 1)
-    exchange = {"exchange": "owner", "wire": wire, "bucket_elements": 2000}
+    exchange = {"mode": "owner", "wire": wire, "bucket_numel": 2000}
     run = run_ranks(world_size, _step_and_compare, num_shards, exchange, grid).check()
     assert run.results == [[]] * world_size
 
@@ -116,7 +116,7 @@ def _disagree(exchange: str) -> str:
             FSDPZeROTensorParallelMuon(
                 params[:3] + params[3:][trained],
                 matrices=dict(zip(params, matrices, strict=True)),
-                exchange=ExchangeSettings(exchange=exchange),
+                exchange=ExchangeSettings(mode=exchange),
             )
         except RuntimeError as error:
             return str(error)

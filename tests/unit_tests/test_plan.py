@@ -2,29 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange plan: every element travels once there and once to each holder, in known order."""
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import matrix_lists, rows_cut_at
 
-from megatron_muon.plan import ExchangePlan, Piece
+from megatron_muon.plan import ExchangePlan, RankPlan, Route
 from megatron_muon.plan.assignment import Assignment, assign
-from megatron_muon.plan.cost import CostModel, WireBytes
+from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.pipeline_estimate import pipeline_seconds
 from megatron_muon.plan.report import build_report
 from megatron_muon.plan.routes import parts_of
+from megatron_muon.plan.wire import Wire
 
-WIRE = WireBytes(2, 2, 8)
-# Newton-Schulz so slow that matrices are cut and owners spread.
+WIRE = Wire("bfloat16", "bfloat16")
+# Newton-Schulz so slow that matrices are split and owners spread.
 SLOW = CostModel(tflops=1e-7, all_reduce_us=0, stack_elements=600)
 
 
-def _plan(matrices: list[MatrixLayout], bucket_elements: int = 500) -> ExchangePlan:
+def _plan(matrices: list[MatrixLayout], bucket_numel: int = 500) -> ExchangePlan:
     assignment = assign(matrices, SLOW, WIRE)
-    return ExchangePlan(matrices, assignment, SLOW, WIRE, bucket_elements=bucket_elements)
+    return ExchangePlan.build(matrices, assignment, SLOW, WIRE, bucket_numel=bucket_numel)
 
 
 def _shards(plan: ExchangePlan, index: int) -> dict[int, np.ndarray]:
@@ -35,12 +38,12 @@ def _shards(plan: ExchangePlan, index: int) -> dict[int, np.ndarray]:
         blocks.append(first + np.arange(rows * cols).reshape(rows, cols))
         first += rows * cols
     shapes: dict[int, tuple[int, int]] = {}
-    for f in matrix.fragments:
+    for f in matrix.regions:
         for rank in f.holders:
             rows, _ = shapes.get(rank, (0, 0))
             shapes[rank] = (max(rows, f.local_row + f.num_rows), f.num_cols)
     shards = {rank: np.full(shape, -1) for rank, shape in shapes.items()}
-    for f in matrix.fragments:
+    for f in matrix.regions:
         for rank in f.holders:
             shards[rank][f.local_row : f.local_row + f.num_rows] = blocks[f.block][
                 f.row : f.row + f.num_rows, f.col : f.col + f.num_cols
@@ -48,10 +51,10 @@ def _shards(plan: ExchangePlan, index: int) -> dict[int, np.ndarray]:
     return shards
 
 
-def _local(shard: np.ndarray, piece: Piece) -> np.ndarray:
+def _local(shard: np.ndarray, route: Route) -> np.ndarray:
     return shard[
-        piece.local_row : piece.local_row + piece.num_rows,
-        piece.local_col : piece.local_col + piece.num_cols,
+        route.local_row : route.local_row + route.num_rows,
+        route.local_col : route.local_col + route.num_cols,
     ]
 
 
@@ -66,25 +69,25 @@ def test_every_element_reaches_its_owner_once_and_returns_to_where_it_was(matric
         parts = {
             (block, part.owner): np.full((part.num_rows, part.num_cols), -1)
             for block, shape in enumerate(matrix.blocks)
-            for part in parts_of(shape, owners)
+            for part in parts_of(index, block, shape, owners)
         }
         back = {rank: np.full(shard.shape, -1) for rank, shard in shards.items()}
-        pieces = list(plan.pieces(index))
-        for piece in pieces:
-            part = parts[piece.block, piece.owner]
+        routes = list(plan.routes(index))
+        for route in routes:
+            part = parts[route.block, route.owner]
             place = np.s_[
-                piece.row : piece.row + piece.num_rows, piece.col : piece.col + piece.num_cols
+                route.row : route.row + route.num_rows, route.col : route.col + route.num_cols
             ]
             assert (part[place] == -1).all()
-            part[place] = _local(shards[piece.source], piece)
+            part[place] = _local(shards[route.source], route)
         assert all((part >= 0).all() for part in parts.values())
-        for piece in pieces:
-            part = parts[piece.block, piece.owner]
-            for holder in piece.holders:
-                target = _local(back[holder], piece)
+        for route in routes:
+            part = parts[route.block, route.owner]
+            for holder in route.holders:
+                target = _local(back[holder], route)
                 assert (target == -1).all()
                 target[:] = part[
-                    piece.row : piece.row + piece.num_rows, piece.col : piece.col + piece.num_cols
+                    route.row : route.row + route.num_rows, route.col : route.col + route.num_cols
                 ]
         for rank, shard in shards.items():
             assert (back[rank] == shard).all()
@@ -97,10 +100,10 @@ def test_every_element_reaches_its_owner_once_and_returns_to_where_it_was(matric
 @settings(deadline=None)
 @given(matrix_lists())
 def test_messages_of_two_ranks_match(matrices):
-    """What a rank sends to another is what that one expects, piece by piece, in each bucket."""
+    """What a rank sends to another is what that one expects, route by route, in each bucket."""
     plan = _plan(matrices)
     ranks = matrices[0].ranks
-    rank_plans = {rank: plan.for_rank(rank) for rank in ranks}
+    rank_plans = {rank: RankPlan.build(plan, rank) for rank in ranks}
     seen: Counter[int] = Counter(plan.local)
     for number, bucket in enumerate(plan.buckets):
         seen.update(bucket)
@@ -124,47 +127,54 @@ def test_without_replicas_the_way_back_is_the_way_there(matrices):
     """Each scatter message is the gather message between the same two ranks, reversed."""
     plan = _plan(matrices)
     for rank in matrices[0].ranks:
-        for bucket in plan.for_rank(rank).buckets:
-            if all(len(piece.holders) == 1 for index in range(len(matrices))
-                   for piece in plan.pieces(index)):  # fmt: skip
+        for bucket in RankPlan.build(plan, rank).buckets:
+            if all(len(route.holders) == 1 for index in range(len(matrices))
+                   for route in plan.routes(index)):  # fmt: skip
                 assert bucket.scatter_sends == bucket.gather_receives
                 assert bucket.scatter_receives == bucket.gather_sends
 
 
 @settings(deadline=None)
 @given(matrix_lists(max_matrices=12), st.sampled_from([200, 500, 5000]))
-def test_bucket_size_bounds_what_a_rank_owns_at_once(matrices, bucket_elements):
+def test_bucket_size_bounds_what_a_rank_owns_at_once(matrices, bucket_numel):
     """Neither what a rank owns nor what it sends back exceeds the knob, or the largest matrix."""
-    plan = _plan(matrices, bucket_elements)
-    limit = max([bucket_elements, *map(plan._staged_elements, range(len(matrices)))])
+    plan = _plan(matrices, bucket_numel)
+    staged = [
+        -(-sum(matrix.elements_by_rank.values()) // len(owners))
+        for matrix, owners in zip(matrices, plan.owners, strict=True)
+    ]
+    limit = max(bucket_numel, *staged)
+    replicas = max(len(region.holders) for matrix in matrices for region in matrix.regions)
     for rank in matrices[0].ranks:
-        rank_plan = plan.for_rank(rank)
+        rank_plan = RankPlan.build(plan, rank)
         assert len(rank_plan.local) == max(1, len(plan.buckets))
-        for bucket in (*(each for slot in rank_plan.local for each in slot), *rank_plan.buckets):
-            slots = [slot for stack in bucket.stacks for slot in stack]
-            owned = sum(slot.part.num_rows * slot.part.num_cols for slot in slots)
-            sent = sum(p.num_elements for each in bucket.scatter_sends.values() for p in each)
+        work = [(owned, 0) for groups in rank_plan.local for owned in groups]
+        for bucket in rank_plan.buckets:
+            sends = bucket.scatter_sends.values()
+            work.append((bucket.owned, sum(r.num_elements for routes in sends for r in routes)))
+        for owned, sent in work:
+            parts = [part for stack in owned.stacks for part in stack]
             # Parts are rounded to whole rows or columns.
-            rounding = sum(slot.part.num_rows + slot.part.num_cols for slot in slots)
-            copies = max(len(f.holders) for matrix in matrices for f in matrix.fragments)
-            assert owned <= limit + rounding and sent <= limit + rounding * copies
+            rounding = sum(part.num_rows + part.num_cols for part in parts)
+            assert sum(part.num_rows * part.num_cols for part in parts) <= limit + rounding
+            assert sent <= limit + rounding * replicas
 
 
 @settings(deadline=None)
 @given(matrix_lists(max_matrices=12), st.sampled_from([1, 8]))
 def test_every_matrix_is_orthogonalized_by_its_owners_and_nobody_else(matrices, max_parts):
-    """Also one that is cut over just the ranks that hold copies of it, and of which all is there.
+    """Also one that is split over just the ranks that hold replicas of it.
 
     Such a matrix once counted as local, and no rank's local matrices held it: it was never stepped.
     """
     assignment = assign(matrices, SLOW, WIRE, max_parts=max_parts)
-    plan = ExchangePlan(matrices, assignment, SLOW, WIRE, bucket_elements=500)
+    plan = ExchangePlan.build(matrices, assignment, SLOW, WIRE, bucket_numel=500)
     found = Counter()
     for rank in matrices[0].ranks:
-        rank_plan = plan.for_rank(rank)
-        local = [bucket for slot in rank_plan.local for bucket in slot]
-        for bucket in (*local, *rank_plan.buckets):
-            found.update((s.matrix, s.block, rank) for stack in bucket.stacks for s in stack)
+        rank_plan = RankPlan.build(plan, rank)
+        local = [owned for groups in rank_plan.local for owned in groups]
+        for owned in (*local, *(bucket.owned for bucket in rank_plan.buckets)):
+            found.update((p.matrix, p.block, rank) for stack in owned.stacks for p in stack)
     assert found == Counter(
         (index, block, owner)
         for index, owners in enumerate(plan.owners)
@@ -182,11 +192,11 @@ def test_report_counts_what_messages_hold(matrices):
     report = build_report(range(world_size), [plan])
     for rank in matrices[0].ranks:
         sent = received = 0
-        for bucket in plan.for_rank(rank).buckets:
+        for bucket in RankPlan.build(plan, rank).buckets:
             for sends in (bucket.gather_sends, bucket.scatter_sends):
-                sent += sum(p.num_elements for pieces in sends.values() for p in pieces)
+                sent += sum(p.num_elements for routes in sends.values() for p in routes)
             for receives in (bucket.gather_receives, bucket.scatter_receives):
-                received += sum(p.num_elements for pieces in receives.values() for p in pieces)
+                received += sum(p.num_elements for routes in receives.values() for p in routes)
         assert report.ranks[rank].elements_sent == sent
         assert report.ranks[rank].bytes_received == 2 * received
     if all("owner" in matrix for matrix in report.matrices):
@@ -205,14 +215,14 @@ def test_plans_that_differ_have_different_entries():
     assert entries([5, 3])[0].startswith("a.weight ((8, 4),) owners (")
 
 
-def test_matrix_cut_over_the_ranks_that_hold_copies_of_it_is_not_local():
+def test_matrix_split_over_the_ranks_that_hold_replicas_of_it_is_not_local():
     """ZeRO-0 on two ranks: both orthogonalize half of what both have, and exchange the results."""
     matrix = whole_matrix("a.weight", rows_cut_at(8, 4, [8]), [[(0, 1)]])
     assignment = Assignment(((0, 1),), {0: 1.0, 1: 1.0}, 1.0)
-    plan = ExchangePlan([matrix], assignment, SLOW, WIRE, bucket_elements=500)
+    plan = ExchangePlan.build([matrix], assignment, SLOW, WIRE, bucket_numel=500)
     assert plan.local == () and plan.buckets == ((0,),)
-    (bucket,) = plan.for_rank(0).buckets
-    assert [slot.part.num_rows for stack in bucket.stacks for slot in stack] == [4]
+    (bucket,) = RankPlan.build(plan, 0).buckets
+    assert [part.num_rows for stack in bucket.owned.stacks for part in stack] == [4]
     assert not bucket.has_gather and list(bucket.scatter_sends) == [1]
 
 
@@ -232,3 +242,40 @@ def test_pipeline_of_balanced_buckets_takes_as_long_as_the_work():
 def test_pipeline_of_unbalanced_buckets_waits_for_the_last_rank():
     """Three ranks that own one bucket each wait in turn, though each has as much to do."""
     assert _pipeline_of([0, 0, 0], [[3, 0, 0], [0, 3, 0], [0, 0, 3]]) > 5
+
+
+def _two_matrices() -> ExchangePlan:
+    layouts = [rows_cut_at(8, 4, [8, 0]), rows_cut_at(8, 4, [5, 3])]
+    matrices = [
+        whole_matrix(f"layer.{index}.weight", layout, [[(0,), (1,)]])
+        for index, layout in enumerate(layouts)
+    ]
+    return _plan(matrices)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"buckets": ()},
+            r"layer.1.weight: expected to be local or in one bucket, got it listed 0",
+        ),
+        ({"buckets": ((1,), (1,))}, "layer.1.weight: .* got it listed 2 times"),
+        ({"local": (), "buckets": ((1,),)}, "layer.0.weight: .* got it listed 0 times"),
+        ({"local": (0, 1), "buckets": ()}, "layer.1.weight: expected a local matrix to be whole"),
+        (
+            {"assignment": Assignment(((0,), (7,)), {0: 1.0, 1: 1.0}, 1.0)},
+            r"layer.1.weight: expected owners among the ranks of its domain, got \(7,\)",
+        ),
+        (
+            {"assignment": Assignment(((0,),), {0: 1.0, 1: 1.0}, 1.0)},
+            "expected owners of 2 matrices, got 1",
+        ),
+    ],
+)
+def test_plan_that_would_lose_or_repeat_a_matrix_is_refused(change, message):
+    """A matrix that is in no list would silently never be stepped."""
+    plan = _two_matrices()
+    assert plan.local == (0,) and plan.buckets == ((1,),)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(plan, **change)

@@ -5,20 +5,24 @@
 import pytest
 
 from megatron_muon.plan.cost import CPU_RANKS, CostModel
-from megatron_muon.plan.settings import ExchangeSettings, wire_bytes
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.wire import Wire
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"exchange": "broadcast"}, r"exchange: expected one of \('owner', 'all_gather'\), got"),
+        ({"mode": "broadcast"}, r"exchange: expected one of \('owner', 'all_gather'\), got"),
         ({"wire": "fp8"}, "wire: expected one of .* Set --muon-fsdp-wire accordingly"),
-        ({"bucket_elements": 0}, "bucket size: expected a positive number of elements, got 0"),
+        ({"bucket_numel": 0}, "bucket size: expected a positive number of elements, got 0"),
         ({"max_parts": 6}, "max parts: expected a power of two, got 6"),
-        ({"cost": "speed=3"}, "cost model: expected name=value with a name of .* got 'speed=3'"),
-        ({"cost": "tflops=fast"}, "got 'tflops=fast'"),
-        ({"cost": "num_ns_steps=7"}, "Set --muon-num-ns-steps"),
-        ({"cost": "gbps=0"}, "cost model: expected a positive gbps, got 0"),
+        (
+            {"cost_model": "speed=3"},
+            "cost model: expected name=value with a name of .* got 'speed=3'",
+        ),
+        ({"cost_model": "tflops=fast"}, "got 'tflops=fast'"),
+        ({"cost_model": "num_ns_steps=7"}, "Set --muon-num-ns-steps"),
+        ({"cost_model": "gbps=0"}, "cost model: expected a positive gbps, got 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
@@ -29,9 +33,9 @@ def test_settings_that_cannot_work_are_refused(settings, message):
 
 def test_wire_follows_the_precision_of_newton_schulz():
     """Rounding fp32 input to bf16 would lose what the precision asks for."""
-    assert ExchangeSettings().wire_for(is_bf16=True) == "bf16"
-    assert ExchangeSettings().wire_for(is_bf16=False) == "fp32"
-    assert ExchangeSettings(wire="fp32").wire_for(is_bf16=True) == "fp32"
+    assert ExchangeSettings().wire_for(is_bf16=True) == Wire("bfloat16", "bfloat16")
+    assert ExchangeSettings().wire_for(is_bf16=False) == Wire("float32", "float32")
+    assert ExchangeSettings(wire="fp32").wire_for(is_bf16=True) == Wire("float32", "bfloat16")
     with pytest.raises(ValueError, match="wire: expected fp32 for Newton-Schulz in fp32, got bf16"):
         ExchangeSettings(wire="bf16").wire_for(is_bf16=False)
 
@@ -42,8 +46,9 @@ def test_wire_follows_the_precision_of_newton_schulz():
 )
 def test_bytes_of_an_element_on_each_wire(wire, is_bf16, expected):
     """bf16-valued results go back as bf16 on either wire, without losing a bit."""
-    found = wire_bytes(wire, is_bf16)
-    assert (found.there, found.back, found.norm) == expected
+    found = Wire.of(wire, is_bf16=is_bf16)
+    assert (found.gather_bytes, found.scatter_bytes, found.norm_bytes) == expected
+    assert found.normalizes == (wire == "bf16")
 
 
 def test_cost_model_text_changes_what_it_names():
@@ -55,7 +60,7 @@ def test_cost_model_text_changes_what_it_names():
 
 
 def test_newton_schulz_time_follows_flops_parts_and_stacks():
-    """5 (4 m n^2 + 2 n^3) operations; a cut divides the first term and adds all-reduces."""
+    """5 (4 m n^2 + 2 n^3) operations; a split divides the first term and adds all-reduces."""
     cost = CostModel(tflops=1, kernel_us=0, all_reduce_us=0, gbps=1e9)
     m, n = 4096, 1024
     whole = 5 * (4 * m * n * n + 2 * n**3)

@@ -94,7 +94,7 @@ def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
 
 
 def _identity(checkpoint: StoredCheckpoint | None) -> str:
-    """Tell one save from another: the names of its files are its own."""
+    """Return a text that differs between any two saves: each save uses new file names."""
     if checkpoint is None:
         return "none"
     return f"{checkpoint.folder.name}, {next(iter(checkpoint.items_by_file()), 'empty')}"
@@ -206,7 +206,7 @@ def _is_expert_of(key: str, num_experts: int | None) -> bool:
 
 
 def _group_states(missing: list[str], unwanted: list[str]) -> list[str]:
-    """Say what is missing and what is there instead, states of one parameter together."""
+    """Describe what is missing and what is there instead, states of one parameter together."""
     found: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for index, keys in enumerate((missing, unwanted)):
         for key in keys:

@@ -24,49 +24,53 @@ _IS_REPLICATED = "_megatron_muon_is_replicated"
 def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``handle_swiglu_in_state_dict``, which knows Adam's two states alone.
 
-    It cuts a gated ``linear_fc1`` into the halves that tensor-parallel ranks reshard, ``_w`` and
-    ``_v``. It finds a rank's rows by an attribute that is missing where there is no buffer of model
-    weights (fp32, ``no_shard``), and that under HFSDP describes another buffer than the one main
-    weights and optimizer state are cut by; so the attribute is set anew from that one.
+    It splits a gated ``linear_fc1`` into the halves that tensor-parallel ranks reshard, ``_w`` and
+    ``_v``. It finds a rank's rows by an attribute. Without a buffer of model weights (fp32,
+    ``no_shard``) the attribute is missing. Under HFSDP it describes another buffer than the one
+    that main weights and optimizer state are sharded by. So it is set anew, from that one.
 
-    Communication: the wrapped function's, one collective or more for each tensor cut, in the
-    order of names, the same on all ranks.
+    Communication: that of the wrapped function: one collective or more for each tensor that is
+    split, in the order of names, which is the same on all ranks.
     """
 
     @functools.wraps(original)
     def handle_swiglu_in_state_dict(
         model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Cut gated layers of the model and of every state."""
+        """Split gated layers of the model and of every state."""
         located = _LocatedParameters(model)
         model_state_dict, _ = original(located, model_state_dict, None)
         if optimizer_state_dict is None:
             return model_state_dict, None
-        # What optimizers hold cuts like the model's weights, one kind of state at a time.
+        # States split like the weights. The original takes one tensor for each name, so it is
+        # called once for each kind of state.
         whole = optimizer_state_dict["state"]
         num_experts = get_model_config(model).num_moe_experts
         # Sorted: Adam's state comes in the order it was made, which empty shards change by rank.
         global_names = dict(sorted((expert_param_local_key(n, num_experts), n) for n in whole))
         kinds = dict.fromkeys(
-            kind for states in whole.values() for kind, value in states.items() if _is_cut(value)
+            kind
+            for states in whole.values()
+            for kind, value in states.items()
+            if _is_sharded(value)
         )
-        cut: dict[str, dict[str, Any]] = {}
+        split: dict[str, dict[str, Any]] = {}
         for kind in kinds:
             of_kind = {
                 local: whole[name][kind]
                 for local, name in global_names.items()
-                if _is_cut(whole[name].get(kind))
+                if _is_sharded(whole[name].get(kind))
             }
             for local, tensor in original(located, of_kind, None)[0].items():
                 parent, half = (local, "") if local in of_kind else (local[:-2], local[-2:])
                 name = global_names[parent]
-                cut.setdefault(name + half, dict(whole[name]))[kind] = tensor
-        return model_state_dict, {**optimizer_state_dict, "state": cut}
+                split.setdefault(name + half, dict(whole[name]))[kind] = tensor
+        return model_state_dict, {**optimizer_state_dict, "state": split}
 
     return handle_swiglu_in_state_dict
 
 
-def _is_cut(value: Any) -> bool:
+def _is_sharded(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
@@ -97,7 +101,7 @@ class _LocatedParameters:
         return getattr(self._model, name)
 
     def get_parameter(self, name: str) -> DTensor:
-        """Give a parameter by its name, whatever wrappers the name counts."""
+        """Return a parameter by its name, whatever wrappers the name counts."""
         return self._parameters[_bare(name)]
 
 
@@ -134,7 +138,7 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict[str, Any]:
-        """Give the state, complete and with agreed step counters for Adam."""
+        """Return the state, complete and with agreed step counters for Adam."""
         if "Adam" not in type(self.optimizer).__name__:
             return original(self, is_loading)
         complete_state(self)

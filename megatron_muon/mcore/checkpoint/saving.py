@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A save that is cut short, at any moment, leaves what was there before."""
+"""A save that is interrupted, at any moment, leaves what was there before."""
 
 import functools
 import os
@@ -19,11 +19,11 @@ from megatron_muon.checkpoint.tracker import open_in_one_step
 
 
 def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``save_checkpoint``, whose writer goes over the files of an earlier save.
+    """Wrap ``save_checkpoint``, whose writer overwrites the files of an earlier save.
 
-    Saving an iteration again (after a rewind, or at the end of a run that was already complete)
-    would leave a mixture where it is cut short. The writer is another only while this function
-    runs; it is looked up in torch by name.
+    An iteration may be saved again: after a rewind, or at the end of a run that was already
+    complete. An interruption would then leave a mixture of two saves. Upstream looks the writer up
+    in torch by name, so it is replaced there while this function runs.
     """
 
     @functools.wraps(original)
@@ -47,7 +47,7 @@ def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
 class _FileSystem(FileSystem):
     def rm_file(self, path: str | os.PathLike) -> None:
         """Remove a file, but leave metadata to the rename that follows."""
-        # Removed before the new one is renamed to it, there would be a moment without.
+        # Deleting it first would leave a moment without metadata.
         if Path(path).name != METADATA:
             super().rm_file(path)
 
@@ -55,9 +55,9 @@ class _FileSystem(FileSystem):
 class ReplacingFileSystemWriter(dcp.FileSystemWriter):
     """Write a checkpoint that takes the place of an earlier one in one step.
 
-    Each save gives its files new names, and becomes the checkpoint by one rename of its metadata.
-    Files that the metadata does not name go: those of saves that were cut short before this one
-    begins, those of the earlier checkpoint after the rename.
+    Each save uses new file names, and becomes the checkpoint by one rename of its metadata. Files
+    that the metadata does not name are deleted: leftovers of interrupted saves before this one
+    begins, files of the earlier checkpoint after the rename.
     """
 
     def __init__(self, path: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
         try:
             is_finished = (folder / METADATA).is_file()
             used = read_checkpoint(folder).items_by_file() if is_finished else {}
-        except CheckpointError:  # what a damaged table of contents names may yet be of use
+        except CheckpointError:  # files of a damaged checkpoint may still be of use
             return
         for path in folder.glob("__*.distcp"):
             if path.name not in used:

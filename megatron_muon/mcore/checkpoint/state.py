@@ -48,9 +48,9 @@ def complete_state(child: DistributedOptimizer) -> None:
 def record_offsets(
     child: DistributedOptimizer, main_weights: Mapping[torch.Tensor, DTensor]
 ) -> None:
-    """Tell ``torch.distributed.checkpoint`` which rows each state holds: those of the weight.
+    """Record for ``torch.distributed.checkpoint`` which rows each state holds: those of the weight.
 
-    Without it torch takes any DTensor's rows for even shards, and says nothing.
+    Without it torch silently takes the rows of any DTensor for even shards.
 
     Args:
         child: Optimizer with complete state.
@@ -66,9 +66,9 @@ def record_offsets(
 
 
 def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Count a step that Adam has not, for parameters of which this rank holds no rows.
+    """Count a step that Adam has not counted: it skips parameters of which it holds no rows.
 
-    A checkpoint keeps one of the copies of a counter, any rank's, so all have to be the same.
+    A checkpoint keeps the counter of any one rank, so all ranks must have the same.
     """
     for param, states in optimizer.state.items():
         if param.grad is None and "step" in states:
@@ -78,7 +78,7 @@ def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
 def agree_on_step(child: DistributedOptimizer, device: torch.device) -> None:
     """Set the step counters that stood still on ranks with empty shards to those of other ranks.
 
-    For upstream's own Adam, in whose step nobody counts them.
+    Only upstream's own Adam needs it: :func:`count_step_of_empty_shards` is not called there.
 
     Args:
         child: Optimizer that every rank has, and that steps all its parameters together.
@@ -97,7 +97,7 @@ def agree_on_step(child: DistributedOptimizer, device: torch.device) -> None:
 def pack(
     children: Sequence[DistributedOptimizer], names: Mapping[torch.Tensor, str]
 ) -> dict[str, dict[str, Any]]:
-    """Give the state and settings of all parameters by name.
+    """Return the state and settings of all parameters by name.
 
     Args:
         children: Optimizers with complete state.

@@ -13,7 +13,7 @@ class Parameter(NamedTuple):
     Args:
         name: Within the layer, as Megatron-LM names it.
         shape: One or two dimensions.
-        partition_dim: Dimension that tensor parallelism cuts; None where every rank has all.
+        partition_dim: Dimension that tensor parallelism shards; None where every rank has all.
         split_shapes: Rows of a query group that go to query, key and value; None for one block.
     """
 
@@ -89,7 +89,7 @@ class ModelShape:
             )
 
     def is_moe(self, layer: int) -> bool:
-        """Tell whether a layer, counted from 0, has experts."""
+        """Return whether a layer, counted from 0, has experts."""
         return self.num_experts > 0 and layer >= self.num_dense_layers
 
     def dense_parameters(self, layer: int, *, splits_qkv: bool) -> list[Parameter]:

@@ -4,55 +4,39 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megatron_muon.plan.assignment import Assignment, assign
-from megatron_muon.plan.cost import CostModel, WireBytes
+from megatron_muon.plan.assignment import Assignment, Objective, assign
+from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.layout import MatrixLayout, RowLayout, whole_matrix
+from megatron_muon.plan.layout import (
+    MatrixLayout,
+    RowLayout,
+    hfsdp_shard_of_rank,
+    whole_matrix,
+)
 from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
 from megatron_muon.plan.preview.model_shape import ModelShape, Parameter
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.wire import Wire
 
-SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 @dataclass(frozen=True)
-class Planning:
-    """How owners are chosen and work is cut; see :class:`ExchangeSettings`.
+class Machine:
+    """What a live run would learn from its flags and its device.
 
     Args:
         cost: Rates of the machine.
-        wire: Bytes an element takes.
-        objective: ``joint`` or ``balance``.
-        max_parts: Ranks one matrix may be cut over.
-        bucket_elements: Elements of a bucket that a rank owns, at most.
+        wire: What travels.
     """
 
-    cost: CostModel
-    wire: WireBytes
-    objective: str = "joint"
-    max_parts: int = 8
-    bucket_elements: int = 2**27
-
-    def assign(self, matrices: Sequence[MatrixLayout], busy: Mapping[int, float]) -> Assignment:
-        """Choose owners."""
-        return assign(
-            matrices,
-            self.cost,
-            self.wire,
-            objective=self.objective,
-            max_parts=self.max_parts,
-            busy=busy,
-        )
-
-    def plan(self, matrices: Sequence[MatrixLayout], assignment: Assignment) -> ExchangePlan:
-        """Order the work."""
-        return ExchangePlan(
-            matrices, assignment, self.cost, self.wire, bucket_elements=self.bucket_elements
-        )
+    cost: CostModel = field(default_factory=CostModel)
+    wire: Wire = Wire("bfloat16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -67,8 +51,8 @@ class Parallelism:
         pp: Pipeline stages; the first is planned.
         hsdp: Optimizer instances.
         sharding: Data-parallel sharding strategy.
-        shards_outer: Whether optimizer shards are cut over instances too (HFSDP).
-        joins_tensor_ranks: Whether blocks of tensor-parallel ranks are one matrix.
+        shards_outer: Whether optimizer states are sharded over instances too (HFSDP).
+        joins_tensor_ranks: Whether tensor-parallel ranks orthogonalize one joined matrix.
 
     Raises:
         ValueError: Sizes that do not divide.
@@ -80,7 +64,7 @@ class Parallelism:
     etp: int = 0
     pp: int = 1
     hsdp: int = 1
-    sharding: str = "optim_grads_params"
+    sharding: Sharding = "optim_grads_params"
     shards_outer: bool = False
     joins_tensor_ranks: bool = False
 
@@ -90,15 +74,17 @@ class Parallelism:
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name}: expected a positive number, got {value}.")
-        for name, size, ways in (
-            ("hsdp", self.dp, self.hsdp),
-            ("ep", self.stage_size, self.expert_tp * self.ep * self.hsdp),
-        ):
-            if size % ways:
-                raise ValueError(
-                    f"{name}: expected {size} ranks to be a multiple of {ways}, which they are "
-                    "not. Choose sizes that divide."
-                )
+        if self.dp % self.hsdp:
+            raise ValueError(
+                f"hsdp: expected dp to be a multiple of {self.hsdp} instances, got dp {self.dp}. "
+                "Choose sizes that divide."
+            )
+        expert_ranks = self.expert_tp * self.ep * self.hsdp
+        if self.stage_size % expert_ranks:
+            raise ValueError(
+                f"ep: expected dp x tp to be a multiple of {expert_ranks} (etp x ep x hsdp), got "
+                f"{self.stage_size}. Choose sizes that divide."
+            )
 
     @property
     def stage_size(self) -> int:
@@ -116,7 +102,7 @@ class Parallelism:
         return self.stage_size // (self.expert_tp * self.ep)
 
     def num_shards(self, num_ranks: int) -> int:
-        """Return over how many of so many data-parallel ranks a buffer is cut."""
+        """Return over how many of so many data-parallel ranks a buffer is sharded."""
         if self.sharding == "no_shard":
             return 1
         return num_ranks if self.shards_outer else num_ranks // self.hsdp
@@ -131,8 +117,8 @@ class Parallelism:
             return [tuple(ranks)]
         inner = len(ranks) // self.hsdp
         if self.shards_outer:
-            # Inner ranks first: shard i lies on inner rank i // outer of outer rank i % outer.
-            return [(ranks[i % self.hsdp * inner + i // self.hsdp],) for i in range(len(ranks))]
+            shards = [hfsdp_shard_of_rank(i, inner, self.hsdp) for i in range(len(ranks))]
+            return [(rank,) for _, rank in sorted(zip(shards, ranks, strict=True))]
         return [tuple(ranks[i::inner]) for i in range(inner)]
 
 
@@ -150,14 +136,22 @@ class Simulation:
 
 
 def simulate(
-    model: ModelShape, parallel: Parallelism, planning: Planning, *, splits_qkv: bool = True
+    model: ModelShape,
+    parallel: Parallelism,
+    machine: Machine,
+    settings: ExchangeSettings,
+    *,
+    objective: Objective = "joint",
+    splits_qkv: bool = True,
 ) -> Simulation:
     """Plan a model as a live run would: experts first, dense matrices fill what they leave.
 
     Args:
         model: Its matrices.
         parallel: How the job is laid out.
-        planning: How owners are chosen.
+        machine: Rates and wire.
+        settings: Sizes of buckets and numbers of parts; the rest is the machine's.
+        objective: How owners are chosen; a live run takes ``joint``.
         splits_qkv: Whether query, key and value are orthogonalized apart.
 
     Raises:
@@ -167,77 +161,116 @@ def simulate(
         raise ValueError(
             f"ep: expected a divisor of {model.num_experts} experts, got {parallel.ep}."
         )
-    layers = range(-(-model.num_layers // parallel.pp))
     plans: list[ExchangePlan] = []
-    busy = dict.fromkeys(range(parallel.stage_size), 0.0)
+    load_s = dict.fromkeys(range(parallel.stage_size), 0.0)
     for is_expert in (True, False):
-        units = [
-            model.expert_parameters(layer, model.num_experts // parallel.ep)
-            if is_expert
-            else model.dense_parameters(layer, splits_qkv=splits_qkv)
-            for layer in layers
-        ]
-        # Domains of one kind that lie alike over nodes get alike assignments: one is worked out.
-        known: dict[Any, tuple[list[int], Assignment]] = {}
-        for grid in _grids(parallel, is_expert) if any(units) else ():
-            matrices = _matrices(units, grid, parallel)
-            ranks = sorted(rank for row in grid for rank in row)
-            nodes = [planning.cost.node(rank) for rank in ranks]
-            key = tuple((nodes.index(n), busy[r]) for n, r in zip(nodes, ranks, strict=True))
-            if key not in known:
-                known[key] = (ranks, planning.assign(matrices, busy))
-            plans.append(planning.plan(matrices, _moved(*known[key], ranks)))
+        units = _units(model, parallel, is_expert=is_expert, splits_qkv=splits_qkv)
+        if not any(units):
+            continue
+        # The assignment is worked out once for domains that look alike: their ranks lie alike over
+        # nodes, and start with the same loads. DeepSeek-V3 over 512 ranks has 64 expert domains.
+        known: dict[tuple[tuple[int, float], ...], tuple[list[int], Assignment]] = {}
+        for rank_grid in _rank_grids(parallel, is_expert):
+            matrices = _matrices(units, rank_grid, parallel, is_expert=is_expert)
+            ranks = sorted(rank for row in rank_grid for rank in row)
+            nodes = [machine.cost.node(rank) for rank in ranks]
+            alike = tuple(
+                (nodes.index(node), load_s[rank]) for node, rank in zip(nodes, ranks, strict=True)
+            )
+            if alike not in known:
+                known[alike] = (ranks, _assign(matrices, machine, settings, objective, load_s))
+            assignment = _renamed(*known[alike], ranks)
+            plans.append(_plan(matrices, assignment, machine, settings))
         for plan in plans:
-            busy.update(plan.assignment.load)
+            load_s.update(plan.assignment.load_s)
     return Simulation(parallel.stage_size, tuple(plans))
 
 
-def _moved(ranks: Sequence[int], assignment: Assignment, targets: Sequence[int]) -> Assignment:
-    """Rename the ranks of an assignment."""
-    target_of = dict(zip(ranks, targets, strict=True))
-    return Assignment(
-        tuple(tuple(target_of[rank] for rank in owners) for owners in assignment.owners),
-        {target_of[rank]: load for rank, load in assignment.load.items()},
-        assignment.ideal,
+def _assign(
+    matrices: Sequence[MatrixLayout],
+    machine: Machine,
+    settings: ExchangeSettings,
+    objective: Objective,
+    load_s: Mapping[int, float],
+) -> Assignment:
+    return assign(
+        matrices,
+        machine.cost,
+        machine.wire,
+        objective=objective,
+        max_parts=settings.max_parts,
+        initial_load_s=load_s,
     )
 
 
-def _grids(parallel: Parallelism, is_expert: bool) -> list[list[list[int]]]:
+def _plan(
+    matrices: Sequence[MatrixLayout],
+    assignment: Assignment,
+    machine: Machine,
+    settings: ExchangeSettings,
+) -> ExchangePlan:
+    return ExchangePlan.build(
+        matrices, assignment, machine.cost, machine.wire, bucket_numel=settings.bucket_numel
+    )
+
+
+def _renamed(ranks: Sequence[int], assignment: Assignment, targets: Sequence[int]) -> Assignment:
+    """Replace each rank of an assignment by the rank of another domain in the same position."""
+    target_of = dict(zip(ranks, targets, strict=True))
+    return Assignment(
+        tuple(tuple(target_of[rank] for rank in owners) for owners in assignment.owners),
+        {target_of[rank]: load for rank, load in assignment.load_s.items()},
+        assignment.ideal_s,
+    )
+
+
+def _units(
+    model: ModelShape, parallel: Parallelism, *, is_expert: bool, splits_qkv: bool
+) -> list[list[Parameter]]:
+    """List the parameters of each layer of the first pipeline stage, experts or all others."""
+    layers = range(-(-model.num_layers // parallel.pp))
+    if is_expert:
+        num_local_experts = model.num_experts // parallel.ep
+        return [model.expert_parameters(layer, num_local_experts) for layer in layers]
+    return [model.dense_parameters(layer, splits_qkv=splits_qkv) for layer in layers]
+
+
+def _rank_grids(parallel: Parallelism, is_expert: bool) -> list[list[list[int]]]:
     """List the domains, each as ``ranks[tensor_rank][data_parallel_rank]``."""
-    if not is_expert:
-        grid = [
-            [tensor + parallel.tp * data for data in range(parallel.dp)]
-            for tensor in range(parallel.tp)
+    tp = parallel.expert_tp if is_expert else parallel.tp
+    ep = parallel.ep if is_expert else 1
+    dp = parallel.expert_dp if is_expert else parallel.dp
+    domains = []
+    for expert in range(ep):
+        rank_grid = [
+            [tensor + tp * (expert + ep * data) for data in range(dp)] for tensor in range(tp)
         ]
-        return [grid] if parallel.joins_tensor_ranks else [[row] for row in grid]
-    grids = []
-    for expert in range(parallel.ep):
-        grid = [
-            [
-                tensor + parallel.expert_tp * (expert + parallel.ep * data)
-                for data in range(parallel.expert_dp)
-            ]
-            for tensor in range(parallel.expert_tp)
-        ]
-        grids += [grid] if parallel.joins_tensor_ranks else [[row] for row in grid]
-    return grids
+        # Blockwise, each tensor rank orthogonalizes what it has, with its own data-parallel ranks.
+        domains += [rank_grid] if parallel.joins_tensor_ranks else [[row] for row in rank_grid]
+    return domains
 
 
 def _matrices(
-    units: Sequence[Sequence[Parameter]], grid: Sequence[Sequence[int]], parallel: Parallelism
+    units: Sequence[Sequence[Parameter]],
+    rank_grid: Sequence[Sequence[int]],
+    parallel: Parallelism,
+    *,
+    is_expert: bool,
 ) -> list[MatrixLayout]:
+    """Lay out the matrices of one domain, layer by layer."""
     matrices = []
-    num_tensor_ranks = parallel.expert_tp if ".experts." in _first_name(units) else parallel.tp
-    holders = [parallel.holders(ranks) for ranks in grid]
-    domain = tuple(sorted(rank for ranks in grid for rank in ranks))
+    num_tensor_ranks = parallel.expert_tp if is_expert else parallel.tp
+    holders = [parallel.holders(ranks) for ranks in rank_grid]
+    domain = tuple(sorted(rank for ranks in rank_grid for rank in ranks))
     for layer, parameters in enumerate(units):
-        shapes = tuple(_local_shape(each, num_tensor_ranks) for each in parameters)
-        layouts = _cached_layouts(shapes, parallel.num_shards(len(grid[0])))
+        shapes = tuple(_local_shape(parameter, num_tensor_ranks) for parameter in parameters)
+        layouts = _cached_layouts(shapes, parallel.num_shards(len(rank_grid[0])))
         for parameter, layout in zip(parameters, layouts, strict=True):
             if layout is None:
                 continue
-            is_joined = len(grid) > 1 and parameter.partition_dim is not None
-            for ranks in [holders] if is_joined else [[each] for each in holders]:
+            # What tensor parallelism replicates, such as a router, is a matrix on each rank.
+            is_joined = len(rank_grid) > 1 and parameter.partition_dim is not None
+            for ranks in [holders] if is_joined else [[row] for row in holders]:
                 matrices.append(
                     whole_matrix(
                         f"decoder.layers.{layer}.{parameter.name}",
@@ -245,14 +278,10 @@ def _matrices(
                         ranks,
                         partition_dim=parameter.partition_dim if is_joined else None,
                         split_shapes=parameter.split_shapes,
-                        domain=domain if is_joined or len(grid) == 1 else None,
+                        domain=domain if is_joined or len(rank_grid) == 1 else None,
                     )
                 )
     return matrices
-
-
-def _first_name(units: Sequence[Sequence[Parameter]]) -> str:
-    return next((each.name for unit in units for each in unit), "")
 
 
 def _local_shape(parameter: Parameter, num_tensor_ranks: int) -> tuple[int, ...]:
@@ -322,9 +351,11 @@ def _read_matrix(index: int, entry: Mapping[str, Any], world_size: int) -> Matri
     return whole_matrix(name, layout, [[(rank,) for rank in group]])
 
 
-def simulate_shard_map(path: Path, planning: Planning) -> Simulation:
+def simulate_shard_map(
+    path: Path, machine: Machine, settings: ExchangeSettings, *, objective: Objective = "joint"
+) -> Simulation:
     """Plan the job that a shard map describes, all its domains at once."""
     world_size, matrices = read_shard_map(path)
-    busy = dict.fromkeys(range(world_size), 0.0)
-    plan = planning.plan(matrices, planning.assign(matrices, busy))
-    return Simulation(world_size, (plan,))
+    load_s = dict.fromkeys(range(world_size), 0.0)
+    assignment = _assign(matrices, machine, settings, objective, load_s)
+    return Simulation(world_size, (_plan(matrices, assignment, machine, settings),))

@@ -1,0 +1,68 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Every matrix on every rank: the simple way, to compare with and to fall back on by a flag."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.runtime.agreement import raise_where_ranks_differ
+from megatron_muon.runtime.engine import MomentumRows
+from megatron_muon.runtime.exchange import all_gather_rows
+from megatron_muon.runtime.sharded_matrix import ShardedMatrix
+
+
+class AllGatherCompute:
+    """Gather each matrix to all ranks of its shard group, which all orthogonalize it.
+
+    Args:
+        matrices: Parameters, in the same order on all ranks, and what each is a shard of.
+        orthogonalize_whole: Returns the scaled orthogonal matrix of a parameter, ``(rows, cols)``
+            float32, from its whole momentum. It joins tensor-parallel ranks itself.
+        device: Where shards live.
+
+    Raises:
+        RuntimeError: On all ranks, when ranks of a shard group hold different parameters or
+            layouts.
+
+    Communication: at construction one hash for each shard group. :meth:`orthogonalize` is one
+        :func:`all_gather_rows` for each matrix, and what ``orthogonalize_whole`` does.
+    Memory: nothing between steps; in a step the whole matrix, and what Newton-Schulz needs for it.
+    """
+
+    # As OwnerCompute has them: nothing is planned, so no rank has less to do than another.
+    load_s = 0.0
+    staging_bytes = 0
+
+    def __init__(
+        self,
+        matrices: Mapping[torch.Tensor, ShardedMatrix],
+        orthogonalize_whole: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self._matrices = matrices
+        self._orthogonalize_whole = orthogonalize_whole
+        groups = {m.shard_group: None for m in matrices.values() if m.shard_group is not None}
+        # In parameter order, which is the same on all ranks of a group.
+        for group in groups:
+            entries = [
+                f"{matrix.fqn} {matrix.layout}"
+                for matrix in matrices.values()
+                if matrix.shard_group is group
+            ]
+            raise_where_ranks_differ(entries, group, device, "Muon parameters")
+
+    @torch.no_grad()
+    def orthogonalize(
+        self, momentum_rows: MomentumRows
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`."""
+        for param, matrix in self._matrices.items():
+            out = torch.empty(matrix.local_shape, dtype=torch.float32, device=param.device)
+            rows = momentum_rows(param, out)
+            group = matrix.shard_group
+            if group is not None and dist.get_world_size(group) > 1:
+                rows = all_gather_rows(rows, matrix.layout, group)
+            start, stop = matrix.local_range
+            yield param, self._orthogonalize_whole(param, rows)[start:stop]
