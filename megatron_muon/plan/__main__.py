@@ -36,11 +36,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron_muon.plan",
         description="Report who would orthogonalize what, and what it costs each rank.",
     )
+    # Defaults are those of a live run, so that a plan without flags is the plan of such a run.
     defaults = ExchangeSettings()
     rates = CostModel()
     source = parser.add_argument_group("model: a shard map, a preset, or Megatron's flags")
     source.add_argument("--shards", type=Path, metavar="FILE", help="JSON map of row shards")
     source.add_argument("--preset", choices=PRESETS)
+    # Named as in Megatron-LM, so that the flags of a training script can be copied here.
     for field in dataclasses.fields(ModelShape):
         flag = "--" + field.name.replace("_", "-")
         if field.type is bool:
@@ -117,6 +119,7 @@ def _simulation(options: argparse.Namespace) -> Simulation:
     settings, machine = _settings(options), _machine(options)
     if options.shards is not None:
         return simulate_shard_map(options.shards, machine, settings, objective=options.objective)
+    # Flags that were given replace the fields of a preset.
     fields = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(ModelShape)
@@ -127,6 +130,7 @@ def _simulation(options: argparse.Namespace) -> Simulation:
     else:
         # Where one is missing, ModelShape says which flag to pass.
         model = ModelShape(**{**dict.fromkeys(_REQUIRED, 0), **fields})
+    # Any mode but blockwise needs the whole matrix over tensor-parallel ranks.
     parallel = Parallelism(
         dp=options.dp,
         tp=options.tp,
@@ -156,6 +160,7 @@ def _plot(report: Report, path: Path) -> None:
         raise ValueError(
             "--plot: expected matplotlib, which is not installed. pip install matplotlib."
         ) from None
+    # Before pyplot is imported, which would look for a screen.
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

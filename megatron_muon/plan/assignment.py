@@ -111,6 +111,7 @@ def assign(
         Task(matrix, domains[matrix.ranks], n, matrix_seconds(matrix, cost, n), cost, wire)
         for matrix, n in zip(matrices, num_parts, strict=True)
     ]
+    # A baseline that anybody would try first.
     round_robin = LoadBalancer(tasks, load_s)
     round_robin.place_in_turn()
     found = [round_robin]

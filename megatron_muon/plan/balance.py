@@ -138,6 +138,7 @@ class LoadBalancer:
                 self._quiet[id(task.ranks)] = heap
                 for rank in task.ranks:
                     self._domains_of[rank].append(id(task.ranks))
+        # Swaps are looked for among these alone.
         movable = [index for index, task in enumerate(tasks) if task.is_movable]
         self._paired = movable if len(movable) <= _MAX_PAIRED_MATRICES else []
 
@@ -192,6 +193,7 @@ class LoadBalancer:
     def place_in_turn(self) -> None:
         """Place by round robin: each matrix on the next rank of those that may own it."""
         for index, task in enumerate(self._tasks):
+            # A split matrix takes the next set of ranks, aligned as in Task.candidates.
             first = index % (len(task.ranks) // task.num_parts) * task.num_parts
             self.place(index, task.ranks[first : first + task.num_parts])
 
@@ -201,6 +203,7 @@ class LoadBalancer:
         Each goes to the owner with the least traffic among those that stay within the capacity,
         otherwise to whoever has the least load.
         """
+        # Whole ones first: they have no choice that costs no traffic but their holder.
         order = sorted(
             range(len(self._tasks)),
             key=lambda i: (len(self._tasks[i].held) > 1, -self._tasks[i].load_s, i),

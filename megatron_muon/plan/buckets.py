@@ -51,6 +51,7 @@ class TravellingMatrix:
         cls, index: int, layout: MatrixLayout, owners: tuple[int, ...], cost: CostModel
     ) -> "TravellingMatrix":
         """Work out what a matrix costs its owners."""
+        # Results are staged once for each replica that they are sent to.
         with_replicas = sum(layout.elements_by_rank.values())
         load_s = matrix_seconds(layout, cost, len(owners))
         return cls(index, layout, owners, load_s, -(-with_replicas // len(owners)))
@@ -108,6 +109,7 @@ def choose_buckets(
     for matrix in travelling:
         for owner in matrix.owners:
             staged[owner] += matrix.staged_elements
+    # A lower bound: the rank with most to stage needs at least so many.
     fewest = max(-(-elements // max_numel) for elements in staged.values())
     # Longest first: the short ones then even out what the long ones left uneven.
     longest_first = sorted(travelling, key=lambda matrix: (-matrix.load_s, matrix.index))

@@ -54,6 +54,7 @@ class CostModel:
         """Check that every rate is positive."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            # A latency may be 0, to leave it out of an estimate. A rate of 0 would divide by it.
             allowed = value >= 0 if field.name.endswith("_us") else value > 0
             if not allowed:
                 raise ValueError(
@@ -68,6 +69,7 @@ class CostModel:
         Raises:
             ValueError: Unknown rate, or a value that is not a number.
         """
+        # The fields themselves say which names and types there are: a new rate needs no new code.
         types = {
             field.name: int if isinstance(field.default, int) else float
             for field in dataclasses.fields(cls)

@@ -67,6 +67,7 @@ class ExchangePlan:
             bucket_numel: Most elements of a bucket that a rank owns, or sends back where shards
                 have replicas. A larger matrix is a bucket of its own.
         """
+        # Nothing here depends on the rank that builds the plan: every rank must come to the same.
         owners = assignment.owners
         local = [i for i, matrix in enumerate(matrices) if _is_local(matrix, owners[i])]
         travelling = [
@@ -99,7 +100,7 @@ class ExchangePlan:
                 f"{len(self.owners)}. Assign the matrices of this plan."
             )
         # A matrix that is in no list would silently never be stepped.
-        listed = Counter(self.local)
+        listed = Counter(self.local)  # how often each matrix is listed
         for bucket in self.buckets:
             listed.update(bucket)
         for index, matrix in enumerate(self.matrices):
@@ -127,6 +128,7 @@ class ExchangePlan:
         """Owners of each matrix."""
         return self.assignment.owners
 
+    # Not stored: it follows from the other fields, and a stored copy could disagree with them.
     @cached_property
     def load_s(self) -> tuple[float, ...]:
         """Newton-Schulz seconds of each matrix on each of its owners."""
@@ -150,6 +152,8 @@ class ExchangePlan:
 
     def entries(self) -> list[str]:
         """Describe each matrix by a line, for comparing plans across ranks."""
+        # A checksum of the regions: their text would be megabytes for a large model, and the line
+        # names the matrix anyway.
         bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
         return [
             f"{matrix.fqn} {matrix.blocks} owners {owners} bucket {bucket_of.get(index, 'local')} "

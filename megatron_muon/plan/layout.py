@@ -95,9 +95,11 @@ def shards_from_flat_ranges(
     """
     shards = []
     num_elements = num_rows * num_cols
+    # A rank whose range misses the matrix gets an empty shard at its nearer end.
     for flat_start, flat_stop in flat_ranges:
         start = min(max(flat_start - item_start, 0), num_elements)
         stop = min(max(flat_stop - item_start, 0), num_elements)
+        # Momentum could be sharded anywhere; rows that travel could not: a row has one source.
         if start % num_cols or stop % num_cols:
             raise ValueError(
                 f"row shards: expected boundaries at whole rows of {num_cols} elements, got "
@@ -184,6 +186,7 @@ class MatrixLayout:
         """Elements of all blocks."""
         return sum(rows * cols for rows, cols in self.blocks)
 
+    # Cached: the assignment asks for it once for each capacity it tries.
     @cached_property
     def elements_by_rank(self) -> dict[int, int]:
         """Count the elements that each rank holds; ranks that hold none are left out."""
@@ -224,6 +227,7 @@ def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[R
             f"qkv split: expected a multiple of {group_rows} rows ({list(split_shapes)} a query "
             f"group), got {num_rows}. Use --muon-no-split-qkv for this model."
         )
+    # Fused QKV interleaves: the rows of one query group are query, key, value, then the next group.
     blocks, first = [], 0
     for rows in split_shapes:
         starts = range(first, num_rows, group_rows)
@@ -256,6 +260,7 @@ def whole_matrix(
         ValueError: Several tensor ranks without ``partition_dim``, another number of shards, or
             rows that do not split.
     """
+    # Both checks are of our own callers. Without them the result would be a matrix of wrong shape.
     num_tensor_ranks = len(ranks)
     if num_tensor_ranks > 1 and partition_dim not in (0, 1):
         raise ValueError(

@@ -94,6 +94,7 @@ def _local_groups(plan: ExchangePlan, rank: int) -> list[list[list[int]]]:
     ] or [0.0]
     dealt: list[list[int]] = [[] for _ in load_s]
     for index in sorted(mine, key=lambda i: (-plan.load_s[i], i)):
+        # Longest first, always to the quietest bucket: the usual greedy rule for even loads.
         quietest = min(range(len(load_s)), key=lambda number: (load_s[number], number))
         load_s[quietest] += plan.load_s[index]
         dealt[quietest].append(index)
@@ -103,6 +104,7 @@ def _local_groups(plan: ExchangePlan, rank: int) -> list[list[list[int]]]:
 def _grouped(plan: ExchangePlan, indices: Sequence[int]) -> list[list[int]]:
     """Cut a list of matrices into groups of at most ``max_numel`` elements."""
     groups: list[list[int]] = []
+    # Starts full, so that the first matrix opens the first group.
     elements = plan.max_numel
     for index in indices:
         elements += plan.matrices[index].num_elements
@@ -114,6 +116,7 @@ def _grouped(plan: ExchangePlan, indices: Sequence[int]) -> list[list[int]]:
 
 
 def _owned_stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> OwnedStacks:
+    # Under replication the owner may hold all rows itself. They are still scattered to the others.
     kept = [
         route
         for index in indices
@@ -171,6 +174,8 @@ def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> tuple[Stac
             continue
         for block, shape in enumerate(plan.matrices[index].blocks):
             part = parts_of(index, block, shape, owners)[owners.index(rank)]
+            # Its all-reduces are between the owners of this block: batching it with another block
+            # would need the same owners, in the same stack, on all of them.
             if len(owners) > 1:
                 stacks.append((part,))
             else:

@@ -100,6 +100,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
+        # Keys are an interface: scripts read them. Attributes may be renamed, keys may not.
         sent = [rank.elements_sent for rank in self.ranks]
         return {
             "world_size": self.world_size,
@@ -158,6 +159,7 @@ class Report:
             f"{self.exposed_step_s * 1e3:.3f} ms on the busiest rank with no traffic hidden"
         )
         yield "rank  matrices  Newton-Schulz ms  traffic ms  sent MB  received MB  staging MB"
+        # Of many ranks only the busiest matter: they decide the step.
         shown = sorted(self.ranks, key=lambda rank: (-rank.load_s, rank.rank))
         if self.world_size <= _MAX_RANKS_SHOWN:
             shown = self.ranks
@@ -197,6 +199,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
             largest, with_replicas = max(held.values()), sum(held.values())
             totals["lower_bound"] += wire.gather_bytes * (matrix.num_elements - largest)
             totals["lower_bound"] += wire.scatter_bytes * (with_replicas - largest)
+            # A part counts as a matrix: it takes a call of Newton-Schulz like one.
             for owner in owners:
                 shares[owner].num_matrices += 1
     return Report(
@@ -228,7 +231,7 @@ def _whole_seconds(plan: ExchangePlan) -> float:
 
 def _add_traffic(plan: ExchangePlan, ranks: dict[int, RankReport], totals: Counter[str]) -> None:
     """Add what each rank sends and receives, and the memory its buckets need."""
-    memory: Counter[tuple[int, int]] = Counter()
+    memory: Counter[tuple[int, int]] = Counter()  # bytes by bucket and rank
     wire = plan.wire
     for number, bucket in enumerate(plan.buckets):
         for index in bucket:
@@ -236,6 +239,7 @@ def _add_traffic(plan: ExchangePlan, ranks: dict[int, RankReport], totals: Count
                 holder, owner = ranks[transfer.holder], ranks[transfer.owner]
                 gather_bytes = transfer.gathered * wire.gather_bytes
                 scatter_bytes = transfer.scattered * wire.scatter_bytes
+                # Each direction of a link has the full rate, so they are added up apart.
                 byte_s = plan.cost.seconds_per_byte(transfer.holder, transfer.owner)
                 for sender, receiver, elements, num_bytes in (
                     (holder, owner, transfer.gathered, gather_bytes),

@@ -102,6 +102,7 @@ def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, 
     """
     rows, cols = shape
     length = max(rows, cols)
+    # Rounded down one by one: parts differ by at most a row, and the borders of all fit together.
     borders = [length * number // len(owners) for number in range(len(owners) + 1)]
     ranges = zip(owners, borders, borders[1:], strict=False)
     if rows > cols:
@@ -151,6 +152,7 @@ def transfers_of(
         elements = overlap.num_rows * overlap.num_cols
         owner, holders = overlap.part.owner, overlap.region.holders
         source = _source(holders, owner, cost)
+        # Every replica gets the result: otherwise the replicas would drift apart.
         for holder in holders:
             if holder != owner:
                 yield Transfer(holder, owner, elements if holder == source else 0, elements)
@@ -189,5 +191,7 @@ def _source(holders: tuple[int, ...], owner: int, cost: CostModel) -> int:
     """Return the holder that sends: the owner itself where it holds rows, or the nearest one."""
     if len(holders) == 1 or owner in holders:
         return owner if owner in holders else holders[0]
+    # By node first, since only that changes the link. Then by distance, so that different owners
+    # turn to different replicas.
     node = cost.node(owner)
     return min(holders, key=lambda rank: (cost.node(rank) != node, abs(rank - owner), rank))

@@ -5,6 +5,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+# The names of torch's dtypes: runtime/ looks them up there, and this package needs no torch.
 type DTypeName = Literal["bfloat16", "float32"]
 
 _BYTES: dict[DTypeName, int] = {"bfloat16": 2, "float32": 4}

@@ -87,6 +87,7 @@ def raise_where_ranks_differ(
     dist.all_gather_into_tensor(hashes, mine, group=group)
     if bool((hashes == hashes[0]).all()):
         return
+    # Only now that ranks are known to differ: the lists of a large model are megabytes.
     lists: list[list[str]] = [[] for _ in range(len(hashes))]
     dist.all_gather_object(lists, list(entries), group=group)
     ranks = dist.get_process_group_ranks(group)
@@ -95,6 +96,7 @@ def raise_where_ranks_differ(
         for index in range(max(len(found), len(lists[0]))):
             here = found[index] if index < len(found) else "nothing"
             there = lists[0][index] if index < len(lists[0]) else "nothing"
+            # The first difference explains the rest: one parameter more shifts all others.
             if here != there:
                 lines.append(f"rank {rank} has {here!r} where rank {ranks[0]} has {there!r}")
                 break

@@ -64,5 +64,6 @@ class AllGatherCompute:
             group = matrix.shard_group
             if group is not None and dist.get_world_size(group) > 1:
                 rows = all_gather_rows(rows, matrix.layout, group)
+            # Every rank of the group has computed the same matrix; each takes its rows.
             start, stop = matrix.local_range
             yield param, self._orthogonalize_whole(param, rows)[start:stop]

@@ -104,6 +104,7 @@ def newton_schulz_normalized(
         shorter side.
     """
     rows, cols = whole_shape
+    # Tall matrices are transposed by a view: the Gram matrix is then that of the shorter side.
     # torch.baddbmm and torch.addmm may choose different kernels. One matrix alone takes the step
     # that upstream takes, so that its bits are upstream's.
     x = stack if stack.shape[0] > 1 else stack[0]

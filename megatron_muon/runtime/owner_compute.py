@@ -80,6 +80,8 @@ class OwnerCompute:
         device: torch.device,
     ) -> None:
         raise_where_any_rank_fails(_problems(parameters), None, device, "No optimizer was built.")
+        # All parameters share these groups, which was just checked. A tensor group is found on
+        # those that are joined.
         first = parameters[0].matrix
         tensor_groups = [p.tensor_group for p in parameters if p.tensor_group is not None]
         domain = find_domain(
@@ -138,6 +140,7 @@ def _build_plan(
         CostModel.parse(settings.cost_model, CPU_RANKS if device.type == "cpu" else CostModel()),
         num_ns_steps=newton_schulz.steps,
     )
+    # The cost model of the device: a plan for CPU ranks must not assume a GPU's kernels.
     assignment = assign(
         matrices,
         cost,
@@ -164,6 +167,7 @@ def _parts_groups(
 def _problems(parameters: Sequence[OwnedParameter]) -> list[str]:
     problems = []
     first = parameters[0].matrix
+    # One domain has one grid of ranks: parameters of other groups need another OwnerCompute.
     for parameter in parameters:
         matrix = parameter.matrix
         if matrix.shard_group is not first.shard_group or (

@@ -33,6 +33,7 @@ class ShardScratch:
                     rows, _ = self._shapes.get(index, (0, 0))
                     last = region.local_row + region.num_rows
                     self._shapes[index] = (max(rows, last), region.num_cols)
+        # Two: one for the rows that a caller writes, one for the same rows normalized.
         num_elements = max(map(math.prod, self._shapes.values()), default=0)
         self.buffer = torch.empty(2, num_elements, dtype=torch.float32, device=device)
 

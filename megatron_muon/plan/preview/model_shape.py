@@ -71,6 +71,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         """Check that sizes are there and divide."""
+        # The first five have no default that could make sense. They are also what a user forgets.
         for field in dataclasses.fields(self)[:5]:
             if getattr(self, field.name) < 1:
                 raise ValueError(
@@ -94,6 +95,8 @@ class ModelShape:
 
     def dense_parameters(self, layer: int, *, splits_qkv: bool) -> list[Parameter]:
         """List the parameters of a layer but for its experts, in Megatron-LM's order."""
+        # Parameters that Muon does not step are listed too: they take room in the buffer, and so
+        # move the borders of shards.
         parameters = [Parameter("input_layernorm.weight", (self.hidden_size,))]
         parameters += self._latent_attention() if self.q_lora_rank else self._attention(splits_qkv)
         parameters.append(Parameter("pre_mlp_layernorm.weight", (self.hidden_size,)))
@@ -110,6 +113,7 @@ class ModelShape:
         """List the parameters of the experts that one expert-parallel rank has, grouped GEMM."""
         if not self.is_moe(layer):
             return []
+        # Grouped GEMM registers all first layers, then all second ones: that order is the buffer's.
         fc1, fc2 = self._feed_forward("mlp.experts", self.moe_ffn_hidden_size)
         return [
             each._replace(name=f"{each.name}{expert}")
@@ -119,6 +123,7 @@ class ModelShape:
 
     def _feed_forward(self, name: str, width: int) -> list[Parameter]:
         return [
+            # SwiGLU fuses gate and up.
             Parameter(f"{name}.linear_fc1.weight", (2 * width, self.hidden_size), 0),
             Parameter(f"{name}.linear_fc2.weight", (self.hidden_size, width), 1),
         ]
@@ -149,6 +154,8 @@ class ModelShape:
         heads, name = self.num_attention_heads, "self_attention"
         query = heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)
         key_value = heads * (self.qk_head_dim + self.v_head_dim)
+        # The rotary part of keys is not compressed; it comes out of the same projection. The down
+        # projections are replicated over tensor-parallel ranks.
         compressed = self.kv_lora_rank + self.qk_pos_emb_head_dim
         return [
             Parameter(f"{name}.linear_proj.weight", (self.hidden_size, heads * self.v_head_dim), 1),

@@ -113,6 +113,7 @@ class Parallelism:
         Args:
             ranks: Ranks of the job, by data-parallel rank.
         """
+        # Without sharding every rank is a replica of the one shard.
         if self.sharding == "no_shard":
             return [tuple(ranks)]
         inner = len(ranks) // self.hsdp
@@ -181,6 +182,7 @@ def simulate(
                 known[alike] = (ranks, _assign(matrices, machine, settings, objective, load_s))
             assignment = _renamed(*known[alike], ranks)
             plans.append(_plan(matrices, assignment, machine, settings))
+        # Dense matrices are placed on top of what experts take, as FSDPZeROTensorParallelMuon does.
         for plan in plans:
             load_s.update(plan.assignment.load_s)
     return Simulation(parallel.stage_size, tuple(plans))
@@ -228,6 +230,7 @@ def _units(
     model: ModelShape, parallel: Parallelism, *, is_expert: bool, splits_qkv: bool
 ) -> list[list[Parameter]]:
     """List the parameters of each layer of the first pipeline stage, experts or all others."""
+    # The first stage has the most layers where they do not divide.
     layers = range(-(-model.num_layers // parallel.pp))
     if is_expert:
         num_local_experts = model.num_experts // parallel.ep
@@ -297,6 +300,7 @@ def _local_shape(parameter: Parameter, num_tensor_ranks: int) -> tuple[int, ...]
     return tuple(shape)
 
 
+# All layers of a kind have the same shapes; a model has a few kinds.
 @lru_cache(maxsize=64)
 def _cached_layouts(shapes: tuple[tuple[int, ...], ...], num_shards: int) -> list[RowLayout | None]:
     return unit_layouts(shapes, num_shards) if shapes else []
@@ -343,6 +347,7 @@ def _read_matrix(index: int, entry: Mapping[str, Any], world_size: int) -> Matri
             f"{name}: expected rows on ranks of its group, below {world_size}, got {strangers}, "
             f"row counts {sorted(rows.values())[:4]} or {cols} columns. Correct the shard map."
         )
+    # Ranks follow one another in the order of the group, which need not ascend.
     shards, start = [], 0
     for rank in group:
         shards.append((start, start + rows.get(rank, 0)))
