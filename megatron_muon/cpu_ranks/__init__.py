@@ -8,10 +8,10 @@
     ...                 # torch.distributed, megatron.training.pretrain, ...
 
 Importing the package changes nothing and imports neither torch nor megatron. What ``enable``
-replaces is listed, with the reasons, in ``table.REPLACEMENTS``. Files, each importing only those
-before it::
+replaces is listed, with the reasons, in ``table.REPLACEMENTS`` and ``table.KERNEL_REPLACEMENTS``.
+Files, each importing only those before it::
 
-    hidden, torch_cuda, collectives, megatron_core -> table -> this one
+    hidden, torch_cuda, bf16_products, collectives, megatron_core -> table -> this one
 
 Limits: the device mode acts in the thread that calls ``enable``. What megatron bound on import
 (``from torch.cuda import _lazy_call``) stays bound after ``disable``: use a GPU in a new process.
@@ -25,7 +25,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_muon.cpu_ranks.table import Replacement
+    from megatron_muon.cpu_ranks.table import KernelReplacement, Replacement
 
 __all__ = ["disable", "enable", "is_enabled"]
 
@@ -38,6 +38,8 @@ _ABSENT = object()
 
 # (owner, name, raw entry of the owner's __dict__ or _ABSENT), in the order replaced.
 _undo: list[tuple[Owner, str, object]] = []
+# (row, what its install returned), in the order replaced.
+_undo_kernels: list[tuple["KernelReplacement", object]] = []
 _mode: Any = None
 _dynamo_was_disabled: bool | None = None
 _hidden: dict[str, Any] = {}
@@ -85,7 +87,11 @@ def enable(force: bool = False) -> None:
         _dynamo_was_disabled, config.disable = config.disable, True
 
     from megatron_muon.cpu_ranks.hidden import hide
-    from megatron_muon.cpu_ranks.table import MEGATRON_REPLACEMENTS, TORCH_REPLACEMENTS
+    from megatron_muon.cpu_ranks.table import (
+        KERNEL_REPLACEMENTS,
+        MEGATRON_REPLACEMENTS,
+        TORCH_REPLACEMENTS,
+    )
     from megatron_muon.cpu_ranks.torch_cuda import CpuDeviceMode
 
     mode = CpuDeviceMode()
@@ -99,15 +105,22 @@ def enable(force: bool = False) -> None:
         _has_imported_megatron = True
         for row in MEGATRON_REPLACEMENTS:
             _apply(row)
+        for kernels in KERNEL_REPLACEMENTS:
+            if kernels.is_needed():
+                _undo_kernels.append((kernels, kernels.install()))
     except BaseException:
         disable()
         raise
     atexit.register(_leave_groups)
-    logger.debug("CPU ranks: %s names replaced", len(_undo))
+    logger.debug(
+        "CPU ranks: %s names replaced, kernels of %s",
+        len(_undo),
+        [row.operators for row, _ in _undo_kernels],
+    )
 
 
 def disable() -> None:
-    """Restore every name ``enable`` replaced; does nothing when not enabled.
+    """Restore every name and kernel ``enable`` replaced; does nothing when not enabled.
 
     ``TORCHDYNAMO_DISABLE`` stays in the environment: what was decorated on import stays as it is.
 
@@ -125,6 +138,9 @@ def disable() -> None:
             f"cpu_ranks.disable(): expected its own TorchFunctionMode on top, got {current}. Leave "
             "the mode entered since enable(), and call it in the thread that enabled."
         )
+    while _undo_kernels:
+        kernels, installed = _undo_kernels.pop()
+        kernels.remove(installed)
     while _undo:
         owner, name, raw = _undo.pop()
         if raw is _ABSENT:

@@ -3,10 +3,11 @@
 """The one list of what CPU ranks replace, and why."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_muon.cpu_ranks import collectives, megatron_core, torch_cuda
+from megatron_muon.cpu_ranks import bf16_products, collectives, megatron_core, torch_cuda
 from megatron_muon.cpu_ranks.torch_cuda import constant, refusal
 
 
@@ -33,6 +34,27 @@ class Replacement:
                 f"{self.target}: expected a dotted path and a reason, got {self.reason!r}. "
                 "Give both."
             )
+
+
+@dataclass(frozen=True)
+class KernelReplacement:
+    """CPU kernels of some of torch's operators given another implementation.
+
+    They have no name in Python to replace: a backward pass looks them up in torch's dispatcher.
+
+    Attributes:
+        operators: Names of the operators, with their overloads.
+        install: Replaces the kernels; returns what ``remove`` takes.
+        remove: Restores them.
+        is_needed: Returns whether this machine needs it.
+        reason: Why, in one clause.
+    """
+
+    operators: tuple[str, ...]
+    install: Callable[[], Any]
+    remove: Callable[[Any], None]
+    is_needed: Callable[[], bool]
+    reason: str
 
 
 _ONE_DEVICE = "one device per rank, the CPU, always present"
@@ -172,4 +194,21 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
 
 REPLACEMENTS: tuple[Replacement, ...] = TORCH_REPLACEMENTS + MEGATRON_REPLACEMENTS
 
-__all__ = ["MEGATRON_REPLACEMENTS", "REPLACEMENTS", "TORCH_REPLACEMENTS", "Replacement"]
+KERNEL_REPLACEMENTS: tuple[KernelReplacement, ...] = (
+    KernelReplacement(
+        bf16_products.OPERATORS,
+        bf16_products.install,
+        bf16_products.remove,
+        bf16_products.lacks_bf16_instructions,
+        "a CPU without bf16 instructions multiplies bf16 fifty times slower than fp32",
+    ),
+)
+
+__all__ = [
+    "KERNEL_REPLACEMENTS",
+    "MEGATRON_REPLACEMENTS",
+    "REPLACEMENTS",
+    "TORCH_REPLACEMENTS",
+    "KernelReplacement",
+    "Replacement",
+]

@@ -44,11 +44,23 @@ def read_events(folder: Path, run: int) -> dict[str, Values]:
     }
 
 
-def write_golden(path: Path, metrics: dict[str, Values], train_iters: int) -> None:
-    """Write metrics in Megatron's format: a value an iteration, five decimals."""
+def write_golden(
+    path: Path, metrics: dict[str, Values], train_iters: int, recorded_on: str | None = None
+) -> None:
+    """Write metrics in Megatron's format: a value an iteration, five decimals.
+
+    Args:
+        path: File to write.
+        metrics: Values of each metric.
+        train_iters: Iterations of the run.
+        recorded_on: Kind of CPU, where the last digit depends on it. It is a key of each metric,
+            where Megatron's reader ignores what it does not know; beside the metrics it would not.
+    """
     steps = range(1, train_iters + 1)
+    kind = {"recorded_on": recorded_on} if recorded_on else {}
     golden = {
         name: {
+            **kind,
             "start_step": 1,
             "end_step": train_iters,
             "step_interval": 1,
@@ -83,6 +95,21 @@ def read_golden(path: Path) -> dict[str, Values]:
             raise MetricsError(f"{path}: {name}: expected one value a step, got not so at {wrong}.")
         golden[name] = values
     return golden
+
+
+def read_recorded_on(path: Path) -> str | None:
+    """Return which kind of CPU recorded a golden file; None where that is not written there.
+
+    Raises:
+        MetricsError: The file names several.
+    """
+    kinds = {metric.get("recorded_on") for metric in json.loads(path.read_text()).values()}
+    if len(kinds) > 1:
+        raise MetricsError(
+            f"{path}: expected one `recorded_on` for all metrics, got {sorted(map(str, kinds))}. "
+            "Copy the whole file from one run."
+        )
+    return kinds.pop() if kinds else None
 
 
 def rounded(values: Values, steps: Iterable[int]) -> list[float]:

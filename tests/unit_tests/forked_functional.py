@@ -48,16 +48,15 @@ def main() -> None:
     for case in cases:
         os.environ.update(case.environment)  # before torch is imported, which reads them
     import broken_optimizers
-    from run import PRETRAIN_GPT, Runner, is_deterministic_here
+    from run import PRETRAIN_GPT, Runner
 
     with tempfile.TemporaryDirectory() as folder:
-        exactly = is_deterministic_here()
-        runner = Runner(Path(folder), PRETRAIN_GPT, exactly, train=forked_train)
+        runner = Runner(Path(folder), PRETRAIN_GPT, exactly=True, train=forked_train)
         for case in cases:
             _print(case.name, runner.run(case))
         for name in BROKEN:
             train = functools.partial(forked_train, before=getattr(broken_optimizers, name))
-            broken = Runner(Path(folder) / name, PRETRAIN_GPT, exactly, train=train)
+            broken = Runner(Path(folder) / name, PRETRAIN_GPT, exactly=True, train=train)
             broken.unsharded_losses = runner.unsharded_losses
             _print(name, broken.run(*select_cases([BROKEN_CASE], "cpu")))
 

@@ -1,9 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart without its training runs: data set, log, table, plot, sweep, command line."""
+"""The quickstart: data set, log, table, plot, sweep, command line, and one call of all."""
 
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -329,3 +331,34 @@ def test_command_line_refuses_options_that_disagree(arguments: list[str]) -> Non
     """A wrong option ends the call before anything is built."""
     with pytest.raises(SystemExit):
         quickstart.parse_arguments(arguments)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_quickstart_trains_with_both_optimizers_and_reports(tmp_path: Path) -> None:
+    """The script itself, two iterations each, held to AVX2: any CPU then lacks bf16 instructions.
+
+    It took ten minutes on such CPUs, where a product of bf16 was fifty times slower than of fp32.
+    """
+    script = Path(quickstart.__file__)
+    options = ["--iterations", "2", "--max-megabytes", "0.5", "--output", str(tmp_path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    with (tmp_path / "printed").open("w+") as printed:
+        command = [sys.executable, str(script), *options]
+        process = subprocess.Popen(command, env=env, stdout=printed, stderr=subprocess.STDOUT)
+        try:
+            # Two iterations take seconds: this limit is against a hang alone.
+            status = process.wait(timeout=900)
+        finally:
+            # Terminated, not killed: the quickstart then ends its ranks.
+            process.terminate()
+    printed = (tmp_path / "printed").read_text()
+    assert status == 0, printed[-4000:]
+    assert "Took" in printed
+    numbers = json.loads((tmp_path / "results.json").read_text())
+    assert [run["config"]["optimizer"] for run in numbers["runs"]] == ["muon", "adam"]
+    first = [run["log"]["losses"]["1"] for run in numbers["runs"]]
+    # Before the first update both are one model: the bytes and the seed are the same.
+    assert first[0] == first[1]
+    assert all(math.isfinite(x) for run in numbers["runs"] for x in run["log"]["losses"].values())
+    assert (tmp_path / "results.png").exists()
