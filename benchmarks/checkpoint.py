@@ -29,7 +29,7 @@ NUM_SAVES = 4
 
 
 def measure(options: argparse.Namespace, flags: str) -> dict[str, float]:
-    """Save and load in a folder of its own; milliseconds and bytes."""
+    """Save and load in a new folder; return milliseconds and bytes."""
     sizes = (
         f"--num-layers {options.layers} --hidden-size {options.hidden}"
         f" --ffn-hidden-size {3 * options.hidden} --global-batch-size {options.ranks}"

@@ -4,8 +4,8 @@
 
     .venv/bin/python benchmarks/design_alternatives.py --preset llama3-8b --dp 64
 
-Integers only: no GPU, no torch, no ranks. Every design gets the same shards, those Megatron-FSDP
-would cut. Elements are counted without padding; results that go back count as sent.
+Integers only: no GPU, no torch, no ranks. Every design gets the shards of Megatron-FSDP.
+Elements are counted without padding; scattered results count as sent.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Row(NamedTuple):
         over_ideal: Newton-Schulz time of the busiest rank over that of all matrices spread evenly.
         newton_schulz_ms: Newton-Schulz time of the busiest rank.
         moved: Elements that owners receive, of the elements of all matrices.
-        sent: Elements a rank sends, there and back, mean.
+        sent: Elements that a rank sends in gathers and scatters, mean.
     """
 
     design: str
@@ -60,23 +60,23 @@ def everyone(matrix: MatrixLayout, load: Load) -> Sequence[int]:
 
 
 def everyone_where_sharded(matrix: MatrixLayout, load: Load) -> Sequence[int]:
-    """Gather to all ranks what lies on several, and leave the rest where it is."""
+    """Gather matrices that lie on several ranks to all ranks; leave the others in place."""
     return list(matrix.elements_by_rank) if len(matrix.elements_by_rank) == 1 else matrix.ranks
 
 
 def largest_holder(matrix: MatrixLayout, load: Load) -> Sequence[int]:
-    """Give each matrix to the rank with most of it; of equal ones to the first."""
+    """Assign each matrix to the rank that holds most of it, the first of equal ones."""
     held = matrix.elements_by_rank
     return [max(sorted(held), key=held.__getitem__)]
 
 
 def idlest_holder(matrix: MatrixLayout, load: Load) -> Sequence[int]:
-    """Give each matrix to the holder with the least to do."""
+    """Assign each matrix to the holder with the least load."""
     return [min(sorted(matrix.elements_by_rank), key=load.__getitem__)]
 
 
 def idlest_rank(matrix: MatrixLayout, load: Load) -> Sequence[int]:
-    """Give each matrix to the rank of its group with the least to do, holder or not."""
+    """Assign each matrix to the rank of its group with the least load, holder or not."""
     return [min(matrix.ranks, key=load.__getitem__)]
 
 
@@ -123,7 +123,7 @@ def _place(name: str, choose: Choice, simulation: Simulation) -> Row:
 
 
 def _of_plans(name: str, plans: Sequence[ExchangePlan], world: int) -> Row:
-    """Read the row of what a run would do off the plan report."""
+    """Return the row of a run's own design, from the plan report."""
     report = build_report(range(world), plans)
     return Row(
         name,

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured of a step: time of the slowest rank, Newton-Schulz time, bytes, memory."""
+"""Measure a step: time of the slowest rank, Newton-Schulz time, bytes, memory."""
 
 import statistics
 import time
@@ -117,7 +117,7 @@ def counted_bytes() -> Iterator[dict[str, int]]:
 
 @contextmanager
 def peak_memory() -> Iterator[dict[str, int]]:
-    """Measure by how many bytes memory grows at most: of the allocator on a GPU, else resident."""
+    """Measure the peak growth of memory, bytes: of the allocator on a GPU, otherwise resident."""
     peak = {"bytes": 0}
     if dist.get_backend() == "nccl":
         torch.cuda.reset_peak_memory_stats()

@@ -4,10 +4,10 @@
 
     torchrun --nproc-per-node 4 -m megatron_muon benchmarks/optimizer_step.py --hidden 512
 
-Every peer has the same matrices, cut as Megatron-FSDP cuts them, and one step of each is timed in
-turn, so that what else the machine does meets all of them. Times are medians over the rounds of
-the slowest rank's. ``+ params`` adds, for peers that leave parameters sharded, an all-gather of
-fp32 parameters, which Megatron-FSDP does in the next forward pass.
+Every peer has the same matrices, sharded as Megatron-FSDP shards them. The peers are timed in turn,
+one step each, so that other work on the machine disturbs all of them alike. Times are of the
+slowest rank, medians over the rounds. For peers that leave parameters sharded, ``+ params`` adds an
+all-gather of fp32 parameters, which Megatron-FSDP does in the next forward pass.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 """The optimizers that are compared, each over the same matrices of the same model.
 
 Every peer has a ``step`` that starts from reduced gradients and ends with updated parameters where
-it keeps them: on row shards for all but ``layer_wise``, which keeps whole parameters on every rank.
+it keeps them: on row shards, except ``layer_wise``, which keeps whole parameters on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ MUON = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
 
 @dataclass(frozen=True)
 class Model:
-    """Matrices of a dense transformer, cut as Megatron-FSDP cuts them.
+    """Matrices of a dense transformer, sharded as Megatron-FSDP shards them.
 
     Args:
         shapes: Of all matrices, in order.
@@ -77,7 +77,7 @@ class Peer:
         newton_schulz: Modules and names of the functions whose time is Newton-Schulz.
         has_whole_parameters: Whether every rank has whole parameters after the step; the others
             are gathered by Megatron-FSDP in the next forward pass.
-        note: What one must know to compare it.
+        note: A remark that a comparison needs.
         persistent_bytes: Memory it keeps besides parameters, gradients and optimizer state.
     """
 
@@ -90,7 +90,7 @@ class Peer:
 
 
 def adam(model: Model, precision: str) -> Peer:
-    """Fused AdamW of torch on the shards: what Muon has to come near to."""
+    """Fused AdamW of torch on the shards: the time that Muon should come near."""
     params = [torch.nn.Parameter(shard) for shard in model.shards(0)]
     for param, grad in zip(params, model.shards(1000), strict=True):
         param.grad = grad
@@ -99,7 +99,7 @@ def adam(model: Model, precision: str) -> Peer:
 
 
 def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
-    """Ours."""
+    """This package's optimizer."""
     from megatron.core.optimizer import emerging_optimizers
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon

@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
 #
-# Writes the changes of patches/ into a source tree of megatron-core, all of them or none; a call
-# that is cut short is undone by the next:
+# Writes the changes of patches/ into a source tree of megatron-core, all of them or none. The next
+# call undoes an interrupted one:
 #   bash scripts/apply_patches.sh MEGATRON_DIR            apply; again does nothing
-#   bash scripts/apply_patches.sh MEGATRON_DIR --check    say what it would do, change nothing
-#   bash scripts/apply_patches.sh MEGATRON_DIR --revert   take them back
+#   bash scripts/apply_patches.sh MEGATRON_DIR --check    print what it would do, change nothing
+#   bash scripts/apply_patches.sh MEGATRON_DIR --revert   revert them
 # MEGATRON_DIR holds the megatron package: a Megatron-LM checkout, or a site-packages folder.
 set -euo pipefail
 
@@ -40,7 +40,7 @@ run_git() {
     (cd "$tree" && cat "${patches[@]}" | GIT_CEILING_DIRECTORIES=$(dirname "$tree") git apply -p1 "$@")
 }
 
-# What a call that was cut short leaves: the files as they were before it.
+# An interrupted call leaves this: the files as they were before it.
 backup=$tree/.megatron_muon_patches.backup
 if [[ -d "$backup" ]]; then
     [[ "$mode" != --check ]] || fail "$tree: a call was cut short. Call again without --check."

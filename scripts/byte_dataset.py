@@ -6,7 +6,7 @@
 | --- | --- |
 | token | one byte of a file, 0 to 255 |
 | end token | ``END_OF_DOCUMENT``, 256, after each document: the vocabulary has 257 tokens |
-| document | one file; a very large file is cut into several |
+| document | one file; a very large file becomes several documents |
 | prefix | path of the data set without ``.bin`` and ``.idx`` |
 """
 
@@ -79,8 +79,8 @@ def files_below(paths: Iterable[Path]) -> list[Path]:
 def read_documents(files: Sequence[Path], max_bytes: int, seed: int = 0) -> list[bytes]:
     """Return the files' bytes in an order shuffled by ``seed``, ``max_bytes`` of them at most.
 
-    Shuffled, because train and validation are cut off one after the other: sorted by name they
-    would hold different kinds of text.
+    Shuffled, because training takes the first documents and validation the last: sorted by name,
+    the two would hold different kinds of text.
 
     Raises:
         ValueError: The files hold fewer than ``MIN_BYTES`` bytes.

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Prove the table of ``megatron_muon/patching/versions.py``, each row in a throw-away environment.
+"""Check the table of ``megatron_muon/patching/versions.py``, each row in a temporary environment.
 
     .venv/bin/python scripts/check_compat.py                  # all cases, a few minutes
-    .venv/bin/python scripts/check_compat.py --only 0.19.0    # those whose versions hold the text
+    .venv/bin/python scripts/check_compat.py --only 0.19.0    # rows whose versions contain the text
     .venv/bin/python scripts/check_compat.py --here           # the environment it runs in
 
 A case: enable() and disable(); a few test files; five steps of a toy GPT on two CPU ranks with Muon
 under ZeRO-3 Megatron-FSDP; five steps that save after two, and a run that loads and repeats the
-last three. It exits with 1 where anything comes out otherwise than the table says.
+last three. The exit status is 1 if any result differs from the table.
 """
 
 import argparse
@@ -62,12 +62,12 @@ class Case:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What its row of the printed table begins with."""
+        """The first cells of its row of the printed table."""
         return (*self.versions.values(), self.transformer_engine or "none")
 
     @property
     def claim(self) -> str:
-        """What the package says of it: every step is ``ok``, or ``refused``."""
+        """What the package's table expects of every step: ``ok`` or ``refused``."""
         found = {name: None if v == "none" else v for name, v in self.versions.items()}
         return "refused" if self.is_partial or versions.version_problems(found) else "ok"
 
@@ -92,7 +92,7 @@ WHOLE_TRANSFORMER_ENGINE = Case(*_NEWEST, "transformer-engine[core_cu13,pytorch]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A case, what came of its steps, and what its packages do without this one.
+    """A case, the outcome of its steps, and what its packages do without this one.
 
     Args:
         case: The case.
@@ -106,7 +106,7 @@ class Result:
 
     @property
     def is_as_claimed(self) -> bool:
-        """Whether every step that was run came out as the package says."""
+        """Whether every step that was run had the expected outcome."""
         words = {outcome.word for outcome in self.outcomes.values()} - {"-"}
         return words == {self.case.claim}
 
@@ -213,10 +213,10 @@ def markdown(results: Sequence[Result], steps: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the cases asked for and print the table; return 0 where all came out as claimed."""
+    """Run the requested cases and print the table; return 0 if all had the expected outcome."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", metavar="TEXT", help="cases whose row holds TEXT")
-    parser.add_argument("--here", action="store_true", help="this environment, nothing is built")
+    parser.add_argument("--only", metavar="TEXT", help="only cases whose row contains TEXT")
+    parser.add_argument("--here", action="store_true", help="check this environment and build none")
     parser.add_argument(
         "--keep", metavar="DIR", type=Path, help="keep environments and logs in DIR"
     )

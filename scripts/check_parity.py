@@ -4,9 +4,9 @@
 
     .venv/bin/python scripts/check_parity.py --ranks 4 --noise-ranks 3
 
-Every run goes through the launcher on the same number of ranks: GPUs where there are any, gloo
-ranks else. ``--noise-ranks`` adds upstream's DDP on another number of ranks: how far the reference
-is from itself when sums are taken in another order.
+Every run goes through the launcher on the same number of ranks: on GPUs if there are any,
+otherwise on CPU ranks over gloo. ``--noise-ranks`` adds upstream's DDP on another number of ranks,
+which shows how far the reference differs from itself when sums are taken in another order.
 """
 
 import argparse

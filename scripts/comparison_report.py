@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's results as a table, a JSON file and a plot; whoever is ahead."""
+"""The quickstart's results as a table, a JSON file and a plot."""
 
 import json
 import math
@@ -15,8 +15,8 @@ from training_log import TrainingLog
 from training_run import RunConfig
 
 Results = Sequence[tuple[RunConfig, TrainingLog]]
-# Fixed per optimizer, not by position: a run of one alone looks as it does beside others. The two
-# stay apart for color-blind readers too, and the markers differ.
+# Fixed per optimizer, not by position: a run looks the same alone and beside others.
+# Color-blind readers can tell the two colors apart, and the markers differ.
 COLORS = {"muon": "#0072b2", "adam": "#d55e00"}
 MARKERS = {"muon": "o", "adam": "s"}
 GRID_COLOR = "#e4e4e4"

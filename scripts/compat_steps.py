@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``scripts/check_compat.py`` runs in each environment, and what came of it."""
+"""The steps that ``scripts/check_compat.py`` runs in each environment, and their outcomes."""
 
 import dataclasses
 import re
@@ -65,7 +65,7 @@ _FLAGS = f"""
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of one step.
+    """The outcome of one step.
 
     Args:
         word: ``ok``, ``failed``, ``refused`` (with our own error) or ``-`` where it was not run.
@@ -112,7 +112,7 @@ class Environment:
         return status, output
 
     def train(self, name: str, *flags: str) -> tuple[Outcome, dict[int, float]]:
-        """Train on two ranks through the launcher; return what came of it and the losses."""
+        """Train on two ranks through the launcher; return the outcome and the losses."""
         arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         arguments += ["-m", "megatron_muon", str(ROOT / "scripts" / "pretrain_gpt.py")]
         status, output = self.run(name, *arguments, *_FLAGS.split(), *flags)
@@ -123,7 +123,7 @@ class Environment:
 
 
 def outcome_of(status: int, output: str) -> Outcome:
-    """Tell from exit status and output what came of a program.
+    """Return the outcome of a program by its exit status and output.
 
     Args:
         status: Exit status.
@@ -161,7 +161,7 @@ def _train(environment: Environment) -> Outcome:
 
 
 def _resume(environment: Environment) -> Outcome:
-    """Save on the way, load in another run, and compare with the run that never stopped."""
+    """Save during a run, load in another, and compare with the run that never stopped."""
     saves = ("--save", str(environment.folder / "checkpoints"), "--save-interval", str(SAVED_AT))
     outcome, whole = environment.train("save", *saves)
     if outcome.word != "ok":
@@ -206,13 +206,13 @@ def run_steps(environment: Environment, names: Sequence[str]) -> dict[str, Outco
 
 
 def differences(environment: Environment) -> list[str]:
-    """List what a refused megatron-core lacks of what the package imports, patches or relies on."""
+    """List the symbols that the package needs and a refused megatron-core does not have."""
     _, output = environment.run("differences", "-c", _DIFFERENCES)
     prefix = "DIFFERENCE "
     return [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
 
 
 def import_megatron(environment: Environment) -> str:
-    """Import megatron.core without this package, and say what came of it."""
+    """Import megatron.core without this package; return the outcome."""
     outcome = outcome_of(*environment.run("import", "-c", "import megatron.core"))
     return f"{outcome.word} {outcome.reason}".strip()

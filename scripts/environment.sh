@@ -59,7 +59,7 @@ build_environment() {
     find_uv || return 1
     echo "environment: building .venv from requirements.lock with $("${UV[@]}" --version)" >&2
     export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}"
-    # A marker without a stamp means that an installation was cut short: start from nothing.
+    # A marker without a stamp means that an installation was interrupted: start again.
     if [[ -e .venv/megatron-muon.installing ]] || ! is_python_312 .venv/bin/python; then
         rm -rf .venv
         "${UV[@]}" venv --quiet --python "$(find_python)" .venv || return 1

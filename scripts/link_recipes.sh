@@ -4,7 +4,7 @@
 #
 # Puts the functional recipes and cases where a Megatron-LM checkout looks for its own:
 #   bash scripts/link_recipes.sh MEGATRON_DIR            link recipes, copy cases; again updates
-#   bash scripts/link_recipes.sh MEGATRON_DIR --remove   take them out
+#   bash scripts/link_recipes.sh MEGATRON_DIR --remove   remove them
 # Recipes are links in tests/test_utils/local_recipes, which Megatron's recipe parser reads. Cases
 # are copies: Megatron's run_ci_test.sh edits model_config.yaml in place.
 set -euo pipefail

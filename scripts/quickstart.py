@@ -46,7 +46,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--learning-rates",
         type=float,
         nargs="+",
-        help="one an optimizer, in the order of --optimizers; with --sweep, the grid to begin with",
+        help="one for each of --optimizers, in order; with --sweep, the first grid",
     )
     add("--ranks", type=int, default=2, help="processes to shard over (default: 2)")
     add(

@@ -4,8 +4,9 @@
 
     .venv/bin/torchrun --nproc-per-node 2 scripts/train_megatron_core.py
 
-Only the lines that mention megatron_muon are specific to it. Each token follows from the one before
-it, which the model learns in seconds. It uses GPUs if there are any, otherwise CPU ranks over gloo.
+Only the lines that mention megatron_muon are specific to it. Each token of the data follows from
+the one before it, which the model learns in seconds. The script uses GPUs if there are any,
+otherwise CPU ranks over gloo.
 """
 
 import argparse
@@ -114,7 +115,7 @@ def main() -> None:
             dist.all_reduce(mean)
             if dist.get_rank() == 0:
                 loss_of_all = mean.item() / dist.get_world_size()
-                print(f"step {step:3d}  loss {loss_of_all:.4f}  grad norm {grad_norm:.3f}")
+                print(f"step {step:3d}  loss {loss_of_all:.4f}  grad norm {float(grad_norm):.3f}")
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run says: Megatron's log lines read into numbers."""
+"""Read the numbers of a training run from Megatron's log lines."""
 
 import re
 import statistics
@@ -94,7 +94,7 @@ def _median(by_iteration: dict[int, float], num_skipped: int = 5) -> float:
 
 
 def failed_rank(lines: list[str]) -> str:
-    """Return the rank whose traceback came first, else the one that torchrun blames, else 0."""
+    """Return the rank of the first traceback, otherwise the one torchrun blames, otherwise 0."""
     for line in lines:
         if "Traceback (" in line and (match := RANK_PREFIX.match(line)):
             return match[1]
@@ -107,12 +107,12 @@ def failed_rank(lines: list[str]) -> str:
 
 
 def failure_excerpt(lines: list[str], num_lines: int = 40) -> list[str]:
-    """Return the last lines of the rank that failed first; all ranks' where it printed none."""
+    """Return the last lines of the rank that failed first, or of all ranks if it printed none."""
     rank = failed_rank(lines)
     of_rank = [x for x in lines if (match := RANK_PREFIX.match(x)) and match[1] == rank]
     return [line.rstrip("\n") for line in (of_rank or lines)[-num_lines:]]
 
 
 def was_ended_by_signal(lines: list[str]) -> bool:
-    """Return whether torchrun says that a fault of native code ended the rank that failed first."""
+    """Return whether torchrun reports that a fault of native code ended the first failed rank."""
     return any(FAULT.match(line) for line in lines)

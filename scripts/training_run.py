@@ -48,7 +48,7 @@ MUON = (
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All that tells one run from another."""
+    """The settings in which runs differ."""
 
     optimizer: str
     learning_rate: float
@@ -72,7 +72,7 @@ class RunConfig:
         return max(1, self.iterations // self.num_validations)
 
     def megatron_arguments(self) -> list[str]:
-        """Return Megatron-LM's command line; runs of different optimizers share all but theirs."""
+        """Return Megatron-LM's command line; optimizers differ in their own flags only."""
         arguments = " ".join((MODEL, PLAIN_TORCH, SHARDED, SCHEDULE)).split()
         options = {
             "--seq-length": SEQ_LENGTH,
@@ -165,7 +165,7 @@ def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         "PYTHONWARNINGS": "ignore",
         "PYTHONFAULTHANDLER": "1",
     }
-    # A session of its own: Ctrl-C reaches torchrun once, as the SIGTERM below, and torchrun then
+    # A new session: Ctrl-C reaches torchrun once, as the SIGTERM below, and torchrun then
     # ends its ranks.
     process = subprocess.Popen(
         command,

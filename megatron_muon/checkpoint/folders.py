@@ -20,7 +20,7 @@ class CheckpointError(RuntimeError):
 
 
 def iteration_folder(folder: Path, iteration: int) -> Path:
-    """Give the folder of an iteration, as Megatron names it."""
+    """Return the folder of an iteration, as Megatron names it."""
     return folder / f"iter_{iteration:07d}"
 
 

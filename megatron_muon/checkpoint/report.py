@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint was saved from and holds, as text."""
+"""Describe a checkpoint as text: what it holds, and which run saved it."""
 
 import math
 import re
@@ -66,7 +66,7 @@ def describe(checkpoint: StoredCheckpoint) -> Iterator[str]:
 
 
 def describe_state(keys: Iterable[str]) -> str:
-    """Say which states an optimizer keeps, and for how many stored parameters.
+    """Return which states an optimizer keeps, and for how many stored parameters.
 
     Args:
         keys: Keys of a checkpoint.
@@ -83,7 +83,7 @@ def describe_state(keys: Iterable[str]) -> str:
 def _tensors_by_parameter(
     checkpoint: StoredCheckpoint,
 ) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
-    """Give key and tensor of the weight and of each state, by parameter."""
+    """Return key and tensor of the weight and of each state, by parameter."""
     parameters: dict[str, dict[str, tuple[str, StoredTensor]]] = defaultdict(dict)
     # Keys of the model come before keys of the optimizer.
     for key, tensor in sorted(checkpoint.tensors.items()):

@@ -4,12 +4,13 @@
 
 =========  =====================================================================================
 key        name of a value: the nested names of the saved dictionary, joined by dots
-tensor     a value that is cut into chunks, each a box of the whole
+tensor     a value stored as chunks, each a box of the whole
 object     any other value, pickled
 item       the bytes of a chunk or object: an archive of ``torch.save``, in one of the files
 =========  =====================================================================================
 
-Unpickling never runs code from the checkpoint: all but a few names of plain values become inert.
+Unpickling never runs code from the checkpoint: only a few plain values are built, everything else
+becomes inert.
 
 Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2.11.
 """
@@ -101,7 +102,7 @@ class StoredCheckpoint:
         return self.tensors.keys() | self.objects.keys()
 
     def items_by_file(self) -> dict[str, list[tuple[str, Item, Chunk | None]]]:
-        """Give what each file holds: key, item, and the chunk where it is of a tensor; in order."""
+        """Return the items of each file in order: key, item, and the chunk if it is of a tensor."""
         by_file: dict[str, list[tuple[str, Item, Chunk | None]]] = {}
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
@@ -262,7 +263,7 @@ _PLAIN: dict[str, set[str]] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
-        """Import plain values alone; anything else a pickle names becomes inert."""
+        """Import only plain values; anything else that a pickle names becomes inert."""
         if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
         return type(name, (_Inert,), {"__module__": module})

@@ -16,7 +16,7 @@ def open_in_one_step(
 ) -> IO[Any] | AbstractContextManager[IO[str]]:
     """Open any file as ``open`` does; a tracker to write takes the old one's place when closed.
 
-    Cut short between opening and writing, the tracker would else be empty.
+    Otherwise an interruption between opening and writing would leave an empty tracker.
     """
     if isinstance(path, str | os.PathLike) and mode == "w" and Path(path).name == TRACKER:
         return _replaced(Path(path))

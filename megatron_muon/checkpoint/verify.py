@@ -31,8 +31,8 @@ def find_problems(
 
     Args:
         checkpoint: Table of contents.
-        share: Which part of the work to do; all parts together read every byte once.
-        num_shares: Number of parts, of about as many bytes each.
+        share: Index of the share of the work to do; all shares together read every byte once.
+        num_shares: Number of shares, each of about as many bytes.
 
     Yields:
         One sentence for each tensor whose chunks do not tile it, each file that is missing or of
@@ -105,7 +105,7 @@ def _item_problem(
 
 
 def _is_tiled(tensor: StoredTensor) -> bool:
-    """Tell whether chunks lie inside of the shape, fill it, and do not overlap."""
+    """Return whether chunks lie inside of the shape, fill it, and do not overlap."""
     if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
         return False
     if any({len(c.offsets), len(c.sizes)} != {len(tensor.shape)} for c in tensor.chunks):

@@ -54,8 +54,8 @@ def is_enabled() -> bool:
 def enable(force: bool = False) -> None:
     """Make ``torch.cuda`` act on the CPU, then import Megatron and adapt it; idempotent.
 
-    Transformer Engine, which computes on GPUs only, is absent to imports from then on.
-    Also turns ``torch.compile`` into the identity (``TORCHDYNAMO_DISABLE=1``, unless it is set).
+    From then on, imports do not find Transformer Engine, which computes on GPUs only.
+    It also turns ``torch.compile`` into the identity (``TORCHDYNAMO_DISABLE=1``, unless it is set).
 
     Args:
         force: Enable although this machine has a usable CUDA device.

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer Engine, which computes on GPUs only, is absent to what CPU ranks import.
+"""Hide Transformer Engine, which computes on GPUs only, from the imports of CPU ranks.
 
-Megatron uses it wherever it can be imported, and takes an ImportError for its absence. Its kernels
+Megatron uses it wherever it can be imported; an ImportError means that it is absent. Its kernels
 fail on CPU tensors ("CUDAGuardImpl initialized with non-CUDA DeviceType: cpu").
 """
 

@@ -62,7 +62,7 @@ _IN_ORDER = "a CPU runs in program order"
 _ONE_GENERATOR = "the device draws from the CPU's generator"
 _NO_COUNTERS = "no device memory to count"
 _NO_AVERAGE = "gloo has no average"
-_NOT_BEHIND = "streams that do nothing cannot keep a buffer from being freed under a collective"
+_NOT_BEHIND = "a stand-in stream cannot keep a buffer alive while a collective uses it"
 _UNEVEN = "gloo gathers and scatters equal blocks only"
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"

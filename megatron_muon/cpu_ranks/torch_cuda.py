@@ -141,7 +141,7 @@ def refusal(what: str) -> type:
     """
 
     class Refused:
-        """A class of which no instance can be made."""
+        """A class that refuses to make an instance."""
 
         def __init__(self, *_args: object, **_kwargs: object) -> None:
             raise RuntimeError(
