@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_muon.plan.layout import RowLayout
 from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
@@ -195,38 +195,6 @@ def torch_muon(model: Model, precision: str) -> Peer:
     )
 
 
-def muonium(model: Model, precision: str) -> Peer:
-    """The package ``muonium`` on DTensors, which it gathers to every rank.
-
-    Raises:
-        ImportError: It is not installed, or there is no GPU.
-    """
-    if model.device.type == "cpu":
-        raise ImportError("its Newton-Schulz is a Triton kernel, which needs a GPU")
-    import muonium as package
-    from muonium.optim.algorithms import muon as algorithm
-
-    params = []
-    for index in range(len(model.shapes)):
-        value, grad = model.whole(index, 0), model.whole(index, 1000)
-        param = torch.nn.Parameter(distribute_tensor(value, model.mesh, [Shard(0)]))
-        param.grad = distribute_tensor(grad, model.mesh, [Shard(0)])
-        params.append(param)
-    optimizer = package.Muon(
-        params,
-        lr=MUON["lr"],
-        wd=MUON["weight_decay"],
-        use_cautious_wd=False,
-        orthogonalization_strategy="newton_schulz",
-    )
-    names = [n for n in ("zeropower", "foreach_zeropower") if hasattr(algorithm, n)]
-    return Peer(
-        optimizer.step,
-        [(algorithm, name) for name in names],
-        note="even shards instead of Megatron-FSDP's; other coefficients; bf16",
-    )
-
-
 PEERS: dict[str, Callable[[Model, str], Peer]] = {
     "adam": adam,
     "owner": lambda m, p: sharded_muon(m, p, mode="owner"),
@@ -234,5 +202,4 @@ PEERS: dict[str, Callable[[Model, str], Peer]] = {
     "all_gather": lambda m, p: sharded_muon(m, p, mode="all_gather"),
     "layer_wise": layer_wise,
     "torch.optim.Muon": torch_muon,
-    "muonium": muonium,
 }

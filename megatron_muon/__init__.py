@@ -8,6 +8,8 @@ describes everything that this package exports.
 
 Parts, each importing only those above it::
 
+    user_errors  errors that the user repairs, told from crashes
+    closed_pipe  a command whose reader went away ends quietly
     plan/        who orthogonalizes which matrix, and which rows travel; integers, no torch
     runtime/     runs a plan; torch.distributed, no megatron
     checkpoint/  reads and verifies checkpoint files, without megatron

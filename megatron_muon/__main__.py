@@ -6,8 +6,8 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megatron_muon.launcher import main
+from megatron_muon.launcher import run
 
 if __name__ == "__main__":
-    # torchrun then ends with the traceback of the rank that failed first.
-    sys.exit(record(main)(sys.argv[1:]))
+    # torchrun then ends with what the rank that failed first has to say.
+    sys.exit(record(run)(sys.argv[1:]))

@@ -2,43 +2,71 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a training script with Muon under Megatron-FSDP enabled."""
 
+import json
 import logging
 import os
 import runpy
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-_USAGE = "usage: torchrun [TORCHRUN OPTIONS] -m megatron_muon SCRIPT [SCRIPT ARGUMENTS]"
+from megatron_muon.closed_pipe import run_until_closed_pipe
+from megatron_muon.user_errors import SettingsError, UserError
+
+_LIST_PATCHES = "--list-patches"
+_USAGE = f"""\
+usage: torchrun [TORCHRUN OPTIONS] -m megatron_muon SCRIPT [SCRIPT ARGUMENTS]
+       python -m megatron_muon {_LIST_PATCHES}"""
 _DEVICES = ("cpu", "cuda")
+# How long ranks other than 0 wait with an error of the user. torchrun ends all ranks as soon as one
+# ends, and rank 0, which alone says it, may have started later.
+_WAIT_FOR_RANK_0_S = 10.0
 
 logger = logging.getLogger(__name__)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run :func:`main`, and end with the sentence of a :class:`UserError`, not with a traceback.
+
+    Args:
+        argv: As :func:`main` takes it.
+
+    Returns:
+        Exit status: that of :func:`main`, or 1 after an error of the user. Crashes pass through.
+    """
+    try:
+        return main(argv)
+    except UserError as error:
+        # As where nothing catches it: cpu_ranks then does not wait for peers that may be gone.
+        sys.last_exc = error
+        _end_with(f"megatron_muon: {error}")
+        return 1
 
 
 def main(argv: Sequence[str]) -> int:
     """Enable the patches, then run a script as ``__main__``.
 
     Args:
-        argv: Path of the script, then its own arguments.
+        argv: Path of the script, then its own arguments; or ``--list-patches``.
 
     Returns:
         Exit status: 0, or 2 when no script was named. A script that raises ends the process.
 
     Raises:
-        FileNotFoundError: The script does not exist.
-        ValueError: ``MEGATRON_MUON_DEVICE`` names neither cpu nor cuda.
-        RuntimeError: ``MEGATRON_MUON_DEVICE=cuda`` without a usable GPU.
+        SettingsError: The script does not exist; ``MEGATRON_MUON_DEVICE`` names neither cpu nor
+            cuda, or cuda where there is no usable GPU; or a flag of the script cannot work.
         IncompatibleMegatronError: The installed megatron-core is not one the patches were
             written for.
     """
     if not argv or argv[0] in ("-h", "--help"):
         sys.stderr.write(_USAGE + "\n")
         return 0 if argv else 2
+    if argv[0] == _LIST_PATCHES:
+        return run_until_closed_pipe(_list_patches)
     script = Path(argv[0])
     if not script.is_file():
-        raise FileNotFoundError(
-            f"SCRIPT: expected the path of a Python file, got {argv[0]}. {_USAGE}"
-        )
+        raise SettingsError(f"SCRIPT: expected the path of a Python file, got {argv[0]}. {_USAGE}")
     # First on the path as for `python SCRIPT`, and before megatron is imported: a Megatron-LM
     # checkout's own pretrain_gpt.py brings the megatron package beside it.
     sys.path.insert(0, str(script.resolve().parent))
@@ -64,24 +92,24 @@ def choose_device() -> str:
     """Choose where to train.
 
     Returns:
-        ``MEGATRON_MUON_DEVICE`` where it is set; else ``"cuda"`` where CUDA has a device and
+        ``MEGATRON_MUON_DEVICE`` where it is set; otherwise ``"cuda"`` where CUDA has a device and
         ``"cpu"`` (gloo ranks) where not.
 
     Raises:
-        ValueError: ``MEGATRON_MUON_DEVICE`` is neither cpu nor cuda.
-        RuntimeError: It is cuda, and there is no usable GPU.
+        SettingsError: ``MEGATRON_MUON_DEVICE`` is neither cpu nor cuda, or it is cuda and there is
+            no usable GPU.
     """
     import torch
 
     requested = os.environ.get("MEGATRON_MUON_DEVICE", "")
     if requested not in ("", *_DEVICES):
-        raise ValueError(
+        raise SettingsError(
             f"MEGATRON_MUON_DEVICE: expected one of {_DEVICES}, got {requested!r}. Unset it to use "
             "GPUs where there are any."
         )
     has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > 0
     if requested == "cuda" and not has_gpu:
-        raise RuntimeError(
+        raise SettingsError(
             "MEGATRON_MUON_DEVICE: expected a usable GPU for cuda, got none. Check the driver, or "
             "use MEGATRON_MUON_DEVICE=cpu."
         )
@@ -100,14 +128,51 @@ def _log_to_stdout_on_rank_0() -> None:
     package_logger.propagate = False
 
 
+def _list_patches() -> int:
+    """Print a line for each change to megatron."""
+    from megatron_muon.patching import check_packages
+
+    check_packages()
+    from megatron_muon.mcore.patches import PATCHES
+
+    for patch in PATCHES:
+        sys.stdout.write(f"{patch.target.symbol}: {patch.purpose}\n")
+    return 0
+
+
+def _end_with(text: str) -> None:
+    """Let rank 0 say why the run ends, and torchrun repeat it in its summary.
+
+    The other ranks wait, and are ended by torchrun meanwhile where rank 0 says it. The error of a
+    rank other than 0 alone is in the summary of torchrun; without torchrun, the rank prints it.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    if not is_rank_0:
+        time.sleep(_WAIT_FOR_RANK_0_S)
+    if is_rank_0 or error_file is None:
+        sys.stdout.flush()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    if error_file is not None:
+        # What torch.distributed.elastic's ErrorHandler writes, without py_callstack.
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(error_file).write_text(json.dumps({"message": message}))
+
+
 def _report(device: str) -> None:
-    """Log one line for the versions and one for each patch."""
+    """Log one line for the versions and one for the patches."""
     from megatron_muon.mcore.enable import applied_patches, carried_patches
     from megatron_muon.patching.versions import installed_versions
 
-    versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
-    logger.info("%s, device %s", versions, device)
-    for patch in applied_patches():
-        logger.info("patched %s: %s", patch.target.symbol, patch.purpose)
-    for patch in carried_patches():
-        logger.info("in megatron's source, %s: %s", patch.target.symbol, patch.purpose)
+    versions = installed_versions()
+    found = ", ".join(f"{name} {version}" for name, version in versions.items())
+    logger.info("%s, device %s", found, device)
+    done = "patched" if applied_patches() else "carries the patches in its source"
+    logger.info(
+        "megatron-core %s %s: %s changes (python -m megatron_muon %s shows them)",
+        versions["megatron-core"],
+        done,
+        len(applied_patches() or carried_patches()),
+        _LIST_PATCHES,
+    )

@@ -7,7 +7,9 @@
 #   bash scripts/apply_patches.sh MEGATRON_DIR            apply; again does nothing
 #   bash scripts/apply_patches.sh MEGATRON_DIR --check    print what it would do, change nothing
 #   bash scripts/apply_patches.sh MEGATRON_DIR --revert   revert them
-# MEGATRON_DIR holds the megatron package: a Megatron-LM checkout, or a site-packages folder.
+# MEGATRON_DIR holds the megatron package: a Megatron-LM checkout, or a site-packages folder. Its
+# content alone decides which folder of diffs is taken: the one that fits, or is there already. The
+# version that the tree gives itself is only printed: tags and branches of Megatron-LM raise it early.
 set -euo pipefail
 
 PATCHES=$(cd "$(dirname "${BASH_SOURCE[0]}")/../patches" && pwd)
@@ -28,14 +30,10 @@ exec 9<"$tree"
 flock 9
 
 version=$(sed -nE 's/^(MAJOR|MINOR|PATCH) *= *([0-9]+).*/\2/p' "$info" | paste -sd .)
-folder=$PATCHES/core_v$version
-[[ -d "$folder" ]] ||
-    fail "$tree: expected a release in $(cd "$PATCHES" && echo core_v*), got version $version."
-patches=("$folder"/*.patch)
 
 # One call of git takes all patches or writes nothing; as one input, because a later one may build
 # on an earlier one. The ceiling keeps git from a repository that the tree only happens to lie in,
-# whose ignored files it would skip without a word. --reverse takes them last to first (git 2.30).
+# whose ignored files it would skip silently. --reverse takes them last to first (git 2.30).
 run_git() {
     (cd "$tree" && cat "${patches[@]}" | GIT_CEILING_DIRECTORIES=$(dirname "$tree") git apply -p1 "$@")
 }
@@ -43,24 +41,38 @@ run_git() {
 # An interrupted call leaves this: the files as they were before it.
 backup=$tree/.megatron_muon_patches.backup
 if [[ -d "$backup" ]]; then
-    [[ "$mode" != --check ]] || fail "$tree: a call was cut short. Call again without --check."
+    [[ "$mode" != --check ]] || fail "$tree: a call was interrupted. Call again without --check."
     cp -a "$backup/megatron" "$tree"
     mv "$backup" "$backup.done"
-    echo "$tree: put back the files of a call that was cut short"
+    echo "$tree: restored the files of an interrupted call"
 fi
 [[ "$mode" == --check ]] || rm -rf "$backup.new" "$backup.done"
 
-if errors=$(run_git --check 2>&1); then
-    state=absent
-elif missing=$(run_git --check --reverse 2>&1); then
-    state=present
-else
-    # The shorter list says what is amiss: what stands in the way of all, or what is not there.
-    (($(wc -l <<<"$missing") < $(wc -l <<<"$errors"))) && errors=$missing
-    fail "$tree: expected megatron-core $version as released, or with all of $folder, got neither:
+# Sets state, folder and patches to those that fit. If none fit, sets errors to the shortest list of
+# errors, which names best what is in the way.
+find_patches() {
+    local found candidate
+    for candidate in "$PATCHES"/core_v*; do
+        patches=("$candidate"/*.patch)
+        folder=$candidate
+        found=$(run_git --check 2>&1) && state=absent && return
+        note_errors "$found"
+        found=$(run_git --check --reverse 2>&1) && state=present && return
+        note_errors "$found"
+    done
+    return 1
+}
+
+note_errors() {
+    [[ -n "$errors" ]] && (($(wc -l <<<"$errors") <= $(wc -l <<<"$1"))) || errors=$1
+}
+
+errors=
+find_patches ||
+    fail "$tree: expected the source of a release in $(cd "$PATCHES" && echo core_v*), or that with \
+all of its diffs, got neither in megatron-core $version:
 $errors
-Nothing was changed. Take the other changes back, or run it on a fresh tree."
-fi
+Nothing was changed. Revert the other changes, or run it on a fresh tree."
 
 change_tree() {
     mkdir "$backup.new"
@@ -74,12 +86,12 @@ change_tree() {
 case $mode/$state in
 --apply/absent)
     change_tree
-    echo "$tree: applied ${#patches[@]} patches of $folder"
+    echo "$tree: megatron-core $version, applied ${#patches[@]} patches of $folder"
     ;;
 --revert/present)
     change_tree --reverse
-    echo "$tree: took back ${#patches[@]} patches of $folder"
+    echo "$tree: megatron-core $version, reverted ${#patches[@]} patches of $folder"
     ;;
---check/*) echo "$tree: megatron-core $version, patches $state" ;;
+--check/*) echo "$tree: megatron-core $version, patches $state ($(basename "$folder"))" ;;
 *) echo "$tree: patches $state already, nothing to do" ;;
 esac

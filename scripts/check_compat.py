@@ -5,6 +5,7 @@
     .venv/bin/python scripts/check_compat.py                  # all cases, a few minutes
     .venv/bin/python scripts/check_compat.py --only 0.19.0    # rows whose versions contain the text
     .venv/bin/python scripts/check_compat.py --here           # the environment it runs in
+    PYTHONPATH=MEGATRON_DIR .venv/bin/python scripts/check_compat.py --here     # a source tree
 
 A case: enable() and disable(); a few test files; five steps of a toy GPT on two CPU ranks with Muon
 under ZeRO-3 Megatron-FSDP; five steps that save after two, and a run that loads and repeats the
@@ -74,7 +75,9 @@ class Case:
 
 _NEWEST = ("0.19.2", "0.3.0", "2.11.0")
 
-# emerging-optimizers has no other release that fits: 0.3.0 is the only one on PyPI.
+# emerging-optimizers has no other release that fits: 0.3.0 is the only one on PyPI. Rows of the
+# table that are a source tree (0.19.1) cannot be installed: --here runs them, with the tree on
+# PYTHONPATH.
 CASES: tuple[Case, ...] = (
     Case(*_NEWEST),
     Case("0.19.2", "0.3.0", "2.12.0"),

@@ -130,11 +130,12 @@ def outcome_of(status: int, output: str) -> Outcome:
         output: Standard output and error.
 
     Returns:
-        ``refused`` only where ``IncompatibleMegatronError`` was raised, with its first problem.
+        ``refused`` only where ``IncompatibleMegatronError`` was raised, with its first problem; the
+        launcher prints its text alone.
     """
     if status == 0:
         return Outcome("ok")
-    if match := re.search(r"IncompatibleMegatronError: .*nothing was changed:\n(.+)", output):
+    if match := re.search(r"megatron-muon cannot be enabled, nothing was changed:\n(.+)", output):
         return Outcome("refused", re.sub(r"^\[[^]]*\]:", "", match[1]).strip())
     errors = re.findall(
         r"^(?:\[[^]]*\]:)?E?\s*(\w+(?:\.\w+)*(?:Error|Exception)\b.*)$", output, re.M

@@ -11,6 +11,7 @@ from megatron_muon.checkpoint.folders import CheckpointError, find_checkpoint
 from megatron_muon.checkpoint.report import describe
 from megatron_muon.checkpoint.storage import read_checkpoint
 from megatron_muon.checkpoint.verify import find_problems
+from megatron_muon.closed_pipe import run_until_closed_pipe
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
                 sys.stdout.write(line + "\n")
             return 0
         problems = list(find_problems(checkpoint))
+    except BrokenPipeError:
+        raise
     except (CheckpointError, OSError) as error:
         problems = [str(error)]
     for problem in problems:
@@ -56,4 +59,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_until_closed_pipe(lambda: main(sys.argv[1:])))

@@ -11,7 +11,8 @@ Importing the package changes nothing and imports neither torch nor megatron. Wh
 replaces is listed, with the reasons, in ``table.REPLACEMENTS`` and ``table.KERNEL_REPLACEMENTS``.
 Files, each importing only those before it::
 
-    hidden, torch_cuda, bf16_products, collectives, megatron_core -> table -> this one
+    hidden, torch_cuda, bf16_products, collectives, dataset_helpers, megatron_core -> table
+    -> this one
 
 Limits: the device mode acts in the thread that calls ``enable``. What megatron bound on import
 (``from torch.cuda import _lazy_call``) stays bound after ``disable``: use a GPU in a new process.

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_muon.user_errors import SettingsError
+
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import TransformerConfig
-
-
-def compile_nothing() -> None:
-    """Stand in for ``compile_helpers``: the wheel ships the helpers compiled, and no Makefile."""
 
 
 def move_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
@@ -131,7 +129,7 @@ def model_parallel_without_context_from(original: Callable[..., Any]) -> Callabl
         """Refuse context parallelism, then make the groups."""
         size = signature.bind(*args, **kwargs).arguments.get("context_parallel_size", 1)
         if size > 1:
-            raise ValueError(
+            raise SettingsError(
                 f"--context-parallel-size: expected 1 on CPU ranks, got {size}. "
                 "Context parallelism needs Transformer Engine's attention: run on GPUs."
             )

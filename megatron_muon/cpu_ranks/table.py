@@ -7,7 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_muon.cpu_ranks import bf16_products, collectives, megatron_core, torch_cuda
+from megatron_muon.cpu_ranks import (
+    bf16_products,
+    collectives,
+    dataset_helpers,
+    megatron_core,
+    torch_cuda,
+)
 from megatron_muon.cpu_ranks.torch_cuda import constant, refusal
 
 
@@ -26,14 +32,6 @@ class Replacement:
     replacement: Any
     reason: str
     wraps: bool = False
-
-    def __post_init__(self) -> None:
-        """Check that the row says what it replaces and why."""
-        if self.target.count(".") < 1 or not self.reason:
-            raise ValueError(
-                f"{self.target}: expected a dotted path and a reason, got {self.reason!r}. "
-                "Give both."
-            )
 
 
 @dataclass(frozen=True)
@@ -154,8 +152,9 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
 MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         "megatron.core.datasets.utils.compile_helpers",
-        megatron_core.compile_nothing,
+        dataset_helpers.compile_where_missing_from,
         "the wheel ships the helpers compiled, and no Makefile",
+        True,
     ),
     Replacement(
         "megatron.core.parallel_state.get_nccl_options",

@@ -4,14 +4,16 @@
 
 import argparse
 import functools
-import inspect
+import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, get_args
 
-from megatron_muon.mcore.unsupported import raise_where_unsupported
+from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
 from megatron_muon.plan.settings import ExchangeMode, ExchangeSettings, WireChoice
+from megatron_muon.user_errors import SettingsError
+
+logger = logging.getLogger(__name__)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -75,11 +77,15 @@ def check(args: argparse.Namespace) -> None:
         args: The parsed command line, before Megatron validates it.
 
     Raises:
-        ValueError: With all that was asked for and cannot work.
+        SettingsError: With all that was asked for and cannot work.
     """
     if args.use_megatron_fsdp and args.optimizer not in ("adam", "sgd"):
-        raise_where_unsupported(vars(args))
-        _exchange_settings(args).wire_for(args.muon_fp32_matmul_prec == "medium")
+        refusals = unsupported_settings(vars(args))
+        try:
+            _exchange_settings(args).wire_for(args.muon_fp32_matmul_prec == "medium")
+        except ValueError as error:
+            refusals.append(str(error))
+        raise_where_refused(args.optimizer, refusals)
 
 
 def check_yaml(config: Any, path: str) -> None:
@@ -93,7 +99,7 @@ def check_yaml(config: Any, path: str) -> None:
         path: The file.
 
     Raises:
-        ValueError: The file or the command line asks for it.
+        SettingsError: The file or the command line asks for it.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--optimizer", default=getattr(config, "optimizer", "adam"))
@@ -104,7 +110,7 @@ def check_yaml(config: Any, path: str) -> None:
     )
     asked, _ = parser.parse_known_args(sys.argv[1:])
     if asked.use_megatron_fsdp and asked.optimizer not in ("adam", "sgd"):
-        raise ValueError(
+        raise SettingsError(
             f"--yaml-cfg: expected command-line flags for --optimizer {asked.optimizer} "
             f"--use-megatron-fsdp, got {path}, in whose place Megatron drops them. "
             "Pass the settings as flags."
@@ -133,37 +139,18 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
         """Refuse what cannot work, then validate as for Adam."""
         check(args)
-        if not args.use_megatron_fsdp:
+        if args.optimizer != "muon" or not args.use_megatron_fsdp:
             return original(args, defaults)
-        requested = args.optimizer
-        args.optimizer = "adam" if requested == "muon" else requested
-        with _printing_optimizer(original, requested):
-            try:
-                return original(args, defaults)
-            finally:
-                args.optimizer = requested
+        logger.info(
+            "--optimizer muon: Megatron's own checks, and the arguments that it prints, see adam"
+        )
+        args.optimizer = "adam"
+        try:
+            return original(args, defaults)
+        finally:
+            args.optimizer = "muon"
 
     return validate_args
-
-
-@contextmanager
-def _printing_optimizer(validate_args: Callable[..., Any], requested: str) -> Iterator[None]:
-    """Let the list of arguments, which ``validate_args`` prints last, show what was asked for."""
-    names = inspect.unwrap(validate_args).__globals__
-    original = names.get("_print_args")
-    if original is None:
-        yield
-        return
-
-    def _print_args(title: str, args: argparse.Namespace) -> None:
-        args.optimizer = requested
-        original(title, args)
-
-    names["_print_args"] = _print_args
-    try:
-        yield
-    finally:
-        names["_print_args"] = original
 
 
 def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ def enable() -> None:
     if carried:
         verify_all(REQUIREMENTS)
         _carried.extend(carried)
-        logger.info("megatron's source carries the patches: nothing to apply")
+        logger.debug("megatron's source carries the patches: nothing to apply")
     else:
         verify_all([*(patch.target for patch in PATCHES), *REQUIREMENTS])
         apply_all(PATCHES)

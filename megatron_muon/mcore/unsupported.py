@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Muon under Megatron-FSDP refuses: one table for command lines and for mcore scripts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_muon.user_errors import SettingsError
 
 Settings = Mapping[str, Any]
 
@@ -18,12 +20,46 @@ class Unsupported:
         is_requested: Whether these settings ask for it.
         reason: Why it cannot work.
         instead: What to do.
+        found: What was given; None where ``flag`` says it all.
     """
 
     flag: str
     is_requested: Callable[[Settings], bool]
     reason: str
     instead: str
+    found: Callable[[Settings], str] | None = None
+
+    def sentence(self, settings: Settings) -> str:
+        """Write down what was asked for, what was given, why it cannot work and what to do."""
+        given = f", got {self.found(settings)}" if self.found is not None else ""
+        return f"{self.flag}{given}: {self.reason}; {self.instead}."
+
+
+def _value(name: str) -> Callable[[Settings], str]:
+    """Return a ``found`` that is the value of one setting."""
+    return lambda settings: str(settings.get(name)).removeprefix("torch.")
+
+
+def _flags(*names: str) -> Callable[[Settings], str]:
+    """Return a ``found`` that spells those settings that were given as flags."""
+
+    def found(settings: Settings) -> str:
+        given = []
+        for name in names:
+            value = settings.get(name)
+            if value is None or value is False:
+                continue
+            flag = "--" + name.replace("_", "-")
+            given.append(flag if value is True else f"{flag} {_value(name)(settings)}")
+        return " ".join(given)
+
+    return found
+
+
+def _layer_wise_flag(settings: Settings) -> str:
+    if settings.get("use_layer_wise_param_layout", True) is False:
+        return "--no-use-layer-wise-param-layout"
+    return "use_layer_wise_distributed_optimizer"
 
 
 def _is_hsdp(settings: Settings) -> bool:
@@ -43,6 +79,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: s.get("optimizer") != "muon",
         "of the emerging optimizers only Muon has a Megatron-FSDP implementation here",
         "use --optimizer muon (dist_muon is its layer-wise form, which Megatron-FSDP replaces)",
+        _value("optimizer"),
     ),
     Unsupported(
         "--fp16",
@@ -69,13 +106,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "drop it",
     ),
     Unsupported(
-        "the layer-wise distributed optimizer (--no-use-layer-wise-param-layout)",
+        "the layer-wise distributed optimizer",
         lambda s: (
             bool(s.get("use_layer_wise_distributed_optimizer"))
             or s.get("use_layer_wise_param_layout", True) is False
         ),
         "it assigns whole layers to ranks, and Megatron-FSDP has already sharded their rows",
         "drop it; rows stay sharded under --use-megatron-fsdp",
+        _layer_wise_flag,
     ),
     Unsupported(
         "--use-torch-fsdp2",
@@ -89,12 +127,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "Megatron-FSDP itself lacks it: its mesh has no stage axis and its checkpoints hold one "
         "chunk, although upstream does not say so",
         "use data, tensor and expert parallelism",
+        _value("pipeline_model_parallel_size"),
     ),
     Unsupported(
         "--qk-clip and --log-max-attention-logit",
         lambda s: bool(s.get("qk_clip") or s.get("log_max_attention_logit")),
         "upstream looks for the layers under DDP, and clips weights that Megatron-FSDP overwrites",
         "drop them",
+        _flags("qk_clip", "log_max_attention_logit"),
     ),
     Unsupported(
         "ddp_config.megatron_fsdp_use_decoupled_grad",
@@ -113,12 +153,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: (s.get("gtp_weight_remat_size") or 1) > 1,
         "it shards rows a second time, which Megatron-FSDP does not record",
         "drop it",
+        _flags("gtp_weight_remat_size"),
     ),
     Unsupported(
         "HSDP without --overlap-grad-reduce",
         lambda s: _is_hsdp(s) and not s.get("overlap_grad_reduce"),
         "Megatron-FSDP then never reduces gradients over the outer ranks, and the replicas drift",
         "add --overlap-grad-reduce",
+        _flags("num_distributed_optimizer_instances"),
     ),
     Unsupported(
         "--ddp-average-in-collective",
@@ -135,18 +177,21 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "Megatron-FSDP shards over outer ranks only what is fully sharded over inner ones",
         "add --data-parallel-sharding-strategy optim_grads_params",
+        _flags("outer_dp_sharding_strategy", "data_parallel_sharding_strategy"),
     ),
     Unsupported(
         "--megatron-fsdp-main-params-dtype other than fp32",
         _has_low_precision_main_params,
         "Newton-Schulz and momentum need float32 main parameters",
         "use --megatron-fsdp-main-params-dtype fp32",
+        _value("megatron_fsdp_main_params_dtype"),
     ),
     Unsupported(
         "--ckpt-format other than fsdp_dtensor",
         lambda s: s.get("ckpt_format", "fsdp_dtensor") != "fsdp_dtensor",
         "Megatron-FSDP writes no other format",
         "use --ckpt-format fsdp_dtensor",
+        _value("ckpt_format"),
     ),
     Unsupported(
         "checkpoints of grouped experts with biases under expert parallelism",
@@ -157,6 +202,13 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "Megatron-FSDP's checkpoints give the biases of all expert-parallel ranks one name",
         "add --disable-bias-linear",
+        _flags(
+            "moe_grouped_gemm",
+            "expert_model_parallel_size",
+            "save",
+            "load",
+            "pretrained_checkpoint",
+        ),
     ),
     Unsupported(
         "--async-save",
@@ -170,12 +222,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: s.get("non_persistent_ckpt_type") is not None,
         "upstream writes these checkpoints for Megatron-FSDP, and cannot load them",
         "use --save-interval with --save-retain-interval",
+        _value("non_persistent_ckpt_type"),
     ),
     Unsupported(
         "--ckpt-convert-format",
         lambda s: s.get("ckpt_convert_format") is not None,
         "a Megatron-FSDP model writes no other format",
         "drop it",
+        _value("ckpt_convert_format"),
     ),
     Unsupported(
         "--load-main-params-from-ckpt",
@@ -186,20 +240,43 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 )
 
 
-def raise_where_unsupported(settings: Settings) -> None:
-    """Refuse settings that Muon under Megatron-FSDP cannot honour.
+def unsupported_settings(settings: Settings) -> list[str]:
+    """List what Muon under Megatron-FSDP cannot honour.
 
     Args:
         settings: Names and values as Megatron's arguments and configurations spell them; a name
             that is absent counts as not requested.
 
-    Raises:
-        ValueError: With all refused settings, the reason of each and what to use instead.
+    Returns:
+        A sentence for each refused setting: what was given, the reason, what to use instead.
     """
-    refused = [row for row in UNSUPPORTED if row.is_requested(settings)]
-    if refused:
-        lines = [f"{row.flag}: {row.reason}; {row.instead}." for row in refused]
-        raise ValueError(
-            f"--optimizer {settings.get('optimizer')} --use-megatron-fsdp cannot run with:\n  "
-            + "\n  ".join(lines)
+    return [row.sentence(settings) for row in UNSUPPORTED if row.is_requested(settings)]
+
+
+def raise_where_refused(optimizer: object, refusals: Sequence[str]) -> None:
+    """Refuse settings together.
+
+    Args:
+        optimizer: What ``--optimizer`` asks for.
+        refusals: A sentence for each; nothing is raised where there is none.
+
+    Raises:
+        SettingsError: With all of them.
+    """
+    if refusals:
+        raise SettingsError(
+            f"--optimizer {optimizer} --use-megatron-fsdp cannot run with:\n  "
+            + "\n  ".join(refusals)
         )
+
+
+def raise_where_unsupported(settings: Settings) -> None:
+    """Refuse settings that Muon under Megatron-FSDP cannot honour.
+
+    Args:
+        settings: As :func:`unsupported_settings` takes them.
+
+    Raises:
+        SettingsError: With all of them.
+    """
+    raise_where_refused(settings.get("optimizer"), unsupported_settings(settings))

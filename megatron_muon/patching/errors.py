@@ -5,9 +5,10 @@
 from collections.abc import Sequence
 
 from megatron_muon.patching.versions import table_text
+from megatron_muon.user_errors import UserError
 
 
-class IncompatibleMegatronError(RuntimeError):
+class IncompatibleMegatronError(UserError, RuntimeError):
     """The installed packages differ from those that the patches were written for.
 
     Args:

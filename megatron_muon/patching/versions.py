@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which releases were run together: one table for ``enable()``, its errors and the check of it.
 
-``scripts/check_compat.py`` runs every row in an environment of its own and fails where the table
-says something else. A release inside of the accepted ranges that is in no row is tried: its symbols
-are verified as those of any other, and a warning names it. One outside of them is refused.
+``scripts/check_compat.py`` runs every row that can be installed in an environment of its own and
+fails where the table says something else. A release inside of the accepted ranges that is in no
+row is tried: its symbols are verified as those of any other, and a warning names it. One outside of
+them is refused.
 """
 
 import importlib.metadata
@@ -39,12 +40,15 @@ class Combination:
         emerging_optimizers: Release of emerging-optimizers.
         torch: Release of torch.
         refusal: Why it is refused; empty where it works.
+        tree: The source tree that gives itself this version of megatron-core, for which no wheel
+            was released; empty where there is one.
     """
 
     megatron_core: str
     emerging_optimizers: str
     torch: str
     refusal: str = ""
+    tree: str = ""
 
     @property
     def versions(self) -> dict[str, str]:
@@ -58,6 +62,7 @@ TABLE: tuple[Combination, ...] = (
     Combination("0.19.2", "0.3.0", "2.12.0"),
     Combination("0.19.2", "0.3.0", "2.10.0"),
     Combination("0.19.0", "0.3.0", "2.11.0"),
+    Combination("0.19.1", "0.3.0", "2.11.0", tree="Megatron-LM's tag core_v0.19.0"),
     Combination(
         "0.18.2",
         "0.3.0",
@@ -70,8 +75,7 @@ TABLE: tuple[Combination, ...] = (
 def table_text() -> str:
     """Lay the table out for an error message, with the command that installs its first row."""
     names = tuple(ACCEPTED_VERSIONS)
-    rows = [(*row.versions.values(), row.refusal) for row in TABLE]
-    lines = [(*names, ""), *((*row[:-1], f"no: {row[-1]}" if row[-1] else "works") for row in rows)]
+    lines = [(*names, ""), *((*row.versions.values(), _verdict(row)) for row in TABLE)]
     widths = [len(name) for name in names]
     text = [
         "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
@@ -79,6 +83,12 @@ def table_text() -> str:
     ]
     pins = " ".join(f"{name}=={version}" for name, version in TABLE[0].versions.items())
     return "\n  ".join(["Run together:", *map(str.rstrip, text)]) + f"\nInstall: pip install {pins}"
+
+
+def _verdict(row: Combination) -> str:
+    if row.refusal:
+        return f"no: {row.refusal}"
+    return f"works (source tree, no wheel: {row.tree})" if row.tree else "works"
 
 
 def installed_versions() -> dict[str, str | None]:

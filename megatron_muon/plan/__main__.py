@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from megatron_muon.closed_pipe import run_until_closed_pipe
 from megatron_muon.plan.assignment import Objective
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.preview.model_shape import PRESETS, ModelShape
@@ -196,4 +197,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_closed_pipe(main))

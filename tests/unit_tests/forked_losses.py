@@ -39,11 +39,7 @@ def main() -> None:
             flags = fsdp_toy_gpt("optim_grads_params", *FEW, *save, *load, "--bf16")
             history[name] = launch(2, flags).check().history
         files = sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*"))
-    patches = [
-        line.removeprefix("[megatron_muon] ")
-        for line in outputs[0].splitlines()
-        if line.startswith(("[megatron_muon] patched", "[megatron_muon] in megatron's source"))
-    ]
+    patches = [line for line in outputs[0].splitlines() if "--list-patches" in line]
     result = {"history": history, "patches": patches, "num_files": len(files)}
     json.dump(result, sys.stdout)
 

@@ -23,9 +23,21 @@ PART = next(case for case in check_compat.CASES if case.is_partial)
 
 
 def test_cases_hold_every_row_of_the_table():
-    """Nothing is claimed that the script does not run."""
+    """Nothing is claimed of a release that the script does not run."""
     run = [case.versions for case in check_compat.CASES if not case.transformer_engine]
-    assert [row.versions for row in versions.TABLE] == run
+    assert [row.versions for row in versions.TABLE if not row.tree] == run
+
+
+def test_source_tree_without_a_wheel_is_in_the_table_and_said_to_be_one():
+    """The tag core_v0.19.0 calls itself 0.19.1: its users were warned. pip cannot install it."""
+    (row,) = (row for row in versions.TABLE if row.tree)
+    assert row.megatron_core == "0.19.1"
+    assert versions.is_tested(row.versions)
+    text = next(line for line in versions.table_text().splitlines() if "0.19.1" in line)
+    assert "works (source tree, no wheel: Megatron-LM's tag core_v0.19.0)" in text
+    assert row is not versions.TABLE[0], "the first row is what the errors say to install"
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    assert "| 0.19.1 | 0.3.0 | 2.11.0 | works; a source tree" in page
 
 
 def test_outcome_tells_our_refusal_from_other_errors():
@@ -33,6 +45,9 @@ def test_outcome_tells_our_refusal_from_other_errors():
     error = f"megatron_muon.patching.IncompatibleMegatronError: {IncompatibleMegatronError(['X.'])}"
     assert outcome_of(0, error) == OK
     assert outcome_of(1, f"Traceback\n{error}\nmore") == Outcome("refused", "X.")
+    assert outcome_of(1, f"megatron_muon: {IncompatibleMegatronError(['X.'])}") == Outcome(
+        "refused", "X."
+    )
     prefixed = "\n".join(f"[rank0]: {line}" for line in error.splitlines())
     assert outcome_of(1, prefixed) == Outcome("refused", "X.")
     assert outcome_of(1, "a\nValueError: b\nc") == Outcome("failed", "ValueError: b")

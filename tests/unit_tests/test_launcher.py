@@ -12,6 +12,7 @@ from ranks import PRETRAIN_GPT, ROOT, launch
 from toy_gpt import fsdp_toy_gpt
 
 from megatron_muon import launcher
+from megatron_muon.user_errors import SettingsError
 
 
 def _torchrun(num_ranks: int, *arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -26,8 +27,8 @@ def _torchrun(num_ranks: int, *arguments: str, **env: str) -> subprocess.Complet
     )
 
 
-def test_torchrun_trains_and_logs_one_line_a_patch_on_rank_0():
-    """The command of the README; versions, device and every patch are said once."""
+def test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0():
+    """The command of the README; versions, device and the number of patches are said once."""
     flags = fsdp_toy_gpt("optim_grads_params", "--train-iters", "2", "--lr-warmup-iters", "0")
     done = _torchrun(2, str(PRETRAIN_GPT), *flags, MEGATRON_MUON_DEVICE="cpu")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -40,8 +41,23 @@ def test_torchrun_trains_and_logs_one_line_a_patch_on_rank_0():
     assert len(versions) == 1
     from megatron_muon.mcore.patches import PATCHES
 
-    for patch in PATCHES:
-        assert done.stdout.count(f"patched {patch.target.symbol}: {patch.purpose}") == 1
+    lines = [line for line in done.stdout.splitlines() if "--list-patches" in line]
+    assert len(lines) == 1
+    assert re.fullmatch(
+        rf"\[megatron_muon\] megatron-core 0\.19\.\d patched: {len(PATCHES)} changes "
+        r"\(python -m megatron_muon --list-patches shows them\)",
+        lines[0],
+    )
+    assert PATCHES[0].purpose not in done.stdout
+
+
+def test_patches_are_listed_on_request(capsys):
+    """Sixteen lines at each start hid the others."""
+    from megatron_muon.mcore.patches import PATCHES
+
+    assert launcher.main(["--list-patches"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed == [f"{patch.target.symbol}: {patch.purpose}" for patch in PATCHES]
 
 
 def _run_script(tmp_path, code: str, name: str = "script.py"):
@@ -108,11 +124,11 @@ def test_impossible_devices_are_refused(monkeypatch):
     import torch
 
     monkeypatch.setenv("MEGATRON_MUON_DEVICE", "gpu")
-    with pytest.raises(ValueError, match="MEGATRON_MUON_DEVICE: expected one of"):
+    with pytest.raises(SettingsError, match="MEGATRON_MUON_DEVICE: expected one of"):
         launcher.choose_device()
     monkeypatch.setenv("MEGATRON_MUON_DEVICE", "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="expected a usable GPU for cuda, got none"):
+    with pytest.raises(SettingsError, match="expected a usable GPU for cuda, got none"):
         launcher.choose_device()
 
 
@@ -120,5 +136,5 @@ def test_usage_and_missing_scripts_are_errors(capsys):
     """Without a script the usage is shown; a wrong path is named."""
     assert launcher.main([]) == 2
     assert "-m megatron_muon SCRIPT" in capsys.readouterr().err
-    with pytest.raises(FileNotFoundError, match="got no_such_script.py"):
+    with pytest.raises(SettingsError, match="got no_such_script.py"):
         launcher.main(["no_such_script.py"])

@@ -1,0 +1,163 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a user reads whose command line cannot work, and that crashes keep their traceback."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from ranks import PRETRAIN_GPT, ROOT
+from toy_gpt import fsdp_toy_gpt
+
+from megatron_muon import IncompatibleMegatronError, launcher
+from megatron_muon.mcore.unsupported import unsupported_settings
+from megatron_muon.user_errors import SettingsError, UserError
+
+HSDP = {"num_distributed_optimizer_instances": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        ({"ckpt_format": "torch_dist"}, "other than fsdp_dtensor, got torch_dist: Megatron-FSDP"),
+        ({"optimizer": "soap"}, "--optimizer other than adam, sgd, muon, got soap: of the"),
+        ({"pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size above 1, got 4: "),
+        ({"fp16": True}, "--fp16: emerging optimizers have no loss scaling; use --bf16."),
+        ({"qk_clip": True}, "--qk-clip and --log-max-attention-logit, got --qk-clip: upstream"),
+        ({"use_layer_wise_param_layout": False}, "optimizer, got --no-use-layer-wise-param-layout"),
+        (HSDP, "--overlap-grad-reduce, got --num-distributed-optimizer-instances 2: Megatron"),
+        (
+            {**HSDP, "overlap_grad_reduce": True, "outer_dp_sharding_strategy": "optim"},
+            "without optim_grads_params, got --outer-dp-sharding-strategy optim: Megatron-FSDP",
+        ),
+        (
+            {"megatron_fsdp_main_params_dtype": "torch.bfloat16"},
+            "--megatron-fsdp-main-params-dtype other than fp32, got bfloat16: Newton-Schulz",
+        ),
+        ({"non_persistent_ckpt_type": "global"}, "--non-persistent-ckpt-type, got global: "),
+        ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format, got torch: "),
+        (
+            {
+                "moe_grouped_gemm": True,
+                "add_bias_linear": True,
+                "expert_model_parallel_size": 2,
+                "save": "folder",
+            },
+            "got --moe-grouped-gemm --expert-model-parallel-size 2 --save folder: Megatron-FSDP's",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refusal_says_what_was_given(settings, given):
+    """A user whose launch script sets the flag somewhere did not know what to look for."""
+    (refusal,) = unsupported_settings({"optimizer": "muon", **settings})
+    assert given in refusal
+
+
+def test_refused_flags_end_with_one_text_on_rank_0():
+    """Two ranks printed 16,000 characters: three tracebacks around the one sentence to read."""
+    flags = ("--ckpt-format", "torch_dist", "--fp16", "--muon-fsdp-max-parts", "3")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "megatron_muon", str(PRETRAIN_GPT)]
+    done = subprocess.run(
+        [sys.executable, *command, *fsdp_toy_gpt("optim_grads_params", *flags)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MEGATRON_MUON_DEVICE": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+        },
+        timeout=240,
+    )
+    assert done.returncode == 1
+    text = (
+        "megatron_muon: --optimizer muon --use-megatron-fsdp cannot run with:\n"
+        "  --fp16: emerging optimizers have no loss scaling; use --bf16.\n"
+        "  --ckpt-format other than fsdp_dtensor, got torch_dist: Megatron-FSDP writes no other "
+        "format; use --ckpt-format fsdp_dtensor.\n"
+        "  max parts: expected a power of two, got 3. "
+    )
+    assert f"\n{done.stderr}".count(f"\n{text}") == 1
+    # torchrun's own, of the process that started the ranks; below it the text once more.
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert "raise ChildFailedError" in done.stderr
+    assert "megatron_muon/" not in done.stderr, "a frame of this package"
+    summary = done.stderr.rpartition("Root Cause (first observed failure)")[2]
+    assert "rank      : 0" in summary
+    assert "got torch_dist" in summary
+
+
+class Raising:
+    """A ``main`` of the launcher that raises, and a clock that does not wait."""
+
+    def __init__(self, monkeypatch, error, rank="0"):
+        self.seconds = []
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(launcher.time, "sleep", self.seconds.append)
+        monkeypatch.setattr(launcher, "main", self)
+        monkeypatch.setattr(sys, "last_exc", None, raising=False)
+        self.error = error
+
+    def __call__(self, argv):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [SettingsError("x: wrong."), IncompatibleMegatronError(["torch: wrong."])]
+)
+def test_rank_0_says_the_error_of_the_user_at_once(monkeypatch, capsys, tmp_path, error):
+    """And hands it to torchrun, which shows the file of the rank that failed first."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    raising = Raising(monkeypatch, error)
+    assert launcher.run(["script.py"]) == 1
+    assert capsys.readouterr().err == f"megatron_muon: {error}\n"
+    assert raising.seconds == []
+    assert sys.last_exc is error, "process groups would be destroyed, which waits for peers"
+    written = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert written["message"] == f"megatron_muon: {error}"
+    assert written["extraInfo"].keys() == {"timestamp"}
+
+
+def test_other_ranks_wait_for_rank_0_and_say_nothing(monkeypatch, capsys, tmp_path):
+    """Under torchrun the end of one rank ends all, and rank 0 may not have come so far."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    raising = Raising(monkeypatch, SettingsError("x: wrong."), rank="1")
+    assert launcher.run(["script.py"]) == 1
+    assert capsys.readouterr().err == ""
+    assert len(raising.seconds) == 1 and 1 < raising.seconds[0] <= 10
+    assert "x: wrong." in (tmp_path / "error.json").read_text()
+
+
+def test_other_ranks_speak_where_nobody_reads_their_file(monkeypatch, capsys):
+    """Under srun, say: a package that is missing on one node alone would go without a word."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    Raising(monkeypatch, SettingsError("x: wrong."), rank="1")
+    assert launcher.run(["script.py"]) == 1
+    assert capsys.readouterr().err == "megatron_muon: x: wrong.\n"
+
+
+@pytest.mark.parametrize("error", [ValueError("ours"), RuntimeError("ranks"), KeyError("k")])
+def test_crash_keeps_its_traceback(monkeypatch, capsys, error):
+    """Whatever is no UserError is for those who read code."""
+    Raising(monkeypatch, error)
+    with pytest.raises(type(error)) as caught:
+        launcher.run(["script.py"])
+    assert caught.value is error
+    assert capsys.readouterr().err == ""
+
+
+def test_script_and_device_are_errors_of_the_user(monkeypatch, capsys, tmp_path):
+    """Both ended in a traceback."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert launcher.run(["no_such_script.py"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("megatron_muon: SCRIPT: expected the path of a Python file, got no_su")
+    monkeypatch.setenv("MEGATRON_MUON_DEVICE", "tpu")
+    with pytest.raises(UserError, match="expected one of .*, got 'tpu'"):
+        launcher.choose_device()
