@@ -43,8 +43,8 @@ def _compare_layouts(sharding: str, settings: dict[str, Any]) -> list[Any]:
         num_empty += start == stop
         if not torch.equal(param._local_tensor, whole[start:stop]):
             wrong.append(f"{fqn}: rows {start} to {stop}")
-        if matrix.group is not None:
-            gathered = all_gather_rows(param._local_tensor, matrix.layout, matrix.group)
+        if matrix.shard_group is not None:
+            gathered = all_gather_rows(param._local_tensor, matrix.layout, matrix.shard_group)
             if not torch.equal(gathered, whole):
                 wrong.append(f"{fqn}: gathered")
     return [wrong, num_empty]
@@ -104,7 +104,7 @@ def _plain_dtensors() -> list[Any]:
     try:
         describe_dtensor("weight", distribute_tensor(torch.ones(5, 4), mesh, [Shard(1), Shard(0)]))
     except ValueError as error:
-        return [matrix.layout.shards, dist.get_world_size(matrix.replicas), str(error)]
+        return [matrix.layout.shards, dist.get_world_size(matrix.replica_group), str(error)]
     return []
 
 
