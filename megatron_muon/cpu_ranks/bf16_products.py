@@ -50,6 +50,9 @@ def lacks_bf16_instructions() -> bool:
 def install() -> torch.library.Library:
     """Replace the CPU kernels of :data:`OPERATORS`, whatever the CPU.
 
+    On a CPU with bf16 instructions, where only tests do this, fp32 products are summed in another
+    order under ``torch.set_float32_matmul_precision("medium")``, and bf16 products then are too.
+
     Returns:
         What holds the replacements; :func:`remove` takes it.
     """
