@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     # checkout's own pretrain_gpt.py brings the megatron package beside it.
     sys.path.insert(0, str(script.resolve().parent))
     _log_to_stdout_on_rank_0()
-    from megatron_muon import enable
+    from megatron_muon.mcore.enable import enable
     from megatron_muon.patching import check_packages
 
     # Before CPU ranks, which import megatron.

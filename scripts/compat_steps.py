@@ -14,7 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS, SAVED_AT = 5, 2
 
 # Fast, and without hypothesis, which the environments lack.
-SMOKE_TESTS = ("test_patching", "test_newton_schulz", "test_arguments", "test_routing")
+SMOKE_TESTS = (
+    "patching/test_patching",
+    "runtime/test_newton_schulz",
+    "mcore/test_arguments",
+    "mcore/test_factory",
+)
 
 _ENABLE = """
 import megatron_muon

@@ -9,10 +9,15 @@
 
 Importing the package changes nothing and imports neither torch nor megatron. What ``enable``
 replaces is listed, with the reasons, in ``table.REPLACEMENTS`` and ``table.KERNEL_REPLACEMENTS``.
-Files, each importing only those before it::
+This file applies the rows and reverts them. The others, each importing only those above it::
 
-    hidden, torch_cuda, bf16_products, collectives, dataset_helpers, megatron_core -> table
-    -> this one
+    hidden           Transformer Engine, kept from being imported
+    torch_cuda       ``torch.cuda`` on the CPU
+    bf16_products    bf16 matrix products in fp32, where the CPU has no bf16 instructions
+    collectives      what gloo lacks of NCCL
+    dataset_helpers  compiled where a checkout lacks them
+    megatron_core    functions of megatron that need a GPU
+    table            the one list of what is replaced, and why
 
 Limits: the device mode acts in the thread that calls ``enable``. What megatron bound on import
 (``from torch.cuda import _lazy_call``) stays bound after ``disable``: use a GPU in a new process.

@@ -162,7 +162,7 @@ class Engine:
 
         Batched kernels may depend on it. It is that of the shape alone, so that results are the
         same on any number of ranks. What lies in the padding does not reach the matrices
-        (tests/unit_tests/test_newton_schulz.py). fp32 rows are orthogonalized one matrix by one.
+        (`test_newton_schulz.py`). fp32 rows are orthogonalized matrix by matrix.
         """
         part = stack[0]
         if not self.plan.wire.normalizes or len(part.owners) > 1:

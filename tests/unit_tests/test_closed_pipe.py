@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from ranks import ROOT
+from helpers.ranks import ROOT
 
 from megatron_muon.checkpoint import __main__ as checkpoint
 from megatron_muon.closed_pipe import run_until_closed_pipe

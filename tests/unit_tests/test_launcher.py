@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from ranks import PRETRAIN_GPT, ROOT, launch
-from toy_gpt import fsdp_toy_gpt
+from helpers.ranks import PRETRAIN_GPT, ROOT, launch
+from helpers.toy_gpt import fsdp_toy_gpt
 
 from megatron_muon import launcher
 from megatron_muon.user_errors import SettingsError
@@ -27,6 +27,7 @@ def _torchrun(num_ranks: int, *arguments: str, **env: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.slow
 def test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0():
     """The command of the README; versions, device and the number of patches are said once."""
     flags = fsdp_toy_gpt("optim_grads_params", "--train-iters", "2", "--lr-warmup-iters", "0")
@@ -66,6 +67,7 @@ def _run_script(tmp_path, code: str, name: str = "script.py"):
     return launch(1, ["--flag", "value"], script=script)
 
 
+@pytest.mark.ranks
 def test_script_runs_as_main_with_its_folder_and_arguments(tmp_path):
     """As ``python SCRIPT ARGS`` would run it."""
     (tmp_path / "beside.py").write_text("NAME = 'found'")
@@ -78,6 +80,7 @@ def test_script_runs_as_main_with_its_folder_and_arguments(tmp_path):
     assert "SEEN __main__ ['--flag', 'value'] found True True" in run.outputs[0]
 
 
+@pytest.mark.ranks
 def test_exit_status_of_the_script_is_kept(tmp_path):
     """A script that raises or exits with a status ends the rank with it."""
     assert _run_script(tmp_path, "raise KeyError('x')").exit_codes == [1]
@@ -89,6 +92,7 @@ print("CORE", megatron.core.__file__)
 """
 
 
+@pytest.mark.slow
 def test_megatron_package_beside_the_script_is_used(tmp_path):
     """A Megatron-LM checkout's own pretrain_gpt.py brings the megatron package next to it."""
     import megatron.core

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from ranks import PRETRAIN_GPT, ROOT
-from toy_gpt import fsdp_toy_gpt
+from helpers.ranks import PRETRAIN_GPT, ROOT
+from helpers.toy_gpt import fsdp_toy_gpt
 
 from megatron_muon import IncompatibleMegatronError, launcher
 from megatron_muon.mcore.unsupported import unsupported_settings

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's ``fsdp_dtensor`` checkpoints: state by name, checks before a load, safe saves.
 
-Files::
+Files, each importing only those above it::
 
-    state       state and settings of parameters by name, as checkpoints hold them
-    loading     a checkpoint is compared with the run before it is loaded
-    saving      an interrupted save leaves what was there
-    repairs     upstream defects of these checkpoints
+    state    state and settings of parameters by name, as checkpoints hold them
+    loading  a checkpoint is compared with the run before it is loaded
+    saving   an interrupted save leaves what was there
+    repairs  upstream defects of these checkpoints
 """

@@ -1,0 +1,323 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Saves that are cut short, full disks, and ranks that die: nothing is lost, nothing hangs."""
+
+import functools
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.checkpoint_runs import SCHEDULE
+from helpers.ranks import PRETRAIN_GPT, ROOT, launch, run_ranks
+from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
+
+from megatron_muon.checkpoint.folders import TRACKER, find_checkpoint
+from megatron_muon.checkpoint.storage import read_checkpoint
+from megatron_muon.checkpoint.verify import find_problems
+
+pytestmark = pytest.mark.ranks
+
+FLAGS = [*BF16, *SCHEDULE]
+
+
+def _wrap(owner, name: str, call) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        return call(original, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_save(rank: int, fraction: float) -> None:
+    """Kill a rank in the second save, after a fraction of the time that the first one took."""
+    from megatron.training import training
+
+    durations: list[float] = []
+
+    def save(original, *args, **kwargs):
+        if durations and int(os.environ["RANK"]) == rank:
+            threading.Timer(durations[0] * fraction, _die).start()
+        start = time.monotonic()
+        original(*args, **kwargs)
+        durations.append(time.monotonic() - start)
+
+    _wrap(training, "save_checkpoint", save)
+
+
+def loadable(folder: Path) -> int:
+    """Check every byte of what the tracker points to, and return its iteration."""
+    checkpoint = read_checkpoint(find_checkpoint(folder))
+    assert list(find_problems(checkpoint)) == []
+    assert (folder / TRACKER).read_text() == str(checkpoint.read_object("iteration"))
+    return checkpoint.read_object("iteration")
+
+
+# How often the first test below kills a save; ten leave hardly a moment out.
+NUM_KILLS = int(os.environ.get("MEGATRON_MUON_TEST_KILLS", "4"))
+
+
+@pytest.mark.slow
+def test_save_killed_at_random_moments_leaves_a_checkpoint(tmp_path):
+    """SIGKILL of either rank: the tracker points to a sound checkpoint, and it loads.
+
+    The survivor ends by itself, with an error.
+    """
+    rng = random.Random(4)
+    seen = []
+    for attempt in range(NUM_KILLS):
+        folder, victim, fraction = tmp_path / str(attempt), attempt % 2, rng.uniform(0, 1.1)
+        flags = [*FLAGS, "--save-interval", "1", "--exit-interval", "2", "--save", str(folder)]
+        run = launch(
+            2,
+            fsdp_toy_gpt(ZERO[3], *flags),
+            before=functools.partial(kill_in_save, victim, fraction),
+        )
+        assert run.exit_codes[victim] in (-signal.SIGKILL, 0), run.exit_codes
+        assert run.exit_codes[1 - victim] in (1, 0), run.exit_codes
+        seen.append((run.exit_codes, loadable(folder)))
+    assert {iteration for _, iteration in seen} >= {1}, seen
+    assert any(-signal.SIGKILL in codes for codes, _ in seen), seen
+    folder = next(tmp_path / str(i) for i, (_, iteration) in enumerate(seen) if iteration == 1)
+    flags = [*FLAGS, "--save-interval", "1", "--exit-interval", "3"]
+    resumed = launch(
+        2, fsdp_toy_gpt(ZERO[3], *flags, "--load", str(folder), "--save", str(folder))
+    ).check()
+    assert [record["iteration"] for record in resumed.history] == [2, 3]
+    assert loadable(folder) == 3
+    # What the killed save left is gone: the folder was saved again.
+    again = read_checkpoint(folder / "iter_0000002")
+    found = {path.name for path in (folder / "iter_0000002").glob("*.distcp")}
+    assert found == again.items_by_file().keys()
+
+
+def _kill_before_metadata() -> None:
+    from torch.distributed.checkpoint.filesystem import _FileSystemWriter
+
+    _wrap(_FileSystemWriter, "finish", lambda original, *args, **kwargs: _die())
+
+
+def _kill_in_tracker() -> None:
+    """Die with the tracker open for writing."""
+    from megatron.core.msc_utils import MaybeMultiStorageClient
+
+    def lookup(original, self, name):
+        found = original(self, name)
+
+        def opened(path, mode="r", **kwargs):
+            context = found(path, mode, **kwargs)
+            if mode == "w" and os.path.basename(path) == TRACKER:
+                context.__enter__()
+                _die()
+            return context
+
+        return opened if name == "open" else found
+
+    _wrap(MaybeMultiStorageClient, "__getattr__", lookup)
+
+
+def _after_enable(break_it) -> None:
+    """Break something after the patches are applied."""
+    from megatron_muon import launcher
+
+    _wrap(launcher, "_report", lambda original, device: break_it())
+
+
+@pytest.mark.parametrize("break_it", [_kill_before_metadata, _kill_in_tracker])
+@pytest.mark.slow
+def test_iteration_that_is_saved_again_survives_a_kill(break_it, tmp_path):
+    """The only checkpoint is saved again, as at the end of a complete run, and the save is killed.
+
+    Upstream overwrites its files one by one, and truncates the tracker before it writes it.
+    """
+    short = [*FLAGS, "--train-iters", "4", "--lr-decay-iters", "20"]
+    flags = fsdp_toy_gpt(ZERO[3], *short, "--save", str(tmp_path))
+    launch(2, flags).check()
+    assert loadable(tmp_path) == 4
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("iter_0000004/*.distcp")}
+    killed = launch(
+        2, [*flags, "--load", str(tmp_path)], before=functools.partial(_after_enable, break_it)
+    )
+    assert killed.exit_codes == [-signal.SIGKILL, 1]
+    assert loadable(tmp_path) == 4
+    if break_it is _kill_before_metadata:
+        assert all(path.stat().st_mtime_ns == when for path, when in before.items())
+    launch(2, [*flags, "--load", str(tmp_path)]).check()
+    assert loadable(tmp_path) == 4
+
+
+def _save_alone(folder: str) -> list[Any]:
+    """Save as another library in the process may, each rank with metadata of its own."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    import megatron_muon
+
+    dist.init_process_group("gloo")
+    megatron_muon.enable()
+    state = {"rank": torch.full((3,), float(dist.get_rank()))}
+    for _ in range(2):
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), use_collectives=False)
+        dist.barrier()
+    return sorted(path.name for path in Path(folder).glob("*.distcp"))
+
+
+def test_saves_of_others_are_left_alone(tmp_path):
+    """The writer of this package is torch's for everybody but Megatron's save of this format."""
+    names = ["__0_0.distcp", "__1_0.distcp"]
+    assert run_ranks(2, _save_alone, str(tmp_path)).check().results == [names, names]
+
+
+def _fill_disk(save_number: int) -> None:
+    """Let no file of rank 1 grow beyond 50 kB from a save on."""
+    from megatron.training import training
+
+    saves: list[int] = []
+
+    def save(original, *args, **kwargs):
+        saves.append(1)
+        if len(saves) == save_number and os.environ["RANK"] == "1":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        return original(*args, **kwargs)
+
+    _wrap(training, "save_checkpoint", save)
+
+
+@pytest.mark.slow
+def test_full_disk_is_an_error_on_all_ranks_and_no_checkpoint(tmp_path):
+    """Every rank says which rank could not write and why; the previous checkpoint stays."""
+    flags = [*FLAGS, "--save-interval", "1", "--save", str(tmp_path)]
+    for attempt in range(2):
+        arguments = fsdp_toy_gpt(ZERO[3], *flags, *(("--ckpt-step", "1") if attempt else ()))
+        if attempt:
+            arguments += ["--load", str(tmp_path)]
+        run = launch(2, arguments, before=functools.partial(_fill_disk, 2 - attempt))
+        assert run.exit_codes == [1, 1]
+        assert "CheckpointException ranks:dict_keys([1])" in run.outputs[0]
+        assert "File too large" in run.outputs[0]
+        assert loadable(tmp_path) == 1
+        assert not (tmp_path / "iter_0000002" / ".metadata").exists()
+        # What the first attempt left does not pile up.
+        assert len(list((tmp_path / "iter_0000002").glob("*.distcp"))) <= 2
+
+
+def _at(owner_path: str, name: str, call_number: int, action) -> None:
+    """Do something on rank 1 in the given call of a method."""
+    import importlib
+
+    module, _, owner_name = owner_path.rpartition(".")
+    owner = getattr(importlib.import_module(module), owner_name)
+    calls: list[int] = []
+
+    def call(original, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == call_number and os.environ["RANK"] == "1":
+            action()
+        return original(*args, **kwargs)
+
+    _wrap(owner, name, call)
+
+
+def _run_out_of_memory() -> None:
+    raise MemoryError("rank 1 is out of memory")
+
+
+ENGINE = ("megatron_muon.runtime.exchange.Exchange", "start", 4)
+STEP = ("megatron_muon.mcore.muon.FSDPZeROTensorParallelMuon", "step", 3)
+SAVE = ("megatron_muon.mcore.chained_optimizer.FSDPMuonChainedOptimizer", "sharded_state_dict", 2)
+FAULTS = [
+    pytest.param(*ENGINE, _die, -signal.SIGKILL, id="killed_in_the_gather", marks=pytest.mark.slow),
+    pytest.param(*ENGINE, _run_out_of_memory, 1, id="raises_in_the_gather"),
+    pytest.param(*STEP, _run_out_of_memory, 1, id="raises_in_a_step", marks=pytest.mark.slow),
+    pytest.param(*SAVE, _run_out_of_memory, 1, id="raises_in_a_save", marks=pytest.mark.slow),
+    pytest.param(*SAVE, _die, -signal.SIGKILL, id="killed_in_a_save"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "call_number", "action", "code"), FAULTS)
+def test_rank_that_fails_ends_the_job(owner, name, call_number, action, code, tmp_path):
+    """Without torchrun's help: the other rank notices that its peer is gone.
+
+    It does not wait for Megatron's timeout of ten minutes: nobody here does.
+    """
+    flags = fsdp_toy_gpt(ZERO[3], *FLAGS, "--save", str(tmp_path))
+    run = launch(2, flags, before=functools.partial(_at, owner, name, call_number, action))
+    assert run.exit_codes == [1, code]
+    assert "Connection" in run.outputs[0]
+
+
+def _short_timeout(seconds: int) -> None:
+    """Give --distributed-timeout-minutes, which takes whole ones, a fraction."""
+    from megatron.training import initialize
+
+    def initialized(original, *args, **kwargs):
+        initialize.get_args().distributed_timeout_minutes = seconds / 60
+        return original(*args, **kwargs)
+
+    _wrap(initialize, "_initialize_distributed", initialized)
+
+
+def _stop_in_the_gather(seconds: int) -> None:
+    _short_timeout(seconds)
+    _at(*ENGINE, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+@pytest.mark.slow
+def test_rank_that_stands_still_ends_the_job_after_the_timeout():
+    """Groups of the exchange wait as long as --distributed-timeout-minutes says, not half an hour.
+
+    The rank that is stopped is left to the launcher (here the harness kills it).
+    """
+    flags = fsdp_toy_gpt(ZERO[3], *FLAGS)
+    run = launch(2, flags, before=functools.partial(_stop_in_the_gather, 5), ends_with=0)
+    assert run.exit_codes == [1, -signal.SIGKILL]
+    assert "Timed out waiting 5000ms" in run.outputs[0]
+
+
+FAILING_SCRIPT = f"""
+import os, runpy
+import megatron_muon.mcore.muon as muon
+step = muon.FSDPZeROTensorParallelMuon.step
+calls = []
+def failing(self, *args):
+    calls.append(1)
+    if len(calls) == 3 and os.environ["RANK"] == "1":
+        raise MemoryError("rank 1 is out of memory")
+    return step(self, *args)
+muon.FSDPZeROTensorParallelMuon.step = failing
+runpy.run_path({str(PRETRAIN_GPT)!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_ends_with_the_traceback_of_the_first_error(tmp_path):
+    """The summary at the end shows the rank that failed first, and its error, not its victims'."""
+    script = tmp_path / "script.py"
+    script.write_text(FAILING_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        + ["-m", "megatron_muon", str(script), *fsdp_toy_gpt(ZERO[3], *FLAGS)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_MUON_DEVICE": "cpu"},
+        timeout=240,
+    )
+    assert done.returncode == 1
+    summary = done.stderr[done.stderr.rindex("Root Cause (first observed failure)") :]
+    assert "rank      : 1" in summary
+    assert "MemoryError: rank 1 is out of memory" in summary

@@ -1,0 +1,536 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What loads by Megatron's flags, and what is refused before anything is overwritten."""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoint_runs import (
+    SCHEDULE,
+    assert_same,
+    gathered,
+    resumed_run,
+    saved_run,
+)
+from helpers.ranks import Run, launch, run_ranks
+from helpers.repairs import without
+from helpers.toy_gpt import BF16, EP, ZERO, fsdp_toy_gpt
+
+from megatron_muon.checkpoint.folders import TRACKER
+from megatron_muon.checkpoint.storage import read_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+Z3 = ZERO[3]
+
+
+@pytest.fixture(scope="module")
+def muon(tmp_path_factory) -> tuple[Run, Path]:
+    """A Muon run of two ranks and its folder; tests copy what they damage."""
+    folder = tmp_path_factory.mktemp("muon") / "saved"
+    return saved_run(2, folder, Z3, *BF16), folder
+
+
+@pytest.fixture(scope="module")
+def adam(tmp_path_factory) -> Path:
+    """A folder that Adam saved."""
+    folder = tmp_path_factory.mktemp("adam") / "saved"
+    launch(2, _adam(Z3, *BF16, *SCHEDULE, "--save", str(folder), "--exit-interval", "5")).check()
+    return folder
+
+
+def _adam(sharding: str, *flags: str) -> list[str]:
+    return fsdp_toy_gpt(sharding, "--optimizer", "adam", *flags)
+
+
+def _load(folder: Path, *flags: str, **options) -> Run:
+    """Load the checkpoint of iteration 5 and train one iteration."""
+    arguments = [*BF16, *SCHEDULE, "--load", str(folder), "--ckpt-step", "5", *flags]
+    return launch(2, fsdp_toy_gpt(Z3, *arguments, "--exit-interval", "6"), **options)
+
+
+def watch_load(status: str) -> None:
+    """Write for each rank whether parameters or state changed in a load that raised."""
+    from megatron.training import training
+
+    original = training.load_checkpoint
+
+    def digest(optimizer) -> str:
+        found = hashlib.sha256()
+        for child in getattr(optimizer, "chained_optimizers", [optimizer]):
+            for param in child.get_parameters():
+                found.update(param._local_tensor.detach().numpy().tobytes())
+                for value in child.optimizer.state.get(param, {}).values():
+                    local = getattr(value, "_local_tensor", value)
+                    # Adam makes its state, of zeros, on the way.
+                    found.update(local.numpy().tobytes() if local.any() else b"")
+        return found.hexdigest()
+
+    @functools.wraps(original)
+    def load_checkpoint(model, optimizer, *args, **kwargs):
+        before = digest(optimizer)
+        try:
+            return original(model, optimizer, *args, **kwargs)
+        except BaseException:
+            rank = torch.distributed.get_rank()
+            Path(f"{status}_{rank}").write_text(json.dumps(digest(optimizer) == before))
+            raise
+
+    training.load_checkpoint = load_checkpoint
+
+
+def _assert_refused(run: Run, status: Path, *texts: str) -> None:
+    """Every rank ended with status 1, the whole message, and all as it was."""
+    assert run.exit_codes == [1, 1], run.outputs[0][-2000:]
+    for rank, output in enumerate(run.outputs):
+        for text in texts:
+            assert text in output, output[-3000:]
+        assert json.loads(Path(f"{status}_{rank}").read_text()) is True
+    assert run.history == []
+
+
+def _copy(folder: Path, target: Path) -> Path:
+    """Copy the checkpoint of iteration 5 and the tracker."""
+    shutil.copytree(folder / "iter_0000005", target / "iter_0000005")
+    (target / TRACKER).write_text("5")
+    return target
+
+
+def _without_metadata(folder: Path) -> str:
+    (folder / "iter_0000005" / ".metadata").unlink()
+    return "iter_0000005: expected a finished checkpoint, got one without .metadata"
+
+
+def _without_a_file(folder: Path) -> str:
+    path = next((folder / "iter_0000005").glob("__1_*.distcp"))
+    path.unlink()
+    return f"{path}: expected a file, got none"
+
+
+def _truncated(folder: Path) -> str:
+    path = next((folder / "iter_0000005").glob("__1_*.distcp"))
+    os.truncate(path, path.stat().st_size - 100)
+    return "the file is truncated"
+
+
+def _flipped(folder: Path) -> str:
+    path = next((folder / "iter_0000005").glob("__1_*.distcp"))
+    data = bytearray(path.read_bytes())
+    # In the middle of a weight, where torch.load notices nothing.
+    checkpoint = read_checkpoint(folder / "iter_0000005")
+    key, item, chunk = max(checkpoint.items_by_file()[path.name], key=lambda entry: entry[1].length)
+    assert chunk is not None
+    data[item.offset + item.length // 2] ^= 4
+    path.write_bytes(data)
+    return f"{key}: expected the checksum of its record"
+
+
+def _damaged_metadata(folder: Path) -> str:
+    path = folder / "iter_0000005" / ".metadata"
+    os.truncate(path, path.stat().st_size // 2)
+    return f"{path}: expected the metadata of torch.distributed.checkpoint, got"
+
+
+def _torch_format(folder: Path) -> str:
+    _without_metadata(folder)
+    (folder / "iter_0000005" / "mp_rank_00").mkdir()
+    return "expected the format fsdp_dtensor, got torch."
+
+
+def _torch_dist_format(folder: Path) -> str:
+    (folder / "iter_0000005" / "metadata.json").write_text("{}")
+    return "expected the format fsdp_dtensor, got torch_dist."
+
+
+def _set_tracker(text: str | None, folder: Path) -> str:
+    """Write a tracker, or none."""
+    path = folder / TRACKER
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    return {
+        "": "expected an iteration or 'release', got ''. Finished in",
+        "7": "iter_0000007: expected a checkpoint, got no such folder. Finished in",
+        None: "expected it beside the finished checkpoints 5, got no such file",
+        "release": "expected an iteration beside --ckpt-step 5, got 'release'",
+    }[text]
+
+
+# What is done to a copy of the checkpoint, and whether --ckpt-step 5 is passed.
+DAMAGES = {
+    "without_metadata": (_without_metadata, True),
+    "without_a_file": (_without_a_file, True),
+    "truncated": (_truncated, True),
+    "flipped": (_flipped, True),
+    "damaged_metadata": (_damaged_metadata, True),
+    "torch_format": (_torch_format, True),
+    "torch_dist_format": (_torch_dist_format, True),
+    "empty_tracker": (functools.partial(_set_tracker, ""), False),
+    "tracker_of_another": (functools.partial(_set_tracker, "7"), False),
+    "no_tracker": (functools.partial(_set_tracker, None), False),
+    "release": (functools.partial(_set_tracker, "release"), True),
+}
+# What one rank of two meets alone.
+UNSEEN, FORBIDDEN = "unseen", "forbidden"
+
+
+def _open_each(folders: dict[str, str], steps: dict[str, int | None]) -> dict[str, str]:
+    """Open every folder on two ranks as Megatron's load does, and return what is said."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from megatron_muon.mcore.checkpoint import loading
+
+    dist.init_process_group("gloo")
+    loaded: list[str] = []
+    load = loading.open_before_loading(lambda folder, *rest, **options: loaded.append(folder))
+    kept = loading.find_problems, loading._open
+    found = {}
+    for name, folder in folders.items():
+        if dist.get_rank() == 1 and name == FORBIDDEN:
+            loading.find_problems = _forbid
+        if dist.get_rank() == 1 and name == UNSEEN:
+            loading._open = lambda folder, iteration: None
+        args = SimpleNamespace(use_megatron_fsdp=True, ckpt_step=steps[name])
+        try:
+            load(folder, args, True)
+            found[name] = "loaded"
+        except RuntimeError as error:
+            found[name] = str(error)
+        loading.find_problems, loading._open = kept
+    # Ranks meet here after each refusal, and the sound checkpoint is loaded.
+    return found | {"loaded": ", ".join(loaded)}
+
+
+def _forbid(*args: object) -> None:
+    raise PermissionError("not allowed")
+
+
+@pytest.fixture(scope="module")
+def opened(muon, tmp_path_factory) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """What each rank says of every damaged checkpoint, and texts to expect."""
+    folders, texts, steps = {}, {}, {}
+    for name, (damage, has_step) in DAMAGES.items():
+        folder = _copy(muon[1], tmp_path_factory.mktemp(name))
+        texts[name] = damage(folder)
+        folders[name], steps[name] = str(folder), 5 if has_step else None
+    for name in (UNSEEN, FORBIDDEN, "sound"):
+        folders[name], steps[name] = str(muon[1]), 5
+    folders["one_checkpoint"], steps["one_checkpoint"] = str(muon[1] / "iter_0000005"), 5
+    return run_ranks(2, _open_each, folders, steps).check().results, texts
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_checkpoint_is_refused_before_anything_is_loaded(name, opened):
+    """By all ranks, naming the file, also where one rank alone reads the damaged one.
+
+    Upstream ends with status 0 for an empty tracker, and trains from random weights without one.
+    """
+    found, texts = opened
+    for said in found:
+        assert texts[name] in said[name]
+        assert "Nothing was loaded." in said[name]
+        assert "--ckpt-step" in said[name] or DAMAGES[name][1]
+
+
+def test_sound_checkpoint_is_opened_after_refusals(muon, opened):
+    """Loading goes on with it, and with none of the others."""
+    for said in opened[0]:
+        assert said["sound"] == "loaded"
+        assert said["loaded"] == str(muon[1])
+
+
+def test_folder_of_one_checkpoint_is_refused(opened):
+    """Upstream looks for a tracker inside of it, and trains from random weights."""
+    for said in opened[0]:
+        assert "expected a --save folder, got that of one checkpoint" in said["one_checkpoint"]
+
+
+def test_any_error_of_one_rank_is_raised_by_all(opened):
+    """Ranks that wait for one another's verdict would wait for ever."""
+    for said in opened[0]:
+        assert "rank 1: PermissionError: not allowed" in said[FORBIDDEN]
+
+
+def test_checkpoint_that_some_ranks_do_not_see_is_refused(opened):
+    """They would train from random weights, and the others wait for them."""
+    for said in opened[0]:
+        assert "rank 1 has 'none' where rank 0 has 'iter_0000005, __0_" in said[UNSEEN]
+
+
+@pytest.mark.parametrize(
+    ("damage", "flags"),
+    [
+        pytest.param(_flipped, ("--ckpt-step", "5"), id="damaged"),
+        pytest.param(functools.partial(_set_tracker, None), (), id="no_tracker"),
+    ],
+)
+def test_run_ends_with_the_refusal_and_parameters_as_they_were(damage, flags, muon, tmp_path):
+    """Through the launcher: every rank says it, ends with status 1, and has loaded nothing."""
+    text = damage(_copy(muon[1], tmp_path))
+    status = tmp_path / "status"
+    arguments = fsdp_toy_gpt(Z3, *BF16, *SCHEDULE, "--load", str(tmp_path), *flags)
+    run = launch(2, arguments, before=functools.partial(watch_load, str(status)))
+    _assert_refused(run, status, text, "--ckpt-step", "Nothing was loaded.")
+
+
+def test_checksums_can_be_left_out(muon, tmp_path):
+    """A flipped bit in a weight then loads, as it does in upstream."""
+    _flipped(_copy(muon[1], tmp_path))
+    assert len(_load(tmp_path, "--muon-fsdp-no-checksums").check().losses) == 1
+
+
+@pytest.fixture(scope="module")
+def plain_losses(muon) -> list[float]:
+    """Losses of a run that loads the checkpoint with its own flags."""
+    return _load(muon[1]).check().losses
+
+
+@pytest.mark.slow
+def test_arguments_come_from_the_checkpoint(muon, plain_losses):
+    """--use-checkpoint-args reads it before there is a process group."""
+    run = _load(muon[1], "--use-checkpoint-args").check()
+    assert run.losses == plain_losses
+    gone = launch(
+        2, fsdp_toy_gpt(Z3, *BF16, "--load", str(muon[1] / "iter_0000005"), "--use-checkpoint-args")
+    )
+    assert gone.exit_codes == [1, 1]
+    assert "expected a --save folder" in gone.outputs[0]
+
+
+def _wanted(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Return a state dict like the saved one, of tensors without data."""
+    wanted: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
+    for key, tensor in read_checkpoint(folder / "iter_0000005").tensors.items():
+        part, _, name = key.partition(".")
+        if part in wanted:
+            wanted[part][name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return wanted
+
+
+def _differences(folder: Path, wanted: dict[str, dict[str, torch.Tensor]]) -> str:
+    from megatron_muon.mcore.checkpoint.loading import find_differences
+
+    return "; ".join(find_differences(read_checkpoint(folder / "iter_0000005"), wanted, None))
+
+
+def test_same_model_has_no_differences(muon):
+    """What was saved is what is wanted."""
+    wanted = _wanted(muon[1])
+    assert any("layers.0.mlp.linear_fc2.weight" in key for key in wanted["model"])
+    assert _differences(muon[1], wanted) == ""
+
+
+def _change_shape(wanted: dict[str, torch.Tensor], name: str, shape: tuple[int, int]) -> None:
+    (key,) = [key for key in wanted if key.endswith(name)]
+    wanted[key] = torch.empty(shape, device="meta")
+
+
+def _another_layer(wanted: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    """Return a copy of layer 1 under another number."""
+    found = {key: value for key, value in wanted.items() if "layers.1." in key}
+    return {key.replace("layers.1.", f"layers.{number}."): found[key] for key in found}
+
+
+def test_other_shapes_are_named(muon):
+    """Another --ffn-hidden-size, or a vocabulary padded to another multiple."""
+    wanted = _wanted(muon[1])
+    _change_shape(wanted["model"], "layers.0.mlp.linear_fc2.weight", (32, 64))
+    _change_shape(wanted["model"], "word_embeddings.weight", (128, 32))
+    found = _differences(muon[1], wanted)
+    assert "layers.0.mlp.linear_fc2.weight: expected shape (32, 64), got (32, 56)" in found
+    assert "word_embeddings.weight: expected shape (128, 32), got (96, 32)" in found
+
+
+def test_layers_that_are_missing_or_would_be_dropped_are_named(muon):
+    """A model with fewer layers, or with more."""
+    wanted = _wanted(muon[1])
+    fewer = {
+        part: {key: value for key, value in wanted[part].items() if "layers.1." not in key}
+        for part in wanted
+    }
+    name = "layers.1.mlp.linear_fc2.weight"
+    assert f"{name}: expected nothing, got a tensor" in _differences(muon[1], fewer)
+    more = {part: wanted[part] | _another_layer(wanted[part], 2) for part in wanted}
+    name = "layers.2.mlp.linear_fc2.weight"
+    assert f"{name}: expected a tensor, got nothing" in _differences(muon[1], more)
+
+
+def test_other_states_are_named(muon):
+    """Lion keeps fewer states than Adam, and Adam others than Muon."""
+    wanted = _wanted(muon[1])
+    lion = {
+        key: value
+        for key, value in wanted["optimizer"].items()
+        if not key.endswith((".exp_avg_sq", ".step"))
+    }
+    found = _differences(muon[1], {**wanted, "optimizer": lion})
+    assert "word_embeddings.weight: expected nothing, got exp_avg_sq, step" in found
+    adam = {
+        key.replace("momentum_buffer", state): value
+        for key, value in wanted["optimizer"].items()
+        for state in ("exp_avg", "exp_avg_sq", "step")
+    }
+    found = _differences(muon[1], {**wanted, "optimizer": adam})
+    assert "linear_fc1.weight_w: expected exp_avg, exp_avg_sq, step, got momentum_buffer" in found
+
+
+def test_other_model_is_refused(muon, tmp_path):
+    """Through the launcher: every rank names the tensors, and nothing is loaded."""
+    status = tmp_path / "status"
+    flags = ("--ffn-hidden-size", "64")
+    run = _load(muon[1], *flags, before=functools.partial(watch_load, str(status)))
+    text = "mlp.linear_fc2.weight: expected shape (32, 64), got (32, 56)"
+    _assert_refused(run, status, text, "Nothing was loaded.")
+
+
+def test_checkpoint_of_bf16_is_refused_in_fp32(muon, tmp_path):
+    """Upstream names optimizer state by the wrapper of bf16 models; weights alone load."""
+    status = tmp_path / "status"
+    flags = [*SCHEDULE, "--load", str(muon[1]), "--ckpt-step", "5", *BF16[1:]]
+    run = launch(2, fsdp_toy_gpt(Z3, *flags), before=functools.partial(watch_load, str(status)))
+    _assert_refused(run, status, "linear_fc2.weight: expected momentum_buffer, got nothing")
+
+
+@pytest.mark.slow
+def test_adams_checkpoint_is_refused_by_muon(adam, tmp_path):
+    """Naming what was expected and found, and the way out."""
+    status = tmp_path / "status"
+    run = _load(adam, before=functools.partial(watch_load, str(status)))
+    _assert_refused(
+        run,
+        status,
+        "linear_fc1.weight_w: expected momentum_buffer, got exp_avg, exp_avg_sq, step",
+        "was saved with --optimizer adam, this run has --optimizer muon",
+        "--no-load-optim",
+    )
+
+
+@pytest.mark.slow
+def test_missing_momentum_is_refused(tmp_path):
+    """A checkpoint saved with --no-save-optim loads with --no-load-optim only, which says so."""
+    folder, status = tmp_path / "saved", tmp_path / "status"
+    flags = [*BF16, *SCHEDULE, "--save", str(folder), "--no-save-optim", "--exit-interval", "5"]
+    launch(2, fsdp_toy_gpt(Z3, *flags)).check()
+    run = _load(folder, before=functools.partial(watch_load, str(status)))
+    _assert_refused(run, status, "linear_fc1.weight_w: expected momentum_buffer, got nothing")
+    assert "momentum starts at zero" in _load(folder, "--no-load-optim").check().outputs[0]
+
+
+@pytest.mark.slow
+def test_adam_trains_on_from_its_own_checkpoint(adam):
+    """The checks are Adam's too."""
+    assert len(_load(adam, "--optimizer", "adam").check().losses) == 1
+
+
+@pytest.mark.parametrize("flags", [("--no-load-optim",), ("--finetune",)])
+@pytest.mark.slow
+def test_weights_alone_load_with_every_bit(flags, muon, tmp_path):
+    """bf16: main weights stay those of the checkpoint, and momentum starts at zero, which is said.
+
+    Upstream raises NotImplementedError here.
+    """
+    run = resumed_run(2, muon[1], tmp_path / "b", Z3, *BF16, *flags, "--exit-interval", "6")
+    run.check()
+    assert "loading weights without optimizer state" in run.outputs[0]
+    assert "momentum starts at zero" in run.outputs[0]
+    if "--finetune" in flags:
+        return  # begins at iteration 0, before which nothing is gathered
+    found, expected = gathered(tmp_path / "b", 2), gathered(muon[1], 2)
+    params = {name for name in expected if name.endswith(".param")}
+    assert_same({n: found[n] for n in params}, {n: expected[n] for n in params})
+    assert all(bool((found[n] == 0).all()) for n in found.keys() - params)
+
+
+@pytest.mark.slow
+def test_weights_of_adam_start_a_muon_run(adam):
+    """--finetune takes weights from another optimizer's checkpoint, and begins at iteration 0."""
+    run = _load(adam, "--finetune").check()
+    assert "momentum starts at zero" in run.outputs[0]
+    assert [record["iteration"] for record in run.history] == list(range(1, 7))
+
+
+@pytest.mark.slow
+def test_load_of_an_empty_folder_is_a_fresh_run(muon, tmp_path):
+    """Upstream takes a dummy step then, which decays weights; here losses are the fresh run's."""
+    flags = [*BF16, *SCHEDULE, "--load", str(tmp_path), "--exit-interval", "3"]
+    run = launch(2, fsdp_toy_gpt(Z3, *flags)).check()
+    assert run.losses == muon[0].losses[:3]
+    adam = _adam(Z3, *BF16, *SCHEDULE, "--exit-interval", "3")
+    assert launch(2, [*adam, "--load", str(tmp_path)]).check().losses == launch(2, adam).losses
+
+
+@pytest.mark.slow
+def test_pretrained_checkpoint_loads_without_load(muon):
+    """Upstream joins a path with None."""
+    flags = [*BF16, *SCHEDULE, "--pretrained-checkpoint", str(muon[1]), "--exit-interval", "1"]
+    run = launch(2, fsdp_toy_gpt(Z3, *flags)).check()
+    assert run.losses[0] < muon[0].losses[0] - 0.5
+    assert "momentum starts at zero" in run.outputs[0]
+
+
+def _learning_rate(run: Run) -> float:
+    line = next(line for line in run.outputs[-1].splitlines() if "learning rate:" in line)
+    return float(line.partition("learning rate:")[2].split("|")[0])
+
+
+@pytest.mark.slow
+def test_schedule_flags_choose_between_run_and_checkpoint(muon, plain_losses):
+    """--override-opt_param-scheduler takes this run's --lr, --use-checkpoint-... the saved one."""
+    other = ("--lr", "1e-3")
+    kept = _load(muon[1], *other, "--use-checkpoint-opt_param-scheduler").check()
+    assert kept.losses == plain_losses
+    overridden = _load(muon[1], *other, "--override-opt_param-scheduler").check()
+    assert _learning_rate(overridden) < 0.6 * _learning_rate(kept)
+    assert "do not match" in _load(muon[1], *other).outputs[0]
+
+
+def test_changed_momentum_flag_holds_and_is_said(muon):
+    """The checkpoint does not silently undo --muon-momentum."""
+    run = _load(muon[1], "--muon-momentum", "0.5").check()
+    assert (
+        "optimizer settings of this run differ from the checkpoint's and hold: momentum 0.5"
+        in (run.outputs[0])
+    )
+
+
+@pytest.mark.parametrize(
+    ("attribute", "sharding", "flags"),
+    [
+        pytest.param("handle_swiglu_in_state_dict", Z3, BF16, id="muon"),
+        pytest.param("handle_swiglu_in_state_dict", Z3, ("--optimizer", "adam"), id="fp32"),
+        pytest.param("make_fsdp_dtensor", ZERO[0], BF16, id="no_shard"),
+    ],
+)
+@pytest.mark.slow
+def test_save_fails_without_the_repair(attribute, sharding, flags, tmp_path):
+    """Gated layers: upstream knows Adam's state, in bf16, sharded."""
+    arguments = [*flags, *SCHEDULE, "--save", str(tmp_path), "--exit-interval", "5"]
+    run = launch(
+        2, fsdp_toy_gpt(sharding, *arguments), before=functools.partial(without, attribute)
+    )
+    assert 1 in run.exit_codes
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+
+
+@pytest.mark.slow
+def test_adams_save_with_empty_shards_hangs_without_the_repair(tmp_path):
+    """Ranks come with different sets of tensors to collectives over them."""
+    arguments = [*EP, *BF16, *SCHEDULE, "--exit-interval", "5", "--optimizer", "adam"]
+    launch(4, fsdp_toy_gpt(Z3, *arguments, "--save", str(tmp_path / "with"))).check()
+    broken = launch(
+        4,
+        fsdp_toy_gpt(Z3, *arguments, "--save", str(tmp_path / "without")),
+        before=functools.partial(without, "sharded_param_state_fsdp_dtensor"),
+        timeout_s=25,
+    )
+    assert any(broken.exit_codes)
+    assert (tmp_path / "with" / "iter_0000005" / ".metadata").exists()
+    assert not (tmp_path / "without" / "iter_0000005" / ".metadata").exists()

@@ -1,0 +1,231 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is saved and resumed, on the ranks that saved it and on others.
+
+On the same ranks nothing may change, bit for bit. On others parameters and momentum are the same
+bits; the iterations after sum gradients in another order, so losses differ by rounding, as those of
+two runs that never stopped do. Tolerances are relative; what is seen, ``pytest -rP`` prints:
+
+==============  =========  =====================================================================
+setting         tolerance  largest of ten differences seen
+==============  =========  =====================================================================
+bf16            1.5e-4     5.6e-5
+fp32            4e-5       8.7e-6, with Newton-Schulz in bf16
+experts         4e-3       5.2e-5; a token that is routed to another expert makes it far more
+==============  =========  =====================================================================
+"""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from helpers.checkpoint_runs import SAVED_AT, assert_same, digests, gathered, resumed_run, saved_run
+from helpers.ranks import Run
+from helpers.toy_gpt import BF16, EP, HFSDP, HSDP, MOE, TP, ZERO, relative_differences
+
+pytestmark = pytest.mark.ranks
+
+BF16_TOLERANCE, FP32_TOLERANCE, MOE_TOLERANCE = 1.5e-4, 4e-5, 4e-3
+SEQUENCE = ("--sequence-parallel", "--expert-tensor-parallel-size")
+# Muon of whole matrices, which does not depend on the tensor-parallel size.
+WHOLE = ("--muon-tp-mode", "duplicated")
+# Of attention. Hidden dropout draws from CUDA's
+# default generator, on CPU ranks the one that a new data loader draws its seed from.
+# Batches that divide by three ranks too.
+DIVISIBLE_BF16 = (*BF16, "--global-batch-size", "12")
+DROPOUT = ("--attention-dropout", "0.1")
+
+_folders: list[TemporaryDirectory] = []
+
+
+@functools.cache
+def saved(world_size: int, zero: int, *flags: str) -> tuple[Run, Path]:
+    """Train and save; one run serves all tests that load it."""
+    _folders.append(TemporaryDirectory())
+    folder = Path(_folders[-1].name) / "saved"
+    return saved_run(world_size, folder, ZERO[zero], *flags), folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remove_folders():
+    yield
+    for folder in _folders:
+        folder.cleanup()
+
+
+SAME_WORLD = [
+    pytest.param(2, 0, (), id="zero0_fp32", marks=pytest.mark.slow),
+    pytest.param(2, 1, BF16, id="zero1_bf16"),
+    pytest.param(2, 2, MOE, id="zero2_fp32_moe", marks=pytest.mark.slow),
+    pytest.param(4, 3, DIVISIBLE_BF16, id="zero3_bf16", marks=pytest.mark.slow),
+    pytest.param(4, 3, (*HSDP, *BF16), id="hsdp_bf16", marks=pytest.mark.slow),
+    pytest.param(4, 3, (*HFSDP, *BF16), id="hfsdp_bf16", marks=pytest.mark.slow),
+    pytest.param(4, 3, (*EP, *HFSDP), id="hfsdp_fp32_ep2", marks=pytest.mark.slow),
+    pytest.param(4, 3, (*EP, *BF16), id="zero3_bf16_ep2", marks=pytest.mark.slow),
+    pytest.param(4, 1, (*TP, *DROPOUT), id="zero1_fp32_tp2_dropout", marks=pytest.mark.slow),
+    pytest.param(
+        4, 3, (*EP, *TP, *SEQUENCE, "1", *BF16), id="zero3_bf16_tp2_ep2", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        2, 3, ("--muon-scalar-optimizer", "lion"), id="zero3_lion", marks=pytest.mark.slow
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_size", "zero", "flags"), SAME_WORLD)
+def test_resumed_run_is_the_run_that_never_stopped(world_size, zero, flags, tmp_path):
+    """Losses, parameters and state of ten iterations, on every rank, bit for bit."""
+    first, folder = saved(world_size, zero, *flags)
+    resumed = resumed_run(world_size, folder, tmp_path / "resumed", ZERO[zero], *flags).check()
+    assert resumed.losses == first.losses[SAVED_AT:]
+    assert len(resumed.losses) == 10
+    for rank in range(world_size):
+        found = digests(tmp_path / "resumed", rank)
+        assert found == digests(folder, rank)
+        assert len(set(found)) == 10
+
+
+Z3 = (4, 3, DIVISIBLE_BF16)
+OTHER_WORLD = [
+    pytest.param(Z3, (2, 3, DIVISIBLE_BF16), BF16_TOLERANCE, id="4_to_2", marks=pytest.mark.slow),
+    pytest.param((2, 1, BF16), (4, 1, BF16), BF16_TOLERANCE, id="2_to_4", marks=pytest.mark.slow),
+    pytest.param(Z3, (3, 3, DIVISIBLE_BF16), BF16_TOLERANCE, id="4_to_3", marks=pytest.mark.slow),
+    pytest.param(
+        Z3, (2, 1, DIVISIBLE_BF16), BF16_TOLERANCE, id="zero3_to_zero1", marks=pytest.mark.slow
+    ),
+    pytest.param((2, 1, BF16), (2, 3, BF16), BF16_TOLERANCE, id="zero1_to_zero3"),
+    pytest.param(
+        (2, 0, ()), (4, 2, ()), FP32_TOLERANCE, id="zero0_to_zero2", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        (4, 3, (*HSDP, *BF16)),
+        (2, 3, BF16),
+        BF16_TOLERANCE,
+        id="hsdp_to_plain",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        (4, 3, (*HFSDP, *BF16)),
+        (4, 1, BF16),
+        BF16_TOLERANCE,
+        id="hfsdp_to_plain",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        (2, 1, BF16),
+        (4, 3, (*HFSDP, *BF16)),
+        BF16_TOLERANCE,
+        id="plain_to_hfsdp",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        (4, 3, (*EP, *BF16)),
+        (2, 1, (*MOE, *BF16)),
+        MOE_TOLERANCE,
+        id="ep2_to_ep1_zero1",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param((2, 2, MOE), (4, 3, EP), MOE_TOLERANCE, id="ep1_to_ep2", marks=pytest.mark.slow),
+    pytest.param(
+        (4, 3, (*TP, *WHOLE)),
+        (2, 1, WHOLE),
+        FP32_TOLERANCE,
+        id="tp2_to_tp1",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param((2, 0, ()), (4, 3, TP), None, id="tp1_to_tp2_blockwise", marks=pytest.mark.slow),
+    pytest.param(
+        (2, 2, MOE),
+        (4, 3, (*MOE, *TP, *SEQUENCE, "2")),
+        None,
+        id="etp1_to_etp2_blockwise",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "tolerance"), OTHER_WORLD)
+def test_checkpoint_loads_on_other_ranks(before, after, tolerance, tmp_path):
+    """Gathered parameters and state are the saved ones, bit for bit, and training goes on.
+
+    Blockwise Muon is another optimizer on another number of tensor-parallel ranks: its losses are
+    not compared.
+    """
+    (world_size, zero, flags), (new_world_size, new_zero, new_flags) = before, after
+    first, folder = saved(world_size, zero, *flags)
+    resumed = resumed_run(
+        new_world_size, folder, tmp_path / "resumed", ZERO[new_zero], *new_flags
+    ).check()
+    assert_same(
+        gathered(tmp_path / "resumed", new_world_size, *_tensor_ranks(new_flags)),
+        gathered(folder, world_size, *_tensor_ranks(flags)),
+    )
+    assert len(resumed.losses) == 10
+    differences = relative_differences(resumed.losses, first.losses[SAVED_AT:])
+    print(f"largest relative difference of ten losses: {max(differences):.1e}")
+    if tolerance is None:
+        assert resumed.losses[-1] < resumed.losses[0] - 0.5
+    else:
+        assert max(differences) <= tolerance, differences
+
+
+PLAIN_READER = """
+import sys, torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+folder, output = sys.argv[1:]
+metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+state = {
+    key: torch.empty(value.size, dtype=value.properties.dtype)
+    for key, value in metadata.items()
+    if isinstance(value, TensorStorageMetadata) and key.split(".")[0] in ("model", "optimizer")
+}
+dcp.load(state, checkpoint_id=folder, no_dist=True)
+iteration = {"iteration": None}
+dcp.load(iteration, checkpoint_id=folder, no_dist=True)
+assert not {"megatron", "megatron_muon"} & {name.partition(".")[0] for name in sys.modules}
+torch.save({**state, **iteration}, output)
+"""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "zero", "flags"),
+    [
+        pytest.param(4, 3, (*HFSDP, *BF16), id="hfsdp"),
+        pytest.param(4, 3, (*EP, *BF16), id="ep2"),
+    ],
+)
+@pytest.mark.slow
+def test_plain_torch_reads_the_checkpoint(world_size, zero, flags, tmp_path):
+    """Code that imports neither megatron nor this package finds every weight and state, by name."""
+    _, folder = saved(world_size, zero, *flags)
+    checkpoint = folder / f"iter_{SAVED_AT:07d}"
+    subprocess.run(
+        [sys.executable, "-I", "-c", PLAIN_READER, str(checkpoint), str(tmp_path / "read.pt")],
+        check=True,
+        cwd=tmp_path,
+    )
+    read = torch.load(tmp_path / "read.pt")
+    assert read.pop("iteration") == SAVED_AT
+    expected = {}
+    for name, tensor in gathered(folder, world_size).items():
+        name, _, kind = name.rpartition(".")
+        prefix, suffix = f"optimizer.state.{name}", f".{kind}"
+        if kind == "param":
+            prefix, suffix = "model." + name.removeprefix("module.module."), ""
+        if "linear_fc1" in name:
+            halves = zip(("_w", "_v"), tensor.chunk(2), strict=True)
+            expected |= {f"{prefix}{half}{suffix}": rows for half, rows in halves}
+        else:
+            expected[f"{prefix}{suffix}"] = tensor
+    assert_same(read, expected)
+
+
+def _tensor_ranks(flags: tuple[str, ...]) -> tuple[int, int]:
+    """Give the numbers of tensor-parallel ranks of dense layers and of experts."""
+    return 2 if TP[0] in flags else 1, 2 if flags[-2:] == (*SEQUENCE[1:], "2") else 1

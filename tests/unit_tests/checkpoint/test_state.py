@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""state_dict() and load_state_dict() in a script on megatron-core, without megatron.training."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoint_runs import assert_same, whole_tensors
+from helpers.ranks import run_ranks
+from helpers.toy_fsdp import build_model, build_optimizer, run_backward
+
+pytestmark = pytest.mark.ranks
+
+
+def _train(num_steps: int, sharding: str) -> Any:
+    model = build_model(sharding)
+    optimizer = build_optimizer(model)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        run_backward(model)
+        optimizer.step()
+    return optimizer
+
+
+def _state(optimizer: Any) -> dict[str, torch.Tensor]:
+    whole = whole_tensors(optimizer)
+    return {name: tensor for name, tensor in whole.items() if not name.endswith(".param")}
+
+
+def _save(folder: str, sharding: str) -> list[float]:
+    import torch.distributed.checkpoint as dcp
+
+    optimizer = _train(3, sharding)
+    optimizer.param_groups[0]["lr"] = 0.125
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    torch.save(_state(optimizer), f"{folder}_saved.pt")
+    return _steps(optimizer)
+
+
+def _load(folder: str, sharding: str) -> list[Any]:
+    import torch.distributed.checkpoint as dcp
+
+    optimizer = _train(1, sharding)
+    state_dict = optimizer.state_dict()
+    dcp.load({"optimizer": state_dict}, checkpoint_id=folder)
+    optimizer.load_state_dict(state_dict)
+    torch.save(_state(optimizer), f"{folder}_loaded.pt")
+    return [_steps(optimizer), optimizer.param_groups[0]["lr"]]
+
+
+def _steps(optimizer: Any) -> list[float]:
+    states = optimizer.state_dict()["state"].values()
+    return [float(state["step"]) for state in states if "step" in state]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [((3, "optim_grads_params"), (2, "optim")), ((2, "no_shard"), (4, "optim_grads"))],
+)
+def test_plain_dcp_saves_and_loads_the_state_dict_on_other_ranks(saved, loaded, tmp_path):
+    """Without Megatron's preparation, which records the rows of DTensors anew before each save.
+
+    Torch would take the rows of a state without a record for even shards, and say nothing. Steps
+    count on every rank, those without rows of a parameter included: one rank's is what is saved.
+    """
+    folder = str(tmp_path / "checkpoint")
+    first = run_ranks(saved[0], _save, folder, saved[1]).check()
+    second = run_ranks(loaded[0], _load, folder, loaded[1]).check()
+    expected = torch.load(f"{folder}_saved.pt")
+    assert len(expected) > 10
+    assert_same(torch.load(f"{folder}_loaded.pt"), expected)
+    for steps in (*first.results, *(result[0] for result in second.results)):
+        assert set(steps) == {3.0}
+    assert all(result[1] == 0.125 for result in second.results)
+
+
+def _load_what_does_not_fit(folder: str) -> list[Any]:
+    import torch.distributed as dist
+
+    optimizer = _train(2, "optim_grads_params")
+    before = _state(optimizer)
+    other = copy.deepcopy(optimizer.state_dict())
+    for state in other["state"].values():
+        for value in state.values():
+            getattr(value, "_local_tensor", value).fill_(5.0)
+    names = sorted(name for name, state in other["state"].items() if "momentum_buffer" in state)
+    wrong = copy.deepcopy(other)
+    messages = []
+    if dist.get_rank() == 1:
+        del wrong["state"][names[0]]
+        wrong["state"][names[1]] = {"exp_avg": wrong["state"][names[1]]["momentum_buffer"]}
+        local = wrong["state"][names[2]]["momentum_buffer"]
+        wrong["state"][names[2]]["momentum_buffer"] = local._local_tensor[:0]
+        del wrong["param_to_group_meta"][names[3]]
+    try:
+        optimizer.load_state_dict(wrong)
+    except RuntimeError as error:
+        messages.append(str(error))
+    assert_same(_state(optimizer), before)
+    optimizer.load_state_dict(other)
+    filled = all(bool((tensor == 5.0).all()) for tensor in _state(optimizer).values())
+    return [names, messages, filled]
+
+
+def test_state_that_does_not_fit_is_refused_on_all_ranks(tmp_path):
+    """Wrong on rank 1 alone: nothing is loaded. What fits is copied into what is there."""
+    run = run_ranks(2, _load_what_does_not_fit, str(Path(tmp_path))).check()
+    for names, messages, filled in run.results:
+        assert len(messages) == 1 and filled
+        for text in (
+            f"rank 1: state.{names[0]}: expected ['momentum_buffer'], got nothing",
+            f"rank 1: state.{names[1]}: expected ['momentum_buffer'], got ['exp_avg']",
+            f"rank 1: state.{names[2]}.momentum_buffer: expected DTensor of shape",
+            f"rank 1: param_to_group_meta.{names[3]}: expected group settings, got nothing",
+            "Nothing was loaded.",
+        ):
+            assert text in messages[0], messages[0]

@@ -1,0 +1,373 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of ``megatron_muon.cpu_ranks``.
+
+What enables it runs in an interpreter of its own: what megatron binds on import outlives
+``disable``. One interpreter serves all tests that need megatron, and the others leave it out:
+importing it takes many times as long as any test.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from helpers.ranks import ROOT
+
+
+def run_python(code: str, num_ranks: int = 0, prelude: str = "") -> str:
+    """Return what ``code`` prints, run by a fresh interpreter or by ``num_ranks`` of torchrun's."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("TORCHDYNAMO_DISABLE", None)
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    code = prelude + textwrap.dedent(code)
+    if not num_ranks:
+        command = [sys.executable, "-c", code]
+    else:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        # "--no-python" lets torchrun start any program, hence "python -c".
+        command = [
+            *launcher,
+            f"--nproc-per-node={num_ranks}",
+            "--no-python",
+            sys.executable,
+            "-c",
+            code,
+        ]
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+# Enables CPU ranks without importing megatron.
+WITHOUT_MEGATRON = """
+from megatron_muon import cpu_ranks
+from megatron_muon.cpu_ranks import table
+table.MEGATRON_REPLACEMENTS = ()
+cpu_ranks.enable()
+"""
+
+WITH_MEGATRON = """
+import logging, traceback
+import torch
+from torch.overrides import _get_current_function_mode
+from megatron_muon import cpu_ranks
+from megatron_muon.cpu_ranks.table import REPLACEMENTS, TORCH_REPLACEMENTS
+
+def raw(row):
+    owner, name = cpu_ranks._resolve(row.target)
+    return vars(owner).get(name)
+
+def every_row_applies_and_reverts():
+    # Every row has a reason, takes effect, and is undone by disable() to the raw attribute.
+    targets = [row.target for row in REPLACEMENTS]
+    assert len(set(targets)) == len(targets), "a name is replaced twice"
+    assert all(len(row.reason) > 5 for row in REPLACEMENTS)
+    before = {row.target: raw(row) for row in TORCH_REPLACEMENTS}
+    cpu_ranks.disable()  # not enabled: nothing to do
+
+    cpu_ranks.enable()
+    cpu_ranks.enable()  # idempotent
+    assert cpu_ranks.is_enabled() and len(cpu_ranks._undo) == len(REPLACEMENTS)
+    for row in REPLACEMENTS:
+        value = raw(row)
+        value = value.__func__ if isinstance(value, staticmethod) else value
+        assert row.wraps or value is row.replacement, row.target
+    applied = {row.target: raw(row) for row in REPLACEMENTS}
+
+    cpu_ranks.disable()
+    assert not cpu_ranks.is_enabled() and _get_current_function_mode() is None
+    for row in REPLACEMENTS:
+        assert raw(row) is not applied[row.target], row.target
+    for row in TORCH_REPLACEMENTS:
+        assert raw(row) is before[row.target], row.target
+    cpu_ranks.enable()  # megatron is loaded by now, but by us
+
+def rng_tracker_draws_as_upstream_without_warning():
+    # Forks draw what the original draws, nested too, and say nothing of the shared generator.
+    from megatron.core.tensor_parallel import random
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
+
+    def draw():
+        torch.manual_seed(1)
+        tracker = random.CudaRNGStatesTracker()
+        tracker.add("outer", 11)
+        tracker.add("inner", 12)
+        values = []
+        for _ in range(2):
+            values.append(torch.rand(3))
+            with tracker.fork("outer"):
+                values.append(torch.rand(3))
+                with tracker.fork("inner"):
+                    values.append(torch.rand(3))
+                values.append(torch.rand(3))
+            values.append(torch.rand(3))
+        return torch.stack(values)
+
+    ours = draw()
+    assert not records
+    replaced = random.CudaRNGStatesTracker.fork
+    random.CudaRNGStatesTracker.fork = next(
+        raw for _, name, raw in cpu_ranks._undo if name == "fork"
+    )
+    assert torch.equal(ours, draw()) and records
+    random.CudaRNGStatesTracker.fork = replaced
+
+def context_parallelism_is_refused():
+    # Its attention needs a GPU: it is refused by name before any group is made.
+    from megatron.core import parallel_state
+
+    for args, kwargs in (((1, 1), {"context_parallel_size": 2}), ((1, 1, None, None, "nccl"), {})):
+        try:
+            parallel_state.initialize_model_parallel(*args, **kwargs)
+        except ValueError as error:
+            assert kwargs and "--context-parallel-size: expected 1" in str(error), error
+        except AssertionError:
+            assert not kwargs  # upstream's own: torch.distributed is not initialised
+        else:
+            raise AssertionError("took context parallelism")
+
+def norm_is_plain_and_marked_under_sequence_parallelism():
+    # Torch's norms pass as sequence parallel, their parameters marked, the config untouched.
+    from types import SimpleNamespace
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config = SimpleNamespace(
+        layernorm_zero_centered_gamma=False,
+        persist_layer_norm=True,
+        sequence_parallel=True,
+        memory_efficient_layer_norm=False,
+        normalization="RMSNorm",
+    )
+    norm = WrappedTorchNorm(config, 8)
+    assert isinstance(norm, torch.nn.RMSNorm) and norm.weight.sequence_parallel
+    assert config.sequence_parallel and config.persist_layer_norm
+
+def gradient_is_scaled_before_sum():
+    # Megatron-FSDP's fused scaling, which gloo lacks, happens before the sum instead.
+    from types import SimpleNamespace
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+
+    config = SimpleNamespace(average_in_collective=False, gradient_reduce_div_fusion=True)
+    grad = torch.ones(3)
+    op = param_and_grad_buffer.gradient_reduce_preprocessing(grad, 0.25, config)
+    assert op == torch.distributed.ReduceOp.SUM and grad.tolist() == [0.25] * 3
+
+for check in (
+    every_row_applies_and_reverts,
+    rng_tracker_draws_as_upstream_without_warning,
+    context_parallelism_is_refused,
+    norm_is_plain_and_marked_under_sequence_parallelism,
+    gradient_is_scaled_before_sum,
+):
+    try:
+        check()
+        print("passed", check.__name__)
+    except Exception:
+        print("failed", check.__name__, traceback.format_exc())
+"""
+
+
+@pytest.mark.slow
+def test_replacements_do_what_megatron_expects():
+    """All checks of ``WITH_MEGATRON`` pass, in one interpreter."""
+    output = run_python(WITH_MEGATRON)
+    assert "failed" not in output and output.count("passed ") == 5, output
+
+
+def test_import_changes_nothing():
+    """Importing the package imports neither torch nor megatron and replaces nothing."""
+    run_python(
+        """
+        import os, sys
+        from megatron_muon import cpu_ranks
+        assert not cpu_ranks.is_enabled()
+        assert not {"torch", "megatron"} & set(sys.modules), "imported something heavy"
+        assert "TORCHDYNAMO_DISABLE" not in os.environ
+
+        import torch
+        from megatron_muon.cpu_ranks.table import REPLACEMENTS
+        originals = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+        import megatron_muon.cpu_ranks.collectives
+        assert all(getattr(torch.cuda, name) is value for name, value in originals.items())
+        assert "megatron.core" not in sys.modules
+        """
+    )
+
+
+def test_enable_refuses_when_gpu_is_usable():
+    """A machine whose GPU works is left alone, unless the caller insists."""
+    run_python(
+        """
+        import torch
+        from megatron_muon import cpu_ranks
+        from megatron_muon.cpu_ranks import table
+        table.MEGATRON_REPLACEMENTS = ()
+        torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: 3
+        stream = torch.cuda.Stream
+        try:
+            cpu_ranks.enable()
+        except RuntimeError as error:
+            assert "got 3" in str(error) and "MEGATRON_MUON_DEVICE=cpu" in str(error), error
+        else:
+            raise AssertionError("enabled beside a usable GPU")
+        assert not cpu_ranks.is_enabled() and torch.cuda.Stream is stream
+        cpu_ranks.enable(force=True)
+        assert torch.cuda.Stream is not stream
+        """
+    )
+
+
+def test_enable_refuses_when_megatron_is_imported():
+    """Megatron binds torch's names on import: enabling after it is an error, not half a success."""
+    run_python(
+        """
+        import sys, types
+        sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+        from megatron_muon import cpu_ranks
+        try:
+            cpu_ranks.enable()
+        except RuntimeError as error:
+            assert "expected megatron.core not yet imported" in str(error), error
+        else:
+            raise AssertionError("enabled after megatron.core")
+        assert not cpu_ranks.is_enabled() and "torch" not in sys.modules
+        """
+    )
+
+
+def test_cuda_calls_act_on_cpu():
+    """Devices, streams, random states and pinned loaders behave as Megatron expects, on the CPU."""
+    run_python(
+        """
+        import sys, time
+        import torch
+        assert "megatron.core" not in sys.modules
+
+        cpu = torch.device("cpu")
+        assert torch.device("cuda") == torch.device("cuda:1") == torch.device(0) == cpu
+        assert torch.device("meta").type == "meta"
+        for device in ("cuda", "cuda:0", 0, torch.cuda.current_device(), torch.device("cuda", 0)):
+            assert torch.empty(2, device=device).device == cpu
+            assert torch.empty(2).to(device).device == cpu
+            assert torch.nn.Linear(2, 2, device=device).to(device).weight.device == cpu
+        assert torch.empty(2, device="meta").is_meta
+        half = torch.ones(2).to("cuda", torch.bfloat16, True)
+        assert half.dtype is torch.bfloat16 and half.type() == "torch.cuda.BFloat16Tensor"
+        assert torch.ones(2).type(torch.float64).dtype is torch.float64
+        assert half.cuda(non_blocking=True).pin_memory() is half
+
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            start.record()
+            time.sleep(0.02)
+            end.record()
+        assert 15 < start.elapsed_time(end) < 5000
+
+        torch.cuda.manual_seed(3)
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(4, device="cuda")
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(4, device="cuda"), first)
+
+        loader = torch.utils.data.DataLoader([torch.ones(2)] * 4, batch_size=2, pin_memory=True)
+        assert [tuple(batch.shape) for batch in loader] == [(2, 2), (2, 2)]
+        try:
+            torch.cuda.CUDAGraph()
+        except RuntimeError as error:
+            assert "CUDA graphs: expected a CUDA device" in str(error)
+        else:
+            raise AssertionError("made a CUDA graph")
+        """,
+        prelude=WITHOUT_MEGATRON,
+    )
+
+
+def test_gloo_ranks_do_what_nccl_does():
+    """Groups asked of NCCL are gloo's; averages, coalesced too, and uneven lists come out right."""
+    output = run_python(
+        """
+        import datetime
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _coalescing_manager
+
+        dist.init_process_group(backend="nccl", timeout=datetime.timedelta(seconds=60))
+        rank = dist.get_rank()
+        subgroup = dist.new_group([0, 1], backend="nccl")
+        assert dist.get_backend() == dist.get_backend(subgroup) == "gloo"
+        mesh = torch.distributed.DeviceMesh.from_group(subgroup, "cuda")
+        assert mesh.device_type == "cpu"
+
+        for dtype in (torch.float32, torch.bfloat16):
+            value = torch.full((3,), float(rank + 1), dtype=dtype)
+            dist.all_reduce(value, op=dist.ReduceOp.AVG)
+            assert value.tolist() == [1.5] * 3
+            source, output = torch.arange(4.0).to(dtype) * (rank + 1), torch.empty(2, dtype=dtype)
+            kept = source.clone()
+            dist.reduce_scatter_tensor(output, source, op=dist.ReduceOp.AVG, group=subgroup)
+            assert output.tolist() == [3.0 * rank, 3.0 * rank + 1.5] and torch.equal(source, kept)
+
+        values = [torch.full((2,), float(rank + 1)), torch.full((3,), 2.0 * rank)]
+        with _coalescing_manager(subgroup, async_ops=True) as manager:
+            for value in values:
+                dist.all_reduce(value, op=dist.ReduceOp.AVG, group=subgroup)
+        manager.wait()
+        assert [value.tolist() for value in values] == [[1.5] * 2, [1.0] * 3]
+
+        for sizes in ((3, 1), (0, 2), (2, 2), (5, 0)):
+            for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                shards = [torch.arange(2 * n).view(n, 2).to(dtype) + n for n in sizes]
+                for async_op in (False, True):
+                    outputs = [torch.empty_like(shard) for shard in shards]
+                    work = dist.all_gather(outputs, shards[rank], group=subgroup, async_op=async_op)
+                    assert (work is not None) == async_op
+                    if work is not None:
+                        work.wait()
+                    assert all(torch.equal(a, b) for a, b in zip(outputs, shards))
+                    output = torch.empty_like(shards[rank])
+                    inputs = [shard * (rank + 1) for shard in shards]
+                    work = dist.reduce_scatter(output, inputs, group=subgroup, async_op=async_op)
+                    if work is not None:
+                        work.wait()
+                    assert torch.equal(output, shards[rank] * 3), (sizes, dtype, output)
+        output = torch.empty(1 + rank)
+        dist.reduce_scatter(output, [torch.ones(1), torch.full((2,), 3.0)], op=dist.ReduceOp.AVG)
+        assert output.tolist() == ([1.0] if rank == 0 else [3.0, 3.0])
+        dist.barrier()
+        print("rank done")
+        """,
+        num_ranks=2,
+        prelude=WITHOUT_MEGATRON,
+    )
+    assert output.count("rank done") == 2
+
+
+def test_transformer_engine_is_absent_to_cpu_ranks_and_comes_back(tmp_path, monkeypatch):
+    """Installed as a whole it imports without a GPU, and its kernels then failed on CPU tensors."""
+    from megatron_muon.cpu_ranks.hidden import hide, show
+
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "transformer_engine.pytorch"
+    before = importlib.import_module(name)
+    hidden = hide()
+    try:
+        for absent in (name, "transformer_engine", "transformer_engine_torch"):
+            with pytest.raises(ImportError):
+                importlib.import_module(absent)
+    finally:
+        show(hidden)
+        assert sys.modules.pop(name) is before
+        del sys.modules["transformer_engine"]
+    assert "transformer_engine_torch" not in sys.modules

@@ -1,0 +1,17 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What tests share. Rank processes import it by this name, and tests import no other test.
+
+==================  ============================================================================
+ranks               runs a function, or a training script, on ranks forked from a server
+preloaded           what that server imports, once
+layouts             random layouts for property tests
+sharded_muon        Muon on hand-made row shards, beside upstream's on whole matrices
+toy_fsdp            a tiny GPT under Megatron-FSDP, from megatron-core alone
+toy_gpt             flags of the toy GPT that runs train, by layout
+repairs             runs with and without a repair of upstream's gradients
+checkpoint_runs     runs that save and load
+broken_optimizers   ways to break Muon on purpose
+forked_losses       short runs with whatever megatron is first on the path
+==================  ============================================================================
+"""

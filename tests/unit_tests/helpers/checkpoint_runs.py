@@ -1,0 +1,119 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that save and load, with what the optimizer held on the way."""
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helpers.ranks import Run, launch
+from helpers.toy_gpt import fsdp_toy_gpt
+
+SAVED_AT, LAST = 5, 15
+SCHEDULE = (
+    f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT} --global-batch-size 4"
+).split()
+
+
+def saved_run(world_size: int, folder: Path, sharding: str, *flags: str) -> Run:
+    """Train to the end, saving every ``SAVED_AT`` iterations."""
+    folder.mkdir()
+    arguments = fsdp_toy_gpt(sharding, *SCHEDULE, "--save", str(folder), *flags)
+    return launch(world_size, arguments, before=functools.partial(watch, str(folder))).check()
+
+
+def resumed_run(
+    world_size: int, folder: Path, output: Path, sharding: str, *flags: str, **options: Any
+) -> Run:
+    """Load what was saved at iteration ``SAVED_AT`` and train on; states go to ``output``."""
+    output.mkdir(exist_ok=True)
+    arguments = [*SCHEDULE, "--load", str(folder), "--ckpt-step", str(SAVED_AT)]
+    return launch(
+        world_size,
+        fsdp_toy_gpt(sharding, *arguments, *flags),
+        before=functools.partial(watch, str(output)),
+        **options,
+    )
+
+
+def watch(folder: str) -> None:
+    """Write on each rank a digest of parameters and state after each step, and whole tensors once.
+
+    Whole tensors, gathered by Megatron-FSDP's own function, are written before the first step that
+    follows iteration ``SAVED_AT``, ``whole_<rank>.pt``; digests to ``digests_<rank>``.
+    """
+    from megatron.training import get_args
+
+    from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
+
+    original = FSDPMuonChainedOptimizer.step
+
+    @functools.wraps(original)
+    def step(self: Any) -> Any:
+        rank = torch.distributed.get_rank()
+        if get_args().curr_iteration == SAVED_AT:
+            torch.save(whole_tensors(self), Path(folder) / f"whole_{rank}.pt")
+        done = original(self)
+        digest = hashlib.sha256()
+        for child in self.chained_optimizers:
+            for param, state in child.optimizer.state.items():
+                digest.update(param._local_tensor.numpy().tobytes())
+                for key in sorted(state):
+                    local = getattr(state[key], "_local_tensor", state[key])
+                    digest.update(local.numpy().tobytes())
+        with open(Path(folder) / f"digests_{rank}", "a") as file:
+            file.write(f"{get_args().curr_iteration} {digest.hexdigest()}\n")
+        return done
+
+    FSDPMuonChainedOptimizer.step = step
+
+
+def whole_tensors(optimizer: Any) -> dict[str, torch.Tensor]:
+    """Gather parameters and state, by name."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+        uneven_dtensor_to_full_tensor,
+        update_uneven_dtensor_chunk_metadata,
+    )
+
+    packed = optimizer.state_dict()["state"]
+    by_name = {name: param for param, name in optimizer._state_names.items()}
+    whole = {}
+    for name, state in packed.items():
+        for key, tensor in {"param": by_name[name], **state}.items():
+            if hasattr(tensor, "_local_tensor"):
+                update_uneven_dtensor_chunk_metadata(tensor.detach())
+                tensor = uneven_dtensor_to_full_tensor(tensor.detach())
+            whole[f"{name}.{key}"] = tensor
+    return whole
+
+
+def digests(folder: Path, rank: int) -> list[str]:
+    """Read the digests of the iterations after ``SAVED_AT``, the first run's or a resumed one's."""
+    lines = (folder / f"digests_{rank}").read_text().splitlines()
+    return [line for line in lines if int(line.split()[0]) >= SAVED_AT]
+
+
+def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[str, torch.Tensor]:
+    """Merge the whole tensors of all ranks, which agree where they overlap.
+
+    Gated layers interleave the halves of tensor-parallel ranks; they are put in order.
+    """
+    merged: dict[str, torch.Tensor] = {}
+    for rank in range(world_size):
+        for name, tensor in torch.load(folder / f"whole_{rank}.pt").items():
+            if "linear_fc1.weight" in name:
+                ranks = etp if ".experts." in name else tp
+                halves = tensor.view(ranks, 2, -1, tensor.shape[1])
+                tensor = halves.transpose(0, 1).reshape(tensor.shape)
+            assert torch.equal(merged.setdefault(name, tensor), tensor), (rank, name)
+    return merged
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compare two sets of whole tensors bit for bit."""
+    assert found.keys() == expected.keys()
+    different = [name for name in found if not torch.equal(found[name], expected[name])]
+    assert not different, different

@@ -1,0 +1,47 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Train the same short runs with whatever megatron is first on the path.
+
+A process of its own, since a process imports one megatron. Prints a JSON object: unrounded losses
+and gradient norms by name of the run, and what rank 0 logged of the patches.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from helpers.ranks import launch
+from helpers.toy_gpt import EP, HFSDP, fsdp_toy_gpt
+
+FEW = ("--train-iters", "6", "--lr-decay-iters", "20")
+# Ranks and flags. Several microbatches an iteration, over one inner rank or two under HFSDP and
+# over one rank of experts, and gradients that are clipped: all that the repairs change.
+RUNS = {
+    "hfsdp_one_inner_rank": (2, HFSDP),
+    "hfsdp": (4, HFSDP),
+    "experts_over_one_rank": (2, EP),
+    "hfsdp_adam": (4, (*HFSDP, "--optimizer", "adam", "--clip-grad", "0.1")),
+}
+
+
+def main() -> None:
+    """Train each run, and one that is saved and resumed."""
+    history, outputs = {}, []
+    for name, (world_size, flags) in RUNS.items():
+        run = launch(world_size, fsdp_toy_gpt("optim_grads_params", *FEW, *flags)).check()
+        history[name] = run.history
+        outputs.append(run.outputs[0])
+    with tempfile.TemporaryDirectory() as folder:
+        save = ("--save", folder, "--save-interval", "3")
+        for name, load in (("saved", ()), ("resumed", ("--load", folder, "--ckpt-step", "3"))):
+            flags = fsdp_toy_gpt("optim_grads_params", *FEW, *save, *load, "--bf16")
+            history[name] = launch(2, flags).check().history
+        files = sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*"))
+    patches = [line for line in outputs[0].splitlines() if "--list-patches" in line]
+    result = {"history": history, "patches": patches, "num_files": len(files)}
+    json.dump(result, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks for the tests: processes forked from a server that has imported megatron once."""
+
+import atexit
+import dataclasses
+import faulthandler
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+UNIT_TESTS = Path(__file__).resolve().parents[1]
+ROOT = UNIT_TESTS.parents[1]
+MAX_NATIVE_FAULTS = 2
+_native_faults: list[list[int]] = []
+# Started so far; conftest.py prints it.
+num_worlds = 0
+PRETRAIN_GPT = ROOT / "scripts" / "pretrain_gpt.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a world of ranks left behind.
+
+    Args:
+        exit_codes: By rank; negative where a signal ended the process.
+        outputs: Standard output and error by rank.
+        history: One record an iteration, as rank 0 saw it: loss, grad_norm, num_zeros, skipped.
+        results: What the function that was run returned, by rank (JSON values).
+    """
+
+    exit_codes: list[int]
+    outputs: list[str]
+    history: list[dict[str, float]]
+    results: list[Any]
+
+    @property
+    def losses(self) -> list[float]:
+        """Training loss of every iteration."""
+        return [record["loss"] for record in self.history]
+
+    def check(self) -> "Run":
+        """Return the run when every rank ended well, else fail with what the ranks printed."""
+        if any(self.exit_codes):
+            worst = next(rank for rank, code in enumerate(self.exit_codes) if code)
+            raise AssertionError(
+                f"exit codes {self.exit_codes}; rank {worst}:\n{self.outputs[worst][-6000:]}"
+            )
+        return self
+
+
+@functools.cache
+def _context() -> multiprocessing.context.ForkServerContext:
+    paths = [str(UNIT_TESTS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    memory = tempfile.TemporaryDirectory()
+    atexit.register(memory.cleanup)
+    os.environ["MEGATRON_MUON_TEST_MEMORY"] = memory.name  # of preloaded.py
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["helpers.preloaded"])
+    return context
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 240.0,
+    ends_with: int | None = None,
+) -> Run:
+    """Run a function on every rank of a new world of processes.
+
+    A world whose rank a native fault ended (SIGSEGV, SIGABRT) is run once more, with a warning, at
+    most ``MAX_NATIVE_FAULTS`` times a session: on a busy machine gloo's threads have been seen to
+    die so, under Adam as under Muon, before cpu_ranks waited for coalesced collectives.
+
+    Args:
+        world_size: Number of ranks.
+        function: Called with ``args`` on every rank; top-level; may return a JSON value.
+        *args: Passed on.
+        env: Environment variables to set on every rank.
+        timeout_s: Seconds after which all ranks are killed, which fails the run.
+        ends_with: Rank whose end is the run's: the others are killed then.
+    """
+    run = _run_once(world_size, function, args, env or {}, timeout_s, ends_with)
+    if any(code in (-signal.SIGSEGV, -signal.SIGABRT) for code in run.exit_codes):
+        _native_faults.append(run.exit_codes)
+        assert len(_native_faults) <= MAX_NATIVE_FAULTS, _native_faults
+        warnings.warn(f"native fault, exit codes {run.exit_codes}: run again", stacklevel=2)
+        run = _run_once(world_size, function, args, env or {}, timeout_s, ends_with)
+    return run
+
+
+def _run_once(
+    world_size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    env: Mapping[str, str],
+    timeout_s: float,
+    ends_with: int | None,
+) -> Run:
+    global num_worlds
+    num_worlds += 1
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(world_size),
+            **env,
+        }
+        ranks = [
+            _context().Process(target=_run_rank, args=(rank, variables, folder, function, args))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in ranks if ends_with is None else [ranks[ends_with]]:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return Run(
+            exit_codes=[process.exitcode for process in ranks],
+            outputs=[_read(folder, f"output_{rank}") for rank in range(world_size)],
+            history=[json.loads(line) for line in _read(folder, "history").splitlines()],
+            results=[
+                json.loads(_read(folder, f"result_{rank}") or "null") for rank in range(world_size)
+            ],
+        )
+
+
+def launch(
+    world_size: int,
+    arguments: Sequence[str],
+    *,
+    script: Path = PRETRAIN_GPT,
+    before: Callable[[], None] | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 240.0,
+    ends_with: int | None = None,
+) -> Run:
+    """Run a training script through the launcher, as ``torchrun ... -m megatron_muon`` does.
+
+    Args:
+        world_size: Number of ranks.
+        arguments: Arguments of the script.
+        script: The script.
+        before: Called on every rank before the launcher, to break something on purpose.
+        env: Environment variables to set on every rank.
+        timeout_s: Seconds after which all ranks are killed.
+        ends_with: Rank whose end is the run's: the others are killed then.
+    """
+    return run_ranks(
+        world_size,
+        _launch_rank,
+        str(script),
+        list(arguments),
+        before,
+        env=env,
+        timeout_s=timeout_s,
+        ends_with=ends_with,
+    )
+
+
+def _launch_rank(script: str, arguments: list[str], before: Callable[[], None] | None) -> int:
+    from megatron_muon.launcher import main
+
+    if before is not None:
+        before()
+    return main([script, *arguments])
+
+
+def _run_rank(
+    rank: int, variables: Mapping[str, str], folder: str, function: Callable[..., Any], args: tuple
+) -> None:
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank), MEGATRON_MUON_DEVICE="cpu")
+    with open(Path(folder) / f"output_{rank}", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+
+    faulthandler.enable()
+
+    import torch
+
+    torch.set_num_threads(1)
+    if rank == 0:
+        _record_history(Path(folder) / "history")
+    try:
+        result = function(*args)
+        (Path(folder) / f"result_{rank}").write_text(json.dumps(result))
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (0, None)):
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(error.code if isinstance(getattr(error, "code", None), int) else 1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _record_history(path: Path) -> None:
+    """Write the unrounded numbers of each iteration, which Megatron logs with six digits."""
+    import inspect
+
+    from megatron.training import training
+
+    original = training.training_log
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        values = signature.bind(*args, **kwargs).arguments
+        record = {
+            "iteration": values["iteration"],
+            "loss": float(values["loss_dict"].get("lm loss", float("nan"))),
+            "grad_norm": float(values["grad_norm"] or 0.0),
+            "num_zeros": float(values["num_zeros_in_grad"] or 0.0),
+            "skipped": int(values["skipped_iter"]),
+        }
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+        return original(*args, **kwargs)
+
+    training.training_log = training_log
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def _read(folder: str, name: str) -> str:
+    path = Path(folder) / name
+    return path.read_text(errors="replace") if path.exists() else ""

@@ -1,0 +1,193 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Muon on hand-made row shards, beside upstream's Muon on the whole matrices."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from helpers.layouts import rows_cut_at
+
+# Rows of each rank, for (rows, cols); tall, wide and square, uneven, empty and one-row shards.
+LAYOUTS: dict[int, list[tuple[int, list[int]]]] = {
+    1: [(24, [48]), (48, [24]), (32, [32])],
+    2: [(24, [31, 17]), (48, [24, 0]), (32, [1, 31]), (8, [16, 16])],
+    3: [(24, [0, 47, 1]), (48, [8, 8, 8]), (32, [0, 0, 32]), (8, [5, 1, 2])],
+    4: [(24, [1, 0, 46, 1]), (48, [7, 5, 0, 12]), (32, [8, 8, 8, 8]), (20, [3, 0, 0, 1])],
+    8: [
+        (24, [1, 0, 30, 1, 0, 0, 16, 0]),
+        (48, [0, 0, 0, 0, 24, 0, 0, 0]),
+        (48, [3, 3, 3, 3, 3, 3, 3, 3]),
+        (32, [0, 0, 0, 0, 0, 0, 1, 31]),
+        (20, [1, 0, 0, 0, 0, 0, 0, 1]),
+    ],
+}
+# Two query groups of 4 + 2 + 2 rows a head dimension of 4: borders at rows 8, 12, 16, 24, ...
+QKV_SPLIT = [8, 4, 4]
+QKV_ROWS = {1: [32], 2: [7, 25], 3: [0, 9, 23], 4: [1, 10, 0, 21], 8: [5, 6, 0, 0, 8, 1, 2, 10]}
+
+
+def init_group() -> None:
+    """Start the ranks of a test."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+
+
+def whole_matrix(shape: tuple[int, int], seed: int, block: int) -> Any:
+    """Draw the same matrix on every rank of a shard group."""
+    import torch
+
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 10**6 * block))
+
+
+@dataclass
+class Optimizers:
+    """Muon on shards and upstream's Muon, over the same parameters.
+
+    Args:
+        sharded: Ours.
+        whole: Upstream's, on the tensor-parallel-local matrices.
+        params: DTensor parameters, and the whole ones, and what the first are shards of.
+        tensor_rank: Position of this rank in the tensor group.
+    """
+
+    sharded: Any
+    whole: Any
+    params: list[tuple[Any, Any, Any]]
+    tensor_rank: int
+
+    def set_gradients(self, step: int) -> None:
+        """Give both the same gradients."""
+        from megatron_muon.mcore.muon import _with_local
+
+        for index, (param, reference, matrix) in enumerate(self.params):
+            grad = whole_matrix(reference.shape, 1000 * step + index, self._block(reference))
+            start, stop = matrix.local_range
+            reference.grad = grad.clone()
+            # As Megatron-FSDP attaches gradients: none where the shard is empty.
+            param.grad = _with_local(param, grad[start:stop].clone()) if stop > start else None
+
+    def _block(self, reference: Any) -> int:
+        return self.tensor_rank if reference.partition_dim >= 0 else 0
+
+    def state(self) -> list[tuple[Any, Any]]:
+        """Copy the local parameters and their momentum."""
+        return [
+            (
+                param._local_tensor.clone(),
+                self.sharded.state[param]["momentum_buffer"]._local_tensor.clone(),
+            )
+            for param, _, _ in self.params
+        ]
+
+    def differences(self, atol: float = 0.0, rtol: float = 0.0) -> list[str]:
+        """List parameters and momentum that differ from the reference's rows."""
+        import torch
+
+        different = []
+        for (value, momentum), (_, reference, matrix) in zip(
+            self.state(), self.params, strict=True
+        ):
+            rows = slice(*matrix.local_range)
+            expected = self.whole.state[reference]["momentum_buffer"][rows]
+            if not torch.equal(momentum, expected):
+                different.append(f"{matrix.fqn}: momentum")
+            if not torch.allclose(value, reference[rows], atol=atol, rtol=rtol):
+                worst = (value - reference[rows]).abs().max().item()
+                different.append(f"{matrix.fqn}: parameter, by up to {worst:.1e}")
+        return different
+
+
+def build_optimizers(
+    num_shards: int,
+    settings: dict[str, Any] | None = None,
+    exchange: dict[str, Any] | None = None,
+    *,
+    num_tensor_ranks: int = 1,
+    num_replicas: int = 1,
+) -> Optimizers:
+    """Make both optimizers on a grid of replicas x shards x tensor-parallel ranks."""
+    import torch
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.plan.settings import ExchangeSettings
+    from megatron_muon.runtime.sharded_matrix import ShardedMatrix
+
+    names = ("replica", "shard", "tensor")
+    mesh = init_device_mesh(
+        "cpu", (num_replicas, num_shards, num_tensor_ranks), mesh_dim_names=names
+    )
+    replicas, shards, tensor = (mesh[name].get_group() for name in names)
+    cases = [*LAYOUTS[num_shards], (24, QKV_ROWS[num_shards])]
+    params = []
+    for index, (cols, rows) in enumerate(cases):
+        layout = rows_cut_at(sum(rows), cols, rows)
+        start, stop = layout.shards[shards.rank()]
+        is_qkv = index == len(cases) - 1
+        partition_dim = (0, 1, -1)[0 if is_qkv else index % 3] if num_tensor_ranks > 1 else -1
+        value = whole_matrix((sum(rows), cols), index, tensor.rank() * (partition_dim >= 0))
+        reference = torch.nn.Parameter(value.clone())
+        local = value[start:stop].clone()
+        param = torch.nn.Parameter(
+            DTensor.from_local(
+                local,
+                mesh["shard"],
+                [Shard(0)],
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )
+        )
+        for each in (param, reference):
+            each.is_qkv, each.partition_dim = is_qkv, partition_dim
+        matrix = ShardedMatrix(
+            f"layer.{index}.weight", layout, shards, replicas if num_replicas > 1 else None
+        )
+        params.append((param, reference, matrix))
+    arguments = {
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "nesterov": True,
+        "split_qkv": True,
+        "is_qkv_fn": lambda param: param.is_qkv,
+        "qkv_split_shapes": QKV_SPLIT,
+        "pg_collection": SimpleNamespace(tp=tensor, expt_tp=tensor, gtp_remat=None),
+        "tp_mode": "duplicated" if num_tensor_ranks > 1 else "blockwise",
+        **(settings or {}),
+    }
+    return Optimizers(
+        FSDPZeROTensorParallelMuon(
+            [param for param, _, _ in params],
+            matrices={param: matrix for param, _, matrix in params},
+            exchange=ExchangeSettings(**(exchange or {})),
+            **arguments,
+        ),
+        TensorParallelMuon([reference for _, reference, _ in params], **arguments),
+        params,
+        tensor.rank(),
+    )
+
+
+def float64_normalize(x: Any, p: int, dim: tuple[int, int], eps: float) -> Any:
+    """Divide by the norm of the whole matrix, summed in float64: the reference of wire bf16."""
+    assert (p, dim) == (2, (-2, -1))
+    return x / x.double().square().sum().sqrt().clamp_min(eps).float()
+
+
+def step_both(optimizers: Optimizers, wire: str, num_steps: int = 3) -> None:
+    """Step both, the reference with the norm that the wire uses."""
+    from contextlib import nullcontext
+    from unittest import mock
+
+    norm: Any = nullcontext()
+    if wire == "bf16":
+        norm = mock.patch("torch.nn.functional.normalize", float64_normalize)
+    for step in range(num_steps):
+        optimizers.set_gradients(step)
+        optimizers.sharded.step()
+        with norm:
+            optimizers.whole.step()

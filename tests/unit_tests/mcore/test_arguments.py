@@ -1,0 +1,168 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines: what is accepted, and each refusal with its message and exit code."""
+
+import functools
+
+import pytest
+from helpers.ranks import launch, run_ranks
+from helpers.toy_gpt import HSDP, ZERO, fsdp_toy_gpt, toy_gpt
+
+from megatron_muon.mcore.unsupported import raise_where_unsupported
+
+pytestmark = pytest.mark.ranks
+
+ZERO_3 = ZERO[3]
+
+REFUSALS = [
+    (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
+    (("--use-precision-aware-optimizer",), "--use-precision-aware-optimizer: it keeps gradients"),
+    (("--optimizer-cpu-offload",), "--optimizer-cpu-offload: Newton-Schulz runs where"),
+    (("--no-use-layer-wise-param-layout",), "the layer-wise distributed optimizer"),
+    (("--optimizer", "dist_muon"), "dist_muon is its layer-wise form"),
+    (("--optimizer", "soap"), "--optimizer soap --use-megatron-fsdp cannot run with"),
+    (("--optimizer", "lion"), "only Muon has a Megatron-FSDP implementation here"),
+    (("--optimizer", "adaptive_muon"), "use --optimizer muon"),
+    (("--pipeline-model-parallel-size", "2"), "--pipeline-model-parallel-size above 1"),
+    (("--ckpt-format", "torch_dist"), "--ckpt-format other than fsdp_dtensor"),
+    (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),
+    (("--muon-fp32-matmul-prec", "low"), "torch has no such precision"),
+    (("--qk-clip",), "upstream looks for the layers under DDP"),
+    (("--optimizer-cuda-graph",), "the step checks gradients on the host"),
+    (("--use-torch-fsdp2",), "--use-torch-fsdp2: the optimizer reads Megatron-FSDP's shards"),
+    (("--async-save",), "--async-save: upstream's asynchronous writer"),
+    (("--non-persistent-ckpt-type", "global"), "writes these checkpoints for Megatron-FSDP, and"),
+    (("--ckpt-convert-format", "torch_dist"), "a Megatron-FSDP model writes no other format"),
+    (("--load-main-params-from-ckpt",), "checkpoints hold the main parameters"),
+    (("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"), "need float32 main parameters"),
+    (("--bf16", "--megatron-fsdp-main-params-dtype", "auto"), "need float32 main parameters"),
+    (("--muon-fsdp-exchange", "nobody"), "invalid choice: 'nobody' (choose from 'owner', "),
+    (("--muon-fsdp-bucket-size", "0"), "bucket size: expected a positive number of elements, got"),
+    (("--muon-fsdp-max-parts", "3"), "max parts: expected a power of two, got 3."),
+    (("--muon-fsdp-cost-model", "gbps=fast"), "cost model: expected name=value with a name of"),
+    (
+        ("--muon-fsdp-wire", "bf16", "--muon-fp32-matmul-prec", "high"),
+        "wire: expected fp32 for Newton-Schulz in fp32, got bf16",
+    ),
+]
+
+
+# What is no row of the table: command lines of two ranks, and texts of their refusal.
+NO_OVERLAP = tuple(
+    flag for flag in fsdp_toy_gpt("optim", *HSDP) if not flag.startswith("--overlap")
+)
+OUTER = tuple(fsdp_toy_gpt("optim", *HSDP, "--outer-dp-sharding-strategy", "optim"))
+BOTH = tuple(fsdp_toy_gpt(ZERO_3, "--fp16", "--optimizer-cpu-offload"))
+ADAM_FSDP = tuple(toy_gpt("--optimizer", "adam", "--use-megatron-fsdp"))
+MUON_DDP = tuple(toy_gpt("--ckpt-format", "fsdp_dtensor"))
+
+
+def _refusals(command_lines: list[list[str]]) -> list[str]:
+    """Parse command lines as pretrain_gpt.py does, and return what each is refused with."""
+    import contextlib
+    import io
+    import sys
+
+    import megatron_muon
+
+    megatron_muon.enable()
+    from megatron.training.arguments import parse_and_validate_args
+
+    found = []
+    for flags in command_lines:
+        sys.argv = ["pretrain_gpt.py", *flags]
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(printed):
+                parse_and_validate_args()
+            found.append("accepted")
+        except SystemExit as stop:
+            found.append(f"exit code {stop.code}: {printed.getvalue()}")
+        except (AssertionError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+@functools.cache
+def refusals() -> dict[tuple[str, ...], str]:
+    """Parse every command line of this file once, in one process."""
+    lines = [tuple(fsdp_toy_gpt(ZERO_3, *flags)) for flags, _ in REFUSALS]
+    lines += [NO_OVERLAP, OUTER, BOTH, ADAM_FSDP, MUON_DDP]
+    run = run_ranks(1, _refusals, list(map(list, lines)), env={"WORLD_SIZE": "2"}).check()
+    return dict(zip(lines, run.results[0], strict=True))
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSALS, ids=lambda value: str(value)[:40])
+def test_refusal_names_the_flag_the_reason_and_the_way_out(flags, message):
+    """Megatron's parser and checks, with ours in them, say what cannot work and why."""
+    assert message in refusals()[tuple(fsdp_toy_gpt(ZERO_3, *flags))]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "code"),
+    [
+        (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16.", 1),
+        (("--muon-fsdp-exchange", "nobody"), "invalid choice: 'nobody'", 2),
+    ],
+)
+def test_refusal_ends_every_rank(flags, message, code):
+    """Each rank ends with the same non-zero exit code and the same message."""
+    run = launch(2, fsdp_toy_gpt(ZERO_3, *flags))
+    assert run.exit_codes == [code, code]
+    for output in run.outputs:
+        assert message in output
+
+
+def test_checkpoints_of_grouped_experts_with_biases_are_refused():
+    """Upstream saves the biases of all expert-parallel ranks under one name."""
+    settings = {
+        "optimizer": "muon",
+        "moe_grouped_gemm": True,
+        "add_bias_linear": True,
+        "expert_model_parallel_size": 2,
+    }
+    raise_where_unsupported(settings)
+    for key in ("save", "load", "pretrained_checkpoint"):
+        with pytest.raises(ValueError, match="biases of all expert-parallel ranks one name; add"):
+            raise_where_unsupported({**settings, key: "folder"})
+        raise_where_unsupported({**settings, key: "folder", "expert_model_parallel_size": 1})
+
+
+def test_hsdp_without_overlap_is_refused():
+    """Upstream then never reduces gradients over the outer ranks, and says nothing."""
+    assert "HSDP without --overlap-grad-reduce" in refusals()[NO_OVERLAP]
+    assert "add --overlap-grad-reduce" in refusals()[NO_OVERLAP]
+
+
+def test_outer_sharding_without_full_inner_sharding_is_refused():
+    """Megatron-FSDP raises for it late, while it builds buffers."""
+    assert "add --data-parallel-sharding-strategy optim_grads_params" in refusals()[OUTER]
+
+
+def test_all_refusals_are_reported_together():
+    """A user who has two settings to change is told of both at once."""
+    assert "--fp16:" in refusals()[BOTH] and "--optimizer-cpu-offload:" in refusals()[BOTH]
+
+
+def test_yaml_configuration_is_refused(tmp_path):
+    """Megatron drops the command line for a YAML file, and Muon's checks with it."""
+    config = tmp_path / "config.yaml"
+    config.write_text("optimizer: adam\nuse_megatron_fsdp: false\n")
+    run = launch(1, fsdp_toy_gpt(ZERO_3, "--yaml-cfg", str(config)))
+    assert run.exit_codes == [1]
+    assert "--yaml-cfg: expected command-line flags for --optimizer muon" in run.outputs[0]
+
+
+def test_use_distributed_optimizer_is_accepted():
+    """Megatron-FSDP turns the flag on itself; it does not mean the layer-wise optimizer here."""
+    flags = ("--use-distributed-optimizer", "--muon-fsdp-exchange", "all_gather")
+    run = launch(1, fsdp_toy_gpt(ZERO_3, *flags, "--train-iters", "1", "--lr-warmup-iters", "0"))
+    assert len(run.check().history) == 1
+
+
+def test_adam_and_muon_without_megatron_fsdp_are_left_alone():
+    """Upstream's own refusals still speak where our optimizer is not involved."""
+    expected = "Megatron-FSDP requires the `fsdp_dtensor` checkpointing format."
+    assert expected in refusals()[ADAM_FSDP]
+    expected = "--ckpt-format fsdp_dtensor is only tested with Megatron FSDP."
+    assert expected in refusals()[MUON_DDP]

@@ -1,0 +1,421 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The step of FSDPMuonChainedOptimizer over a real Megatron-FSDP model."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.toy_fsdp import build_model, build_optimizer, main_weights, model_weights, run_backward
+
+pytestmark = pytest.mark.ranks
+
+
+def _equal(first: dict[str, Any], second: dict[str, Any]) -> list[bool]:
+    import torch
+
+    return [torch.equal(first[name], second[name]) for name in first]
+
+
+def _step_alone() -> list[Any]:
+    from torch.distributed.tensor import DTensor
+
+    model = build_model()
+    optimizer = build_optimizer(model)
+    names = dict(model.param_and_grad_buffer.optimizer_named_parameters)
+    states = [
+        {
+            key: isinstance(value, DTensor)
+            and value._local_tensor.shape == param._local_tensor.shape
+            for key, value in child.optimizer.state[param].items()
+            if key != "step"
+        }
+        for child in optimizer.chained_optimizers
+        for param in child.get_parameters()
+    ]
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        losses.append(run_backward(model))
+        before = main_weights(model)
+        success, grad_norm, _ = optimizer.step()
+        assert success and grad_norm > 0
+        # An empty shard equals itself whatever happens.
+        moved = [not same for same in _equal(before, main_weights(model))]
+        held = [weight.numel() > 0 for weight in before.values()]
+        assert moved == held, (step, moved, held)
+    return [
+        len(names),
+        len(states),
+        sorted({key for state in states for key in state}),
+        all(all(state.values()) for state in states),
+        losses,
+        float(optimizer.get_loss_scale()),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_step_reduces_gradients_and_installs_weights_without_a_training_loop(world_size):
+    """A bare loop of backward and step() trains; every parameter has state from the start."""
+    run = run_ranks(world_size, _step_alone).check()
+    for result in run.results:
+        num_params, num_states, keys, are_sharded, losses, loss_scale = result
+        assert num_params == num_states
+        assert keys == ["exp_avg", "exp_avg_sq", "momentum_buffer"]
+        assert are_sharded
+        assert losses[0] == pytest.approx(math.log(48), rel=0.1)
+        assert losses[-1] < losses[0] - 0.05
+        assert loss_scale == 1.0
+
+
+def _skip_a_step() -> list[Any]:
+    model = build_model()
+    optimizer = build_optimizer(model, grad_norm_skip_threshold=1e-9)
+    run_backward(model)
+    before, installed = main_weights(model), model_weights(model)
+    success, grad_norm, _ = optimizer.step()
+    import torch
+
+    same = all(_equal(before, main_weights(model)))
+    unchanged = all(map(torch.equal, installed, model_weights(model)))
+    return [success, grad_norm > 1e-9, same, unchanged, math.isfinite(run_backward(model))]
+
+
+def test_skipped_step_installs_nothing():
+    """Above --grad-norm-skip-threshold nothing moves, and the next forward pass still runs."""
+    run = run_ranks(2, _skip_a_step).check()
+    assert run.results == [[False, True, True, True, True]] * 2
+
+
+def _fail_in_the_second_optimizer() -> list[Any]:
+    import torch
+
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    installed = model_weights(model)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("inner step")
+
+    optimizer.chained_optimizers[-1].optimizer.step = fail
+    try:
+        optimizer.step()
+    except ZeroDivisionError:
+        return [
+            len(optimizer.chained_optimizers),
+            all(map(torch.equal, installed, model_weights(model))),
+        ]
+    return ["no error"]
+
+
+def test_failed_inner_step_installs_nothing():
+    """Weights are installed after all inner steps, so a failing one leaves the model as it was."""
+    run = run_ranks(2, _fail_in_the_second_optimizer).check()
+    assert run.results == [[2, True]] * 2
+
+
+def _count_installs() -> list[int]:
+    model = build_model()
+    optimizer = build_optimizer(model)
+    calls = {"install": 0, "gather": 0, "reduce": 0}
+    fsdp = model.module
+
+    def counted(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    fsdp.install_optimized_model_weights = counted("install", fsdp.install_optimized_model_weights)
+    model.start_param_sync = counted("gather", model.start_param_sync)
+    model.finish_grad_sync = counted("reduce", model.finish_grad_sync)
+    run_backward(model)
+    optimizer.step()
+    run_backward(model)
+    model.finish_grad_sync()
+    optimizer.step()
+    return list(calls.values())
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_weights_are_installed_once_a_step_and_gradients_reduced_once(world_size):
+    """Children would install and gather once each; a second reduction would be wrong."""
+    run = run_ranks(world_size, _count_installs).check()
+    assert run.results == [[2, 2, 2]] * world_size
+
+
+MATRIX = ("FSDPZeROTensorParallelMuon", "embedding.position_embeddings.weight")
+OUTPUT_LAYER = ("AdamW", "output_layer.weight")
+FAULTS = ("missing", "nan", "inf")
+
+
+def _break_gradients() -> dict[str, Any]:
+    """Step with each fault in a gradient of rank 1, then once without."""
+    model = build_model()
+    optimizer = build_optimizer(model)
+    found: dict[str, Any] = {}
+    for fault in FAULTS:
+        for kind, name in (MATRIX, OUTPUT_LAYER):
+            optimizer.zero_grad()
+            run_backward(model)
+            model.finish_grad_sync()
+            found[f"{fault} {name}"] = _step_with(fault, kind, name, model, optimizer)
+    optimizer.zero_grad()
+    run_backward(model)
+    found["success"], *_ = optimizer.step()
+    return found
+
+
+def _step_with(fault: str, kind: str, name: str, model: Any, optimizer: Any) -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    owner = next(
+        child for child in optimizer.chained_optimizers if type(child.optimizer).__name__ == kind
+    )
+    for param in owner.get_parameters():
+        if dist.get_rank() == 1 and optimizer._fqns[param] == name:
+            assert param.grad is not None
+            if fault == "missing":
+                param.grad = None
+            else:
+                param.grad._local_tensor[-1, -1] = float(fault)
+    before, installed = main_weights(model), model_weights(model)
+    state = _states(optimizer)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return [
+            str(error),
+            all(_equal(before, main_weights(model)))
+            and all(map(torch.equal, state, _states(optimizer))),
+            all(map(torch.equal, installed, model_weights(model))),
+        ]
+    return ["no error", False, False]
+
+
+def _states(optimizer: Any) -> list[Any]:
+    """Copy this rank's part of every state tensor of all optimizers."""
+    from torch.distributed.tensor import DTensor
+
+    return [
+        (value._local_tensor if isinstance(value, DTensor) else value).clone()
+        for child in optimizer.chained_optimizers
+        for state in child.optimizer.state.values()
+        for value in state.values()
+    ]
+
+
+@functools.cache
+def steps_with_faults() -> list[dict[str, Any]]:
+    """Run all faults in one world."""
+    return run_ranks(2, _break_gradients).check().results
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("missing", "expected a gradient on a shard"),
+        ("nan", "expected a finite gradient, got NaN"),
+        ("inf", "expected a finite gradient, got NaN or Inf"),
+    ],
+)
+@pytest.mark.parametrize("name", [MATRIX[1], OUTPUT_LAYER[1]])
+def test_faulty_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(fault, message, name):
+    """Neither Muon nor Adam moves when one rank lost a gradient of either, or has a NaN in it.
+
+    Clipping by a norm that is NaN would carry it into every parameter.
+    """
+    for found in steps_with_faults():
+        text, same, unchanged = found[f"{fault} {name}"]
+        assert f"rank 1: {name}: {message}" in text
+        assert same and unchanged
+
+
+def test_step_after_faults_trains():
+    """Whoever drops the faulty gradients may go on with the same optimizer."""
+    assert all(found["success"] for found in steps_with_faults())
+
+
+def _reload(sharding: str) -> list[Any]:
+    import torch
+
+    model = build_model(sharding)
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    optimizer.step()
+    for group in model.param_and_grad_buffer.parameter_groups:
+        group.model_weight_buffer.data.fill_(0.25)
+    optimizer.reload_model_params()
+    reloaded = all(bool((weight == 0.25).all()) for weight in main_weights(model).values())
+    try:
+        optimizer.reload_model_params(state_dict={"model": {}})
+    except ValueError as error:
+        refused = "expected no state_dict" in str(error)
+    try:
+        optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+    except ValueError as error:
+        refused = refused and "expected fsdp_dtensor, got dp_reshardable" in str(error)
+    return [
+        reloaded,
+        refused,
+        isinstance(optimizer.param_groups[0]["lr"], float),
+        torch.is_tensor(optimizer.get_loss_scale()),
+    ]
+
+
+@pytest.mark.parametrize("sharding", ["optim", "optim_grads_params"])
+def test_reload_model_params_overwrites_main_weights(sharding):
+    """After a model-only load the main weights follow the model, on every shard."""
+    run = run_ranks(2, _reload, sharding).check()
+    assert run.results == [[True] * 4] * 2
+
+
+MICROBATCHES = [
+    ([False, True], "no error"),
+    ([False, False], "reduced once over the outer ranks, got [0] times"),
+    ([True], "no error"),
+    ([True, True], "reduced once over the outer ranks, got [2] times"),
+]
+
+
+def _reduce_over_outer_ranks() -> list[str]:
+    model = build_model("optim", num_distributed_optimizer_instances=2)
+    optimizer = build_optimizer(model)
+    return [_step_after(are_last, model, optimizer) for are_last, _ in MICROBATCHES]
+
+
+def _step_after(are_last: list[bool], model: Any, optimizer: Any) -> str:
+    optimizer.zero_grad()
+    if len(are_last) == 1:
+        # The rerun state machine runs forward and backward again after zeroing the gradients.
+        run_backward(model)
+        optimizer.zero_grad()
+    for is_last in are_last:
+        run_backward(model, is_last=is_last)
+    before = main_weights(model)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        assert all(_equal(before, main_weights(model)))
+        return str(error)
+    return "no error"
+
+
+def test_hsdp_reduces_over_outer_ranks_once_or_raises():
+    """Upstream reduces over the outer ranks in each microbatch marked as the last, and no other.
+
+    One optimizer sees all cases: a refused step, once its gradients are dropped, harms no other.
+    """
+    for texts in run_ranks(4, _reduce_over_outer_ranks).check().results:
+        for (_, message), text in zip(MICROBATCHES, texts, strict=True):
+            assert message in text
+
+
+def _wrap_before_enable(settings: dict[str, Any]) -> str:
+    import megatron_muon
+
+    enable, megatron_muon.enable = megatron_muon.enable, lambda: None
+    model = build_model(**settings)
+    megatron_muon.enable = enable
+    try:
+        build_optimizer(model)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "message"),
+    [
+        (1, {}, "got one that was wrapped before"),
+        (
+            2,
+            {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
+            "got one that was wrapped before",
+        ),
+        (2, {}, "no error"),
+    ],
+    ids=["one rank", "hfsdp", "plain"],
+)
+def test_model_that_was_wrapped_before_enable_is_refused(world_size, settings, message):
+    """The repairs of gradients came too late for it: they were scaled wrongly without a word."""
+    run = run_ranks(world_size, _wrap_before_enable, settings).check()
+    assert all(message in text for text in run.results)
+
+
+REFUSED_SETTINGS = [
+    ({"optimizer": "soap"}, "only Muon has a Megatron-FSDP implementation"),
+    ({"optimizer": "dist_muon"}, "dist_muon is its layer-wise form"),
+    ({"use_layer_wise_distributed_optimizer": True}, "Megatron-FSDP has already sharded"),
+    ({"optimizer_cpu_offload": True}, "Newton-Schulz runs where the momentum lies"),
+    ({"optimizer_cuda_graph": True}, "the step checks gradients on the host"),
+]
+
+
+def _refuse() -> list[str]:
+    """Ask for what is refused: settings, other wrappers, and an optimizer that comes too late."""
+    import torch
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import FsdpModule
+
+    from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
+
+    class LooksLikeFSDP(torch.nn.Linear):
+        def finish_grad_sync(self) -> None: ...
+
+        def install_optimized_model_weights(self) -> None: ...
+
+    class Sharded(FsdpModule, torch.nn.Linear):
+        pass
+
+    def error_of(build: Callable[[], Any]) -> str:
+        try:
+            build()
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return "no error"
+
+    model = build_model()
+    found = [
+        error_of(functools.partial(build_optimizer, model, **settings))
+        for settings, _ in REFUSED_SETTINGS
+    ]
+    found.append(error_of(lambda: FSDPMuonChainedOptimizer([], [LooksLikeFSDP(2, 2)], {})))
+    sharded = Sharded.__new__(Sharded)
+    torch.nn.Module.__init__(sharded)
+    found.append(error_of(lambda: build_optimizer(torch.nn.Sequential(sharded))))
+    run_backward(model)
+    found.append(error_of(lambda: build_optimizer(model)))
+    return found
+
+
+@functools.cache
+def refusals() -> list[str]:
+    """Run all refusals in one world."""
+    return run_ranks(1, _refuse).check().results[0]
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED_SETTINGS)))
+def test_factory_refuses_configurations_of_scripts_without_arguments(index):
+    """A script on megatron-core alone meets the same refusals as a command line."""
+    assert REFUSED_SETTINGS[index][1] in refusals()[index]
+
+
+def test_model_of_another_type_is_refused_whatever_methods_it_has():
+    """The type decides, not attribute names."""
+    assert "FullyShardedDataParallel, got LooksLikeFSDP" in refusals()[-3]
+
+
+def test_megatron_fsdp_v2_is_refused_though_it_has_no_wrapper():
+    """v2 swaps the class of modules: nothing else tells that their parameters are shards."""
+    assert "Megatron-FSDP v2. Muon does not support v2" in refusals()[-2]
+
+
+def test_optimizer_is_built_before_the_first_forward():
+    """After a forward pass the module holds raw parameters; stepping those would train nothing."""
+    assert "Build the optimizer before the first forward pass" in refusals()[-1]

@@ -1,0 +1,115 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The collectives of a whole step and of construction are those of docs/communication.md."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.toy_fsdp import build_model, build_optimizer, run_backward
+
+pytestmark = pytest.mark.ranks
+
+NAMES = (
+    *("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"),
+    *("all_gather", "reduce_scatter", "broadcast", "barrier", "all_gather_object", "new_group"),
+)
+
+
+@contextmanager
+def _logged(log: list[list[Any]]) -> Iterator[None]:
+    """Note each collective: its name, the dtype and elements it is given, the size of its group."""
+    import torch
+    import torch.distributed as dist
+
+    def noting(name: str, original: Any) -> Any:
+        """Wrap one collective."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """Note the call, and make it."""
+            tensors = [each for each in args[:2] if isinstance(each, torch.Tensor)]
+            sent = tensors[-1] if tensors else None
+            group = kwargs.get("group")
+            entry = [name, "", 0, dist.get_world_size(group) if name != "new_group" else 0]
+            if sent is not None:
+                entry[1:3] = [str(sent.dtype).removeprefix("torch."), sent.numel()]
+            log.append(entry)
+            return original(*args, **kwargs)
+
+        return call
+
+    originals = {name: getattr(dist, name) for name in NAMES}
+    for name, original in originals.items():
+        setattr(dist, name, noting(name, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
+    """Log construction, and the second step."""
+    model = build_model(sharding, **settings)
+    construction: list[list[Any]] = []
+    with _logged(construction):
+        optimizer = build_optimizer(model)
+    log: list[list[Any]] = []
+    for step in range(2):
+        optimizer.zero_grad()
+        run_backward(model)
+        model.finish_grad_sync()
+        if step == 1:
+            with _logged(log):
+                optimizer.step()
+        else:
+            optimizer.step()
+    (plan,) = (
+        owner_compute.plan
+        for child in optimizer.chained_optimizers
+        for owner_compute in getattr(child.optimizer, "computes", [])
+    )
+    return [construction, log, len(plan.buckets), sum(len(m.blocks) for m in plan.matrices)]
+
+
+HSDP = {"num_distributed_optimizer_instances": 2}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sharding", "settings", "num_norm_ranks"),
+    [
+        pytest.param(2, "optim_grads_params", {}, 2, id="zero3"),
+        pytest.param(2, "no_shard", {}, 1, id="zero0"),
+        pytest.param(4, "optim_grads_params", HSDP, 2, id="hsdp"),
+    ],
+)
+def test_collectives_are_those_of_the_document(world_size, sharding, settings, num_norm_ranks):
+    """One more in a step, or another group, is a change that docs/communication.md must say."""
+    run = run_ranks(world_size, _trace, sharding, settings).check()
+    for construction, step, num_buckets, num_blocks in run.results:
+        exchange = [entry for entry in step if entry[0] == "all_to_all_single"]
+        num_collectives = num_buckets if sharding == "no_shard" else 2 * num_buckets
+        assert [entry[1::2] for entry in exchange] == [["bfloat16", world_size]] * num_collectives
+        assert step[: 3 + num_collectives] == [
+            ["all_reduce", "int32", 1, world_size],
+            ["all_reduce", "float32", 1, num_norm_ranks],
+            ["all_reduce", "float64", num_blocks, world_size],
+            *exchange,
+        ]
+        # Megatron-FSDP's, of weights.
+        assert {entry[0] for entry in step[3 + num_collectives :]} <= {"all_gather_into_tensor"}
+        assert construction == [
+            ["all_gather_object", "", 0, world_size],
+            ["all_reduce", "int32", 1, world_size],
+            ["all_reduce", "int32", 1, world_size],
+            ["all_gather_into_tensor", "int64", 1, world_size],
+            ["all_reduce", "int32", 1, world_size],
+            ["all_gather_into_tensor", "int64", 8, world_size],
+            ["all_reduce", "int32", 1, world_size],
+            ["all_gather_object", "", 0, world_size],
+            *([["new_group", "", 0, 0]] if settings else []),
+            ["all_gather_into_tensor", "int64", 1, world_size],
+            ["all_gather_object", "", 0, world_size],
+        ]

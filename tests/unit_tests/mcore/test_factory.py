@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which optimizer each parameter goes to, against upstream's choice under DDP."""
+
+import re
+
+import pytest
+from helpers.ranks import Run, launch
+from helpers.toy_gpt import MOE, fsdp_toy_gpt, toy_gpt
+
+pytestmark = pytest.mark.ranks
+
+ROUTE = re.compile(r"^ROUTE (\S+) (\S+) (\S+) (\S+) (\S+)$", re.M)
+
+
+def _print_routes() -> None:
+    """Print name, optimizer, is_expert, wd_mult and max_lr of every parameter once it is built."""
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+    from megatron.training import training
+
+    original = training.get_megatron_optimizer
+
+    def get_megatron_optimizer(config, model, **kwargs):
+        optimizer = original(config, model, **kwargs)
+        names = {id(param): name for name, param in model[0].named_parameters()}
+        for child in optimizer.chained_optimizers:
+            inner = child.optimizer
+            kind = "muon" if isinstance(inner, TensorParallelMuon) else type(inner).__name__
+            for group in inner.param_groups:
+                for param in group["params"]:
+                    print(
+                        "ROUTE",
+                        names[id(param)].replace("module.", ""),
+                        kind,
+                        group["is_expert_parallel"],
+                        group["wd_mult"],
+                        group["max_lr"],
+                        flush=True,
+                    )
+        return optimizer
+
+    training.get_megatron_optimizer = get_megatron_optimizer
+
+
+def routes(run: Run) -> list[dict[str, tuple[str, ...]]]:
+    """Parse what :func:`_print_routes` printed on each rank."""
+    return [{m[1]: m.groups()[1:] for m in ROUTE.finditer(text)} for text in run.outputs]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="untied"),
+        pytest.param(
+            ("--qk-layernorm", "--apply-wd-to-qk-layernorm"),
+            id="qk_layernorm",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (
+                *MOE,
+                *("--expert-model-parallel-size", "2", "--moe-layer-freq", "[0,1]"),
+                *("--moe-shared-expert-intermediate-size", "16"),
+                *("--moe-shared-expert-gate", "--decoupled-lr", "5e-3"),
+            ),
+            id="moe",
+        ),
+        pytest.param(
+            ("--muon-scalar-optimizer", "lion", "--add-qkv-bias"),
+            id="lion_bias",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_parameters_go_to_the_same_optimizer_as_under_ddp(flags):
+    """Name by name the same optimizer, expert flag, weight decay and rate, on every rank."""
+    flags = (*flags, "--train-iters", "1", "--lr-warmup-iters", "0")
+    found = routes(
+        launch(2, fsdp_toy_gpt("optim_grads_params", *flags), before=_print_routes).check()
+    )
+    expected = routes(launch(2, toy_gpt(*flags), before=_print_routes).check())
+    assert found == expected
+    assert {"muon"} < {route[0] for route in found[0].values()}
+
+
+def test_experts_embeddings_norms_and_router_go_where_megatron_sends_them():
+    """In 0.19.2 the router is a matrix and goes to Muon; experts are known as experts."""
+    flags = (
+        *MOE,
+        "--expert-model-parallel-size",
+        "2",
+        "--train-iters",
+        "1",
+        "--lr-warmup-iters",
+        "0",
+    )
+    run = launch(2, fsdp_toy_gpt("optim_grads_params", *flags), before=_print_routes).check()
+    found = {name: route[:2] for name, route in routes(run)[0].items()}
+    assert found["embedding.word_embeddings.weight"] == ("AdamW", "False")
+    assert found["output_layer.weight"] == ("AdamW", "False")
+    assert found["decoder.final_layernorm.weight"] == ("AdamW", "False")
+    assert found["decoder.layers.0.mlp.router.weight"] == ("muon", "False")
+    assert found["decoder.layers.0.self_attention.linear_qkv.weight"] == ("muon", "False")
+    experts = {name: route for name, route in found.items() if ".experts." in name}
+    assert experts and set(experts.values()) == {("muon", "True")}
+    log = next(line for line in run.outputs[0].splitlines() if "Muon under Megatron-FSDP" in line)
+    assert f"{len(experts)} expert parameters" in log
+    assert "embedding, output layer or not 2-D" in log
+    assert "Muon under Megatron-FSDP" not in run.outputs[1]
+
+
+def test_plan_is_logged_where_asked():
+    """Experts over their data-parallel ranks, dense matrices over all, with owners' loads."""
+    flags = (*MOE, "--expert-model-parallel-size", "2", "--muon-fsdp-log-plan")
+    flags += ("--train-iters", "1", "--lr-warmup-iters", "0")
+    run = launch(4, fsdp_toy_gpt("optim_grads_params", *flags)).check()
+    text = run.outputs[0]
+    assert "Muon exchange plan of 2 ranks, 0 to 2:" in text
+    assert "Muon exchange plan of 4 ranks, 0 to 3:" in text
+    assert text.count("Newton-Schulz: busiest rank") == 2
+    assert text.count("rank  matrices  Newton-Schulz ms  traffic ms") == 2
+    assert "Muon exchange plan" not in run.outputs[1]

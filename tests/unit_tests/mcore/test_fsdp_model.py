@@ -1,0 +1,170 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What is read of a real Megatron-FSDP model, and Muon's step on its shards."""
+
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.toy_fsdp import build_model, build_optimizer
+
+pytestmark = pytest.mark.ranks
+
+HSDP = {"num_distributed_optimizer_instances": 2}
+HFSDP = {**HSDP, "outer_dp_sharding_strategy": "optim"}
+SHARDINGS = [
+    pytest.param(2, "optim", {}, id="zero1"),
+    pytest.param(3, "optim_grads_params", {}, id="zero3"),
+    pytest.param(4, "optim_grads", HSDP, id="hsdp"),
+    pytest.param(4, "optim_grads_params", HFSDP, id="hfsdp"),
+    pytest.param(2, "no_shard", {}, id="zero0"),
+]
+
+
+def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
+    """Describe every 2-D parameter: name to parameter and matrix."""
+    from megatron_muon.mcore.fsdp_model import describe_matrix, named_optimizer_parameters
+
+    return {
+        fqn: (param, describe_matrix(fqn, param))
+        for fqn, param in named_optimizer_parameters([model])
+        if param.dim() == 2
+    }
+
+
+def _compare_layouts(sharding: str, settings: dict[str, Any]) -> list[Any]:
+    import torch
+
+    from megatron_muon.runtime.exchange import all_gather_rows
+
+    model = build_model(sharding, **settings)
+    wrong, num_empty = [], 0
+    for fqn, (param, matrix) in _matrices(model).items():
+        whole = model.whole_weights[fqn]
+        start, stop = matrix.local_range
+        num_empty += start == stop
+        if not torch.equal(param._local_tensor, whole[start:stop]):
+            wrong.append(f"{fqn}: rows {start} to {stop}")
+        if matrix.shard_group is not None:
+            gathered = all_gather_rows(param._local_tensor, matrix.layout, matrix.shard_group)
+            if not torch.equal(gathered, whole):
+                wrong.append(f"{fqn}: gathered")
+    return [wrong, num_empty]
+
+
+@pytest.mark.parametrize(("world_size", "sharding", "settings"), SHARDINGS)
+def test_layout_is_where_megatron_fsdp_put_the_rows(world_size, sharding, settings):
+    """Local rows and the assembled matrix equal the weights from before they were sharded."""
+    run = run_ranks(world_size, _compare_layouts, sharding, settings).check()
+    assert [wrong for wrong, _ in run.results] == [[]] * world_size
+    assert (sum(num_empty for _, num_empty in run.results) > 0) == (sharding != "no_shard")
+
+
+def _compare_chunks(sharding: str, settings: dict[str, Any]) -> list[str]:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+
+    from megatron_muon.runtime.dtensor_layout import describe_dtensor
+
+    model = build_model(sharding, **settings)
+    different = []
+    try:
+        describe_dtensor("stale", model.module.module.decoder.layers[0].mlp.linear_fc1.weight)
+        different.append("chunks of other shards were believed")
+    except ValueError as error:
+        assert "stale: expected chunks of" in str(error)
+    for fqn, (param, matrix) in _matrices(model).items():
+        uneven_dtensor.update_uneven_dtensor_chunk_metadata(param)
+        found = describe_dtensor(fqn, param)
+        held = [shard for shard in found.layout.shards if shard[0] != shard[1]]
+        expected = [shard for shard in matrix.layout.shards if shard[0] != shard[1]]
+        if held != expected or found.local_shape != matrix.local_shape:
+            different.append(f"{fqn}: {held}, not {expected}")
+    return different
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sharding"), [(2, "optim"), (3, "optim_grads_params"), (4, "optim_grads")]
+)
+def test_chunk_metadata_tell_the_same_layout_as_the_buffer(world_size, sharding):
+    """Where a parameter lies in no buffer, its checkpoint offsets say which rows a rank has."""
+    run = run_ranks(world_size, _compare_chunks, sharding, {}).check()
+    assert run.results == [[]] * world_size
+
+
+def _plain_dtensors() -> list[Any]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from megatron_muon.runtime.dtensor_layout import describe_dtensor
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    param = distribute_tensor(torch.ones(5, 3), mesh, [Replicate(), Shard(0)])
+    matrix = describe_dtensor("weight", param)
+    try:
+        describe_dtensor("weight", distribute_tensor(torch.ones(5, 4), mesh, [Shard(1), Shard(0)]))
+    except ValueError as error:
+        return [matrix.layout.shards, dist.get_world_size(matrix.replica_group), str(error)]
+    return []
+
+
+def test_even_chunks_of_plain_dtensors_are_read_too():
+    """Five rows are cut into 3 and 2; columns cut over another axis are refused."""
+    for shards, num_replicas, error in run_ranks(4, _plain_dtensors).check().results:
+        assert shards == [[0, 3], [3, 5]] and num_replicas == 2
+        assert "weight: expected rows sharded over one mesh axis" in error
+
+
+def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
+    import torch
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, _with_local
+
+    model = build_model(sharding, **settings)
+    chain = build_optimizer(model, muon_nesterov=True)
+    optimizer = next(
+        child.optimizer
+        for child in chain.chained_optimizers
+        if isinstance(child.optimizer, FSDPZeROTensorParallelMuon)
+    )
+    shards = {fqn: pair for fqn, pair in _matrices(model).items() if pair[0] in optimizer._matrices}
+    whole = {fqn: torch.nn.Parameter(model.whole_weights[fqn].clone()) for fqn in shards}
+    for fqn, (param, _) in shards.items():
+        whole[fqn].is_qkv = getattr(param, "is_qkv", False)
+    reference = TensorParallelMuon(
+        whole.values(),
+        lr=0.01,
+        momentum=0.95,
+        nesterov=True,
+        weight_decay=0.1,
+        split_qkv=True,
+        is_qkv_fn=lambda param: param.is_qkv,
+        qkv_split_shapes=[8, 8, 8],
+    )
+    assert any(param.is_qkv for param in whole.values())
+    for step in range(2):
+        for index, (fqn, (param, matrix)) in enumerate(shards.items()):
+            generator = torch.Generator().manual_seed(100 * step + index)
+            grad = torch.randn(whole[fqn].shape, generator=generator)
+            whole[fqn].grad = grad.clone()
+            rows = grad[slice(*matrix.local_range)].clone()
+            param.grad = _with_local(param, rows) if rows.numel() else None
+        optimizer.step()
+        reference.step()
+    return [
+        fqn
+        for fqn, (param, matrix) in shards.items()
+        if not torch.equal(param._local_tensor, whole[fqn][slice(*matrix.local_range)])
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "sharding", "settings"), SHARDINGS)
+def test_step_on_megatron_fsdp_shards_equals_upstream_on_whole_matrices(
+    world_size, sharding, settings
+):
+    """The same gradients in, bit-identical parameters out, QKV split across shards included."""
+    run = run_ranks(world_size, _step_on_shards, sharding, settings).check()
+    assert run.results == [[]] * world_size

@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""FSDPZeROTensorParallelMuon on hand-made row shards, against upstream's Muon on whole matrices."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.sharded_muon import LAYOUTS, QKV_ROWS, build_optimizers, init_group, step_both
+
+pytestmark = pytest.mark.ranks
+
+SETTINGS = [
+    {},
+    {"nesterov": False, "momentum": 0.8},
+    {"fp32_matmul_prec": "highest", "coefficient_type": "polar_express", "num_ns_steps": 3},
+    {"scale_mode": "unit_rms_norm", "extra_scale_factor": 0.2, "weight_decay": 0.0},
+    {"use_decoupled_weight_decay": False, "coefficient_type": "simple"},
+    {"split_qkv": False, "scale_mode": "shape_scaling"},
+]
+EXCHANGES = [
+    {"mode": "all_gather"},
+    {"mode": "owner", "wire": "fp32"},
+    {"mode": "owner", "wire": "fp32", "bucket_numel": 1500, "cost_model": "stack_elements=4000"},
+    {"mode": "owner", "wire": "bf16"},
+    {"mode": "owner", "wire": "bf16", "bucket_numel": 1, "cost_model": "stack_elements=1"},
+    {"mode": "owner", "wire": "bf16", "cost_model": "gbps=1000,gbps_between_nodes=1000"},
+]
+NUM_STEPS = 3
+
+
+def _step_and_compare(num_shards: int, exchange: dict[str, Any], grid: dict[str, int]) -> list[str]:
+    init_group()
+    different = []
+    wire = exchange.get("wire", "")
+    for settings in SETTINGS:
+        if wire == "bf16" and settings.get("fp32_matmul_prec") == "highest":
+            continue
+        optimizers = build_optimizers(num_shards, settings, exchange, **grid)
+        step_both(optimizers, wire)
+        different += [f"{settings} {each}" for each in optimizers.differences()]
+    return different
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: "-".join(map(str, e.values())))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_step_equals_upstream_muon_on_whole_matrices(world_size, exchange):
+    """Parameters and momentum are bit-identical after three steps, for every layout and setting.
+
+    On the bf16 wire the reference is upstream's Muon with the norm summed in float64.
+    """
+    run = run_ranks(world_size, _step_and_compare, world_size, exchange, {}).check()
+    assert run.results == [[]] * world_size
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("num_shards", "grid"),
+    [
+        pytest.param(1, {"num_replicas": 3}, id="zero0"),
+        pytest.param(2, {"num_replicas": 2}, id="hsdp"),
+        pytest.param(2, {"num_tensor_ranks": 2}, id="tp2"),
+        pytest.param(2, {"num_tensor_ranks": 2, "num_replicas": 2}, id="tp2_hsdp"),
+    ],
+)
+def test_replicas_and_tensor_parallel_ranks_share_the_work(num_shards, grid, wire):
+    """The bits of upstream where copies and blocks of a matrix are spread over other ranks."""
+    world_size = num_shards * grid.get("num_replicas", 1) * grid.get("num_tensor_ranks", 1)
+    exchange = {"mode": "owner", "wire": wire, "bucket_numel": 2000}
+    run = run_ranks(world_size, _step_and_compare, num_shards, exchange, grid).check()
+    assert run.results == [[]] * world_size
+
+
+def _state_of_every_parameter() -> list[tuple[int, int]]:
+    from torch.distributed.tensor import DTensor
+
+    init_group()
+    optimizers = build_optimizers(4)
+    params = [param for param, _, _ in optimizers.params]
+    buffers = [optimizers.sharded.state[param]["momentum_buffer"] for param in params]
+    assert all(isinstance(buffer, DTensor) for buffer in buffers)
+    assert all(buffer.placements == p.placements for buffer, p in zip(buffers, params, strict=True))
+    return [tuple(buffer._local_tensor.shape) for buffer in buffers]
+
+
+def test_momentum_exists_for_every_parameter_from_construction():
+    """Empty shards have momentum too: ranks with different sets of state hang the save."""
+    run = run_ranks(4, _state_of_every_parameter).check()
+    for rank, shapes in enumerate(run.results):
+        expected = [[rows[rank], cols] for cols, rows in LAYOUTS[4]] + [[QKV_ROWS[4][rank], 24]]
+        assert shapes == expected
+
+
+@pytest.mark.parametrize("exchange", ["owner", "all_gather"])
+def test_ranks_that_disagree_raise_at_construction_on_all_ranks(exchange):
+    """A parameter that is another one on some rank is named before anything is exchanged."""
+    run = run_ranks(2, _disagree, exchange).check()
+    for text in run.results:
+        assert "rank 1 has 'layer.two.weight" in text
+        assert "rank 1: layer.0.weight: expected a local shard of shape (31, 24)" in text
+        assert "rank 1 has 'layer.4.weight" in text and "where rank 0 has 'layer.3.weight" in text
+
+
+def _disagree(exchange: str) -> str:
+    import torch.distributed as dist
+
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.plan.layout import RowLayout
+    from megatron_muon.plan.settings import ExchangeSettings
+
+    init_group()
+    params = [param for param, _, _ in build_optimizers(2).params]
+    matrices = [matrix for _, _, matrix in build_optimizers(2).params]
+
+    def build(trained: slice = slice(None)) -> str:
+        try:
+            FSDPZeROTensorParallelMuon(
+                params[:3] + params[3:][trained],
+                matrices=dict(zip(params, matrices, strict=True)),
+                exchange=ExchangeSettings(mode=exchange),
+            )
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+    # Frozen on rank 1 alone: its list has one matrix less.
+    frozen_error = build(slice(1, None) if dist.get_rank() == 1 else slice(None))
+    if dist.get_rank() == 1:
+        matrices[2] = dataclasses.replace(matrices[2], fqn="layer.two.weight")
+    fqn_error = build()
+    if dist.get_rank() == 1:
+        bad = RowLayout(48, 24, ((0, 17), (17, 48)))
+        matrices[0] = dataclasses.replace(matrices[0], layout=bad)
+    return f"{frozen_error} | {fqn_error} | {build()}"

@@ -1,0 +1,281 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange plan: every element travels once there and once to each holder, in known order."""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from helpers.layouts import matrix_lists, rows_cut_at
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_muon.plan import ExchangePlan, RankPlan, Route
+from megatron_muon.plan.assignment import Assignment, assign
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import MatrixLayout, whole_matrix
+from megatron_muon.plan.pipeline_estimate import pipeline_seconds
+from megatron_muon.plan.report import build_report
+from megatron_muon.plan.routes import parts_of
+from megatron_muon.plan.wire import Wire
+
+WIRE = Wire("bfloat16", "bfloat16")
+# Newton-Schulz so slow that matrices are split and owners spread.
+SLOW = CostModel(tflops=1e-7, all_reduce_us=0, stack_elements=600)
+
+
+def _plan(matrices: list[MatrixLayout], bucket_numel: int = 500) -> ExchangePlan:
+    assignment = assign(matrices, SLOW, WIRE)
+    return ExchangePlan.build(matrices, assignment, SLOW, WIRE, bucket_numel=bucket_numel)
+
+
+def _shards(plan: ExchangePlan, index: int) -> dict[int, np.ndarray]:
+    """Give every rank its shard of a matrix of distinct numbers."""
+    matrix = plan.matrices[index]
+    first, blocks = 0, []
+    for rows, cols in matrix.blocks:
+        blocks.append(first + np.arange(rows * cols).reshape(rows, cols))
+        first += rows * cols
+    shapes: dict[int, tuple[int, int]] = {}
+    for f in matrix.regions:
+        for rank in f.holders:
+            rows, _ = shapes.get(rank, (0, 0))
+            shapes[rank] = (max(rows, f.local_row + f.num_rows), f.num_cols)
+    shards = {rank: np.full(shape, -1) for rank, shape in shapes.items()}
+    for f in matrix.regions:
+        for rank in f.holders:
+            shards[rank][f.local_row : f.local_row + f.num_rows] = blocks[f.block][
+                f.row : f.row + f.num_rows, f.col : f.col + f.num_cols
+            ]
+    return shards
+
+
+def _local(shard: np.ndarray, route: Route) -> np.ndarray:
+    return shard[
+        route.local_row : route.local_row + route.num_rows,
+        route.local_col : route.local_col + route.num_cols,
+    ]
+
+
+@settings(deadline=None)
+@given(matrix_lists(), st.sampled_from([1, 500, 10**6]))
+def test_every_element_reaches_its_owner_once_and_returns_to_where_it_was(matrices, bucket):
+    """Gather fills each part exactly; scatter restores every shard of every holder."""
+    plan = _plan(matrices, bucket)
+    for index, (matrix, owners) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
+        shards = _shards(plan, index)
+        assert all((shard >= 0).all() for shard in shards.values())
+        parts = {
+            (block, part.owner): np.full((part.num_rows, part.num_cols), -1)
+            for block, shape in enumerate(matrix.blocks)
+            for part in parts_of(index, block, shape, owners)
+        }
+        back = {rank: np.full(shard.shape, -1) for rank, shard in shards.items()}
+        routes = list(plan.routes(index))
+        for route in routes:
+            part = parts[route.block, route.owner]
+            place = np.s_[
+                route.row : route.row + route.num_rows, route.col : route.col + route.num_cols
+            ]
+            assert (part[place] == -1).all()
+            part[place] = _local(shards[route.source], route)
+        assert all((part >= 0).all() for part in parts.values())
+        for route in routes:
+            part = parts[route.block, route.owner]
+            for holder in route.holders:
+                target = _local(back[holder], route)
+                assert (target == -1).all()
+                target[:] = part[
+                    route.row : route.row + route.num_rows, route.col : route.col + route.num_cols
+                ]
+        for rank, shard in shards.items():
+            assert (back[rank] == shard).all()
+        largest = Counter()
+        for part in parts.values():
+            largest.update(part.ravel().tolist())
+        assert set(largest.values()) == {1} and len(largest) == matrix.num_elements
+
+
+@settings(deadline=None)
+@given(matrix_lists())
+def test_messages_of_two_ranks_match(matrices):
+    """What a rank sends to another is what that one expects, route by route, in each bucket."""
+    plan = _plan(matrices)
+    ranks = matrices[0].ranks
+    rank_plans = {rank: RankPlan.build(plan, rank) for rank in ranks}
+    seen: Counter[int] = Counter(plan.local)
+    for number, bucket in enumerate(plan.buckets):
+        seen.update(bucket)
+        for sender in ranks:
+            mine = rank_plans[sender].buckets[number]
+            for receiver in ranks:
+                theirs = rank_plans[receiver].buckets[number]
+                assert mine.gather_sends.get(receiver, []) == theirs.gather_receives.get(sender, [])
+                assert mine.scatter_sends.get(receiver, []) == theirs.scatter_receives.get(
+                    sender, []
+                )
+            assert sender not in mine.gather_sends and sender not in mine.scatter_sends
+            if not mine.has_gather:
+                assert not mine.gather_sends and not mine.gather_receives
+    assert seen == Counter(range(len(matrices)))
+
+
+@settings(deadline=None)
+@given(matrix_lists())
+def test_without_replicas_the_way_back_is_the_way_there(matrices):
+    """Each scatter message is the gather message between the same two ranks, reversed."""
+    plan = _plan(matrices)
+    for rank in matrices[0].ranks:
+        for bucket in RankPlan.build(plan, rank).buckets:
+            if all(len(route.holders) == 1 for index in range(len(matrices))
+                   for route in plan.routes(index)):  # fmt: skip
+                assert bucket.scatter_sends == bucket.gather_receives
+                assert bucket.scatter_receives == bucket.gather_sends
+
+
+@settings(deadline=None)
+@given(matrix_lists(max_matrices=12), st.sampled_from([200, 500, 5000]))
+def test_bucket_size_bounds_what_a_rank_owns_at_once(matrices, bucket_numel):
+    """Neither what a rank owns nor what it sends back exceeds the knob, or the largest matrix."""
+    plan = _plan(matrices, bucket_numel)
+    staged = [
+        -(-sum(matrix.elements_by_rank.values()) // len(owners))
+        for matrix, owners in zip(matrices, plan.owners, strict=True)
+    ]
+    limit = max(bucket_numel, *staged)
+    replicas = max(len(region.holders) for matrix in matrices for region in matrix.regions)
+    for rank in matrices[0].ranks:
+        rank_plan = RankPlan.build(plan, rank)
+        assert len(rank_plan.local) == max(1, len(plan.buckets))
+        work = [(owned, 0) for groups in rank_plan.local for owned in groups]
+        for bucket in rank_plan.buckets:
+            sends = bucket.scatter_sends.values()
+            work.append((bucket.owned, sum(r.num_elements for routes in sends for r in routes)))
+        for owned, sent in work:
+            parts = [part for stack in owned.stacks for part in stack]
+            # Parts are rounded to whole rows or columns.
+            rounding = sum(part.num_rows + part.num_cols for part in parts)
+            assert sum(part.num_rows * part.num_cols for part in parts) <= limit + rounding
+            assert sent <= limit + rounding * replicas
+
+
+@settings(deadline=None)
+@given(matrix_lists(max_matrices=12), st.sampled_from([1, 8]))
+def test_every_matrix_is_orthogonalized_by_its_owners_and_nobody_else(matrices, max_parts):
+    """Also one that is split over just the ranks that hold replicas of it.
+
+    Such a matrix once counted as local, and no rank's local matrices held it: it was never stepped.
+    """
+    assignment = assign(matrices, SLOW, WIRE, max_parts=max_parts)
+    plan = ExchangePlan.build(matrices, assignment, SLOW, WIRE, bucket_numel=500)
+    found = Counter()
+    for rank in matrices[0].ranks:
+        rank_plan = RankPlan.build(plan, rank)
+        local = [owned for groups in rank_plan.local for owned in groups]
+        for owned in (*local, *(bucket.owned for bucket in rank_plan.buckets)):
+            found.update((p.matrix, p.block, rank) for stack in owned.stacks for p in stack)
+    assert found == Counter(
+        (index, block, owner)
+        for index, owners in enumerate(plan.owners)
+        for block in range(len(matrices[index].blocks))
+        for owner in owners
+    )
+
+
+@settings(deadline=None)
+@given(matrix_lists())
+def test_report_counts_what_messages_hold(matrices):
+    """Elements in the report are those of the messages, rank by rank."""
+    plan = _plan(matrices)
+    world_size = 1 + max(matrices[0].ranks)
+    report = build_report(range(world_size), [plan])
+    for rank in matrices[0].ranks:
+        sent = received = 0
+        for bucket in RankPlan.build(plan, rank).buckets:
+            for sends in (bucket.gather_sends, bucket.scatter_sends):
+                sent += sum(p.num_elements for routes in sends.values() for p in routes)
+            for receives in (bucket.gather_receives, bucket.scatter_receives):
+                received += sum(p.num_elements for routes in receives.values() for p in routes)
+        assert report.ranks[rank].elements_sent == sent
+        assert report.ranks[rank].bytes_received == 2 * received
+    if all("owner" in matrix for matrix in report.matrices):
+        assert sum(rank.bytes_sent for rank in report.ranks) >= report.lower_bound_bytes
+
+
+def test_plans_that_differ_have_different_entries():
+    """An owner, a layout or a bucket that differs shows in the line of its matrix."""
+
+    def entries(rows: list[int]) -> list[str]:
+        layout = rows_cut_at(8, 4, rows)
+        return _plan([whole_matrix("a.weight", layout, [[(0,), (1,)]])]).entries()
+
+    assert entries([5, 3]) == entries([5, 3])
+    assert entries([5, 3]) != entries([6, 2])
+    assert entries([5, 3])[0].startswith("a.weight ((8, 4),) owners (")
+
+
+def test_matrix_split_over_the_ranks_that_hold_replicas_of_it_is_not_local():
+    """ZeRO-0 on two ranks: both orthogonalize half of what both have, and exchange the results."""
+    matrix = whole_matrix("a.weight", rows_cut_at(8, 4, [8]), [[(0, 1)]])
+    assignment = Assignment(((0, 1),), {0: 1.0, 1: 1.0}, 1.0)
+    plan = ExchangePlan.build([matrix], assignment, SLOW, WIRE, bucket_numel=500)
+    assert plan.local == () and plan.buckets == ((0,),)
+    (bucket,) = RankPlan.build(plan, 0).buckets
+    assert [part.num_rows for stack in bucket.owned.stacks for part in stack] == [4]
+    assert not bucket.has_gather and list(bucket.scatter_sends) == [1]
+
+
+def _pipeline_of(local: list[float], work: list[list[float]], traffic: float = 0.0) -> float:
+    buckets = [dict(enumerate(loads)) for loads in work]
+    return pipeline_seconds(buckets, dict(enumerate(local)), [traffic] * len(work))
+
+
+def test_pipeline_of_balanced_buckets_takes_as_long_as_the_work():
+    """Local matrices fill what a rank has less of in a bucket; only the ends of traffic show."""
+    assert _pipeline_of([0, 0], [[1, 1], [1, 1], [1, 1]]) == 3
+    assert _pipeline_of([0, 3], [[1, 0], [1, 0], [1, 0]]) == 3
+    assert _pipeline_of([0, 0], [[1, 1], [1, 1]], traffic=0.5) == 0.5 + 2 + 0.5
+    assert _pipeline_of([2.0, 1.0], []) == 2
+
+
+def test_pipeline_of_unbalanced_buckets_waits_for_the_last_rank():
+    """Three ranks that own one bucket each wait in turn, though each has as much to do."""
+    assert _pipeline_of([0, 0, 0], [[3, 0, 0], [0, 3, 0], [0, 0, 3]]) > 5
+
+
+def _two_matrices() -> ExchangePlan:
+    layouts = [rows_cut_at(8, 4, [8, 0]), rows_cut_at(8, 4, [5, 3])]
+    matrices = [
+        whole_matrix(f"layer.{index}.weight", layout, [[(0,), (1,)]])
+        for index, layout in enumerate(layouts)
+    ]
+    return _plan(matrices)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"buckets": ()},
+            r"layer.1.weight: expected to be local or in one bucket, got it listed 0",
+        ),
+        ({"buckets": ((1,), (1,))}, "layer.1.weight: .* got it listed 2 times"),
+        ({"local": (), "buckets": ((1,),)}, "layer.0.weight: .* got it listed 0 times"),
+        ({"local": (0, 1), "buckets": ()}, "layer.1.weight: expected a local matrix to be whole"),
+        (
+            {"assignment": Assignment(((0,), (7,)), {0: 1.0, 1: 1.0}, 1.0)},
+            r"layer.1.weight: expected owners among the ranks of its domain, got \(7,\)",
+        ),
+        (
+            {"assignment": Assignment(((0,),), {0: 1.0, 1: 1.0}, 1.0)},
+            "expected owners of 2 matrices, got 1",
+        ),
+    ],
+)
+def test_plan_that_would_lose_or_repeat_a_matrix_is_refused(change, message):
+    """A matrix that is in no list would silently never be stepped."""
+    plan = _two_matrices()
+    assert plan.local == (0,) and plan.buckets == ((1,),)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(plan, **change)

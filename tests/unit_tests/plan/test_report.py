@@ -1,0 +1,170 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m megatron_muon.plan``: what it prints, for whom, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon.plan.__main__ import main
+
+MAP = {
+    "world_size": 4,
+    "matrices": [
+        {"param": 3, "group": [0, 2], "cols": 64, "rows": {"0": 96, "2": 32}},
+        {"param": 3, "group": [1, 3], "cols": 64, "rows": {"1": 96, "3": 32}},
+        {"fqn": "whole", "group": [0, 2], "cols": 64, "rows": {"2": 64}},
+        {"fqn": "cut", "group": [3, 1], "cols": 64, "rows": {"1": 33, "3": 31}},
+    ],
+}
+
+
+def _report(capsys: Any, *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def shard_map(tmp_path: Path) -> str:
+    path = tmp_path / "shards.json"
+    path.write_text(json.dumps(MAP))
+    return str(path)
+
+
+def test_shard_map_report_can_be_recomputed_from_owners(shard_map, capsys):
+    """Sums of elements follow from the owners in the report and the rows in the map."""
+    report = _report(capsys, "--shards", shard_map)
+    assert report["world_size"] == 4
+    assert [matrix["index"] for matrix in report["matrices"]] == [0, 1, 2, 3]
+    assert report["matrices"][2] == {"index": 2, "fqn": "whole", "owner": 2}
+    sent = dict.fromkeys(range(4), 0)
+    for entry, matrix in zip(MAP["matrices"], report["matrices"], strict=True):
+        owner = matrix["owner"]
+        assert owner in entry["group"]
+        for rank, rows in ((int(rank), rows) for rank, rows in entry["rows"].items()):
+            if rank != owner:
+                sent[rank] += rows * entry["cols"]
+                sent[owner] += rows * entry["cols"]
+    assert report["mean_elements_sent"] == sum(sent.values()) / 4
+    assert report["max_elements_sent"] == max(sent.values())
+    assert report["lower_bound_bytes"] == 4 * 64 * (32 + 32 + 31)
+    assert report["bytes"] == 2 * sum(sent.values())
+
+
+def test_preset_flags_and_overrides_describe_the_same_model(capsys):
+    """A preset is a name for Megatron's flags, each of which can be changed."""
+    flags = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32"
+    by_flags = _report(capsys, *flags.split(), "--num-query-groups", "8", "--dp", "16")
+    assert by_flags == _report(capsys, "--preset", "llama3-8b", "--dp", "16")
+    assert len(by_flags["matrices"]) == 128
+    short = _report(capsys, "--preset", "llama3-8b", "--num-layers", "2", "--dp", "16")
+    assert len(short["matrices"]) == 8
+    stage = _report(capsys, "--preset", "llama3-8b", "--pp", "4", "--dp", "16")
+    assert len(stage["matrices"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_matrices", "world_size"),
+    [
+        ("--tp 2", 2 * 128, 16),
+        ("--tp 2 --muon-tp-mode duplicated", 128, 16),
+        ("--hsdp 2", 128, 8),
+        ("--hsdp 2 --hfsdp", 128, 8),
+        ("--sharding no_shard", 128, 8),
+    ],
+)
+def test_parallelism_of_a_dense_model(flags, num_matrices, world_size, capsys):
+    """Tensor ranks have matrices of their own unless their mode joins them."""
+    report = _report(capsys, "--preset", "llama3-8b", "--dp", "8", *flags.split())
+    assert len(report["matrices"]) == num_matrices
+    assert report["world_size"] == world_size
+    elements = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    copies = {"--hsdp 2": 2, "--sharding no_shard": 8}.get(flags, 1)
+    # Nothing can be moved more often than there and back to every copy.
+    assert 0 < report["bytes"] <= 2 * elements * (1 + copies)
+    assert report["busiest_over_ideal"] < 1.3
+
+
+def test_experts_stay_whole_and_dense_matrices_fill_what_they_leave(capsys):
+    """Of 12,288 expert matrices over 8 ranks each, most lie whole on a rank and stay there."""
+    report = _report(capsys, "--preset", "qwen3-30b-a3b", "--dp", "64", "--ep", "8")
+    assert len(report["matrices"]) == 48 * (128 * 2 + 3)
+    assert report["moved_fraction"] < 0.05
+    assert report["busiest_over_ideal"] < 1.25
+
+
+def test_joint_objective_gives_up_balance_for_slow_links(shard_map, capsys):
+    """With links a thousand times slower the largest holders own."""
+    slow = _report(capsys, "--shards", shard_map, "--gbps", "0.0001")
+    assert [matrix["owner"] for matrix in slow["matrices"]] == [0, 1, 2, 1]
+    assert slow["bytes"] == slow["lower_bound_bytes"]
+
+
+def test_table_and_plot_for_people(shard_map, capsys, tmp_path):
+    """Without --json the same numbers come as a table; --plot draws them."""
+    picture = tmp_path / "plan.png"
+    assert main(["--shards", shard_map, "--plot", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "4 matrices, 0.0 M elements, on 4 ranks" in text
+    assert "Newton-Schulz: busiest rank" in text and "lower bound" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dp", "8"], "num_layers: expected a positive number, got 0. Pass --num-layers."),
+        (["--preset", "llama3-8b", "--ep", "2"], "ep: expected a divisor of 0 experts, got 2"),
+        (
+            ["--preset", "llama3-8b", "--dp", "9", "--hsdp", "2"],
+            "hsdp: expected dp to be a multiple of 2 instances, got dp 9",
+        ),
+        (["--preset", "llama3-8b", "--tp", "3"], "to be a multiple of 3 tensor-parallel ranks"),
+        (["--preset", "llama3-8b", "--tflops", "0"], "expected a positive tflops, got 0.0"),
+        (["--preset", "llama3-8b", "--max-parts", "3"], "max parts: expected a power of two"),
+        (["--shards", "/nowhere.json"], "No such file"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(arguments, message, capsys):
+    """The message names what was expected, what came and what to do; the exit code is 2."""
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "JSONDecodeError"),
+        ('{"world_size": 2}', "KeyError: 'matrices'"),
+        ('{"world_size": 1, "matrices": [{"group": [1], "cols": 2, "rows": {"1": 1}}]}', "below 1"),
+        ('{"world_size": 2, "matrices": [{"group": [0], "cols": 2, "rows": {"1": 1}}]}', "got [1]"),
+        ('{"world_size": 2, "matrices": [{"group": [0], "cols": 2, "rows": {}}]}', "expected rows"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_shard_map_are_refused(content, message, tmp_path, capsys):
+    """A file of another kind, or with ranks out of range, is an error that names the file."""
+    path = tmp_path / "map.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit):
+        main(["--shards", str(path)])
+    assert message in capsys.readouterr().err
+
+
+def test_plan_of_2048_ranks_imports_no_torch():
+    """A mixture of 235 B parameters: planned on one core, see docs/performance.md."""
+    command = "import sys; from megatron_muon.plan.__main__ import main; code = main(sys.argv[1:])"
+    command += "; assert 'torch' not in sys.modules; sys.exit(code)"
+    flags = "--preset qwen3-235b-a22b --dp 2048 --ep 8 --json".split()
+    done = subprocess.run(
+        [sys.executable, "-c", command, *flags], capture_output=True, text=True, check=True
+    )
+
+    report = json.loads(done.stdout)
+    assert report["world_size"] == 2048 and len(report["matrices"]) == 94 * (128 * 2 + 3)
+    assert report["busiest_over_ideal"] < 1.3

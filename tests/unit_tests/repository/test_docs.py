@@ -1,0 +1,394 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Commands, figures, links and paths of the documents: nothing is written that nothing checks.
+
+A command is a line of a code block (indented or fenced) that starts with ``bash``, ``torchrun``,
+``python`` or either of them in ``.venv/bin``. It is accounted for in one of three ways:
+
+============  ==================================================================================
+``RUN``       this file runs it; what the block shows below it must be among what it prints
+``COVERED``   a test runs it, or its parts; the table names the test
+GPU only      the line ``# GPU only`` stands above it in its block
+============  ==================================================================================
+"""
+
+import contextlib
+import fnmatch
+import importlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from helpers import repairs
+from helpers.ranks import ROOT
+
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "patches" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+GPU_ONLY = "# GPU only"
+# Written by runs, not part of the repository.
+OUTPUT_FOLDERS = ("quickstart_output", ".venv", ".uv")
+
+
+UNIT = "tests/unit_tests"
+# A shell pattern of the whole command, and the test that runs it: file::test below UNIT.
+COVERED = {
+    # Without its trainings.
+    "bash scripts/quickstart.sh*": "repository/test_quickstart.py"
+    "::test_command_line_defaults_to_the_recorded_learning_rates",
+    # Whoever runs the tests runs one of these two.
+    "bash scripts/test.sh*": "repository/test_environment.py::test_shell_script_parses",
+    "bash .ci/run": "repository/test_environment.py::test_shell_script_parses",
+    "bash tests/functional/run.sh*": "repository/test_functional.py"
+    "::test_runner_trains_through_torchrun_and_leaves_its_inputs_alone",
+    ".venv/bin/python tests/functional/run_forked.py": "repository/test_functional.py"
+    "::test_cpu_case_passes_every_rule",
+    "bash scripts/link_recipes.sh *": "repository/test_link_recipes.py"
+    "::test_generator_finds_recipes_and_cases",
+    "bash scripts/apply_patches.sh *": "patching/test_source_tree.py"
+    "::test_applying_twice_is_once_and_reverting_restores",
+    ".venv/bin/torchrun --nproc-per-node 2 scripts/train_megatron_core.py": "repository/"
+    "test_train_megatron_core.py::test_script_on_megatron_core_alone_learns",
+    ".venv/bin/python scripts/check_compat.py*": "repository/test_check_compat.py"
+    "::test_check_here_trains",
+    "torchrun --nproc-per-node 8 -m megatron_muon pretrain_gpt.py *": "test_launcher.py"
+    "::test_torchrun_trains_and_logs_one_line_a_patch_on_rank_0",
+    "torchrun --nproc-per-node ? -m megatron_muon benchmarks/optimizer_step.py *": "repository/"
+    "test_benchmarks.py::test_optimizer_step_measures_every_peer_and_writes_json",
+    ".venv/bin/python benchmarks/checkpoint.py *": "repository/test_benchmarks.py"
+    "::test_checkpoint_measures_muon_beside_adam",
+    ".venv/bin/python -m megatron_muon.plan --preset qwen3-235b-a22b --dp 2048 *": "plan/"
+    "test_report.py::test_plan_of_2048_ranks_imports_no_torch",
+    ".venv/bin/python -m megatron_muon.checkpoint *": "checkpoint/test_files.py"
+    "::test_commands_need_neither_megatron_nor_a_process_group",
+}
+
+
+class Command(NamedTuple):
+    """A command of a document.
+
+    Args:
+        where: File and line.
+        text: The command on one line, without its comment.
+        shown: Lines that the document shows as its output.
+        is_gpu_only: Whether it is marked so.
+    """
+
+    where: str
+    text: str
+    shown: tuple[str, ...]
+    is_gpu_only: bool
+
+
+def code_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield number and content of each line in a code block; an empty line between blocks."""
+    is_fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_fenced = not is_fenced
+            yield number, ""
+        elif is_fenced:
+            yield number, line
+        else:
+            yield number, line[4:] if line.startswith("    ") else ""
+
+
+def is_command(line: str) -> bool:
+    """Tell whether a line of a code block starts a command, environment variables before it."""
+    pattern = r"(\$ )?([A-Z_]+=\S+ )*(bash|torchrun|python3?|\.venv/bin/(python|torchrun)) "
+    return re.match(pattern, line) is not None
+
+
+def commands_of(path: Path) -> list[Command]:
+    """List the commands of a document."""
+    found: list[Command] = []
+    above, is_continued, shows = "", False, False
+    for number, line in code_lines(path.read_text()):
+        if is_continued:
+            last = found[-1]
+            found[-1] = last._replace(text=f"{last.text} {line.strip()}")
+        elif is_command(line):
+            where = f"{path.relative_to(ROOT)}:{number}"
+            found.append(Command(where, line.strip(), (), above.strip() == GPU_ONLY))
+            shows = True
+        elif shows and line.strip() and not line.startswith("#"):
+            found[-1] = found[-1]._replace(shown=(*found[-1].shown, line.strip()))
+        else:
+            shows = False
+        is_continued = shows and not found[-1].shown and found[-1].text.endswith("\\")
+        if is_continued:
+            found[-1] = found[-1]._replace(text=found[-1].text.removesuffix("\\").strip())
+        above = line
+    return [
+        each._replace(text=re.split(r"\s+#\s", each.text)[0].removeprefix("$ ")) for each in found
+    ]
+
+
+COMMANDS = [command for path in DOCUMENTS for command in commands_of(path)]
+
+
+def _call(main: Callable[..., Any], *arguments: Any) -> str:
+    """Call the main function of a command, and return what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(*arguments) in (0, None)
+    return printed.getvalue()
+
+
+def _module(folder: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a script."""
+    monkeypatch.syspath_prepend(str(ROOT / folder))
+    return importlib.import_module(name)
+
+
+class _Log:
+    """A training run that went well, of which no figure is looked at."""
+
+    losses = dict.fromkeys(range(1, 1000), 2.5)
+
+    def median_step_ms(self) -> float:
+        """Return any time."""
+        return 1.0
+
+    median_optimizer_ms = median_inner_step_ms = median_step_ms
+
+
+def _plan(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the plan report."""
+    from megatron_muon.plan.__main__ import main
+
+    return _call(main, arguments)
+
+
+def _alternatives(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the comparison of designs."""
+    return _call(_module("benchmarks", "design_alternatives", monkeypatch).main, arguments)
+
+
+def _training(folder: str, name: str) -> Callable[[Sequence[str], pytest.MonkeyPatch], str]:
+    """Return how to run a script whose trainings are replaced: test_parity.py has real ones."""
+
+    def run(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        """Run it, and check that it asks for trainings on gloo ranks or GPUs by known scripts."""
+        module = _module(folder, name, monkeypatch)
+        asked: list[tuple[int, Sequence[str]]] = []
+
+        def train(ranks: int, flags: Sequence[str]) -> _Log:
+            """Note what was asked for."""
+            asked.append((ranks, flags))
+            return _Log()
+
+        monkeypatch.setattr(module, "train", train)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        printed = _call(module.main)
+        assert asked and all("--optimizer" in flags for _, flags in asked)
+        return printed
+
+    return run
+
+
+def _repairs(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the table of repairs without its trainings; test_gradient_repairs.py has those."""
+    module = _module("scripts", "measure_repairs", monkeypatch)
+    monkeypatch.setattr(repairs, "_grad_norms", lambda *args: [1.0])
+    return _call(module.main)
+
+
+# How to run a command: a prefix, and a function of its further arguments.
+RUN: dict[str, Callable[[Sequence[str], pytest.MonkeyPatch], str]] = {
+    ".venv/bin/python -m megatron_muon.plan": _plan,
+    ".venv/bin/python benchmarks/design_alternatives.py": _alternatives,
+    ".venv/bin/python benchmarks/training_step.py": _training("benchmarks", "training_step"),
+    ".venv/bin/python scripts/check_parity.py": _training("scripts", "check_parity"),
+    ".venv/bin/python scripts/measure_repairs.py": _repairs,
+}
+
+
+def _covered(command: Command) -> str | None:
+    """Return the pattern of COVERED that accounts for a command."""
+    return next((row for row in COVERED if fnmatch.fnmatch(command.text, row)), None)
+
+
+def _runner(command: Command) -> str | None:
+    """Return the prefix of RUN by which a command is run."""
+    if command.is_gpu_only or _covered(command):
+        return None
+    return next((p for p in RUN if f"{command.text} ".startswith(f"{p} ")), None)
+
+
+def test_documents_have_commands():
+    """The reader of code blocks finds what is there, continued lines and comments included."""
+    texts = [command.text for command in COMMANDS]
+    assert "bash scripts/quickstart.sh" in texts
+    assert "bash scripts/test.sh tests/unit_tests/mcore/test_muon.py" in texts
+    assert any(text.endswith("--iterations 12 --passes 3") for text in texts)
+    assert any(command.shown for command in COMMANDS)
+
+
+def test_blocks_are_read_as_people_read_them(tmp_path):
+    """Marks, output, comments, fences and variables before a command."""
+    path = tmp_path / "a.md"
+    path.write_text(
+        "Text\n\n    # GPU only\n    torchrun --x 1 \\\n        --y   # why\n    out 1\n    out 2\n"
+        "\n```\n$ OMP_NUM_THREADS=1 bash a.sh\n```\n    not a command\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+        found = commands_of(path)
+    assert found == [
+        Command("a.md:4", "torchrun --x 1 --y", ("out 1", "out 2"), True),
+        Command("a.md:10", "OMP_NUM_THREADS=1 bash a.sh", (), False),
+    ]
+
+
+def test_commands_are_accounted_for():
+    """Each is run here, run by the test that COVERED names, or marked for GPUs."""
+    missing = [
+        f"{command.where}: {command.text}"
+        for command in COMMANDS
+        if not (command.is_gpu_only or _covered(command) or _runner(command))
+    ]
+    assert not missing, (
+        f"expected commands that are tested, got {missing}. Add them to RUN or COVERED in "
+        f"tests/unit_tests/repository/test_docs.py, or put {GPU_ONLY!r} above them."
+    )
+
+
+def test_covered_commands_and_their_tests_exist():
+    """A row goes with the last document that has its command, or with its test."""
+    unused = COVERED.keys() - {_covered(command) for command in COMMANDS}
+    assert not unused, f"no document has {unused}"
+    for file, _, name in (row.partition("::") for row in COVERED.values()):
+        assert f"\ndef {name}(" in (ROOT / UNIT / file).read_text(), f"no test {file}::{name}"
+
+
+RUNNABLE = {command.text: command for command in COMMANDS if _runner(command)}
+
+
+@pytest.mark.parametrize("text", RUNNABLE)
+def test_command_runs_and_prints_what_is_shown(text, monkeypatch):
+    """Lines below a command are its output, and rows of a table stand in the document."""
+    prefix = _runner(RUNNABLE[text])
+    printed = RUN[prefix](shlex.split(text)[len(prefix.split()) :], monkeypatch).splitlines()
+    lines = {line.strip() for line in printed}
+    for command in COMMANDS:
+        if command.text == text:
+            missing = [line for line in command.shown if line != "..." and line not in lines]
+            assert not missing, f"{command.where}: no longer printed: {missing}. Got {printed[:8]}"
+            if RUN[prefix] is _alternatives:
+                document = (ROOT / command.where.partition(":")[0]).read_text().splitlines()
+                missing = sorted(line for line in lines if line not in document)
+                assert not missing, f"{command.where}: expected the rows {missing}"
+
+
+PLAN_ROW = re.compile(r"\| `(--preset .*?)` \| (.*) \|")
+PLAN_ROWS = PLAN_ROW.findall((ROOT / "docs" / "performance.md").read_text())
+
+
+@pytest.mark.parametrize(("flags", "figures"), PLAN_ROWS, ids=lambda value: value)
+def test_plans_of_performance_are_those_of_today(flags, figures):
+    """Each row of the table of plans but the one of 2,048 ranks, figure by figure."""
+    if "--dp 2048" in flags:
+        pytest.skip("takes seconds: test_report.py makes this plan")
+    import json
+
+    from megatron_muon.plan.__main__ import main
+
+    report = json.loads(_call(main, [*flags.split(), "--json"]))
+    staging = max(rank["staging_bytes"] for rank in report["ranks"])
+    assert figures.split(" | ") == [
+        f"{len(report['matrices']):,}",
+        f"{report['busiest_over_ideal']:.2f}",
+        f"{report['moved_fraction']:.1%}",
+        f"{report['bytes'] / report['lower_bound_bytes']:.2f}",
+        f"{report['newton_schulz_ms']:.1f}",
+        f"{report['predicted_step_ms']:.1f}",
+        f"{staging / 1e9:.1f}",
+    ]
+
+
+def _repository_files() -> list[str]:
+    """List what git tracks or would track."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()]
+    return listed.stdout.splitlines()
+
+
+def _names(files: Sequence[str]) -> set[str]:
+    """List every file and folder by each end of its path: ``a/b/c``, ``b/c``, ``c``."""
+    names = set()
+    for file in files:
+        parts = file.split("/")
+        for stop in range(1, len(parts) + 1):
+            names |= {"/".join(parts[start:stop]) for start in range(stop)}
+    return names
+
+
+def _prose(path: Path) -> str:
+    """Return a document without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    """Relative links name files; a fragment names a heading."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(path)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        file, _, fragment = target.partition("#")
+        linked = path.parent / file if file else path
+        assert linked.exists(), f"{path.name}: expected {target} to exist"
+        if fragment:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert fragment in slugs, f"{path.name}: {target}: no such heading"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_in_backticks_exist(path):
+    """What looks like a path of the repository is one, by its end at least.
+
+    It looks like one where it has the suffix of a source file, or begins with one of the
+    repository's folders. Patterns and places to fill in are left out.
+    """
+    files = _repository_files()
+    names, folders = _names(files), {file.split("/")[0] for file in files if "/" in file}
+    for quoted in re.findall(r"`([^`\n]+)`", _prose(path)):
+        is_file = re.fullmatch(r"[\w./-]+\.(py|md|sh|toml|lock|in|json|txt|yaml|patch)", quoted)
+        first = quoted.split("/")[0]
+        is_folder = "/" in quoted and first in folders and re.fullmatch(r"[\w./-]+", quoted)
+        if not (is_file or is_folder) or first in OUTPUT_FOLDERS:
+            continue
+        assert quoted.rstrip("/") in names, (
+            f"{path.name}: expected {quoted} in the repository, got no such path. Correct it, or "
+            "quote only a part that is no path."
+        )
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_tests_named_in_documents_exist(path):
+    """A test that a document points to can be found."""
+    sources = "".join(file.read_text() for file in (ROOT / UNIT).rglob("test_*.py"))
+    for name in set(re.findall(r"`(test_\w+)`", _prose(path))):
+        assert f"def {name}(" in sources, f"{path.name}: no test {name}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_are_plain_text(path):
+    """ASCII alone, and no absolute path of somebody's machine."""
+    text = path.read_text()
+    assert text.isascii()
+    assert not re.search(r"(?<![\w.])/(home|root|tmp|work|mnt|Users)/", text)

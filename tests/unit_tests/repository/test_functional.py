@@ -1,0 +1,346 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Functional recipes: their schema, the rules that judge a run, and the CPU cases themselves."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import cases
+import pytest
+from cases import CaseError, command_line, load_cases, select_cases
+from helpers.ranks import ROOT, run_ranks
+from metrics import (
+    MetricsError,
+    read_golden,
+    write_golden,
+)
+from rules import compare_with_golden, compare_with_unsharded
+from run_forked import BROKEN
+
+FUNCTIONAL = ROOT / "tests" / "functional"
+CASES = load_cases()
+GPU_CASES = [case for case in CASES if case.platform == "dgx_h100"]
+CPU_CASES = [case for case in CASES if case.platform == "cpu"]
+
+
+def ids(some_cases):
+    return [case.name for case in some_cases]
+
+
+def test_recipes_cover_what_they_promise():
+    """8 GPUs: ZeRO-1, 2, 3, TP 2, HSDP and EP 8; CPUs: the same on 2 or 4 ranks."""
+    for some, zero in ((GPU_CASES, (1, 2, 3)), (CPU_CASES, (1, 2, 3))):
+        strategies = {case.arguments["--data-parallel-sharding-strategy"] for case in some}
+        assert strategies == {("optim", "optim_grads", "optim_grads_params")[z - 1] for z in zero}
+        for flag in (
+            "--tensor-model-parallel-size",
+            "--num-distributed-optimizer-instances",
+            "--expert-model-parallel-size",
+        ):
+            assert any(flag in case.arguments for case in some), flag
+        assert {case.test_type for case in some} == {"regular", "ckpt-resume"}
+    assert {case.num_ranks for case in GPU_CASES} == {8}
+    assert {case.num_ranks for case in CPU_CASES} == {2, 4}
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
+def test_every_case_follows_megatrons_conventions(case):
+    """Deterministic, logged for the metrics, no CUDA_DEVICE_MAX_CONNECTIONS, a telling name."""
+    arguments = case.arguments
+    for flag in ("validation-ppl", "timers", "memory"):
+        assert arguments[f"--log-{flag}-to-tensorboard"] == "true"
+    assert arguments["--log-num-zeros-in-grad"] == arguments["--deterministic-mode"] == "true"
+    assert case.environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in case.environment
+    assert arguments["--optimizer"] == "muon"
+    tokens = {
+        "z1": arguments["--data-parallel-sharding-strategy"] == "optim",
+        "z2": arguments["--data-parallel-sharding-strategy"] == "optim_grads",
+        "z3": arguments["--data-parallel-sharding-strategy"] == "optim_grads_params",
+        "tp2": arguments.get("--tensor-model-parallel-size") == "2",
+        "hsdp2": "--num-distributed-optimizer-instances" in arguments,
+        f"ep{arguments.get('--expert-model-parallel-size')}": case.model == "moe",
+        "te": arguments["--transformer-impl"] == "transformer_engine",
+        "resume": case.test_type == "ckpt-resume",
+        "fsdp": case.test_type == "ckpt-resume",
+    }
+    said = set(case.name.split("_"))
+    assert {token for token, holds in tokens.items() if holds} == said & tokens.keys()
+    if case.test_type == "ckpt-resume":
+        assert int(arguments["--save-interval"]) * 2 == case.train_iters
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
+def test_golden_values_exist_where_they_were_measured_and_nowhere_else(case):
+    """CPU cases have golden values for each metric and step; GPU cases say that they have none."""
+    text = (case.golden_path.parent / "model_config.yaml").read_text()
+    if case.platform == "dgx_h100":
+        assert not case.golden_path.exists()
+        assert "Not measured on dgx_h100 yet" in text
+        return
+    golden = read_golden(case.golden_path)
+    for metric in case.metrics:
+        assert list(golden[metric]) == list(range(1, case.train_iters + 1))
+    assert golden["lm loss"][case.train_iters] < golden["lm loss"][1] - 0.5
+
+
+def _parse_on_eight_gpus(arguments: list[str]) -> dict[str, str]:
+    import sys
+
+    import torch
+
+    import megatron_muon
+    from megatron_muon import cpu_ranks
+
+    cpu_ranks.enable(force=True)
+    megatron_muon.enable()
+    from megatron.training import arguments as megatron_arguments
+
+    sys.argv = ["pretrain_gpt.py", *arguments]
+    args = megatron_arguments.parse_args()
+    megatron_arguments.validate_args(args)
+    assert torch.are_deterministic_algorithms_enabled()
+    return {name: str(getattr(args, name)) for name in ("optimizer", "use_megatron_fsdp")}
+
+
+@pytest.mark.parametrize("case", GPU_CASES, ids=ids(GPU_CASES))
+@pytest.mark.ranks
+def test_flags_of_gpu_cases_are_accepted_by_megatron(case):
+    """Megatron's own parser and checks, and ours, take the flags of a job of eight ranks."""
+    variables = dict.fromkeys(
+        ["DATA_PATH", "DATA_CACHE_PATH", "TENSORBOARD_PATH"]
+        + ["CHECKPOINT_SAVE_PATH", "CHECKPOINT_LOAD_PATH"],
+        "/nowhere",
+    )
+    arguments = command_line(case.arguments, variables)
+    env = {**case.environment, "WORLD_SIZE": "8"}
+    (found,) = run_ranks(1, _parse_on_eight_gpus, arguments, env=env).check().results
+    assert found == {"optimizer": "muon", "use_megatron_fsdp": "True"}
+
+
+@functools.cache
+def forked_verdicts() -> dict[str, list]:
+    """Run every CPU case once on forked ranks."""
+    assert all(case.environment == CPU_CASES[0].environment for case in CPU_CASES)
+    done = subprocess.run(
+        [sys.executable, str(FUNCTIONAL / "run_forked.py")],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return dict(lines)
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=ids(CPU_CASES))
+@pytest.mark.slow
+def test_cpu_case_passes_every_rule(case):
+    """Golden values, the resumed half, and the unsharded run."""
+    verdicts = forked_verdicts()[case.name]
+    assert all(passed for _, _, passed, _ in verdicts), verdicts
+    rules = {rule.partition(",")[0] for rule, *_ in verdicts}
+    expected = {"golden", "unsharded"} | ({"resume"} if case.test_type == "ckpt-resume" else set())
+    assert rules == expected
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.slow
+def test_broken_optimizer_fails_the_comparison_with_the_unsharded_run(broken):
+    """One that does nothing, skips Newton-Schulz, or updates the rows of rank 0 alone.
+
+    Megatron's 5 % pass all of them but the first, which does not even learn the embeddings.
+    """
+    passed = {(rule, metric): passed for rule, metric, passed, _ in forked_verdicts()[broken]}
+    assert not passed["unsharded", "lm loss"]
+    assert passed["golden, approximate", "lm loss"] == (broken != "do_nothing")
+
+
+@pytest.mark.slow
+def test_runner_trains_through_torchrun_and_leaves_its_inputs_alone(tmp_path):
+    """``run.sh CASE`` from another folder: exit code 0, a verdict a rule, no file changed."""
+    case = CPU_CASES[0]
+    before = {path: path.stat().st_mtime_ns for path in FUNCTIONAL.rglob("*") if path.is_file()}
+    done = run_sh(case.name, "--output", str(tmp_path / "out"), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"PASSED {case.name}" in done.stdout
+    assert "ok  unsharded: lm loss: at most" in done.stdout
+    after = {
+        path: path.stat().st_mtime_ns
+        for path in FUNCTIONAL.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {path: before.get(path) for path in after} == after
+    recorded = tmp_path / "out" / case.name / case.golden_path.name
+    assert read_golden(recorded).keys() == set(case.metrics)
+
+
+def run_sh(*arguments, cwd=ROOT):
+    command = ["bash", str(FUNCTIONAL / "run.sh"), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_unknown_case_is_an_error_that_lists_the_known_ones(tmp_path):
+    """Also a case of another platform, and an output folder that is there already."""
+    done = run_sh("gpt3_nonsense", "--platform", "cpu")
+    assert done.returncode == 2
+    assert "got an unknown name" in done.stderr
+    assert CPU_CASES[0].name in done.stderr
+    with pytest.raises(CaseError, match="got one of dgx_h100"):
+        select_cases([GPU_CASES[0].name], "cpu")
+    done = run_sh(CPU_CASES[0].name, "--platform", "cpu", "--output", str(tmp_path))
+    assert done.returncode == 2
+    assert "File exists" in done.stderr
+
+
+def write_case(folder, text):
+    path = folder / "test_cases" / "gpt" / "case"
+    path.mkdir(parents=True)
+    (path / "model_config.yaml").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("MODEL_ARGS: {}\nTEST_TYPE: regular\nGPUS: 8\n", r"got also \['GPUS'\]"),
+        ("MODEL_ARGS: {}\nTEST_TYPE: sometimes\n", "expected TEST_TYPE regular or ckpt-resume"),
+        ("MODEL_ARGS: {}\nTEST_TYPE: regular\nLAUNCHER: mpirun\n", "expected LAUNCHER torchrun"),
+    ],
+)
+def test_case_outside_of_the_schema_is_refused(tmp_path, monkeypatch, text, said):
+    """A key Megatron does not know, a test type or a launcher that nothing here runs."""
+    monkeypatch.setattr(cases, "FOLDER", tmp_path)
+    write_case(tmp_path, text)
+    with pytest.raises(CaseError, match=said):
+        cases.load_case("gpt", "case", "cpu", 2)
+    with pytest.raises(CaseError, match="found none"):
+        cases.load_case("gpt", "other", "cpu", 2)
+
+
+def test_flags_become_arguments_as_megatrons_script_makes_them():
+    """True has no value, brackets are a list, parentheses are kept, variables are replaced."""
+    flags = {
+        "--bf16": "true",
+        "--lr": "1e-2",
+        "--recompute-modules": "[layernorm moe_act]",
+        "--moe-layer-freq": "([0]*1+[1]*2)",
+        "--save": "${CHECKPOINT_SAVE_PATH}/x",
+        "--split": "949,50,1",
+    }
+    assert command_line(flags, {"CHECKPOINT_SAVE_PATH": "/ckpt"}) == [
+        *("--bf16", "--lr", "1e-2", "--recompute-modules", "layernorm", "moe_act"),
+        *("--moe-layer-freq", "([0]*1+[1]*2)", "--save", "/ckpt/x", "--split", "949,50,1"),
+    ]
+    with pytest.raises(CaseError, match="CHECKPOINT_SAVE_PATH"):
+        command_line(flags, {})
+
+
+def falling(num_steps=100, fall=0.018, start=10.8):
+    """Give losses that fall by this fraction, as those of Megatron's own Muon cases do."""
+    return {i: start * (1 - fall * (i - 1) / (num_steps - 1)) for i in range(1, num_steps + 1)}
+
+
+def test_megatrons_approximate_rule_passes_a_run_that_never_learns():
+    """Why there is a rule of ours: the golden loss falls by 1.8 %, the rule allows 5 %."""
+    golden = {i: round(loss, 5) for i, loss in falling().items()}
+    dead = dict.fromkeys(golden, golden[1])
+    (approximate,) = compare_with_golden("lm loss", dead, golden, exactly=False)
+    assert approximate.passed
+    exact, _ = compare_with_golden("lm loss", dead, golden, exactly=True)
+    assert not exact.passed
+    assert not compare_with_unsharded(dead, falling(), 100, 1.5e-4).passed
+
+
+def test_megatrons_rules_count_the_steps_they_allow():
+    """One step in a hundred may be off by more than 5 %; NaN and missing values never pass."""
+    golden = {i: 2.0 for i in range(1, 101)}
+    off = golden | {50: 3.0}
+    assert compare_with_golden("lm loss", off, golden, exactly=False)[0].passed
+    assert not compare_with_golden("lm loss", off | {51: 3.0}, golden, exactly=False)[0].passed
+    nan = dict.fromkeys(golden, float("nan"))
+    assert not compare_with_golden("lm loss", nan, golden, exactly=False)[0].passed
+    assert not compare_with_golden("lm loss", {}, golden, exactly=False)[0].passed
+    assert not compare_with_golden("lm loss", {}, golden, exactly=True)[0].passed
+
+
+def test_megatrons_exact_rule_compares_five_decimals():
+    """What rounds to the golden value is equal to it."""
+    golden = {1: 4.12346}
+    assert compare_with_golden("lm loss", {1: 4.123459}, golden, exactly=True)[0].passed
+    assert not compare_with_golden("lm loss", {1: 4.12344}, golden, exactly=True)[0].passed
+
+
+def test_iteration_time_is_compared_by_its_median_in_a_window():
+    """Steps 5 to 20 of a short run, within 5 %; the first, slow ones do not count."""
+    golden = {i: 0.1 for i in range(1, 21)}
+    found = golden | {1: 9.0, 2: 9.0}
+    assert compare_with_golden("iteration-time", found, golden, exactly=True)[0].passed
+    slow = {i: 0.106 for i in golden}
+    assert not compare_with_golden("iteration-time", slow, golden, exactly=True)[0].passed
+
+
+def test_iteration_time_without_golden_values_in_the_window_fails():
+    """Two medians of nothing used to be equal."""
+    golden = {i: 0.1 for i in range(51, 101)}
+    assert not compare_with_golden("iteration-time", golden, golden, exactly=True)[0].passed
+
+
+def test_resumed_run_that_loads_nothing_fails(tmp_path):
+    """It begins at step 1, and from the same seed repeats what it is compared with."""
+    from run import Runner
+    from torch.utils.tensorboard import SummaryWriter
+
+    case = next(case for case in CPU_CASES if case.test_type == "ckpt-resume")
+
+    def train(ranks, arguments, **options):
+        flags = dict(zip(arguments, arguments[1:], strict=False))
+        (Path(flags.get("--save", tmp_path)) / "iter_0000020").mkdir(parents=True, exist_ok=True)
+        with SummaryWriter(flags["--tensorboard-dir"]) as writer:
+            for step in range(1, 21):
+                writer.add_scalar("lm loss", 5.0 - step / 10, step)
+                writer.add_scalar("num-zeros", 0.0, step)
+
+    verdicts = Runner(tmp_path, Path("unused.py"), exactly=False, train=train).run(case)
+    (resume,) = [verdict for verdict in verdicts if verdict.rule == "resume"]
+    assert not resume.passed
+    assert "nothing was loaded" in resume.detail
+
+
+def test_unsharded_rule_fails_for_nan_and_for_missing_steps():
+    """Neither compares as close."""
+    losses = falling(20)
+    assert compare_with_unsharded(losses, losses, 20, 5e-7).passed
+    assert not compare_with_unsharded(losses | {7: float("nan")}, losses, 20, 5e-7).passed
+    short = {i: loss for i, loss in losses.items() if i < 20}
+    assert not compare_with_unsharded(short, losses, 20, 5e-7).passed
+    assert "step 7" in compare_with_unsharded(losses | {7: 9.9}, losses, 20, 5e-7).detail
+
+
+def test_golden_file_is_read_back_as_written(tmp_path):
+    """Megatron's format, five decimals, "nan" where a step has no value; else an error."""
+    path = tmp_path / "golden.json"
+    write_golden(path, {"lm loss": {1: 4.1234567, 3: 2.0}}, 3)
+    assert json.loads(path.read_text()) == {
+        "lm loss": {
+            "start_step": 1,
+            "end_step": 3,
+            "step_interval": 1,
+            "values": {"1": 4.12346, "2": "nan", "3": 2.0},
+        }
+    }
+    assert read_golden(path) == {"lm loss": {1: 4.12346, 2: float("inf"), 3: 2.0}}
+    golden = json.loads(path.read_text())
+    del golden["lm loss"]["values"]["2"]
+    path.write_text(json.dumps(golden))
+    with pytest.raises(MetricsError, match=r"not so at \[2\]"):
+        read_golden(path)
+    empty = {"start_step": 1, "end_step": 0, "step_interval": 1, "values": {}}
+    path.write_text(json.dumps({"lm loss": empty}))
+    with pytest.raises(MetricsError, match="no steps"):
+        read_golden(path)
+    path.write_text(json.dumps({"lm loss": {"values": {}}}))
+    with pytest.raises(MetricsError, match="Megatron's format"):
+        read_golden(path)

@@ -1,0 +1,105 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks fail together: what one of them knows, all of them raise."""
+
+import functools
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def _error_of(call: Any) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def _agree() -> dict[str, str]:
+    """Agree on several things in turn; ranks that one of them kept apart would hang."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+
+    dist.init_process_group("gloo")
+    rank, cpu, world = dist.get_rank(), torch.device("cpu"), dist.group.WORLD
+
+    def fails(problems: list[str], **options: Any) -> str:
+        return _error_of(
+            lambda: raise_where_any_rank_fails(problems, None, cpu, "Stop.", **options)
+        )
+
+    def differs(entries: list[str]) -> str:
+        return _error_of(lambda: raise_where_ranks_differ(entries, world, cpu, "lists", "Stop."))
+
+    suspects = torch.tensor(int(rank == 1), dtype=torch.int32)
+    pair = [dist.new_group([0, 1]), dist.new_group([2])][rank == 2]
+    return {
+        "sound": fails([]),
+        "one": fails(["broken"] if rank == 1 else []),
+        "shared": fails(["broken"] if rank else ["other"]),
+        "many": fails([f"problem {number}" for number in range(25)]),
+        "suspect": fails([], suspects=suspects, explain=lambda: ["NaN"] if rank == 1 else []),
+        "group": _error_of(
+            lambda: raise_where_any_rank_fails(["broken"] if rank == 2 else [], pair, cpu, "Stop.")
+        ),
+        "same": differs(["a", "b"]),
+        "other": differs(["a", "c" if rank == 2 else "b"]),
+        "longer": differs(["a", "b"][: 2 if rank == 1 else 1]),
+        "after": fails([]),
+    }
+
+
+@functools.cache
+def verdicts() -> list[dict[str, str]]:
+    """Return what each of three ranks raised."""
+    return run_ranks(3, _agree).check().results
+
+
+def test_ranks_without_problems_go_on():
+    """Also after they failed together."""
+    for found in verdicts():
+        assert (found["sound"], found["same"], found["after"]) == ("no error",) * 3
+
+
+def test_problem_of_one_rank_is_raised_by_all():
+    """The message names the rank, its problem and what to do."""
+    for found in verdicts():
+        assert "rank 1: broken" in found["one"] and found["one"].endswith("Stop.")
+
+
+def test_equal_problems_are_named_once_with_their_ranks():
+    """A thousand ranks with the same problem make one line."""
+    for found in verdicts():
+        assert "ranks 1, 2: broken" in found["shared"] and "rank 0: other" in found["shared"]
+
+
+def test_long_lists_of_problems_are_cut():
+    """Twenty lines, and how many more there are."""
+    for found in verdicts():
+        assert found["many"].count("problem ") == 20 and "... and 5 more" in found["many"]
+
+
+def test_problem_that_only_the_device_knows_of_is_explained():
+    """The count comes from a tensor, the sentence from the rank that counted."""
+    for found in verdicts():
+        assert "rank 1: NaN" in found["suspect"]
+
+
+def test_other_groups_are_left_alone():
+    """Ranks outside of the group neither take part nor fail."""
+    assert [found["group"][:8] for found in verdicts()] == ["no error", "no error", "ranks ca"]
+    assert "rank 2: broken" in verdicts()[2]["group"]
+
+
+def test_entries_that_differ_are_named():
+    """The first that is another one, or that a rank has beyond the others."""
+    for found in verdicts():
+        assert "lists: expected the same on all ranks" in found["other"]
+        assert "rank 2 has 'c' where rank 0 has 'b'" in found["other"]
+        assert "rank 1 has 'b' where rank 0 has 'nothing'" in found["longer"]

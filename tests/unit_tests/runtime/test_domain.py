@@ -1,0 +1,82 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups of the exchange, and the grid of ranks that they form."""
+
+import functools
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def _timeouts() -> list[float]:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.runtime.domain import new_groups
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=77))
+    groups = new_groups([(0, 1), (dist.get_rank(),)])
+    return [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in groups.values()
+    ]
+
+
+def test_new_groups_have_the_timeout_of_the_job():
+    """They once waited for half an hour, torch's default, whatever the job had asked for."""
+    assert run_ranks(2, _timeouts).check().results == [[77.0, 77.0]] * 2
+
+
+def _domains() -> list[Any]:
+    """Find the domain of a grid, of lone ranks, and of groups that form no grid."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.runtime.domain import find_domain
+
+    dist.init_process_group("gloo")
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+
+    def my_group(*sets: tuple[int, ...]) -> Any:
+        made = {ranks: dist.new_group(list(ranks)) for ranks in sets}
+        return next((group for ranks, group in made.items() if rank in ranks), None)
+
+    shards, replicas = my_group((0, 1), (2, 3)), my_group((0, 2), (1, 3))
+    grid = find_domain(shards, None, replicas, busy_seconds=rank, device=cpu)
+    alone = find_domain(None, None, None, busy_seconds=0.0, device=cpu)
+    # Ranks 0 to 2 hold a shard each, and rank 3 a copy of the last.
+    crooked = my_group((0, 1, 2)), None, my_group((2, 3))
+    try:
+        find_domain(*crooked, busy_seconds=0.0, device=cpu)
+        error = "no error"
+    except RuntimeError as problem:
+        error = str(problem)
+    dist.barrier()
+    return [grid.ranks, grid.holders, sorted(grid.busy.items()), alone.ranks, error]
+
+
+@functools.cache
+def domains() -> list[Any]:
+    """Return what four ranks found."""
+    return run_ranks(4, _domains).check().results
+
+
+def test_domain_joins_what_groups_link():
+    """Two replicas of two shards are one domain; a rank without groups is one by itself."""
+    for rank, (ranks, holders, busy, alone, _) in enumerate(domains()):
+        assert ranks == [0, 1, 2, 3]
+        assert holders == [[[0, 2], [1, 3]]]
+        assert busy == [[rank, rank] for rank in range(4)]
+        assert alone == [rank]
+
+
+def test_groups_that_form_no_grid_are_refused_on_all_ranks():
+    """Three shards of which one alone has a copy: each rank gets the same error."""
+    for *_, error in domains():
+        assert "ranks 0 to 3: expected 1 tensor-parallel ranks x 3 shards x the same" in error
+        assert "Pass the process groups that the model was built with." in error

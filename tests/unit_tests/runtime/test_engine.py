@@ -1,0 +1,418 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Owner compute on gloo ranks: bytes on the wire, memory, cut matrices, faults."""
+
+import functools
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from helpers.layouts import rows_cut_at
+from helpers.ranks import run_ranks
+from helpers.sharded_muon import build_optimizers, init_group, step_both
+
+pytestmark = pytest.mark.ranks
+
+OWNER = {"mode": "owner", "bucket_numel": 1500}
+
+
+def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
+    """Step once, counting what is handed to torch.distributed for other ranks."""
+    import torch.distributed as dist
+
+    from megatron_muon.plan.report import build_report
+
+    init_group()
+    num_shards = 2 if grid else 4
+    optimizers = build_optimizers(num_shards, {}, {**OWNER, "wire": wire}, **grid)
+    counted: Counter[str] = Counter()
+    all_to_all, all_reduce = dist.all_to_all_single, dist.all_reduce
+
+    def counting_all_to_all(output, data, out_sizes, in_sizes, **kw):
+        assert data.numel() == sum(in_sizes) and output.numel() == sum(out_sizes)
+        assert in_sizes[dist.get_rank(kw["group"])] == 0
+        counted["moved"] += data.nbytes
+        counted["messages"] += 1
+        return all_to_all(output, data, out_sizes, in_sizes, **kw)
+
+    def counting_all_reduce(tensor, **kw):
+        counted["reduced" if tensor.is_floating_point() else "flags"] += tensor.nbytes
+        return all_reduce(tensor, **kw)
+
+    dist.all_to_all_single, dist.all_reduce = counting_all_to_all, counting_all_reduce
+    optimizers.set_gradients(0)
+    optimizers.sharded.step()
+    (owner_compute,) = optimizers.sharded.computes
+    plan = owner_compute.plan
+    report = build_report(range(4), [plan])
+    return {
+        **counted,
+        "planned": report.ranks[dist.get_rank()].bytes_sent,
+        "elements": report.ranks[dist.get_rank()].elements_sent,
+        "norms": report.norm_bytes,
+        "buckets": len(plan.buckets),
+        "blocks": sum(len(matrix.blocks) for matrix in plan.matrices),
+    }
+
+
+@pytest.mark.parametrize("grid", [{}, {"num_replicas": 2}, {"num_tensor_ranks": 2}], ids=str)
+@pytest.mark.parametrize("wire", ["bf16", "fp32"])
+def test_bytes_at_the_collectives_are_those_of_the_plan(wire, grid):
+    """Wire bf16: 2 bytes an element there, 2 back, 8 a block; no padding on either wire."""
+    run = run_ranks(4, _count_bytes, wire, grid).check()
+    for counted in run.results:
+        assert counted["moved"] == counted["planned"]
+        assert counted.get("reduced", 0) == counted["norms"]
+        assert counted["buckets"] > 1
+        assert counted["messages"] <= 2 * counted["buckets"]
+        if wire == "bf16":
+            assert counted["planned"] == 2 * counted["elements"]
+            assert counted["norms"] == 8 * counted["blocks"]
+        else:
+            assert counted["norms"] == 0
+    assert sum(counted["moved"] for counted in run.results) > 0
+
+
+def _step_with_cut_matrices(
+    wire: str, precision: str, atol: float, grid: dict[str, int]
+) -> list[Any]:
+    """Cut every matrix, whether it pays or not."""
+    from megatron_muon.plan.assignment import Thresholds, assign
+    from megatron_muon.runtime import owner_compute
+
+    always = Thresholds(longer_than_fair=0, sparse=1e9, worth_splitting=1e9)
+    owner_compute.assign = functools.partial(assign, thresholds=always)
+    init_group()
+    settings = {"fp32_matmul_prec": precision}
+    exchange = {"mode": "owner", "wire": wire}
+    num_shards = 4 // math.prod(grid.values())
+    optimizers = build_optimizers(num_shards, settings, exchange, **grid)
+    plan = optimizers.sharded.computes[0].plan
+    step_both(optimizers, wire)
+    whole = build_optimizers(num_shards, settings, {**exchange, "max_parts": 1}, **grid)
+    step_both(whole, wire)
+    return [
+        optimizers.differences(atol=atol),
+        [len(owners) for owners in plan.owners],
+        whole.differences(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wire", "precision", "atol"),
+    [
+        # fp32 sums in another order, through 15 products.
+        pytest.param("fp32", "highest", 1e-5, id="fp32"),
+        # Gram matrices are added in bf16, which keeps 8 bits: 3 steps of 0.02 times a result with
+        # elements below 1, scaled by at most 7, are off by a few hundredths of that.
+        pytest.param("bf16", "medium", 2e-2, id="bf16"),
+    ],
+)
+@pytest.mark.parametrize(
+    "grid",
+    [
+        pytest.param({}, id="zero3"),
+        # A matrix cut over just the ranks that hold copies of it was once never stepped.
+        pytest.param({"num_replicas": 4}, id="zero0"),
+        pytest.param({"num_replicas": 2}, id="hsdp"),
+        pytest.param({"num_tensor_ranks": 2}, id="tp2"),
+    ],
+)
+def test_cut_matrices_agree_with_whole_ones_up_to_rounding(wire, precision, atol, grid):
+    """Parts on several ranks that all-reduce Gram matrices give the same update; uncut, bits."""
+    run = run_ranks(4, _step_with_cut_matrices, wire, precision, atol, grid).check()
+    for different, num_owners, different_uncut in run.results:
+        assert different == [] and different_uncut == []
+        assert max(num_owners) == 4 and min(num_owners) >= 2
+
+
+def _memory_of_steps(bucket_numel: int) -> list[int]:
+    init_group()
+    exchange = {"mode": "owner", "wire": "bf16", "bucket_numel": bucket_numel}
+    optimizers = build_optimizers(2, {}, exchange)
+    owner_compute = optimizers.sharded.computes[0]
+    engine, plan = owner_compute._engine, owner_compute.plan
+
+    def addresses() -> list[int]:
+        return [buffer.data_ptr() for buffer in engine.buffers]
+
+    before = addresses()
+    step_both(optimizers, "bf16")
+    assert addresses() == before
+    largest = max(matrix.num_elements for matrix in plan.matrices)
+    return [owner_compute.staging_bytes, max(bucket_numel, largest)]
+
+
+@pytest.mark.parametrize("bucket_numel", [600, 10**6])
+def test_staging_memory_is_allocated_once_and_bounded_by_the_bucket_size(bucket_numel):
+    """No step allocates it anew, and it is within what the engine's docstring says."""
+    run = run_ranks(2, _memory_of_steps, bucket_numel).check()
+    for staging_bytes, owned in run.results:
+        # Owned by one rank means sent and received by the other: at most five times there and back.
+        assert 0 < staging_bytes <= 2 * (2 * 5 + 1) * owned
+
+
+def _fault(kind: str) -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    init_group()
+    optimizers = build_optimizers(3, {}, {"mode": "owner"})
+    sharded, rank = optimizers.sharded, dist.get_rank()
+    optimizers.set_gradients(0)
+    sharded.step()
+    optimizers.set_gradients(1)
+    param = optimizers.params[0][0]
+    if rank == 1 and kind == "missing":
+        param.grad = None
+    elif rank == 1 and kind == "frozen":
+        param.requires_grad_(False)
+        param.grad = None
+    elif rank == 1 and kind in ("nan", "inf"):
+        param.grad._local_tensor[3, 5] = float(kind)
+    elif rank == 1 and kind == "group":
+        sharded.param_groups[0]["params"].pop()
+    before = optimizers.state()
+    try:
+        sharded.step()
+    except RuntimeError as error:
+        after = optimizers.state()
+        same = all(
+            torch.equal(a, b) for x, y in zip(before, after, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )  # fmt: skip
+        return [str(error), same]
+    return ["no error", False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "rank 1: layer.0.weight: expected a gradient on a shard of shape (47, 24)"),
+        ("frozen", "rank 1: layer.0.weight: expected a gradient on a shard of shape (47, 24)"),
+        ("nan", "rank 1: layer.0.weight: expected a finite gradient, got NaN or Inf"),
+        ("inf", "rank 1: layer.0.weight: expected a finite gradient, got NaN or Inf"),
+        ("group", "rank 1: param_groups: expected the 5 parameters of construction, got 4"),
+    ],
+)
+def test_fault_on_one_rank_raises_on_all_and_changes_nothing(kind, message):
+    """All ranks stop together, naming rank and parameter, before momentum has moved."""
+    run = run_ranks(3, _fault, kind).check()
+    assert len({text for text, _ in run.results}) == 1
+    for text, is_unchanged in run.results:
+        assert message in text and "Nothing was updated" in text
+        assert is_unchanged
+
+
+def _unchecked_nan() -> list[str]:
+    init_group()
+    optimizers = build_optimizers(2, {}, {"mode": "owner", "wire": "bf16"})
+    optimizers.sharded.checks_gradients = False
+    optimizers.set_gradients(0)
+    param = optimizers.params[0][0]
+    param.grad._local_tensor.fill_(float("nan"))
+    optimizers.sharded.step()
+    optimizers.whole.step()
+    return optimizers.differences(atol=1e-2)
+
+
+def test_nan_in_one_matrix_does_not_reach_another():
+    """Even where a caller has turned the check off, the other matrices are stepped as ever."""
+    run = run_ranks(2, _unchecked_nan).check()
+    for different in run.results:
+        assert {each.partition(":")[0] for each in different} == {"layer.0.weight"}
+
+
+def _zero_gradients(wire: str) -> list[float]:
+    init_group()
+    settings = {"weight_decay": 0.0}
+    optimizers = build_optimizers(3, settings, {"mode": "owner", "wire": wire})
+    before = optimizers.state()
+    for param, _, _ in optimizers.params:
+        if param.grad is None:
+            param.grad = param.detach() * 0 if param._local_tensor.numel() else None
+    optimizers.sharded.step()
+    after = optimizers.state()
+    return [
+        (a - b).abs().max().item() if a.numel() else 0.0
+        for (a, _), (b, _) in zip(before, after, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp32"])
+def test_zero_gradients_give_a_zero_update(wire):
+    """Nothing is divided by a norm of zero."""
+    run = run_ranks(3, _zero_gradients, wire).check()
+    assert all(change == 0.0 for changes in run.results for change in changes)
+
+
+def _different_settings() -> str:
+    import torch.distributed as dist
+
+    init_group()
+    bucket = 1000 if dist.get_rank() == 0 else 2000
+    try:
+        build_optimizers(2, {}, {"mode": "owner", "bucket_numel": bucket})
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_different_settings_raise_at_construction():
+    """Plans are compared once; a hang in the first step would be the alternative."""
+    run = run_ranks(2, _different_settings).check()
+    for text in run.results:
+        assert "Muon exchange plan: expected the same on all ranks of the group" in text
+        assert "bucket_numel=2000" in text and "bucket_numel=1000" in text
+
+
+def _padded_stacks() -> list[Any]:
+    """Stack as on a GPU, in memory that holds NaN."""
+    init_group()
+    exchange = {"mode": "owner", "wire": "bf16", "cost_model": "stack_elements=100000"}
+    optimizers = build_optimizers(2, {}, exchange)
+    engine = optimizers.sharded.computes[0]._engine
+    for memory in engine._stack_memory:
+        memory.fill_(float("nan"))
+    step_both(optimizers, "bf16")
+    work = [*engine._buckets, *(work for groups in engine._local for work in groups)]
+    owned = sum(len(stack) for each in work for stack, _ in each.layout.stacks(each.memory))
+    room = sum(sum(each.layout.sizes) for each in work)
+    # Three steps of 0.02 times a few units of bf16's last bit.
+    return [optimizers.differences(atol=2e-3), owned < room]
+
+
+def test_what_lies_in_the_padding_of_a_stack_does_not_matter():
+    """Padding is not cleared: a batched call keeps even NaN in its own slot."""
+    assert run_ranks(2, _padded_stacks).check().results == [[[], True]] * 2
+
+
+def _order_of_a_step() -> list[str]:
+    init_group()
+    exchange = {"mode": "owner", "wire": "bf16", "bucket_numel": 600}
+    optimizers = build_optimizers(4, {}, exchange)
+    built = optimizers.sharded.computes[0]._engine
+    log: list[str] = []
+    for kind, part in (("gather", built._gathers), ("scatter", built._scatters)):
+
+        def start(index, kind=kind, original=part.start):
+            work = original(index)
+            log.append(f"start {kind} {index}")
+
+            class Logged:
+                def wait(self):
+                    log.append(f"wait {kind} {index}")
+                    return work.wait()
+
+            return Logged() if work is not None else None
+
+        part.start = start
+    original = built._orthogonalize
+
+    def orthogonalize(work):
+        numbers = [number for number, bucket in enumerate(built._buckets) if bucket is work]
+        log.append(f"orthogonalize {numbers[0] if numbers else 'local'}")
+        return original(work)
+
+    built._orthogonalize = orthogonalize
+    optimizers.set_gradients(0)
+    optimizers.sharded.step()
+    return log
+
+
+def test_traffic_of_the_next_and_the_last_bucket_is_under_way_during_newton_schulz():
+    """No rank waits for what it could do without yet."""
+    for log in run_ranks(4, _order_of_a_step).check().results:
+        position = {entry: number for number, entry in enumerate(log)}
+        num_buckets = sum(entry.startswith("start gather") for entry in log)
+        assert num_buckets >= 2
+        for index in range(num_buckets):
+            now = position[f"orthogonalize {index}"]
+            assert position[f"wait gather {index}"] < now < position[f"start scatter {index}"]
+            if index + 1 < num_buckets:
+                assert position[f"start gather {index + 1}"] < now
+            if index:
+                assert position[f"start scatter {index - 1}"] < now
+                assert now < position[f"wait scatter {index - 1}"]
+
+
+def _local_matrix_beside_a_travelling_one() -> list[str]:
+    """Rank 0 holds a whole matrix and half of another."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.plan import ExchangePlan
+    from megatron_muon.plan.assignment import assign
+    from megatron_muon.plan.cost import CPU_RANKS
+    from megatron_muon.plan.layout import whole_matrix
+    from megatron_muon.plan.wire import Wire
+    from megatron_muon.runtime import engine as engine_module
+    from megatron_muon.runtime.engine import Engine
+    from megatron_muon.runtime.newton_schulz import NewtonSchulzSettings
+
+    init_group()
+    rank = dist.get_rank()
+    matrices = [
+        whole_matrix(name, rows_cut_at(16, 8, rows), [[(0,), (1,)]])
+        for name, rows in (("local", [16, 0]), ("shared", [6, 10]))
+    ]
+    wire = Wire.of("bf16", is_bf16=True)
+    plan = ExchangePlan.build(
+        matrices, assign(matrices, CPU_RANKS, wire), CPU_RANKS, wire, bucket_numel=1000
+    )
+    assert plan.local == (0,) and plan.buckets == ((1,),)
+    log: list[str] = []
+    newton_schulz = engine_module.newton_schulz_normalized
+
+    def logged(stack, **kwargs):
+        log.append("newton_schulz")
+        return newton_schulz(stack, **kwargs)
+
+    engine_module.newton_schulz_normalized = logged
+    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
+    shards = {"local": torch.randn(16, 8), "shared": torch.randn(6 if rank == 0 else 10, 8)}
+    names = {0: "local", 1: "shared"} if rank == 0 else {1: "shared"}
+    engine = Engine(
+        plan, settings, {index: shards[name] for index, name in names.items()}, rank=rank,
+        group=dist.group.WORLD, parts_groups={}, device=torch.device("cpu"),
+    )  # fmt: skip
+    gathered = engine._orthogonalize_gathered
+
+    def waiting(index, work):
+        log.append("wait")
+        return gathered(index, work)
+
+    engine._orthogonalize_gathered = waiting
+    for param, rows in engine.orthogonalize(lambda param, out: param):
+        assert rows.shape == param.shape
+        log.append("apply local" if param is shards["local"] else "apply shared")
+    return log
+
+
+def test_local_matrices_fill_the_time_of_the_first_gather():
+    """What is whole on its rank is done while the rows of the first bucket travel."""
+    log, other = run_ranks(2, _local_matrix_beside_a_travelling_one).check().results
+    assert log == ["newton_schulz", "apply local", "wait", "apply shared"]
+    assert other == ["wait", "newton_schulz", "apply shared"]
+
+
+def _groups_of_ranks_that_are_in_different_numbers_of_groups() -> list[int]:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.runtime.domain import new_groups
+
+    init_group()
+    rank = dist.get_rank()
+    first = new_groups([(0,)] if rank == 0 else [])
+    second = new_groups([(1, 2), (0, 1, 2)] if rank else [(0, 1, 2)])
+    for ranks in sorted(second):
+        dist.all_reduce(torch.ones(1), group=second[ranks])
+    return [len(first), len(second)]
+
+
+def test_groups_are_made_by_ranks_that_are_in_different_numbers_of_groups():
+    """With use_local_synchronization the ranks would give a group different names, and hang."""
+    run = run_ranks(3, _groups_of_ranks_that_are_in_different_numbers_of_groups).check()
+    assert run.results == [[1, 1], [0, 2], [0, 2]]

@@ -1,0 +1,260 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Each module imports only what its layer may, and in its package only files drawn above it.
+
+The order inside of a package is the one that its docstring draws: lines ``name   what it is`` of
+the literal block below a sentence such as "Files, each importing only those above it::".
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from helpers.ranks import ROOT, UNIT_TESTS
+
+PACKAGE = ROOT / "megatron_muon"
+
+
+class Layer(NamedTuple):
+    """What a part of the package may import.
+
+    Args:
+        parts: Other parts of the package.
+        barred: Packages of others that it may not import.
+    """
+
+    parts: frozenset[str] = frozenset()
+    barred: frozenset[str] = frozenset()
+
+
+TORCH, MEGATRON = "torch", "megatron"
+LAYERS = {
+    "user_errors": Layer(barred=frozenset({TORCH, MEGATRON})),
+    "closed_pipe": Layer(barred=frozenset({TORCH, MEGATRON})),
+    "plan": Layer(frozenset({"closed_pipe"}), frozenset({TORCH, MEGATRON})),
+    "runtime": Layer(frozenset({"plan"}), frozenset({MEGATRON})),
+    "checkpoint": Layer(frozenset({"closed_pipe"}), barred=frozenset({MEGATRON})),
+    "patching": Layer(frozenset({"user_errors"}), frozenset({TORCH, MEGATRON})),
+    "cpu_ranks": Layer(frozenset({"user_errors"})),
+    "mcore": Layer(frozenset({"user_errors", "plan", "runtime", "checkpoint", "patching"})),
+    "launcher": Layer(frozenset({"user_errors", "closed_pipe", "cpu_ranks", "mcore", "patching"})),
+    # What it exports. All but mcore.enable and patching is imported at first use.
+    "__init__": Layer(
+        frozenset({"plan", "patching", "cpu_ranks", "mcore", "launcher"}),
+        frozenset({TORCH, MEGATRON}),
+    ),
+    "__main__": Layer(frozenset({"launcher"})),
+}
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    """Return every module of a package by its dotted name below the package; "" for itself."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(package: Path, module: str, path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and absolute name of each import, also of those inside of functions.
+
+    ``from a import b`` yields ``a.b`` where that is a module of the package, else ``a``.
+    """
+    known = modules_of(package)
+    here = f"{package.name}.{module}".rstrip(".").split(".")
+    if path.stem != "__init__":
+        here.pop()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = here[: len(here) - node.level + 1] if node.level else []
+            source = ".".join([*above, *filter(None, [node.module])])
+            for alias in node.names:
+                name = f"{source}.{alias.name}"
+                is_module = name.removeprefix(f"{package.name}.") in known
+                yield node.lineno, name if is_module else source
+
+
+def drawn_order(path: Path) -> list[str]:
+    """Return the names that a package's docstring draws, in their order; [] where it draws none."""
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    block = re.search(r"\bimport\w* only\b[^\n]*::\n\n((?: +.*\n?|\n)+)", docstring)
+    if not block:
+        return []
+    indent = len(block[1]) - len(block[1].lstrip(" "))
+    lines = [line[indent:] for line in block[1].splitlines() if line[:indent].isspace()]
+    return [line.split()[0].rstrip("/") for line in lines if line[:1].strip()]
+
+
+def layer_violations(package: Path, layers: Mapping[str, Layer]) -> list[str]:
+    """List the imports that a layer may not have."""
+    found = []
+    for module, path in modules_of(package).items():
+        part = module.partition(".")[0] or "__init__"
+        if part not in layers:
+            found.append(f"{module}: expected a part of {sorted(layers)}")
+            continue
+        for line, name in imports_of(package, module, path):
+            first, _, rest = name.partition(".")
+            target = rest.partition(".")[0] or "__init__"
+            is_wrong = (
+                target not in {part, *layers[part].parts}
+                if first == package.name
+                else first in layers[part].barred
+            )
+            if is_wrong:
+                found.append(f"{path.relative_to(package)}:{line}: {part} imports {name}")
+    return found
+
+
+def order_violations(package: Path, folder: str) -> list[str]:
+    """List the imports between files of a folder that point up or sideways in its drawing."""
+    init = package / folder / "__init__.py"
+    order, inside = drawn_order(init), f"{package.name}.{folder.replace('/', '.')}"
+    is_there = {path.stem for path in init.parent.glob("*.py")} - {"__init__", "__main__"}
+    is_there |= {path.parent.name for path in init.parent.glob("*/__init__.py")}
+    drawn = [name for name in order if name not in {*is_there, "__main__"}]
+    found = [f"{folder}: draws {name}, which is not there" for name in drawn]
+    found += [f"{folder}: does not draw {name}" for name in sorted(is_there - set(order))]
+    rank = {name: number for number, name in enumerate(order)}
+    for module, path in modules_of(package).items():
+        below = f"{package.name}.{module}".removeprefix(f"{inside}.")
+        file = below.partition(".")[0]
+        if not f"{package.name}.{module}".startswith(f"{inside}.") or file == "__main__":
+            continue
+        for line, name in imports_of(package, module, path):
+            if name != inside and not name.startswith(f"{inside}."):
+                continue
+            target = name.removeprefix(inside).strip(".").partition(".")[0]
+            if target != file and rank.get(target, len(order)) >= rank.get(file, -1):
+                found.append(f"{path.relative_to(package)}:{line}: {file} imports {name}")
+    return found
+
+
+def test_layers_import_only_what_they_may():
+    """Plans know no torch, runtime no megatron, and only mcore knows all of them."""
+    assert layer_violations(PACKAGE, LAYERS) == []
+
+
+def test_no_test_imports_another():
+    """What tests share is in helpers/: a test can be moved or dropped without a look at others."""
+    found = [
+        f"{path.relative_to(UNIT_TESTS)}:{line}: {name}"
+        for module, path in modules_of(UNIT_TESTS).items()
+        for line, name in imports_of(UNIT_TESTS, module, path)
+        if any(part.startswith("test_") for part in name.split("."))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ["plan", "plan/preview", "runtime", "checkpoint", "mcore", "mcore/checkpoint", "cpu_ranks"],
+)
+def test_files_import_only_files_drawn_above_them(folder):
+    """The docstring of the package draws every file, and the order holds."""
+    assert drawn_order(PACKAGE / folder / "__init__.py")
+    assert order_violations(PACKAGE, folder) == []
+
+
+def test_package_draws_its_layers_in_their_order():
+    """What the package's docstring draws are the layers, each below what it imports."""
+    order = drawn_order(PACKAGE / "__init__.py")
+    assert {*order, "__init__", "__main__"} == LAYERS.keys()
+    for number, name in enumerate(order):
+        assert LAYERS[name].parts <= set(order[:number]), name
+
+
+LOW = """
+Low.
+
+A drawing::
+
+    not a list
+
+Files, each importing only those above it::
+
+    first   opens
+            a longer line
+    second  follows
+
+End.
+"""
+TOY = {
+    "__init__.py": "",
+    "low/__init__.py": f'"""{LOW}"""',
+    "low/first.py": "import json",
+    "low/second.py": "from toy.low.first import x\nfrom . import first",
+    "high/__init__.py": "",
+    "high/any.py": "import torch\nfrom toy.low import second",
+}
+TOY_LAYERS = {
+    "__init__": Layer(),
+    "low": Layer(barred=frozenset({TORCH})),
+    "high": Layer(frozenset({"low"})),
+}
+
+
+@pytest.fixture
+def toy(tmp_path) -> Path:
+    """A package of two layers that keeps the rules."""
+    for name, text in TOY.items():
+        path = tmp_path / "toy" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "toy"
+
+
+def test_package_that_keeps_the_rules_passes(toy):
+    """Imports that point down are found and allowed, names of the drawing read without its text."""
+    assert drawn_order(toy / "low" / "__init__.py") == ["first", "second"]
+    assert [name for _, name in imports_of(toy, "low.second", toy / "low" / "second.py")] == [
+        "toy.low.first",
+        "toy.low.first",
+    ]
+    assert layer_violations(toy, TOY_LAYERS) == []
+    assert order_violations(toy, "low") == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "message"),
+    [
+        ("low/first.py", "def f():\n    from toy.high import any", "low imports toy.high.any"),
+        ("low/first.py", "import toy.high.any", "low imports toy.high.any"),
+        ("low/first.py", "from ..high.any import x", "low imports toy.high.any"),
+        ("low/first.py", "from toy import x", "low imports toy"),
+        ("low/first.py", "def f():\n    import torch.distributed", "low imports torch.distributed"),
+        (
+            "low/first.py",
+            "def f():\n    from toy.low import second",
+            "first imports toy.low.second",
+        ),
+        ("low/first.py", "from .second import x", "first imports toy.low.second"),
+        ("low/first.py", "from toy.low import x", "first imports toy.low"),
+        ("low/third.py", "", "low: does not draw third"),
+        ("other/__init__.py", "", "other: expected a part of"),
+    ],
+)
+def test_import_that_points_up_is_found(toy, file, code, message):
+    """Also inside of a function, relative, of the package itself, and where nothing is drawn."""
+    (toy / file).parent.mkdir(exist_ok=True)
+    (toy / file).write_text(code)
+    found = layer_violations(toy, TOY_LAYERS) + order_violations(toy, "low")
+    assert len(found) == 1 and message in found[0]
+
+
+def test_drawing_of_a_file_that_is_not_there_is_found(toy):
+    """A renamed file is renamed in the drawing too."""
+    (toy / "low" / "second.py").rename(toy / "low" / "third.py")
+    (toy / "high" / "any.py").write_text("")
+    assert order_violations(toy, "low") == [
+        "low: draws second, which is not there",
+        "low: does not draw third",
+        "low/third.py:1: third imports toy.low.first",
+        "low/third.py:2: third imports toy.low.first",
+    ]
