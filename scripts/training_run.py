@@ -67,9 +67,9 @@ class RunConfig:
     @property
     def eval_interval(self) -> int:
         """Iterations between two validations; one more, after the last iteration, always comes."""
-        if self.num_validations == 1:
+        if self.num_validations == 1 or self.iterations < self.num_validations:
             return self.iterations + 1
-        return max(1, self.iterations // self.num_validations)
+        return self.iterations // self.num_validations
 
     def megatron_arguments(self) -> list[str]:
         """Return Megatron-LM's command line; optimizers differ in their own flags only."""
