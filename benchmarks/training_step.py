@@ -18,31 +18,22 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+from gpt_flags import FSDP, MUON, SMALL_GPT  # noqa: E402
 from launched_run import train  # noqa: E402
 from training_log import TrainingLog  # noqa: E402
 
 COMMON = (
-    "--num-attention-heads 4 --normalization RMSNorm --swiglu --position-embedding-type rope"
-    " --disable-bias-linear --untie-embeddings-and-output-weights --seq-length 64"
-    " --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0"
-    " --tokenizer-type NullTokenizer --vocab-size 95 --make-vocab-size-divisible-by 16 --mock-data"
-    " --micro-batch-size 1 --lr 2e-3 --min-lr 1e-4 --weight-decay 0.1 --clip-grad 1.0 --seed 7"
-    " --eval-iters 0 --log-interval 1 --num-workers 0 --transformer-impl local"
-    " --attention-backend unfused --no-rope-fusion --no-bias-swiglu-fusion"
-    " --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
-    " --no-gradient-reduce-div-fusion --logging-level 20 --timing-log-level 1 --bf16"
-    " --timing-log-option max"
+    f"{SMALL_GPT} --seq-length 64 --max-position-embeddings 64 --lr 2e-3 --min-lr 1e-4"
+    " --logging-level 20 --timing-log-level 1 --bf16 --timing-log-option max"
 )
-FSDP = (
-    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather"
-    " --data-parallel-sharding-strategy optim_grads_params"
-)
-MUON = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2"
+SHARDED = f"{FSDP} --data-parallel-sharding-strategy optim_grads_params"
 RUNS = {
-    "FSDP, adam": f"{FSDP} --optimizer adam",
-    "FSDP, muon, owner": f"{FSDP} {MUON}",
-    "FSDP, muon, all_gather": f"{FSDP} {MUON} --muon-fsdp-exchange all_gather",
-    "DDP, muon, layer-wise": f"{MUON} --use-distributed-optimizer --ckpt-format torch_dist",
+    "FSDP, adam": f"{SHARDED} --optimizer adam",
+    "FSDP, muon, owner": f"{SHARDED} --optimizer muon {MUON}",
+    "FSDP, muon, all_gather": f"{SHARDED} --optimizer muon {MUON} --muon-fsdp-exchange all_gather",
+    "DDP, muon, layer-wise": (
+        f"--optimizer muon {MUON} --use-distributed-optimizer --ckpt-format torch_dist"
+    ),
 }
 
 

@@ -12,24 +12,14 @@ which shows how far the reference differs from itself when sums are taken in ano
 import argparse
 import sys
 
+from gpt_flags import FP32_GRADIENTS, FSDP, MUON, SMALL_GPT
 from launched_run import train
 
 MODEL = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 112 --num-attention-heads 4"
-    " --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu"
-    " --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"
-    " --seq-length 32 --max-position-embeddings 32 --attention-dropout 0 --hidden-dropout 0"
-    " --tokenizer-type NullTokenizer --vocab-size 95 --make-vocab-size-divisible-by 16 --mock-data"
-    " --micro-batch-size 1 --global-batch-size 24 --lr 2e-3 --min-lr 1e-4 --weight-decay 0.1"
-    " --lr-decay-style cosine --clip-grad 1.0 --seed 7 --eval-iters 0 --log-interval 1"
-    " --num-workers 0 --transformer-impl local --attention-backend unfused --no-rope-fusion"
-    " --no-bias-swiglu-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion"
-    " --no-masked-softmax-fusion --no-gradient-reduce-div-fusion"
-    " --optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2"
+    f"{SMALL_GPT} --num-layers 2 --hidden-size 64 --ffn-hidden-size 112 --group-query-attention"
+    " --num-query-groups 2 --seq-length 32 --max-position-embeddings 32 --global-batch-size 24"
+    f" --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --optimizer muon {MUON}"
 )
-FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather"
-# Megatron-FSDP keeps gradients in the dtype of the weights unless told otherwise; DDP keeps fp32.
-FP32_GRADIENTS = "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype fp32"
 PRECISIONS = {
     # fp32 on the CPU, TF32 on a GPU: Megatron offers nothing above it.
     "high": "--muon-fp32-matmul-prec high",

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from gpt_flags import FSDP, MUON, SMALL_GPT
 from training_log import TrainingLog
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,23 +50,13 @@ for target in [*(patch.target for patch in PATCHES), *REQUIREMENTS]:
         print("DIFFERENCE", problem)
 """
 
-_FLAGS = f"""
---num-layers 2 --hidden-size 32 --ffn-hidden-size 56 --num-attention-heads 4
---group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu
---no-bias-swiglu-fusion --position-embedding-type rope --no-rope-fusion
---disable-bias-linear --untie-embeddings-and-output-weights
---seq-length 16 --max-position-embeddings 16
---tokenizer-type NullTokenizer --vocab-size 95 --make-vocab-size-divisible-by 16 --mock-data
---micro-batch-size 1 --global-batch-size 4 --train-iters {STEPS} --lr-decay-iters 20
---lr 1e-2 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0
---attention-dropout 0 --hidden-dropout 0 --seed 7
---transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
---no-masked-softmax-fusion --attention-backend unfused --no-gradient-reduce-div-fusion
---eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0
---optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2
---use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
---ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather
-"""
+_FLAGS = (
+    f"{SMALL_GPT} --num-layers 2 --hidden-size 32 --ffn-hidden-size 56 --group-query-attention"
+    " --num-query-groups 2 --seq-length 16 --max-position-embeddings 16 --global-batch-size 4"
+    f" --train-iters {STEPS} --lr-decay-iters 20 --lr 1e-2 --lr-decay-style constant"
+    f" --eval-interval 1000 --optimizer muon {MUON}"
+    f" {FSDP} --data-parallel-sharding-strategy optim_grads_params"
+)
 
 
 @dataclasses.dataclass(frozen=True)

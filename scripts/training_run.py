@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import byte_dataset
+from gpt_flags import DECODER, MUON, PLAIN_TORCH, REGULARIZATION
 from training_log import TrainingLog, failure_excerpt, was_ended_by_signal
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -23,26 +24,14 @@ EVAL_ITERS = 20
 MAX_RESTARTS = 2
 
 MODEL = (
-    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4"
-    " --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm"
-    " --position-embedding-type rope --disable-bias-linear --attention-dropout 0 --hidden-dropout 0"
-    " --untie-embeddings-and-output-weights --init-method-std 0.02"
+    f"{DECODER} --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --group-query-attention"
+    " --num-query-groups 2 --init-method-std 0.02"
 )
-# Megatron without Transformer Engine or Apex, over gloo: what ranks without a GPU need.
-PLAIN_TORCH = (
-    "--transformer-impl local --distributed-backend gloo --attention-backend unfused"
-    " --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
-    " --no-rope-fusion --no-bias-swiglu-fusion --no-gradient-reduce-div-fusion"
-)
+GLOO = "--distributed-backend gloo"
 SHARDED = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
 SCHEDULE = (
-    "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --clip-grad 1.0"
+    f"--lr-decay-style cosine --lr-warmup-fraction 0.1 {REGULARIZATION}"
     " --adam-beta1 0.9 --adam-beta2 0.95"
-)
-# The factor gives Muon's update the root mean square of Adam's, about 0.2 (arXiv:2502.16982): one
-# --lr then suits both Muon's matrices and the embeddings and norms that Adam updates beside them.
-MUON = (
-    "--muon-momentum 0.95 --muon-nesterov --muon-scale-mode spectral --muon-extra-scale-factor 0.2"
 )
 
 
@@ -73,7 +62,7 @@ class RunConfig:
 
     def megatron_arguments(self) -> list[str]:
         """Return Megatron-LM's command line; optimizers differ in their own flags only."""
-        arguments = " ".join((MODEL, PLAIN_TORCH, SHARDED, SCHEDULE)).split()
+        arguments = f"{MODEL} {PLAIN_TORCH} {GLOO} {SHARDED} {SCHEDULE}".split()
         options = {
             "--seq-length": SEQ_LENGTH,
             "--max-position-embeddings": SEQ_LENGTH,
@@ -107,7 +96,7 @@ class RunConfig:
         if self.sharding == "optim_grads_params":
             arguments.append("--overlap-param-gather")
         if self.optimizer == "muon":
-            arguments += MUON.split()
+            arguments += f"{MUON} --muon-scale-mode spectral".split()
         return arguments
 
     def command(self, log_folder: Path) -> list[str]:

@@ -102,9 +102,19 @@ def named_optimizer_parameters(
     for chunk in model_chunks:
         for name, param in chunk.named_parameters():
             if param.requires_grad:
-                while name.startswith("module."):
-                    name = name.removeprefix("module.")
-                yield name, param
+                yield bare_name(name), param
+
+
+def bare_name(name: str) -> str:
+    """Return the name of a parameter without the prefixes of wrappers around the model."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def current_device() -> torch.device:
+    """Return the device of this rank; CPU ranks answer for ``cuda`` too."""
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def copy_parameter_attributes(param: FSDPParameter) -> None:

@@ -24,6 +24,7 @@ from megatron_muon.checkpoint.folders import (
 )
 from megatron_muon.checkpoint.storage import StoredCheckpoint, read_checkpoint
 from megatron_muon.checkpoint.verify import find_problems
+from megatron_muon.mcore.fsdp_model import current_device
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
             raise_where_ranks_differ(
                 [_identity(checkpoint)],
                 dist.group.WORLD,  # type: ignore[arg-type]
-                _device(),
+                current_device(),
                 "checkpoint to load",
                 "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,
             )
@@ -246,13 +247,9 @@ def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
 def _raise_together(problems: list[str], advice: str) -> None:
     """Raise on all ranks where one has a problem; alone where there is no process group yet."""
     if dist.is_initialized():
-        raise_where_any_rank_fails(problems, None, _device(), advice)
+        raise_where_any_rank_fails(problems, None, current_device(), advice)
     elif problems:
         raise CheckpointError("\n  ".join([*problems, advice]))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.mcore.checkpoint.state import agree_on_step, complete_state
+from megatron_muon.mcore.fsdp_model import bare_name, current_device
 
 _IS_REPLICATED = "_megatron_muon_is_replicated"
 
@@ -85,7 +86,7 @@ class _LocatedParameters:
         buffers = self._model.param_and_grad_buffer
         is_replicated = buffers.ddp_config.data_parallel_sharding_strategy == "no_shard"
         setattr(buffers.dist_index, _IS_REPLICATED, is_replicated)
-        self._parameters = {_bare(name): p for name, p in buffers.optimizer_named_parameters}
+        self._parameters = {bare_name(name): p for name, p in buffers.optimizer_named_parameters}
         for group in buffers.parameter_groups:
             buffer = group.main_weight_buffer or group.model_weight_buffer
             for index, orig_param in enumerate(group.params):
@@ -94,7 +95,7 @@ class _LocatedParameters:
                 else:
                     start, stop = buffer._get_item_slice_in_shard(index)
                 self._parameters[
-                    _bare(buffers.param_to_name[orig_param])
+                    bare_name(buffers.param_to_name[orig_param])
                 ].megatron_fsdp_slice = slice(start, stop)
 
     def __getattr__(self, name: str) -> Any:
@@ -102,13 +103,7 @@ class _LocatedParameters:
 
     def get_parameter(self, name: str) -> DTensor:
         """Return a parameter by its name, whatever wrappers the name counts."""
-        return self._parameters[_bare(name)]
-
-
-def _bare(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+        return self._parameters[bare_name(name)]
 
 
 def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +137,7 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
         if "Adam" not in type(self.optimizer).__name__:
             return original(self, is_loading)
         complete_state(self)
-        agree_on_step(self, torch.device("cuda", torch.cuda.current_device()))
+        agree_on_step(self, current_device())
         return original(self, False)
 
     return sharded_param_state_fsdp_dtensor

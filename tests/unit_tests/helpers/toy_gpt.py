@@ -4,27 +4,17 @@
 
 from collections.abc import Sequence
 
+import gpt_flags
+from gpt_flags import FSDP, MUON, SMALL_GPT
+
 SEQ_LENGTH = 16
 
-_TOY_GPT = f"""
---num-layers 2 --hidden-size 32 --ffn-hidden-size 56 --num-attention-heads 4
---group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu
---no-bias-swiglu-fusion --position-embedding-type rope --no-rope-fusion
---disable-bias-linear --untie-embeddings-and-output-weights
---seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}
---tokenizer-type NullTokenizer --vocab-size 95 --make-vocab-size-divisible-by 16 --mock-data
---micro-batch-size 1 --global-batch-size 12 --train-iters 20
---lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
---clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0 --seed 7
---transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
---no-masked-softmax-fusion --attention-backend unfused --no-gradient-reduce-div-fusion
---eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0
---optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2
-"""
-
-_FSDP = """
---use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather
-"""
+_TOY_GPT = (
+    f"{SMALL_GPT} --num-layers 2 --hidden-size 32 --ffn-hidden-size 56 --group-query-attention"
+    f" --num-query-groups 2 --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}"
+    " --global-batch-size 12 --train-iters 20 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine"
+    f" --lr-warmup-iters 2 --eval-interval 1000 --optimizer muon {MUON}"
+)
 
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall".split()
 
@@ -35,12 +25,7 @@ TP = ("--tensor-model-parallel-size", "2")
 EP = (*MOE, "--expert-model-parallel-size", "2")
 # A lower learning rate, because rounding of weights adds up with the way they go.
 BF16 = ("--bf16", "--lr", "2e-3", "--min-lr", "1e-4")
-# Megatron-FSDP keeps and sends gradients in the dtype of the weights unless told otherwise; DDP
-# keeps fp32.
-FP32_GRADIENTS = (
-    *("--megatron-fsdp-main-grads-dtype", "fp32"),
-    *("--megatron-fsdp-grad-comm-dtype", "fp32"),
-)
+FP32_GRADIENTS = tuple(gpt_flags.FP32_GRADIENTS.split())
 
 
 def toy_gpt(*flags: str) -> list[str]:
@@ -50,7 +35,7 @@ def toy_gpt(*flags: str) -> list[str]:
 
 def fsdp_toy_gpt(sharding: str, *flags: str) -> list[str]:
     """Return the flags of the same model under Megatron-FSDP with a sharding strategy."""
-    return toy_gpt(*_FSDP.split(), "--data-parallel-sharding-strategy", sharding, *flags)
+    return toy_gpt(*FSDP.split(), "--data-parallel-sharding-strategy", sharding, *flags)
 
 
 def relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:
