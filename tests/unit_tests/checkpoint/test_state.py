@@ -58,7 +58,10 @@ def _steps(optimizer: Any) -> list[float]:
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [((3, "optim_grads_params"), (2, "optim")), ((2, "no_shard"), (4, "optim_grads"))],
+    [
+        ((3, "optim_grads_params"), (2, "optim")),
+        pytest.param((2, "no_shard"), (4, "optim_grads"), marks=pytest.mark.slow),
+    ],
 )
 def test_plain_dcp_saves_and_loads_the_state_dict_on_other_ranks(saved, loaded, tmp_path):
     """Without Megatron's preparation, which records the rows of DTensors anew before each save.

@@ -290,6 +290,7 @@ def test_cuda_calls_act_on_cpu():
     )
 
 
+@pytest.mark.slow
 def test_gloo_ranks_do_what_nccl_does():
     """Groups asked of NCCL are gloo's; averages, coalesced too, and uneven lists come out right."""
     output = run_python(

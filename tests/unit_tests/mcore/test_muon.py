@@ -61,7 +61,9 @@ def test_step_equals_upstream_muon_on_whole_matrices(world_size, exchange):
         pytest.param(1, {"num_replicas": 3}, id="zero0"),
         pytest.param(2, {"num_replicas": 2}, id="hsdp"),
         pytest.param(2, {"num_tensor_ranks": 2}, id="tp2"),
-        pytest.param(2, {"num_tensor_ranks": 2, "num_replicas": 2}, id="tp2_hsdp"),
+        pytest.param(
+            2, {"num_tensor_ranks": 2, "num_replicas": 2}, id="tp2_hsdp", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_replicas_and_tensor_parallel_ranks_share_the_work(num_shards, grid, wire):

@@ -117,17 +117,14 @@ def test_upstreams_muon_is_wrong_on_replicas_under_tensor_parallelism():
             (*EP, "--expert-tensor-parallel-size", "2", "--moe-layer-freq", "[0,1]"), id="ep2_etp2"
         ),
         pytest.param(
-            (*MOE, *TP, "--sequence-parallel", "--expert-tensor-parallel-size", "2"),
-            id="tp2_etp2",
-            marks=pytest.mark.slow,
+            (*MOE, *TP, "--sequence-parallel", "--expert-tensor-parallel-size", "2"), id="tp2_etp2"
         ),
         pytest.param(
-            (*EP, *TP, "--sequence-parallel", "--expert-tensor-parallel-size", "1"),
-            id="tp2_ep2",
-            marks=pytest.mark.slow,
+            (*EP, *TP, "--sequence-parallel", "--expert-tensor-parallel-size", "1"), id="tp2_ep2"
         ),
     ],
 )
+@pytest.mark.slow
 def test_experts_and_dense_layers_train_like_ddp(parallelism):
     """Experts over expt_dp, dense layers over dp_cp; in ep2_etp2 expt_dp is a single rank.
 
@@ -178,11 +175,10 @@ def test_tensor_parallel_modes_train_like_ddp_on_the_bf16_wire(mode):
     ("world_size", "zero", "flags"),
     [
         pytest.param(3, 3, (), id="zero3"),
-        pytest.param(
-            4, 0, (*TP, "--muon-tp-mode", "distributed"), id="zero0_tp2", marks=pytest.mark.slow
-        ),
+        pytest.param(4, 0, (*TP, "--muon-tp-mode", "distributed"), id="zero0_tp2"),
     ],
 )
+@pytest.mark.slow
 def test_all_gather_trains_like_ddp(world_size, zero, flags):
     """The simple exchange, where every rank repeats Newton-Schulz."""
     exchange = ("--muon-fsdp-exchange", "all_gather")
@@ -202,31 +198,15 @@ LOW_LR = ("--lr", "1e-3")
     ("flags", "base"),
     [
         pytest.param(("--muon-momentum", "0.8"), (), id="momentum"),
-        pytest.param(
-            ("--muon-scale-mode", "unit_rms_norm"), (), id="scale_mode", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("--muon-coefficient-type", "polar_express"),
-            (),
-            id="coefficient_type",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("--muon-num-ns-steps", "3"), (), id="num_ns_steps", marks=pytest.mark.slow),
-        pytest.param(
-            ("--muon-extra-scale-factor", "0.1"),
-            (),
-            id="extra_scale_factor",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("--muon-scalar-optimizer", "lion"),
-            LOW_LR,
-            id="scalar_optimizer",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("--muon-no-split-qkv",), (), id="no_split_qkv", marks=pytest.mark.slow),
+        pytest.param(("--muon-scale-mode", "unit_rms_norm"), (), id="scale_mode"),
+        pytest.param(("--muon-coefficient-type", "polar_express"), (), id="coefficient_type"),
+        pytest.param(("--muon-num-ns-steps", "3"), (), id="num_ns_steps"),
+        pytest.param(("--muon-extra-scale-factor", "0.1"), (), id="extra_scale_factor"),
+        pytest.param(("--muon-scalar-optimizer", "lion"), LOW_LR, id="scalar_optimizer"),
+        pytest.param(("--muon-no-split-qkv",), (), id="no_split_qkv"),
     ],
 )
+@pytest.mark.slow
 def test_muon_flags_do_what_they_do_under_ddp(flags, base):
     """Each flag changes the run as it changes upstream's, and does change it."""
     check_parity(2, 3, (*HIGH, *base, *flags), (), HIGH_TOLERANCE)
@@ -258,6 +238,7 @@ def _skip_large_gradients() -> None:
     training.get_megatron_optimizer_config = get_megatron_optimizer_config
 
 
+@pytest.mark.slow
 def test_skipped_iterations_and_zero_counts_match_ddp():
     """Steps above grad_norm_skip_threshold change nothing, and zeros are counted once."""
     flags = (*HIGH, "--log-num-zeros-in-grad")
@@ -272,7 +253,10 @@ def test_skipped_iterations_and_zero_counts_match_ddp():
     assert max(relative_differences(found.losses, expected.losses)) <= HIGH_TOLERANCE
 
 
-@pytest.mark.parametrize("break_it", [skip_newton_schulz, orthogonalize_local_rows])
+@pytest.mark.parametrize(
+    "break_it",
+    [skip_newton_schulz, pytest.param(orthogonalize_local_rows, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     ("flags", "fsdp_flags", "tolerance"),
     [
