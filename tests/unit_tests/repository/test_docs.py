@@ -43,9 +43,9 @@ OUTPUT_FOLDERS = ("quickstart_output", ".venv", ".uv")
 UNIT = "tests/unit_tests"
 # A shell pattern of the whole command, and the test that runs it: file::test below UNIT.
 COVERED = {
-    # Without its trainings.
+    # With few iterations.
     "bash scripts/quickstart.sh*": "repository/test_quickstart.py"
-    "::test_command_line_defaults_to_the_recorded_learning_rates",
+    "::test_quickstart_trains_with_both_optimizers_and_reports",
     # Whoever runs the tests runs one of these two.
     "bash scripts/test.sh*": "repository/test_environment.py::test_shell_script_parses",
     "bash .ci/run": "repository/test_environment.py::test_shell_script_parses",
@@ -62,7 +62,7 @@ COVERED = {
     ".venv/bin/python scripts/check_compat.py*": "repository/test_check_compat.py"
     "::test_check_here_trains",
     "torchrun --nproc-per-node 8 -m megatron_muon pretrain_gpt.py *": "test_launcher.py"
-    "::test_torchrun_trains_and_logs_one_line_a_patch_on_rank_0",
+    "::test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0",
     "torchrun --nproc-per-node ? -m megatron_muon benchmarks/optimizer_step.py *": "repository/"
     "test_benchmarks.py::test_optimizer_step_measures_every_peer_and_writes_json",
     ".venv/bin/python benchmarks/checkpoint.py *": "repository/test_benchmarks.py"

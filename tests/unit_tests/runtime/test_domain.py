@@ -47,17 +47,17 @@ def _domains() -> list[Any]:
         return next((group for ranks, group in made.items() if rank in ranks), None)
 
     shards, replicas = my_group((0, 1), (2, 3)), my_group((0, 2), (1, 3))
-    grid = find_domain(shards, None, replicas, busy_seconds=rank, device=cpu)
-    alone = find_domain(None, None, None, busy_seconds=0.0, device=cpu)
+    grid = find_domain(shards, None, replicas, initial_load_s=rank, device=cpu)
+    alone = find_domain(None, None, None, initial_load_s=0.0, device=cpu)
     # Ranks 0 to 2 hold a shard each, and rank 3 a copy of the last.
     crooked = my_group((0, 1, 2)), None, my_group((2, 3))
     try:
-        find_domain(*crooked, busy_seconds=0.0, device=cpu)
+        find_domain(*crooked, initial_load_s=0.0, device=cpu)
         error = "no error"
     except RuntimeError as problem:
         error = str(problem)
     dist.barrier()
-    return [grid.ranks, grid.holders, sorted(grid.busy.items()), alone.ranks, error]
+    return [grid.ranks, grid.holders, sorted(grid.initial_load_s.items()), alone.ranks, error]
 
 
 @functools.cache
@@ -68,10 +68,10 @@ def domains() -> list[Any]:
 
 def test_domain_joins_what_groups_link():
     """Two replicas of two shards are one domain; a rank without groups is one by itself."""
-    for rank, (ranks, holders, busy, alone, _) in enumerate(domains()):
+    for rank, (ranks, holders, load_s, alone, _) in enumerate(domains()):
         assert ranks == [0, 1, 2, 3]
         assert holders == [[[0, 2], [1, 3]]]
-        assert busy == [[rank, rank] for rank in range(4)]
+        assert load_s == [[rank, rank] for rank in range(4)]
         assert alone == [rank]
 
 
