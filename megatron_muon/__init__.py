@@ -8,14 +8,14 @@ describes everything that this package exports.
 
 Parts, each importing only those above it::
 
-    user_errors  errors that the user repairs, told from crashes
+    user_errors  errors that the user can repair
     closed_pipe  a command whose reader went away ends quietly
     plan/        who orthogonalizes which matrix, and which rows travel; integers, no torch
     runtime/     runs a plan; torch.distributed, no megatron
     checkpoint/  reads and verifies checkpoint files, without megatron
     patching/    changes a package at run time: verified first, reversible
     cpu_ranks/   Megatron on gloo ranks, without a GPU
-    mcore/       the only code that imports megatron: optimizer, flags, checkpoints, patches
+    mcore/       the only code written against megatron: optimizer, flags, checkpoints, patches
     launcher     ``torchrun ... -m megatron_muon SCRIPT ARGS``
 """
 
@@ -28,15 +28,16 @@ from megatron_muon.patching import IncompatibleMegatronError
 if TYPE_CHECKING:
     from megatron_muon import cpu_ranks
     from megatron_muon.launcher import choose_device
-    from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
+    from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer  # noqa: F401
     from megatron_muon.plan.settings import ExchangeSettings
 
 __version__ = "0.1.0"
+# Without the optimizer's builder: a star import would import megatron, which must not happen before
+# cpu_ranks.enable().
 __all__ = [
     "ExchangeSettings",
     "IncompatibleMegatronError",
     "__version__",
-    "build_megatron_fsdp_emerging_optimizer",
     "choose_device",
     "cpu_ranks",
     "disable",
@@ -44,13 +45,16 @@ __all__ = [
     "is_enabled",
 ]
 
-# Imported at first use: the factory imports megatron, which must not be imported before CPU ranks
-# are prepared, nor where the plan report runs without torch.
+# Imported at first use: the builder imports megatron and torch.
 _LAZY = {
     "ExchangeSettings": "megatron_muon.plan.settings",
     "build_megatron_fsdp_emerging_optimizer": "megatron_muon.mcore.factory",
     "choose_device": "megatron_muon.launcher",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_LAZY})
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for

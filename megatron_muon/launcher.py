@@ -141,10 +141,10 @@ def _list_patches() -> int:
 
 
 def _end_with(text: str) -> None:
-    """Let rank 0 say why the run ends, and torchrun repeat it in its summary.
+    """Print on rank 0 why the run ends; torchrun repeats it in its summary.
 
-    The other ranks wait, and are ended by torchrun meanwhile where rank 0 says it. The error of a
-    rank other than 0 alone is in the summary of torchrun; without torchrun, the rank prints it.
+    The other ranks wait for torchrun to end them. If rank 0 did not fail, torchrun's summary has
+    the error; without torchrun the rank prints it itself.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_rank_0 = os.environ.get("RANK", "0") == "0"

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that the user repairs, told from crashes; imports nothing of this package.
+"""Errors that the user can repair, as opposed to crashes; imports nothing of this package.
 
-Every rank raises such an error alike, before it trains, and its text says what to do. Under the
-launcher rank 0 ends with that text alone; everything else ends with its traceback. A script that
-calls the package itself gets an exception as any other.
+Such an error is raised before training and says what to do, mostly on every rank alike. Compiling
+the dataset helpers fails on rank 0 alone; there the launcher ends the other ranks through torchrun.
 """
 
 

@@ -110,7 +110,7 @@ def main() -> None:
         loss = model(tokens, positions, mask, labels=labels).float().mean()
         loss.backward()
         _, grad_norm, _ = optimizer.step()
-        if step == 1 or step % 10 == 0:
+        if step == 1 or step % 10 == 0 or step == options.steps:
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             if dist.get_rank() == 0:

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -50,14 +51,15 @@ def _compile(module: str, folder: Path) -> None:
     includes = subprocess.run(
         [sys.executable, "-m", "pybind11", "--includes"], capture_output=True, text=True
     )
-    # make itself takes g++ where CXX is not set.
-    programs = ("make", os.environ.get("CXX", "g++"))
+    # make takes g++ where CXX is not set. It may hold a wrapper and options ("ccache g++ -m64").
+    compiler = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
+    programs = ("make", compiler)
     missing = ["pybind11"] if includes.returncode else []
     missing += [program for program in programs if shutil.which(program) is None]
     if missing:
         raise UserError(
-            f"{module}: expected it in {folder}, or pybind11, make and g++ to compile it with, "
-            f"got none and no {' and no '.join(missing)}. {_INSTALL}"
+            f"{module}: expected it compiled in {folder}, or pybind11, make and {compiler} to "
+            f"compile it, got no {' and no '.join(missing)}. {_INSTALL}"
         )
     made = subprocess.run(
         ["make", "-C", str(folder)]

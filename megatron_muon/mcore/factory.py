@@ -68,9 +68,11 @@ def build_megatron_fsdp_emerging_optimizer(
         The optimizer, with state for every parameter on every rank.
 
     Raises:
-        ValueError: A setting cannot work, or a parameter is not as Megatron-FSDP makes it.
+        ValueError: A setting is refused, or the model was run forward or wrapped before
+            ``enable()``.
         TypeError: A model chunk is not wrapped by Megatron-FSDP.
-        RuntimeError: Ranks disagree about the parameters.
+        RuntimeError: On all ranks: a shard is not as Megatron-FSDP makes it, or ranks disagree
+            about the parameters.
 
     Communication: parameter groups and layouts are compared once across ranks.
     """

@@ -50,13 +50,13 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     Communication: at construction a flag over all ranks and a hash, and see
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: a flag over all
-        ranks, and that of :meth:`~megatron_muon.runtime.engine.Engine.orthogonalize`.
+        ranks, and that of ``orthogonalize`` of each of :attr:`computes`.
     Memory: one momentum element for each local parameter element, in the parameter's dtype, and
         the buffers of each :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
     # Whether step() starts by agreeing that gradients are complete and finite.
-    # FSDPMuonChainedOptimizer turns it off: it does so for all its optimizers together.
+    # FSDPMuonChainedOptimizer turns it off, and checks gradients of all its optimizers together.
     checks_gradients: bool
     # One for experts and one for dense matrices, experts first; a single one with all_gather.
     computes: list[OwnerCompute | AllGatherCompute]
@@ -233,7 +233,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         momentum.lerp_(grad, 1 - group["momentum"])
 
     def _momentum_rows(self, param: Any, out: torch.Tensor) -> torch.Tensor:
-        """Return the local rows of the momentum; of Nesterov's, in ``out``."""
+        """Return the local rows of the momentum. With Nesterov they are written to ``out``."""
         momentum = self.state[param]["momentum_buffer"]._local_tensor
         if not self.nesterov or param.grad is None:
             return momentum

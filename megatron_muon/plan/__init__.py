@@ -20,6 +20,8 @@ the border of the shards falls inside the second group. Rank 0 is the owner::
            | 6 k |   one message               one Newton-Schulz call a stack: Q is a
            | 7 v |   ------------------->      stack of one, K and V are a stack of two
 
+The stacks are those of a GPU with rows in bf16. Rows in fp32 are orthogonalized one matrix by one.
+
 The words of this package, each with one meaning everywhere:
 
 ================  ================================================================================
@@ -35,9 +37,9 @@ route             a region and a part overlap in a rectangle; it is gathered fro
                   owner, and its result is scattered from the owner to every holder
 local matrix      a matrix whose owner holds all its rows, and nobody else any: nothing travels
 bucket            matrices that are gathered, orthogonalized and scattered together
-stack             parts of one shape on one owner, orthogonalized in one call
+stack             parts of one shape on one owner, contiguous; one call on the bf16 wire
 message           all routes from one rank to another in one bucket
-load              estimated Newton-Schulz seconds of a rank
+load              estimated Newton-Schulz seconds of a rank, or what one matrix adds to them
 wire              the dtypes in which rows travel to the owner and results travel back
 domain            the ranks that may exchange matrices with each other
 ================  ================================================================================

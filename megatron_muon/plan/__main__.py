@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_muon.plan",
         description="Report who would orthogonalize what, and what it costs each rank.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     # Defaults are those of a live run, so that a plan without flags is the plan of such a run.
     defaults = ExchangeSettings()
@@ -159,7 +160,7 @@ def _plot(report: Report, path: Path) -> None:
         import matplotlib
     except ImportError:
         raise ValueError(
-            "--plot: expected matplotlib, which is not installed. pip install matplotlib."
+            "--plot: expected matplotlib, got none installed. Run pip install matplotlib."
         ) from None
     # Before pyplot is imported, which would look for a screen.
     matplotlib.use("Agg")

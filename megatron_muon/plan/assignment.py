@@ -3,8 +3,8 @@
 """The owners of every matrix: one function of the layouts, the same on every rank.
 
 Matrices are placed by :class:`~megatron_muon.plan.balance.LoadBalancer` once for each of several
-capacities, and the objective picks the best placement. Round robin is one candidate, so the result
-is never worse than round robin.
+capacities, and the objective picks the best result. Round robin is among them, so the choice is
+never worse than round robin.
 
 Rejected: the largest holder owns. It moves the fewest bytes. But a layout repeats in each layer, so
 the largest holders are the same few ranks in all of them (docs/performance.md).
@@ -41,7 +41,7 @@ class Thresholds:
     """
 
     # The rates behind the estimates are not known better than this. The values were chosen on the
-    # plans of docs/performance.md and on a real shard map of 8 ranks. There a traded_balance of
+    # plans of docs/performance.md. Measured by changing traded_balance: on the real shard map there
     # 1.045 gives 1.020 times the ideal load with 188 M elements sent a rank, 1.01 gives 1.012 with
     # 222 M. It has its price where traffic is hidden anyway: the step of Llama-3-70B on 64 ranks is
     # predicted to take 462 ms instead of 451.
@@ -54,8 +54,7 @@ class Thresholds:
 
 
 # Capacities to try, relative to the least that is possible: the ideal load, or the longest matrix.
-# Steps double from 0.6 %, below which loads count as equal, to three times the ideal, where even
-# the largest holder may own everything.
+# The excess doubles from 0.6 % to 307 %: fine where balance matters, coarse where traffic decides.
 _CAPACITIES = (1.0, *(1 + 0.006 * 2**step for step in range(10)))
 
 
@@ -99,18 +98,21 @@ def assign(
         ValueError: Unknown objective.
     """
     if objective not in get_args(Objective):
-        raise ValueError(f"objective: expected one of {get_args(Objective)}, got {objective!r}.")
+        raise ValueError(
+            f"objective: expected one of {get_args(Objective)}, got {objective!r}. "
+            "Pass one of them."
+        )
     thresholds = thresholds or Thresholds()
-    # One tuple object a domain: the balancer tells domains apart by identity.
-    domains = {matrix.ranks: matrix.ranks for matrix in matrices}
-    ranks = sorted({rank for domain in domains for rank in domain})
+    # One tuple object for equal sets of possible owners: the balancer compares them by identity.
+    eligible = {matrix.ranks: matrix.ranks for matrix in matrices}
+    ranks = sorted({rank for possible_owners in eligible for rank in possible_owners})
     load_s = {rank: (initial_load_s or {}).get(rank, 0.0) for rank in ranks}
     whole_s = [matrix_seconds(matrix, cost) for matrix in matrices]
     ideal_s = (sum(load_s.values()) + sum(whole_s)) / max(1, len(ranks))
     room_s = thresholds.longer_than_fair * ideal_s - sum(load_s.values()) / max(1, len(ranks))
     num_parts = _choose_parts(matrices, whole_s, room_s, cost, max_parts, thresholds)
     tasks = [
-        Task(matrix, domains[matrix.ranks], n, matrix_seconds(matrix, cost, n), cost, wire)
+        Task(matrix, eligible[matrix.ranks], n, matrix_seconds(matrix, cost, n), cost, wire)
         for matrix, n in zip(matrices, num_parts, strict=True)
     ]
     # A baseline that anybody would try first.
@@ -138,14 +140,14 @@ def assign(
 def _choose(
     found: Sequence[LoadBalancer], objective: Objective, num_ranks: int, thresholds: Thresholds
 ) -> LoadBalancer:
-    """Return the best placement; of nearly equal ones the one with the least traffic.
+    """Return the best result; of nearly equal ones the one with the least traffic.
 
     The first is round robin.
     """
     best_load_s = min(placed.busiest_load_s for placed in found)
     if objective == "balance":
-        limit = min(thresholds.equal_balance * best_load_s, found[0].busiest_load_s)
-        near = [placed for placed in found if placed.busiest_load_s <= limit]
+        capacity_s = min(thresholds.equal_balance * best_load_s, found[0].busiest_load_s)
+        near = [placed for placed in found if placed.busiest_load_s <= capacity_s]
         return min(near, key=lambda placed: placed.traffic_s)
 
     def step_s(placed: LoadBalancer) -> float:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Place matrices on ranks up to a capacity: longest first, then local search.
 
-All ties are broken by index and rank, so every rank of a job finds the same placement.
+All ties are broken by index and rank, so every rank of a job finds the same owners.
 """
 
 import heapq
@@ -17,11 +17,10 @@ from megatron_muon.plan.wire import Wire
 
 type Owners = tuple[int, ...]
 
-# Limits of the local search, so that tens of thousands of matrices take seconds: 2,048 ranks of a
-# 235 B mixture of experts plan in 6 s on one core (docs/performance.md). Ten times the limits leave
-# busiest / ideal and the elements moved of the plans there as they are, to four digits, and take up
-# to 18 times as long (Llama-3-70B on 64 ranks). Measured for dp 64 of the five presets there but
-# the largest, Llama-3-8B on 512 ranks and a real shard map.
+# Limits of the local search. With them the plan of a 235 B mixture of experts on 2,048 ranks takes
+# 6 s on one core (docs/performance.md). Ten times larger limits change busiest / ideal and elements
+# moved in none of the measured plans, to four digits, and take up to 18 times as long (Llama-3-70B,
+# 64 ranks). Measured: four presets at dp 64, Llama-3-8B on 512 ranks, and a real shard map.
 _MAX_RELIEFS = 2000
 _MAX_TARGETS = 16
 _MAX_PASSES = 5
@@ -35,7 +34,7 @@ class Task:
 
     Args:
         matrix: Its layout.
-        ranks: Those that may own it; the same object for all matrices of a domain.
+        ranks: Those that may own it; the same object for all matrices with equal ones.
         num_parts: Owners it is split over.
         load_s: Newton-Schulz seconds on each of them.
         cost: Rates of the machine.
@@ -101,7 +100,7 @@ class _Swap(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """Matrices that change owners together, and what is reached by it; the smallest is the best."""
+    """Matrices that change owners together. Moves compare as tuples: the smallest is the best."""
 
     load_s: float  # of the busier of the two ranks
     added_traffic_s: float
@@ -124,22 +123,22 @@ class LoadBalancer:
         self.load_s = dict(initial_load_s)
         self._tasks = tasks
         self._on_rank: dict[int, set[int]] = defaultdict(set)
-        # Heaps of loads, of each domain and of all ranks. A load that changes is pushed again; an
-        # entry that no longer equals the rank's load is dropped when it comes to the top. That
-        # keeps a change at log(ranks), where searching for the old entry would cost all of them.
-        self._quiet: dict[int, list[tuple[float, int]]] = {}
-        self._domains_of: dict[int, list[int]] = defaultdict(list)
-        self._busy = [(-load, rank) for rank, load in self.load_s.items()]
-        heapq.heapify(self._busy)
+        # Heaps of loads, of each set of possible owners and of all ranks. A load that changes is
+        # pushed again; an entry that no longer equals the rank's load is dropped when it comes to
+        # the top. That keeps a change at log(ranks), where searching for the old entry would cost
+        # all of them.
+        self._by_load: dict[int, list[tuple[float, int]]] = {}
+        self._eligible_sets_of: dict[int, list[int]] = defaultdict(list)
+        self._by_load_descending = [(-load, rank) for rank, load in self.load_s.items()]
+        heapq.heapify(self._by_load_descending)
         for task in tasks:
-            # By identity: a domain may have thousands of ranks, and hashing them once for each of
-            # its matrices would cost more than the search.
-            if id(task.ranks) not in self._quiet:
+            # By identity: a set may have thousands of ranks, and is looked up once for each matrix.
+            if id(task.ranks) not in self._by_load:
                 heap = [(self.load_s[rank], rank) for rank in task.ranks]
                 heapq.heapify(heap)
-                self._quiet[id(task.ranks)] = heap
+                self._by_load[id(task.ranks)] = heap
                 for rank in task.ranks:
-                    self._domains_of[rank].append(id(task.ranks))
+                    self._eligible_sets_of[rank].append(id(task.ranks))
         # Swaps are looked for among these alone.
         movable = [index for index, task in enumerate(tasks) if task.is_movable]
         self._paired = movable if len(movable) <= _MAX_PAIRED_MATRICES else []
@@ -177,20 +176,20 @@ class LoadBalancer:
 
     def _add(self, rank: int, seconds: float) -> None:
         load = self.load_s[rank] = self.load_s[rank] + seconds
-        heapq.heappush(self._busy, (-load, rank))
-        for domain in self._domains_of[rank]:
-            heapq.heappush(self._quiet[domain], (load, rank))
+        heapq.heappush(self._by_load_descending, (-load, rank))
+        for eligible in self._eligible_sets_of[rank]:
+            heapq.heappush(self._by_load[eligible], (load, rank))
 
     def _quietest_rank(self, ranks: tuple[int, ...]) -> int:
-        heap = self._quiet[id(ranks)]
+        heap = self._by_load[id(ranks)]
         while heap[0][0] != self.load_s[heap[0][1]]:
             heapq.heappop(heap)
         return heap[0][1]
 
     def _busiest_rank(self) -> int:
-        while -self._busy[0][0] != self.load_s[self._busy[0][1]]:
-            heapq.heappop(self._busy)
-        return self._busy[0][1]
+        while -self._by_load_descending[0][0] != self.load_s[self._by_load_descending[0][1]]:
+            heapq.heappop(self._by_load_descending)
+        return self._by_load_descending[0][1]
 
     def place_in_turn(self) -> None:
         """Place by round robin: each matrix on the next rank of those that may own it."""

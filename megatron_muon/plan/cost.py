@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Newton-Schulz multiplies three times a step: the Gram matrix, its square, and the update.
+# Newton-Schulz multiplies three times a step: the Gram matrix, its square, and their product with
+# the matrix.
 _NUM_MATMULS = 3
 # Bounds the padding of a stack. At 64, launches cost a 64th of what single calls would.
 _MAX_STACK_SIZE = 64
@@ -58,7 +59,7 @@ class CostModel:
             allowed = value >= 0 if field.name.endswith("_us") else value > 0
             if not allowed:
                 raise ValueError(
-                    f"cost model: expected a positive {field.name}, got {value}. Give the rates of "
+                    f"cost model: expected a positive {field.name}, got {value}. Pass the rates of "
                     "your machine, such as tflops=500,gbps=450."
                 )
 

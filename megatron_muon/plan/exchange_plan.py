@@ -64,8 +64,9 @@ class ExchangePlan:
             assignment: Their owners.
             cost: Rates of the machine, and sizes of stacks.
             wire: What travels.
-            bucket_numel: Most elements of a bucket that a rank owns, or sends back where shards
-                have replicas. A larger matrix is a bucket of its own.
+            bucket_numel: Most elements that a rank owns in one bucket, or sends back where shards
+                have replicas. One larger matrix raises the bound for all buckets: see
+                ``max_numel``.
         """
         # Nothing here depends on the rank that builds the plan: every rank must come to the same.
         owners = assignment.owners
@@ -130,7 +131,7 @@ class ExchangePlan:
 
     # Not stored: it follows from the other fields, and a stored copy could disagree with them.
     @cached_property
-    def load_s(self) -> tuple[float, ...]:
+    def matrix_load_s(self) -> tuple[float, ...]:
         """Newton-Schulz seconds of each matrix on each of its owners."""
         return tuple(
             matrix_seconds(matrix, self.cost, len(owners))

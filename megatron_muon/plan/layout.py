@@ -55,8 +55,8 @@ class RowLayout:
         start, stop = self.shards[rank]
         return stop - start
 
-    # Both lists are looked up once for each block of each matrix while a plan is built. A scan of
-    # all shards there would make planning quadratic in the number of ranks.
+    # Looked up once for each row range of each block: with query, key and value that is once for
+    # each query group. A scan of all shards there would make planning quadratic in ranks.
     @cached_property
     def _by_row(self) -> tuple[list[int], list[int]]:
         """List the ranks that hold rows in the order of rows, and where their rows end."""
@@ -99,7 +99,7 @@ def shards_from_flat_ranges(
     for flat_start, flat_stop in flat_ranges:
         start = min(max(flat_start - item_start, 0), num_elements)
         stop = min(max(flat_stop - item_start, 0), num_elements)
-        # Momentum could be sharded anywhere; rows that travel could not: a row has one source.
+        # A Region is a rectangle of whole rows: a border inside a row cannot be described.
         if start % num_cols or stop % num_cols:
             raise ValueError(
                 f"row shards: expected boundaries at whole rows of {num_cols} elements, got "
@@ -186,7 +186,7 @@ class MatrixLayout:
         """Elements of all blocks."""
         return sum(rows * cols for rows, cols in self.blocks)
 
-    # Cached: the assignment asks for it once for each capacity it tries.
+    # Cached: choosing buckets asks for it once for each number of buckets that it tries.
     @cached_property
     def elements_by_rank(self) -> dict[int, int]:
         """Count the elements that each rank holds; ranks that hold none are left out."""
@@ -277,9 +277,9 @@ def whole_matrix(
     for block, row_ranges in enumerate(block_rows(layout.num_rows, split_shapes)):
         local_rows = sum(stop - start for start, stop in row_ranges)
         shape = (local_rows, layout.num_cols)
-        # Where one tensor rank's part of the block starts, and how large the joined block is. Each
-        # tensor rank splits query, key and value of its own heads, so the parts of a block follow
-        # one another although the rows of the parameter do not.
+        # Where one tensor rank's rows or columns of the block start, and how large the joined block
+        # is. Each tensor rank splits query, key and value of its own heads, so their shares of a
+        # block follow one another although the rows of the parameter do not.
         for tensor_rank, holders in enumerate(ranks):
             row = tensor_rank * local_rows if partition_dim == 0 else 0
             col = tensor_rank * layout.num_cols if partition_dim == 1 else 0
@@ -299,11 +299,11 @@ def _regions_of_block(
     layout: RowLayout,
     holders: Sequence[Sequence[int]],
 ) -> Iterator[Region]:
-    """Yield the regions of one tensor rank's part of a block.
+    """Yield the regions of a block that one tensor rank's shards hold.
 
     Args:
         block: Index of the block.
-        row: Row of the block at which this tensor rank's part starts.
+        row: Row of the block at which this tensor rank starts.
         col: Column of the block at which it starts.
         row_ranges: Rows of the parameter that form the block, in the order they have in it.
         layout: Row shards of the parameter.

@@ -89,20 +89,20 @@ def _local_groups(plan: ExchangePlan, rank: int) -> list[list[list[int]]]:
     """
     mine = [index for index in plan.local if plan.owners[index] == (rank,)]
     load_s = [
-        sum(plan.load_s[index] for index in bucket if rank in plan.owners[index])
+        sum(plan.matrix_load_s[index] for index in bucket if rank in plan.owners[index])
         for bucket in plan.buckets
     ] or [0.0]
     dealt: list[list[int]] = [[] for _ in load_s]
-    for index in sorted(mine, key=lambda i: (-plan.load_s[i], i)):
+    for index in sorted(mine, key=lambda i: (-plan.matrix_load_s[i], i)):
         # Longest first, always to the quietest bucket: the usual greedy rule for even loads.
         quietest = min(range(len(load_s)), key=lambda number: (load_s[number], number))
-        load_s[quietest] += plan.load_s[index]
+        load_s[quietest] += plan.matrix_load_s[index]
         dealt[quietest].append(index)
     return [_grouped(plan, sorted(indices)) for indices in dealt]
 
 
 def _grouped(plan: ExchangePlan, indices: Sequence[int]) -> list[list[int]]:
-    """Cut a list of matrices into groups of at most ``max_numel`` elements."""
+    """Split a list of matrices into groups of at most ``max_numel`` elements."""
     groups: list[list[int]] = []
     # Starts full, so that the first matrix opens the first group.
     elements = plan.max_numel
@@ -116,7 +116,6 @@ def _grouped(plan: ExchangePlan, indices: Sequence[int]) -> list[list[int]]:
 
 
 def _owned_stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> OwnedStacks:
-    # Under replication the owner may hold all rows itself. They are still scattered to the others.
     kept = [
         route
         for index in indices
@@ -133,7 +132,8 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
     scatter_sends: dict[int, list[Route]] = defaultdict(list)
     scatter_receives: dict[int, list[Route]] = defaultdict(list)
     for index in bucket:
-        # A rank of another tensor-parallel block neither holds nor owns any of it.
+        # Without joining, each tensor-parallel rank has a matrix of its own; others neither hold
+        # nor own any of it.
         if rank not in plan.matrices[index].ranks:
             continue
         for route in plan.routes(index):
@@ -141,6 +141,7 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
             if route.owner == rank:
                 if route.source != rank:
                     gather_receives[route.source].append(route)
+                # Also where the owner holds all rows itself: replicas need the result.
                 for holder in route.holders:
                     if holder != rank:
                         scatter_sends[holder].append(route)

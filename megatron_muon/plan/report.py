@@ -54,7 +54,7 @@ class Report:
 
     Args:
         ranks: Share of each rank.
-        ideal_s: Newton-Schulz time if all matrices, uncut, were spread evenly, seconds.
+        ideal_s: Newton-Schulz time if all matrices, none split, were spread evenly, seconds.
         num_elements: Elements of all matrices.
         moved_elements: Elements sent to owners.
         lower_bound_bytes: Fewest bytes possible with one owner for each matrix: the largest holder

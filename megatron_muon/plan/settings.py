@@ -25,7 +25,7 @@ class ExchangeSettings:
             (``--muon-tp-mode distributed``). ``auto``: bf16 where Newton-Schulz runs in bf16
             (matmul precision medium), otherwise fp32.
         bucket_numel: Most elements of the matrices that a rank owns in one bucket; bounds staging
-            memory.
+            memory. A larger matrix raises it.
         max_parts: Most owners of one matrix once ranks outnumber matrices, a power of two. 1 keeps
             each matrix whole, and results the same bits on any number of ranks.
         cost_model: Rates of the machine, as ``name=value,...`` for
@@ -39,8 +39,9 @@ class ExchangeSettings:
 
     mode: ExchangeMode = "owner"
     wire: WireChoice = "auto"
-    # 2**27 elements are 256 MB of bf16: eight matrices of 4096 x 4096, and above the largest matrix
-    # of most models, so that no bucket is a single matrix that hides nothing.
+    # 2**27 elements are 268 MB of bf16: eight matrices of 4096 x 4096. The largest matrix of
+    # Llama-3-8B has 1.2e8 elements; those of Llama-3-70B (4.7e8) and DeepSeek-V3 (2.6e8) raise the
+    # bound.
     bucket_numel: int = 2**27
     # Each part repeats the cubic term of its matrix, and parts all-reduce inside a node of 8.
     max_parts: int = 8

@@ -19,7 +19,7 @@ class Wire:
         gather_dtype: Of the rows. ``bfloat16`` rows are divided by the float64 norm of their block
             first: rounding them before that would change the norm, and so the result.
         scatter_dtype: Of the results. Results of Newton-Schulz in bf16 are bf16-valued, so
-            ``bfloat16`` loses nothing there, on either kind of gather.
+            ``bfloat16`` loses nothing, whatever the gather dtype.
     """
 
     gather_dtype: DTypeName

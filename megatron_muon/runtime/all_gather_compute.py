@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Every matrix on every rank: the simple way, to compare with and to fall back on by a flag."""
+"""Every matrix on every rank: the simple way, kept to compare with."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -31,9 +31,7 @@ class AllGatherCompute:
     Memory: nothing between steps; in a step the whole matrix, and what Newton-Schulz needs for it.
     """
 
-    # As OwnerCompute has them: nothing is planned, so no rank has less to do than another.
-    load_s = 0.0
-    staging_bytes = 0
+    staging_bytes = 0  # nothing is kept between steps
 
     def __init__(
         self,
@@ -57,7 +55,10 @@ class AllGatherCompute:
     def orthogonalize(
         self, momentum_rows: MomentumRows
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`."""
+        """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`.
+
+        Unlike there, empty shards are yielded too, and rows are new memory.
+        """
         for param, matrix in self._matrices.items():
             out = torch.empty(matrix.local_shape, dtype=torch.float32, device=param.device)
             rows = momentum_rows(param, out)

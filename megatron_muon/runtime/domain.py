@@ -42,9 +42,9 @@ class Domain:
 
 
 class _Row(NamedTuple):
-    """What a rank tells the others: int64 numbers, for one all-gather.
+    """What a rank sends to the others, as int64 numbers in one all-gather.
 
-    Of each group its first rank, which names it, and this rank's position in it.
+    A group is named by its first rank; beside it stands this rank's position in the group.
     """
 
     rank: int
@@ -93,13 +93,16 @@ def find_domain(
     rows = [_Row(*row) for row in table.tolist()]
 
     ranks = _linked_ranks(rows, dist.get_rank())
-    holders = _grid(rows, ranks)
+    holders: Holders = ()
+    problems = []
+    try:
+        holders = _grid(rows, ranks)
+    except ValueError as error:
+        problems.append(str(error))
     # Ranks of other domains may be fine: all of them stop together.
-    problems = [holders] if isinstance(holders, str) else []
     raise_where_any_rank_fails(
         problems, None, device, "Pass the process groups that the model was built with."
     )
-    assert not isinstance(holders, str)
     return Domain(
         ranks=ranks,
         holders=holders,
@@ -134,8 +137,12 @@ def _linked_ranks(rows: Sequence[_Row], rank: int) -> tuple[int, ...]:
     return tuple(member for member in range(len(rows)) if root(member) == root(rank))
 
 
-def _grid(rows: Sequence[_Row], ranks: Sequence[int]) -> Holders | str:
-    """Sort linked ranks into ``holders[tensor_rank][shard]``, or return why they form no grid."""
+def _grid(rows: Sequence[_Row], ranks: Sequence[int]) -> Holders:
+    """Sort linked ranks into ``holders[tensor_rank][shard]``.
+
+    Raises:
+        ValueError: They form no grid.
+    """
     cells: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in ranks:
         cells[rows[rank].tensor_rank, rows[rank].shard].append(rank)
@@ -143,7 +150,7 @@ def _grid(rows: Sequence[_Row], ranks: Sequence[int]) -> Holders | str:
     num_shards = 1 + max(shard for _, shard in cells)
     # Every cell must be there, with the same number of replicas.
     if len(cells) != num_tensor_ranks * num_shards or len(set(map(len, cells.values()))) > 1:
-        return (
+        raise ValueError(
             f"ranks {ranks[0]} to {ranks[-1]}: expected {num_tensor_ranks} tensor-parallel ranks x "
             f"{num_shards} shards x the same number of replicas, got {len(ranks)} ranks"
         )
@@ -156,7 +163,7 @@ def _grid(rows: Sequence[_Row], ranks: Sequence[int]) -> Holders | str:
 def _group_of(
     ranks: tuple[int, ...], groups: tuple[dist.ProcessGroup | None, ...]
 ) -> dist.ProcessGroup | None:
-    """Return the process group of a domain: one of those that there are, or a new one."""
+    """Return the process group of a domain, an existing one if possible."""
     known = {
         tuple(dist.get_process_group_ranks(group)): group for group in groups if group is not None
     }

@@ -75,7 +75,8 @@ class Engine:
 
     Communication: a step is one all-reduce of 8 bytes a block (where rows travel in bf16), and for
         each bucket one ``all_to_all_single`` to the owners and one back, of the plan's routes
-        without padding. Matrices that are split add their Gram matrices.
+        without padding. Owners of a split matrix also all-reduce its Gram matrix in each step of
+        Newton-Schulz, and its norm where rows travel in fp32.
     Memory: :attr:`buffers`, kept from construction on. For two buckets: what a rank receives of the
         matrices it owns and sends back of them (each at most ``max_numel`` of the plan), what it
         sends of its own rows and gets back, and stacks of what it owns (``max_numel``, and up to
@@ -89,8 +90,10 @@ class Engine:
     _gathers: Exchange  # rows, in the gather dtype
     _scatters: Exchange  # results, in the scatter dtype
     _stack_memory: list[torch.Tensor]  # flat: even buckets, odd buckets, local matrices
-    _buckets: "list[_Work]"
-    _local: "list[list[_Work]]"  # groups of local matrices, by the bucket whose time they fill
+    _buckets: "list[_StackBatch]"
+    _local: (
+        "list[list[_StackBatch]]"  # groups of local matrices, by the bucket whose time they fill
+    )
     _norms: BlockNorms
     _scratch: ShardScratch
 
@@ -110,7 +113,9 @@ class Engine:
         self._parameters = parameters
         self._parts_groups = parts_groups
         self._device = device
-        self._norms = BlockNorms(plan, rank, group, device)
+        # fp32 rows are not normalized before they travel.
+        normalized = range(len(plan.matrices)) if plan.wire.normalizes else ()
+        self._norms = BlockNorms(plan, normalized, rank, group, device)
         self._scratch = ShardScratch(plan.matrices, rank, device)
         rank_plan = RankPlan.build(plan, rank)
         self._gathers = Exchange(
@@ -140,18 +145,19 @@ class Engine:
         local = [[self._stack_layout(owned) for owned in groups] for groups in rank_plan.local]
         # Two memories for buckets: a rank's own rows of bucket i + 1 are written to its stacks when
         # that gather is launched, before bucket i is orthogonalized. One for local matrices: each
-        # group is done before the next one is loaded.
+        # group is done before the next one is packed.
         self._stack_memory = [
             self._allocate(buckets[0::2]),
             self._allocate(buckets[1::2]),
             self._allocate([layout for layouts in local for layout in layouts]),
         ]
         self._buckets = [
-            _Work.of(layout, self._stack_memory[index % 2], self._gathers.packing(index))
+            _StackBatch.of(layout, self._stack_memory[index % 2], self._gathers.packing(index))
             for index, layout in enumerate(buckets)
         ]
         self._local = [
-            [_Work.of(layout, self._stack_memory[2], ()) for layout in layouts] for layouts in local
+            [_StackBatch.of(layout, self._stack_memory[2], ()) for layout in layouts]
+            for layouts in local
         ]
 
     def _stack_layout(self, owned: OwnedStacks) -> StackLayout:
@@ -160,9 +166,10 @@ class Engine:
     def _stack_size(self, stack: Stack) -> int:
         """Return how many matrices a stack has room for.
 
-        Batched kernels may depend on it. It is that of the shape alone, so that results are the
-        same on any number of ranks. What lies in the padding does not reach the matrices
-        (`test_newton_schulz.py`). fp32 rows are orthogonalized matrix by matrix.
+        Which batched kernel runs may depend on the number of matrices. So it follows from the shape
+        alone, and results have the same bits on any number of ranks. Padding does not reach the
+        matrices (`test_newton_schulz.py`). fp32 rows need none: they are orthogonalized one matrix
+        by one.
         """
         part = stack[0]
         if not self.plan.wire.normalizes or len(part.owners) > 1:
@@ -177,7 +184,7 @@ class Engine:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """All memory that the engine keeps: messages, stacks, scratch."""
+        """Messages, stacks and scratch; norms add 8 bytes a block, and 2 MB on a CPU."""
         exchanges = [*self._gathers.buffers, *self._scatters.buffers]
         return [*exchanges, *self._stack_memory, self._scratch.buffer]
 
@@ -187,7 +194,8 @@ class Engine:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Orthogonalize all matrices, and yield results as they arrive.
 
-        The caller must take all of them: each rank joins the collectives of all buckets.
+        The caller must exhaust the iterator: every rank joins the collectives of all buckets.
+        Nothing is sent before the first item is asked for.
 
         Args:
             momentum_rows: Returns this rank's rows of what is orthogonalized.
@@ -224,13 +232,15 @@ class Engine:
         return momentum_rows(self._parameters[index], self._scratch.view(index))
 
     def _reduce_norms(self, momentum_rows: MomentumRows) -> None:
+        # An exception, here or in the caller's loop, may have ended the last step early.
+        self._norms.clear()
         for index in self._norms.matrices:
             self._norms.add(index, self._rows(index, momentum_rows))
         self._norms.reduce()
 
-    def _load(self, work: "_Work", momentum_rows: MomentumRows) -> None:
+    def _pack(self, batch: "_StackBatch", momentum_rows: MomentumRows) -> None:
         """Copy this rank's rows to where they go: into messages, or its own stacks."""
-        for index, targets in work.targets.items():
+        for index, targets in batch.targets.items():
             rows = self._rows(index, momentum_rows)
             routes = [route for route, _ in targets]
             if self.plan.wire.normalizes:
@@ -252,35 +262,35 @@ class Engine:
         self, index: int, momentum_rows: MomentumRows
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Orthogonalize the local matrices that fill a bucket's time."""
-        for work in self._local[index]:
-            self._load(work, momentum_rows)
-            yield from self._scaled(work.layout.kept_results(self._orthogonalize(work)))
+        for batch in self._local[index]:
+            self._pack(batch, momentum_rows)
+            yield from self._scaled(batch.layout.kept_results(self._orthogonalize(batch)))
 
     def _start_gather(self, index: int, momentum_rows: MomentumRows) -> dist.Work | None:
-        self._load(self._buckets[index], momentum_rows)
+        self._pack(self._buckets[index], momentum_rows)
         return self._gathers.start(index)
 
     def _orthogonalize_gathered(
         self, index: int, gathering: dist.Work | None
     ) -> list[torch.Tensor]:
         """Wait for the rows of a bucket, and orthogonalize what this rank owns."""
-        work = self._buckets[index]
+        batch = self._buckets[index]
         if gathering is not None:
             gathering.wait()
         arrived = self._gathers.unpacking(index)
         if arrived:
             # Messages hold routes one behind the other; a matrix needs them row by row.
             torch._foreach_copy_(
-                [work.layout.place(work.memory, route) for route, _ in arrived],
+                [batch.layout.place(batch.memory, route) for route, _ in arrived],
                 [rows for _, rows in arrived],
             )
-        return self._orthogonalize(work)
+        return self._orthogonalize(batch)
 
-    def _orthogonalize(self, work: "_Work") -> list[torch.Tensor]:
+    def _orthogonalize(self, batch: "_StackBatch") -> list[torch.Tensor]:
         """Return one tensor for each stack, in new memory."""
         run = newton_schulz_normalized if self.plan.wire.normalizes else newton_schulz
         results = []
-        for stack, tensor in work.layout.stacks(work.memory):
+        for stack, tensor in batch.layout.stacks(batch.memory):
             part = stack[0]
             result = run(
                 tensor,
@@ -304,8 +314,8 @@ class Engine:
 
     def _finish(self, scattering: "_Scattering") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Wait for the results of a bucket, and yield this rank's rows."""
-        if scattering.work is not None:
-            scattering.work.wait()
+        if scattering.handle is not None:
+            scattering.handle.wait()
         arrived = self._scatters.unpacking(scattering.bucket)
         yield from self._scaled([*scattering.kept, *arrived])
 
@@ -329,12 +339,12 @@ class Engine:
             yield self._parameters[index], rows
 
 
-class _Work(NamedTuple):
+class _StackBatch(NamedTuple):
     """The stacks of one bucket, or of one group of local matrices, and their memory.
 
     Args:
         layout: Where parts lie.
-        memory: Flat memory, shared with work that is done at other times.
+        memory: Flat memory, shared with batches that are done at other times.
         targets: By matrix, where this rank's rows go: into messages, or its own stacks.
     """
 
@@ -348,7 +358,7 @@ class _Work(NamedTuple):
         layout: StackLayout,
         memory: torch.Tensor,
         packing: Sequence[tuple[Route, torch.Tensor]],
-    ) -> "_Work":
+    ) -> "_StackBatch":
         """Group the targets by matrix, so that the rows of each are read once."""
         targets: dict[int, list[tuple[Route, torch.Tensor]]] = defaultdict(list)
         for route, target in packing:
@@ -363,4 +373,4 @@ class _Scattering(NamedTuple):
 
     bucket: int
     kept: list[tuple[Route, torch.Tensor]]
-    work: dist.Work | None
+    handle: dist.Work | None

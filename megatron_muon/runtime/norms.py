@@ -60,6 +60,7 @@ class BlockNorms:
 
     Args:
         plan: The plan, equal on all ranks of the group.
+        indices: Matrices whose blocks need a norm, the same on all ranks.
         rank: This rank of the job.
         group: Ranks of the plan; None where this rank is alone.
         device: Where shards live.
@@ -77,6 +78,7 @@ class BlockNorms:
     def __init__(
         self,
         plan: ExchangePlan,
+        indices: Iterable[int],
         rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
@@ -87,8 +89,8 @@ class BlockNorms:
         for matrix in plan.matrices:
             self._first.append(self._first[-1] + len(matrix.blocks))
         self._routes = {}
-        for index, matrix in enumerate(plan.matrices):
-            if rank in matrix.ranks:
+        for index in indices:
+            if rank in plan.matrices[index].ranks:
                 # Replicas hold the same rows: the first of them counts.
                 mine = [route for route in plan.routes(index) if route.holders[0] == rank]
                 if mine:

@@ -59,12 +59,14 @@ class OwnerCompute:
         device: Where shards live.
 
     Raises:
-        RuntimeError: On all ranks, when parameters are sharded over different groups, do not split,
-            or when ranks of the domain came to different plans.
+        ValueError: bf16 on the wire with Newton-Schulz in fp32.
+        RuntimeError: On all ranks, when parameters are sharded over different groups, have rows
+            that are no whole number of query groups, or when ranks came to different plans.
 
     Communication: at construction an all-gather of 64 bytes a rank, two flags and a hash, lists of
         ranks and of differences as objects, and new process groups where a domain or a split matrix
-        needs one. :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
+        needs one; one element is all-reduced in each group of a split matrix.
+        :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
     plan: ExchangePlan
@@ -136,11 +138,11 @@ def _build_plan(
 ) -> ExchangePlan:
     """Plan the exchange of a domain; every rank comes to the same plan."""
     wire = settings.wire_for(newton_schulz.is_bf16)
+    # The rates of the device: a plan for CPU ranks must not assume a GPU's kernels.
     cost = dataclasses.replace(
         CostModel.parse(settings.cost_model, CPU_RANKS if device.type == "cpu" else CostModel()),
         num_ns_steps=newton_schulz.steps,
     )
-    # The cost model of the device: a plan for CPU ranks must not assume a GPU's kernels.
     assignment = assign(
         matrices,
         cost,

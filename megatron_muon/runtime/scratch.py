@@ -29,7 +29,7 @@ class ShardScratch:
         for index, matrix in enumerate(matrices):
             for region in matrix.regions:
                 if rank in region.holders:
-                    # Regions of several blocks share a shard; the last one ends where it ends.
+                    # A shard may hold regions of several blocks: it ends where the last one ends.
                     rows, _ = self._shapes.get(index, (0, 0))
                     last = region.local_row + region.num_rows
                     self._shapes[index] = (max(rows, last), region.num_cols)

@@ -21,14 +21,12 @@ class StackLayout:
 
     kept: tuple[Route, ...]  # routes of which this rank is owner and holder
     num_elements: int  # of all stacks, padding included
-    sizes: tuple[int, ...]
     _shapes: list[tuple[int, int, int]]  # (size, rows, cols) of each stack
     _offsets: list[int]  # first element of each stack, and the end of the last
     _position: dict[tuple[int, int], tuple[int, int]]  # (matrix, block) -> (stack, index in it)
 
     def __init__(self, owned: OwnedStacks, sizes: Sequence[int]) -> None:
         self.kept = owned.kept
-        self.sizes = tuple(sizes)
         self._stacks = owned.stacks
         self._shapes = []
         self._offsets = [0]

@@ -4,6 +4,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -142,3 +143,19 @@ def test_usage_and_missing_scripts_are_errors(capsys):
     assert "-m megatron_muon SCRIPT" in capsys.readouterr().err
     with pytest.raises(SettingsError, match="got no_such_script.py"):
         launcher.main(["no_such_script.py"])
+
+
+@pytest.mark.ranks
+def test_command_of_the_readme_trains_without_a_checkout():
+    """The README's flags once failed on the wheel: three of them were missing."""
+    readme = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"-m megatron_muon scripts/pretrain_gpt\.py (.*)", readme)
+    # Forked ranks start no processes of their own.
+    run = launch(2, [*shlex.split(command), "--num-workers", "0"]).check()
+    assert len(run.losses) == 3
+    output = run.outputs[0]
+    shown = re.findall(r"^\[megatron_muon\] (.*)", readme, re.M)
+    assert len(shown) == 4
+    for line in shown[1:3]:
+        assert line in output
+    assert shown[3].partition(":")[0] in output

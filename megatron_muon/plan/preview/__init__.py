@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of jobs that do not run: from the shape of a model, or from a map of its shards.
 
-Files, each importing only those before it::
+Files, each importing only those above it::
 
     model_shape     the matrices of a transformer, by layer, and published shapes
     fsdp_buffer     how Megatron-FSDP would shard the parameters of one unit

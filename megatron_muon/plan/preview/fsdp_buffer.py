@@ -11,11 +11,11 @@ Megatron-FSDP shards it at multiples of ``chunk_size_factor`` elements, which is
 row of almost every parameter: shards are whole rows. A parameter whose size is no multiple of it
 leaves a remainder in its last chunk, which others share::
 
-    chunk size 8:   | A A A A A A A A | A A A . b b B B | B B B B B B B B |
+    chunk size 8:   | A A A A A A A A | A A A b b . B B | B B B B B B B B |
 
     A has 11 elements: it starts on a chunk and leaves 5 free in its second one. B has 10 elements,
     so its remainder of 2 fits there: B starts at the end of the shared chunk and ends on a chunk.
-    b, smaller than a chunk, fills the gap between them.
+    b is smaller than a chunk: it goes into the gap, right behind A.
 """
 
 import math

@@ -73,7 +73,9 @@ class Parallelism:
         sizes = {"dp": self.dp, "tp": self.tp, "ep": self.ep, "pp": self.pp, "hsdp": self.hsdp}
         for name, value in sizes.items():
             if value < 1:
-                raise ValueError(f"{name}: expected a positive number, got {value}.")
+                raise ValueError(
+                    f"{name}: expected a positive number, got {value}. Pass 1 or more."
+                )
         if self.dp % self.hsdp:
             raise ValueError(
                 f"hsdp: expected dp to be a multiple of {self.hsdp} instances, got dp {self.dp}. "
@@ -160,7 +162,8 @@ def simulate(
     """
     if model.num_experts % parallel.ep or (parallel.ep > 1 and not model.num_experts):
         raise ValueError(
-            f"ep: expected a divisor of {model.num_experts} experts, got {parallel.ep}."
+            f"ep: expected a divisor of {model.num_experts} experts, got {parallel.ep}. "
+            "Change --ep or --num-experts."
         )
     plans: list[ExchangePlan] = []
     load_s = dict.fromkeys(range(parallel.stage_size), 0.0)
@@ -332,7 +335,9 @@ def read_shard_map(path: Path) -> tuple[int, list[MatrixLayout]]:
             "megatron_muon.plan --help."
         ) from error
     if not matrices:
-        raise ValueError(f"{path}: expected at least one matrix, got none.")
+        raise ValueError(
+            f"{path}: expected at least one matrix, got none. List the matrices of the job."
+        )
     return world_size, matrices
 
 

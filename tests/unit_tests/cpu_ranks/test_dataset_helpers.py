@@ -82,8 +82,8 @@ def test_missing_tool_is_named_with_what_to_install(tools, compile_helpers, miss
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     with pytest.raises(UserError, match="Install what is missing") as caught:
         compile_helpers()
-    assert f"got none and no {missing}. " in str(caught.value)
-    assert str(caught.value).startswith("toy_datasets.helpers_cpp: expected it in ")
+    assert f"got no {missing}. " in str(caught.value)
+    assert str(caught.value).startswith("toy_datasets.helpers_cpp: expected it compiled in ")
 
 
 def test_failed_make_is_shown(tools, compile_helpers):
