@@ -192,7 +192,7 @@ def test_half_patched_source_is_an_error_that_names_both_halves(monkeypatch):
 
 
 def train_with(*path):
-    folders = [*map(str, path), str(ROOT), str(UNIT_TESTS)]
+    folders = [*map(str, path), str(ROOT), str(ROOT / "scripts"), str(UNIT_TESTS)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(
         [sys.executable, "-m", "helpers.forked_losses"],
