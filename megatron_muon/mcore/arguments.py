@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the ``--muon-fsdp-*`` flags."""
+    # Megatron owns --muon-*; a name of its own keeps these flags out of the way of later ones.
     group = parser.add_argument_group(title="muon under Megatron-FSDP")
     defaults = ExchangeSettings()
     group.add_argument(
@@ -80,6 +81,7 @@ def check(args: argparse.Namespace) -> None:
         SettingsError: With all that was asked for and cannot work.
     """
     if args.use_megatron_fsdp and args.optimizer not in ("adam", "sgd"):
+        # All that is wrong is said at once: a queued job should not fail a second time.
         refusals = unsupported_settings(vars(args))
         try:
             _exchange_settings(args).wire_for(args.muon_fp32_matmul_prec == "medium")
@@ -108,6 +110,7 @@ def check_yaml(config: Any, path: str) -> None:
         action="store_true",
         default=bool(getattr(config, "use_megatron_fsdp", False)),
     )
+    # Both may ask for it: Megatron drops the command line, but the user meant it.
     asked, _ = parser.parse_known_args(sys.argv[1:])
     if asked.use_megatron_fsdp and asked.optimizer not in ("adam", "sgd"):
         raise SettingsError(
@@ -173,6 +176,8 @@ def takes_schedule_of_checkpoint() -> bool:
 
 def _global_args() -> Any:
     """Return the parsed command line, None in scripts without megatron.training."""
+    # Not imported: a script on megatron-core alone must not load megatron.training. And not by
+    # get_args(), which asserts where nothing was parsed.
     global_vars = sys.modules.get("megatron.training.global_vars")
     return global_vars._GLOBAL_ARGS if global_vars is not None else None
 

@@ -68,6 +68,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             for chunk in self.model_chunks
             for name, param in chunk.param_and_grad_buffer.optimizer_named_parameters
         }
+        # Before anything can be saved: ranks that hold different sets of state hang the save.
         for child in self.chained_optimizers:
             optimizer_state.complete_state(child)
             optimizer_state.record_offsets(child, main_weights)
@@ -87,6 +88,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 gradients unreduced over the outer ranks. Nothing was updated.
         """
         for chunk in self.model_chunks:
+            # Megatron's loop has called it already; a loop of the user's own may not have.
             if not chunk.module.is_param_fsdp_distributed:
                 chunk.finish_grad_sync()
         problems = []
@@ -108,6 +110,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         with _timed(self.config, "optimizer-inner-step"):
             for child in self.chained_optimizers:
                 if not child.is_stub_optimizer:
+                    # The inner step alone: the wrapper's would install weights, see above.
                     child.optimizer.step()
                     optimizer_state.count_step_of_empty_shards(child.optimizer)
         with _timed(self.config, "optimizer-copy-main-to-model-params"):
@@ -257,6 +260,7 @@ class _OuterReductions:
             if group.main_grad_buffer is not None
         }
         self.clear()
+        # No count at all is a model without trainable gradients here.
         if counts <= {1}:
             return []
         return [
@@ -287,5 +291,6 @@ def _copy_model_weights_to_main_weights(parameter_group: Any) -> None:
         target = main.get_item(item_id, only_shard=main.is_data_distributed)
         if target.numel() > 0:
             source = source.view(target.shape)
+            # Where rounding gives the model's weight, the main weight has bits that it lost.
             differs = target.to(source.dtype) != source
             target.copy_(torch.where(differs, source.to(target.dtype), target))

@@ -86,6 +86,7 @@ def build_megatron_fsdp_emerging_optimizer(
     for param, fqn in fqns.items():
         _tag_parameter(param, fqn, model_chunks[0].config)
 
+    # Muon's rule comes last: it decides which optimizer steps a parameter.
     overrides = {**(config_overrides or {}), **_muon_rule(config)}
     groups_by_child: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
     for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
@@ -165,6 +166,7 @@ def _inner_muon(
 ) -> FSDPZeROTensorParallelMuon:
     matrices: dict[torch.Tensor, ShardedMatrix] = {}
     problems = []
+    # Errors are collected: ranks see different parameters, and all must stop together.
     for param in (param for group in groups for param in group["params"]):
         try:
             matrices[param] = describe_matrix(fqns[param], param)
@@ -214,6 +216,7 @@ def _scalar_child(
 ) -> DistributedOptimizer:
     scalar_config = copy.copy(config)
     scalar_config.optimizer = name
+    # Only with it does Megatron wrap the optimizer as a DistributedOptimizer.
     scalar_config.use_distributed_optimizer = True
     child = mcore_optimizer._get_megatron_optimizer_based_on_param_groups(
         config=scalar_config,

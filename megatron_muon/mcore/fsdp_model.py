@@ -63,6 +63,7 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
                 f"mcore_fsdp_adapter.FullyShardedDataParallel, got {type(chunk).__name__}. "
                 "Wrap the model with --use-megatron-fsdp, or use Muon without Megatron-FSDP."
             )
+        # After a forward pass the module holds raw parameters until gradients are reduced.
         for name, param in chunk.named_parameters():
             if not isinstance(param, DTensor):
                 raise ValueError(
@@ -152,6 +153,7 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
         orig_param.to_local().shape if isinstance(orig_param, DTensor) else orig_param.shape
     )
     parameter_group = buffers.parameter_groups[buffers.param_to_param_group[orig_param]]
+    # Optimizer states follow main weights; with fp32 parameters the model's are the main ones.
     buffer = parameter_group.main_weight_buffer or parameter_group.model_weight_buffer
     dist_index, is_expert = buffers.dist_index, parameter_group.is_expert_param
     if buffer is None or buffers.ddp_config.data_parallel_sharding_strategy == "no_shard":
@@ -162,6 +164,7 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
     world_size = dist.get_world_size(group)
     shard_size = buffer.bucket_index.size // world_size
     shard_indices = _shard_index_of_each_rank(dist_index, is_expert, world_size)
+    # The order is read from source, not from an interface: this rank can check its own place.
     if shard_indices[dist.get_rank(group)] != buffer.dp_rank:
         raise RuntimeError(
             f"{fqn}: expected shard {shard_indices[dist.get_rank(group)]} of the buffer on this "
@@ -224,4 +227,5 @@ def grad_stats_group(
             f"HFSDP gradient norm: expected optimizer instances that span all "
             f"{dist.get_world_size()} ranks, got {num_ranks}. Give the whole job to one model."
         )
+    # There is no group of all instances; that they span the job was just checked.
     return dist.group.WORLD  # type: ignore[return-value]

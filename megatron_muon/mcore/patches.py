@@ -34,6 +34,8 @@ def _route(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_megatron_emerging_optimizer
 
 
+# The source lines of a target are those that its wrapper relies on: not the whole function, so that
+# unrelated edits upstream refuse nothing. Order: flags, factory, gradients, checkpoints.
 PATCHES: tuple[Patch, ...] = (
     Patch(
         Target(
@@ -63,6 +65,7 @@ PATCHES: tuple[Patch, ...] = (
         arguments.validate,
         tree_line="muon_arguments.check(args)",
     ),
+    # Megatron reads this file in place of the command line, so the checks of flags never run.
     Patch(
         Target(
             "megatron.training.yaml_arguments",
@@ -74,6 +77,7 @@ PATCHES: tuple[Patch, ...] = (
         arguments.refuse_yaml,
         tree_line="check_yaml(config_namespace, yaml_path)",
     ),
+    # Looked up by its module's global name at each call, so replacing the attribute is enough.
     Patch(
         Target(
             "megatron.core.optimizer",
@@ -90,6 +94,7 @@ PATCHES: tuple[Patch, ...] = (
         _route,
         tree_line="if is_megatron_fsdp(model_chunks):",
     ),
+    # Adam hides this and the two that follow: its update hardly changes when gradients are scaled.
     Patch(
         Target(
             f"{_FSDP}.param_and_grad_buffer",
@@ -282,7 +287,10 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+# What the optimizer calls, inherits or imitates without changing it. A difference there would not
+# fail by itself: it would train something else.
 REQUIREMENTS: tuple[Target, ...] = (
+    # Blocks of fused QKV follow this line (plan/layout.py, block_rows).
     Target(
         "megatron.core.optimizer.emerging_optimizers",
         "TensorParallelMuon.orthogonalize",

@@ -44,6 +44,7 @@ def _flags(*names: str) -> Callable[[Settings], str]:
     """Return a ``found`` that spells those settings that were given as flags."""
 
     def found(settings: Settings) -> str:
+        """Spell the flags that were given."""
         given = []
         for name in names:
             value = settings.get(name)
@@ -57,22 +58,28 @@ def _flags(*names: str) -> Callable[[Settings], str]:
 
 
 def _layer_wise_flag(settings: Settings) -> str:
+    # The flag only turns a layout off; the configuration of a script names the optimizer itself.
     if settings.get("use_layer_wise_param_layout", True) is False:
         return "--no-use-layer-wise-param-layout"
     return "use_layer_wise_distributed_optimizer"
 
 
 def _is_hsdp(settings: Settings) -> bool:
+    # None where a configuration has the field and nobody set it.
     return (settings.get("num_distributed_optimizer_instances") or 1) > 1
 
 
 def _has_low_precision_main_params(settings: Settings) -> bool:
     dtype = str(settings.get("megatron_fsdp_main_params_dtype", "fp32")).removeprefix("torch.")
+    # auto and None mean the dtype of the model.
     if dtype in ("auto", "None"):
         return bool(settings.get("bf16"))
     return dtype not in ("fp32", "float32")
 
 
+# docs/support.md shows the same rows; a test compares them. A predicate sees the command line's
+# namespace, or the merged configurations of a script on megatron-core, where most keys are absent:
+# absent means not asked for.
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "--optimizer other than adam, sgd, muon",

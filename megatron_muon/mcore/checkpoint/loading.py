@@ -67,6 +67,7 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
                 "checkpoint to load",
                 "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,
             )
+        # A first run with --load and --save on one folder finds nothing there.
         if checkpoint is None:
             return original(load_dir, args, rank0, *rest, **kwargs)
         # load_checkpoint calls this twice: first for the arguments of the run that saved.

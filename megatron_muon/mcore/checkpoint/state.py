@@ -36,6 +36,7 @@ def complete_state(child: DistributedOptimizer) -> None:
     fills what is there. Torch's Adam makes none for empty shards, Megatron's initializer makes it
     without ``step``, and fused Adams keep ``step`` in groups and only from the first step on.
     """
+    # Megatron's own initializer, so that names and dtypes are those of its checkpoints.
     child.init_state_fn(child.optimizer, child.config)
     if isinstance(child.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         for state in child.optimizer.state.values():
@@ -87,6 +88,7 @@ def agree_on_step(child: DistributedOptimizer, device: torch.device) -> None:
     Communication: one all-reduce of a float64 over all ranks.
     """
     counters = [states["step"] for states in child.optimizer.state.values() if "step" in states]
+    # Ranks without any shard have stood still since the start: the highest count is the true one.
     highest = max((float(step) for step in counters), default=0.0)
     agreed = torch.tensor(highest, dtype=torch.float64, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
@@ -136,6 +138,7 @@ def raise_where_state_does_not_fit(
 
     Communication: one all-reduce of a single int32 over all ranks of the job.
     """
+    # Checked before anything is copied: half a loaded state would train without a word.
     problems = []
     found_states = state_dict.get("state", {})
     found_settings = state_dict.get("param_to_group_meta", {})
