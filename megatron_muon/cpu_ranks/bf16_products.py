@@ -73,7 +73,7 @@ def remove(library: torch.library.Library) -> None:
 
 
 def _in_fp32(original: Any, product: Any) -> Callable[..., torch.Tensor]:  # noqa: ANN401
-    """Return the kernel that computes bf16 by ``product`` in fp32, all else by ``original``.
+    """Return the kernel that computes bf16 by ``product`` in fp32, other dtypes by ``original``.
 
     Args:
         original: Kernel of the operator.

@@ -25,7 +25,7 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 
 logger = logging.getLogger(__name__)
 
-# What training itself changes in a parameter group; all else comes from flags.
+# What training itself changes in a parameter group; the rest comes from flags.
 _MOVING_SETTINGS = ("lr", "weight_decay", "step")
 
 
