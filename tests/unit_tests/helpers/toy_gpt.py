@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import gpt_flags
 from gpt_flags import FSDP, MUON, SMALL_GPT
 
-SEQ_LENGTH = 16
+SEQ_LENGTH, GLOBAL_BATCH_SIZE = 16, 12
 
 _TOY_GPT = (
-    f"{SMALL_GPT} --num-layers 2 --hidden-size 32 --ffn-hidden-size 56 --group-query-attention"
-    f" --num-query-groups 2 --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}"
-    " --global-batch-size 12 --train-iters 20 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine"
+    f"{SMALL_GPT} --global-batch-size {GLOBAL_BATCH_SIZE} --num-layers 2 --hidden-size 32"
+    " --ffn-hidden-size 56 --group-query-attention --num-query-groups 2"
+    f" --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}"
+    " --train-iters 20 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine"
     f" --lr-warmup-iters 2 --eval-interval 1000 --optimizer muon {MUON}"
 )
 
@@ -31,6 +32,16 @@ FP32_GRADIENTS = tuple(gpt_flags.FP32_GRADIENTS.split())
 def toy_gpt(*flags: str) -> list[str]:
     """Return the flags of a toy GPT under DDP with Muon, then ``flags``."""
     return [*_TOY_GPT.split(), *flags]
+
+
+def two_microbatches(world_size: int, flags: Sequence[str]) -> list[str]:
+    """Return the flag that makes two microbatches of a rank's samples, or three on four ranks.
+
+    The samples are the same on any number of ranks, and with them the noise of the losses. On one
+    data-parallel rank twelve microbatches of one sample would take six times as long.
+    """
+    num_data_parallel = world_size // (2 if TP[0] in flags else 1)
+    return ["--micro-batch-size", str(GLOBAL_BATCH_SIZE // num_data_parallel // 2)]
 
 
 def fsdp_toy_gpt(sharding: str, *flags: str) -> list[str]:

@@ -17,10 +17,12 @@ bf16                           1.5e-4     weights are rounded to bf16 in each it
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from helpers.broken_optimizers import orthogonalize_local_rows, skip_newton_schulz
-from helpers.ranks import launch
+from helpers.ranks import Run, launch
 from helpers.toy_gpt import (
     BF16,
     EP,
@@ -33,30 +35,32 @@ from helpers.toy_gpt import (
     fsdp_toy_gpt,
     relative_differences,
     toy_gpt,
+    two_microbatches,
 )
 
 pytestmark = pytest.mark.ranks
 
 HIGH = ("--muon-fp32-matmul-prec", "high")
 HIGH_TOLERANCE, MEDIUM_TOLERANCE, BF16_TOLERANCE = 5e-7, 1e-5, 1.5e-4
-# Tensor and expert parallelism on four ranks leave two data-parallel ranks or none: with the twelve
-# samples of the other runs, six to twelve microbatches would take most of the time. Largest
-# difference of these runs at HIGH_TOLERANCE: 1.8e-7.
-FEW_MICROBATCHES = ("--global-batch-size", "4")
 SLOW_4 = pytest.param(4, marks=pytest.mark.slow)
 SLOW_4_0, SLOW_4_1, SLOW_4_3 = (pytest.param(4, zero, marks=pytest.mark.slow) for zero in (0, 1, 3))
+
+
+def train(world_size: int, flags: Sequence[str], **options: Any) -> Run:
+    """Train on the same samples on any number of ranks, in few microbatches."""
+    return launch(world_size, [*flags, *two_microbatches(world_size, flags)], **options).check()
 
 
 @functools.cache
 def ddp_losses(world_size: int, *flags: str) -> list[float]:
     """Train the reference: upstream's Muon, no Megatron-FSDP."""
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if TP[0] in flags else None
-    return launch(world_size, toy_gpt(*flags), env=env).check().losses
+    return train(world_size, toy_gpt(*flags), env=env).losses
 
 
 def check_parity(world_size: int, zero: int, flags: tuple, fsdp_flags: tuple, tolerance: float):
     """Compare every iteration's loss with the reference's."""
-    run = launch(world_size, fsdp_toy_gpt(ZERO[zero], *flags, *fsdp_flags)).check()
+    run = train(world_size, fsdp_toy_gpt(ZERO[zero], *flags, *fsdp_flags))
     differences = relative_differences(run.losses, ddp_losses(world_size, *flags))
     assert len(differences) == 20
     assert run.losses[-1] < run.losses[0] - 0.5
@@ -94,7 +98,7 @@ def test_tensor_parallel_modes_train_like_ddp(mode, zero):
 
     The bf16 wire has all modes with ZeRO-3, all_gather the last one with ZeRO-0.
     """
-    flags = (*HIGH, *TP, *FEW_MICROBATCHES, "--muon-tp-mode", mode)
+    flags = (*HIGH, *TP, "--muon-tp-mode", mode)
     check_parity(4, zero, flags, (), HIGH_TOLERANCE)
 
 
@@ -110,8 +114,8 @@ def _step_replicas_by_the_parent() -> None:
 @pytest.mark.slow
 def test_upstreams_muon_is_wrong_on_replicas_under_tensor_parallelism():
     """Why no_shard has our subclass: to upstream the block is as large as the whole matrix."""
-    flags = (*HIGH, *TP, *FEW_MICROBATCHES, "--muon-tp-mode", "blockwise")
-    run = launch(4, fsdp_toy_gpt(ZERO[0], *flags), before=_step_replicas_by_the_parent).check()
+    flags = (*HIGH, *TP, "--muon-tp-mode", "blockwise")
+    run = train(4, fsdp_toy_gpt(ZERO[0], *flags), before=_step_replicas_by_the_parent)
     assert max(relative_differences(run.losses, ddp_losses(4, *flags))) > 100 * HIGH_TOLERANCE
 
 
@@ -135,14 +139,14 @@ def test_experts_and_dense_layers_train_like_ddp(parallelism):
 
     EP 2 alone is a functional case.
     """
-    check_parity(4, 3, (*HIGH, *FEW_MICROBATCHES, *parallelism), (), HIGH_TOLERANCE)
+    check_parity(4, 3, (*HIGH, *parallelism), (), HIGH_TOLERANCE)
 
 
 @pytest.mark.parametrize("outer", [HSDP, HFSDP], ids=["hsdp", "hfsdp"])
 @pytest.mark.slow
 def test_experts_train_like_ddp_in_hybrid_sharding(outer):
     """EP 2 leaves one inner rank for experts: their shards are cut over the outer ranks alone."""
-    check_parity(4, 3, (*HIGH, *FEW_MICROBATCHES, *EP), outer, HIGH_TOLERANCE)
+    check_parity(4, 3, (*HIGH, *EP), outer, HIGH_TOLERANCE)
 
 
 def test_medium_precision_trains_like_ddp():
@@ -173,7 +177,6 @@ def test_both_wires_train_like_ddp(world_size, zero, flags, tolerance):
 @pytest.mark.slow
 def test_tensor_parallel_modes_train_like_ddp_on_the_bf16_wire(mode):
     """Owners of whole matrices gather blocks of both tensor-parallel ranks, in bf16."""
-    # The tolerance was measured with twelve samples.
     check_parity(4, 3, (*TP, "--muon-tp-mode", mode), (), MEDIUM_TOLERANCE)
 
 
@@ -181,9 +184,7 @@ def test_tensor_parallel_modes_train_like_ddp_on_the_bf16_wire(mode):
     ("world_size", "zero", "flags"),
     [
         pytest.param(3, 3, (), id="zero3"),
-        pytest.param(
-            4, 0, (*TP, *FEW_MICROBATCHES, "--muon-tp-mode", "distributed"), id="zero0_tp2"
-        ),
+        pytest.param(4, 0, (*TP, "--muon-tp-mode", "distributed"), id="zero0_tp2"),
     ],
 )
 @pytest.mark.slow
@@ -227,8 +228,8 @@ def test_nesterov_off_trains_like_ddp():
     """Without --muon-nesterov the momentum itself is orthogonalized."""
     without = [flag for flag in toy_gpt(*HIGH) if flag != "--muon-nesterov"]
     fsdp = [flag for flag in fsdp_toy_gpt(ZERO[3], *HIGH) if flag != "--muon-nesterov"]
-    found = launch(2, fsdp).check().losses
-    assert max(relative_differences(found, launch(2, without).check().losses)) <= HIGH_TOLERANCE
+    found = train(2, fsdp).losses
+    assert max(relative_differences(found, train(2, without).losses)) <= HIGH_TOLERANCE
     assert max(relative_differences(found, ddp_losses(2, *HIGH))) > 20 * HIGH_TOLERANCE
 
 
@@ -250,8 +251,8 @@ def _skip_large_gradients() -> None:
 def test_skipped_iterations_and_zero_counts_match_ddp():
     """Steps above grad_norm_skip_threshold change nothing, and zeros are counted once."""
     flags = (*HIGH, "--log-num-zeros-in-grad")
-    found = launch(2, fsdp_toy_gpt(ZERO[3], *flags), before=_skip_large_gradients).check()
-    expected = launch(2, toy_gpt(*flags), before=_skip_large_gradients).check()
+    found = train(2, fsdp_toy_gpt(ZERO[3], *flags), before=_skip_large_gradients)
+    expected = train(2, toy_gpt(*flags), before=_skip_large_gradients)
     skipped = [record["skipped"] for record in found.history]
     assert skipped == [record["skipped"] for record in expected.history]
     assert 0 < sum(skipped)
@@ -275,5 +276,5 @@ def test_skipped_iterations_and_zero_counts_match_ddp():
 )
 def test_broken_newton_schulz_fails_these_tolerances(break_it, flags, fsdp_flags, tolerance):
     """A run whose matrices are not orthogonalized, or only by shards, is told from a right one."""
-    run = launch(4, fsdp_toy_gpt(ZERO[3], *flags, *fsdp_flags), before=break_it).check()
+    run = train(4, fsdp_toy_gpt(ZERO[3], *flags, *fsdp_flags), before=break_it)
     assert max(relative_differences(run.losses, ddp_losses(4, *flags))) > 3 * tolerance
