@@ -3,8 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Runs the tests, building the environment first: bash scripts/test.sh [pytest arguments].
-# Paths are relative to the repository root. Without one, all of tests/unit_tests runs, in several
-# processes: on two cores in two, since the ranks of one test leave a quarter of them idle.
+# Paths are relative to the repository root; without one, all of tests/unit_tests runs.
 set -euo pipefail
 
 # shellcheck source=scripts/environment.sh
@@ -15,12 +14,6 @@ for argument in "$@"; do
     # A node id (file.py::test) counts; the value of an option such as -k is no file.
     [[ -e "${argument%%::*}" ]] && has_path=true
 done
-if ! $has_path; then
-    # A test starts two to four ranks. Tests that share a reference run stand together: a process
-    # takes over others (worksteal) only when its own are done.
-    processes=$(($(nproc) / 4))
-    ((processes = processes < 2 ? 2 : processes > 8 ? 8 : processes))
-    set -- tests/unit_tests --numprocesses "$processes" --dist worksteal "$@"
-fi
+$has_path || set -- tests/unit_tests "$@"
 
 exec .venv/bin/python -m pytest "$@"

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that start ranks carry a mark."""
+"""Marks of tests that start ranks, and how many worlds of them there were."""
 
 from collections.abc import Iterator
 
@@ -15,3 +15,9 @@ def _worlds_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     is_marked = request.node.get_closest_marker("ranks") is not None
     assert is_marked or ranks.num_worlds == before, "expected pytest.mark.ranks on this test"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many worlds this process started; subprocesses of tests start some more."""
+    if ranks.num_worlds:
+        terminalreporter.write_line(f"{ranks.num_worlds} worlds of ranks")

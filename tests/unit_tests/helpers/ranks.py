@@ -3,11 +3,9 @@
 """Ranks for the tests: processes forked from a server that has imported megatron once."""
 
 import atexit
-import contextlib
 import dataclasses
 import faulthandler
 import functools
-import itertools
 import json
 import multiprocessing
 import os
@@ -26,8 +24,7 @@ UNIT_TESTS = Path(__file__).resolve().parents[1]
 ROOT = UNIT_TESTS.parents[1]
 MAX_NATIVE_FAULTS = 2
 _native_faults: list[list[int]] = []
-_ports = itertools.count()
-# Started so far.
+# Started so far; conftest.py prints it.
 num_worlds = 0
 PRETRAIN_GPT = ROOT / "scripts" / "pretrain_gpt.py"
 
@@ -246,17 +243,9 @@ def _record_history(path: Path) -> None:
 
 
 def _free_port() -> int:
-    """Return a port below those that the kernel hands out, one after the other.
-
-    One of the kernel's own could go to a connection of another pytest worker before rank 0 of this
-    world listens on it. Each worker has 500 ports for itself.
-    """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    while True:
-        port = 20_000 + 500 * (worker % 24) + next(_ports) % 500
-        with contextlib.suppress(OSError), socket.socket() as listener:
-            listener.bind(("localhost", port))
-            return port
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
 
 
 def _read(folder: str, name: str) -> str:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import gpt_flags
 from gpt_flags import FSDP, MUON, SMALL_GPT
 
-SEQ_LENGTH, GLOBAL_BATCH_SIZE = 16, 12
+SEQ_LENGTH, NUM_ITERATIONS = 16, 12
 
 _TOY_GPT = (
-    f"{SMALL_GPT} --global-batch-size {GLOBAL_BATCH_SIZE} --num-layers 2 --hidden-size 32"
+    f"{SMALL_GPT} --global-batch-size 12 --num-layers 2 --hidden-size 32"
     " --ffn-hidden-size 56 --group-query-attention --num-query-groups 2"
     f" --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}"
-    " --train-iters 20 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine"
+    f" --train-iters {NUM_ITERATIONS} --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine"
     f" --lr-warmup-iters 2 --eval-interval 1000 --optimizer muon {MUON}"
 )
 
@@ -35,13 +35,15 @@ def toy_gpt(*flags: str) -> list[str]:
 
 
 def two_microbatches(world_size: int, flags: Sequence[str]) -> list[str]:
-    """Return the flag that makes two microbatches of a rank's samples, or three on four ranks.
+    """Return the flags of twelve samples an iteration in two microbatches; on four ranks of eight.
 
-    The samples are the same on any number of ranks, and with them the noise of the losses. On one
-    data-parallel rank twelve microbatches of one sample would take six times as long.
+    The samples decide how noisy losses are, and so the tolerances; microbatches decide how long a
+    run takes. Twelve of one sample would take six times as long as two of six.
     """
     num_data_parallel = world_size // (2 if TP[0] in flags else 1)
-    return ["--micro-batch-size", str(GLOBAL_BATCH_SIZE // num_data_parallel // 2)]
+    batch = 12 // (2 * num_data_parallel) * 2 * num_data_parallel
+    size = batch // (2 * num_data_parallel)
+    return ["--global-batch-size", str(batch), "--micro-batch-size", str(size)]
 
 
 def fsdp_toy_gpt(sharding: str, *flags: str) -> list[str]:

@@ -4,7 +4,7 @@
 
 Both runs go through the launcher on the same ranks. DDP all-reduces gradients where Megatron-FSDP
 reduce-scatters them, and sums the gradient norm in another order, so losses differ by rounding.
-The tolerances are about twice the largest difference seen over 20 iterations, and are of the size
+The tolerances are over twice the largest difference seen in twelve iterations, and are of the size
 that upstream's DDP differs from itself on 3 against 4 ranks (docs/numerics.md):
 
 =============================  =========  =========================================================
@@ -30,6 +30,7 @@ from helpers.toy_gpt import (
     HFSDP,
     HSDP,
     MOE,
+    NUM_ITERATIONS,
     TP,
     ZERO,
     fsdp_toy_gpt,
@@ -62,8 +63,9 @@ def check_parity(world_size: int, zero: int, flags: tuple, fsdp_flags: tuple, to
     """Compare every iteration's loss with the reference's."""
     run = train(world_size, fsdp_toy_gpt(ZERO[zero], *flags, *fsdp_flags))
     differences = relative_differences(run.losses, ddp_losses(world_size, *flags))
-    assert len(differences) == 20
-    assert run.losses[-1] < run.losses[0] - 0.5
+    assert len(differences) == NUM_ITERATIONS
+    assert run.losses[-1] < run.losses[0] - 0.3
+    print(f"largest relative difference: {max(differences):.1e}")
     assert max(differences) <= tolerance, differences
 
 
@@ -276,5 +278,5 @@ def test_skipped_iterations_and_zero_counts_match_ddp():
 )
 def test_broken_newton_schulz_fails_these_tolerances(break_it, flags, fsdp_flags, tolerance):
     """A run whose matrices are not orthogonalized, or only by shards, is told from a right one."""
-    run = train(4, fsdp_toy_gpt(ZERO[3], *flags, *fsdp_flags), before=break_it)
-    assert max(relative_differences(run.losses, ddp_losses(4, *flags))) > 3 * tolerance
+    run = train(2, fsdp_toy_gpt(ZERO[3], *flags, *fsdp_flags), before=break_it)
+    assert max(relative_differences(run.losses, ddp_losses(2, *flags))) > 3 * tolerance
