@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs of Megatron-FSDP's gradients in megatron-core 0.19.2.
+"""Repairs of the scale and norm of Megatron-FSDP's gradients in megatron-core 0.19.2.
 
 All three hide under Adam, whose update hardly changes when gradients are scaled. They make a
 difference to Muon, whose momentum mixes gradients that were clipped or scaled differently.

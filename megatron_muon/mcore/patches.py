@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_muon.mcore import arguments, gradient_repairs
+from megatron_muon.mcore import arguments, fused_gradient_repairs, gradient_repairs
 from megatron_muon.mcore.checkpoint import loading, saving
 from megatron_muon.mcore.checkpoint import repairs as checkpoint_repairs
 from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
@@ -158,6 +158,65 @@ PATCHES: tuple[Patch, ...] = (
         "HFSDP: reduce the gradient norm over all instances, which hold different shards",
         gradient_repairs.reduce_grad_norm_over_instances,
         tree_line="# megatron-muon 0004: instances of HFSDP hold different shards of gradients.",
+    ),
+    Patch(
+        Target(
+            f"{_FSDP}.megatron_fsdp",
+            "MegatronFSDP.all_gather_and_wait_parameters_ready",
+            parameters=(
+                "self",
+                "params",
+                "prefetch",
+                "prefetch_order",
+                "wait_bucket_ready",
+                "bwd",
+            ),
+            source_lines=(
+                'if self.data_parallel_sharding_strategy == "no_shard":',
+                "param.overwrite_main_grad = True",
+            ),
+        ),
+        "fused accumulation, optim: Transformer Engine adds microbatches, and overwrites none",
+        fused_gradient_repairs.overwrite_only_buckets,
+        tree_line="# megatron-muon 0009: under optim the buffer holds earlier microbatches.",
+    ),
+    Patch(
+        Target(
+            "megatron.core.transformer.moe.experts",
+            "TEGroupedMLP._ensure_main_grad",
+            parameters=("linear_module",),
+            source_lines=(
+                'if hasattr(param, "overwrite_main_grad"):',
+                "param.overwrite_main_grad = True",
+            ),
+        ),
+        "fused accumulation, optim: grouped experts keep what Megatron-FSDP says of main_grad",
+        fused_gradient_repairs.keep_mark_of_grouped_experts,
+        tree_line="# megatron-muon 0009: Megatron-FSDP has said whether main_grad is overwritten.",
+    ),
+    Patch(
+        Target(
+            "megatron.core.tensor_parallel.layers",
+            "LinearWithGradAccumulationAndAsyncCommunication.forward",
+            parameters=(
+                "ctx",
+                "input",
+                "weight",
+                "bias",
+                "gradient_accumulation_fusion",
+                "allreduce_dgrad",
+                "sequence_parallel",
+                "grad_output_buffer",
+                "wgrad_deferral_limit",
+                "tp_group",
+                "gtp_remat_size",
+            ),
+            source_lines=("ctx.gradient_accumulation_fusion = gradient_accumulation_fusion",),
+        ),
+        "fused accumulation in Megatron's own linear, as the output layer: only where main_grad "
+        "holds nothing",
+        fused_gradient_repairs.fuse_only_into_buckets,
+        tree_line="# megatron-muon 0009: backward overwrites main_grad, which may hold gradients.",
     ),
     Patch(
         Target(
@@ -336,6 +395,27 @@ REQUIREMENTS: tuple[Target, ...] = (
         f"{_FSDP}.param_and_grad_buffer",
         "GradReducePipeline.reduce_gradients",
         source_lines=("outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce,",),
+    ),
+    # Gradients that are not fused are added here, and fused ones end the life of .grad.
+    Target(
+        f"{_FSDP}.megatron_fsdp",
+        "MegatronFSDP._register_fsdp_hooks",
+        parameters=("self", "root_module"),
+        source_lines=(
+            "param.main_grad.copy_(to_local_if_dtensor(param.grad))",
+            "param.main_grad.add_(to_local_if_dtensor(param.grad))",
+            "if param.grad_added_to_main_grad and param.grad is not None:",
+        ),
+    ),
+    Target(
+        "megatron.core.tensor_parallel.layers",
+        "LinearWithGradAccumulationAndAsyncCommunication.backward",
+        parameters=("ctx", "grad_output"),
+        source_lines=(
+            'if hasattr(weight, "__fsdp_param__"):',
+            "weight.main_grad = weight.get_main_grad()",
+            "grad_weight = grad_output.t().matmul(total_input)",
+        ),
     ),
     Target(
         f"{_FSDP}.megatron_fsdp",

@@ -176,6 +176,18 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "drop it; gradients are averaged all the same",
     ),
     Unsupported(
+        "--mtp-use-repeated-layer with fused gradient accumulation, under optim_grads and "
+        "optim_grads_params",
+        lambda s: (
+            bool(s.get("mtp_use_repeated_layer") and s.get("gradient_accumulation_fusion"))
+            and (s.get("mtp_num_layers") or 0) > 1
+            and s.get("data_parallel_sharding_strategy") in ("optim_grads", "optim_grads_params")
+        ),
+        "Transformer Engine then keeps the gradient of one use of the layer, and drops the others",
+        "add --no-gradient-accumulation-fusion",
+        _flags("mtp_num_layers", "mtp_use_repeated_layer", "data_parallel_sharding_strategy"),
+    ),
+    Unsupported(
         "--outer-dp-sharding-strategy optim without optim_grads_params",
         lambda s: (
             _is_hsdp(s)

@@ -141,7 +141,7 @@ def apply_all(patches: Sequence[Patch]) -> None:
         replacement = patch.wrap(original)
         replacement.__wrapped__ = original
         setattr(replacement, _MARK, patch.target.symbol)
-        setattr(holder, patch.target.attribute, replacement)
+        _replace(holder, patch.target.attribute, replacement)
 
 
 def revert_all(patches: Sequence[Patch]) -> None:
@@ -161,4 +161,10 @@ def revert_all(patches: Sequence[Patch]) -> None:
                 "Undo the later change first; nothing was restored."
             )
     for patch, found in zip(patches, current, strict=True):
-        setattr(patch.target.holder(), patch.target.attribute, found.__wrapped__)
+        _replace(patch.target.holder(), patch.target.attribute, found.__wrapped__)
+
+
+def _replace(holder: Any, name: str, function: Any) -> None:
+    """Set an attribute; a static method stays one, otherwise instances would pass themselves."""
+    is_static = isinstance(inspect.getattr_static(holder, name, None), staticmethod)
+    setattr(holder, name, staticmethod(function) if is_static else function)

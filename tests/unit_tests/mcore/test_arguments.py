@@ -128,6 +128,26 @@ def test_checkpoints_of_grouped_experts_with_biases_are_refused():
         raise_where_unsupported({**settings, key: "folder", "expert_model_parallel_size": 1})
 
 
+def test_repeated_layer_with_fused_accumulation_is_refused():
+    """Each use of the layer overwrites the bucket of the microbatch; one buffer a step adds up."""
+    settings = {
+        "optimizer": "muon",
+        "gradient_accumulation_fusion": True,
+        "mtp_num_layers": 2,
+        "mtp_use_repeated_layer": True,
+        "data_parallel_sharding_strategy": ZERO_3,
+    }
+    with pytest.raises(ValueError, match="keeps the gradient of one use of the layer"):
+        raise_where_unsupported(settings)
+    for key, value in (
+        ("gradient_accumulation_fusion", False),
+        ("mtp_num_layers", 1),
+        ("mtp_use_repeated_layer", False),
+        ("data_parallel_sharding_strategy", "optim"),
+    ):
+        raise_where_unsupported({**settings, key: value})
+
+
 def test_hsdp_without_overlap_is_refused():
     """Upstream then never reduces gradients over the outer ranks, and says nothing."""
     assert "HSDP without --overlap-grad-reduce" in refusals()[NO_OVERLAP]

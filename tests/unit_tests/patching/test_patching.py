@@ -62,6 +62,17 @@ def test_apply_and_revert_restore_the_original(stub):
     assert stub.scale is scale and stub.Holder.scale is scale
 
 
+def test_static_method_stays_one(stub):
+    """Megatron calls one through instances, which would pass themselves to a plain function."""
+    stub.Holder.scale = staticmethod(scale)
+    patches = [_patch("Holder.scale", parameters=("x", "factor"))]
+    verify_all([patches[0].target])
+    apply_all(patches)
+    assert stub.Holder().scale(3) == 7
+    revert_all(patches)
+    assert stub.Holder().scale(3) == 6 and stub.Holder.scale is scale
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

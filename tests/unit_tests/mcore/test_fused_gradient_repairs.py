@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Fused gradient accumulation under Megatron-FSDP, against the unsharded sum of microbatches."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers import fused_linear
+from helpers.ranks import run_ranks
+from helpers.toy_fsdp import build_gpt, run_backward, start_process_groups, wrap_gpt
+from helpers.toy_gpt import ZERO
+
+pytestmark = pytest.mark.ranks
+
+NUM_RANKS, NUM_MICROBATCHES = 2, 3
+# Sums of 6 gradients in fp32, in another order: some ulp, of 6e-8 each. One that is lost, of 2 to
+# 6, changes a third of the norm or more.
+SAME, OTHER = 1e-5, 0.1
+TE, EXPERTS, MEGATRON = (
+    "all_gather_and_wait_parameters_ready",
+    "_ensure_main_grad",
+    "forward",
+)
+
+
+@contextlib.contextmanager
+def _patched(missing: str | None) -> Iterator[None]:
+    """Enable all patches, or all but one."""
+    import megatron_muon
+    from megatron_muon.mcore import patches
+
+    every = patches.PATCHES
+    patches.PATCHES = tuple(patch for patch in every if patch.target.attribute != missing)
+    assert len(every) - len(patches.PATCHES) == (missing is not None)
+    try:
+        megatron_muon.enable()
+        yield
+    finally:
+        megatron_muon.disable()
+        patches.PATCHES = every
+
+
+def _whole_gradients(settings: dict[str, Any]) -> dict[str, Any]:
+    """Sum the gradients of all microbatches of all ranks, unsharded and unfused."""
+    gpt = build_gpt(**settings)
+    for microbatch in range(NUM_MICROBATCHES):
+        for rank in range(NUM_RANKS):
+            run_backward(gpt, microbatch, data_of_rank=rank)
+    # Megatron-FSDP averages over ranks, and leaves microbatches to the loss.
+    return {name: param.grad / NUM_RANKS for name, param in gpt.named_parameters()}
+
+
+def _difference(model: Any, whole: dict[str, Any]) -> float:
+    """Return the largest error of a matrix's main gradient on this rank, of its norm."""
+    from megatron_muon.mcore.fsdp_model import describe_matrix, named_optimizer_parameters
+
+    model.finish_grad_sync()
+    largest, num_compared = 0.0, 0
+    for fqn, param in named_optimizer_parameters([model]):
+        if param.dim() != 2:
+            continue
+        start, stop = describe_matrix(fqn, param).local_range
+        if start == stop:
+            continue
+        found, expected = param.grad._local_tensor.view(stop - start, -1), whole[fqn][start:stop]
+        error = ((found - expected).norm() / expected.norm()).item()
+        # A comparison with NaN is never true.
+        largest = max(largest, error) if error == error else float("inf")
+        num_compared += 1
+    assert num_compared >= 3
+    return largest
+
+
+def _train(sharding: str, kind: str, settings: dict[str, Any], whole: Any, late: bool) -> float:
+    """Run the microbatches of a step of one model, and compare."""
+    import megatron_muon
+
+    if late:
+        megatron_muon.disable()
+    gpt = build_gpt(**settings)
+    model = wrap_gpt(gpt, sharding)
+    if late:
+        megatron_muon.enable()
+    if kind == EXPERTS:
+        fused_linear.mark_as_grouped_experts(model)
+    elif kind == MEGATRON:
+        fused_linear.fuse_linears_of_megatron(model)
+    model.zero_grad_buffer()
+    for microbatch in range(NUM_MICROBATCHES):
+        run_backward(model, microbatch, is_last=microbatch == NUM_MICROBATCHES - 1)
+    return _difference(model, whole)
+
+
+def _differences(kind: str, settings: dict[str, Any]) -> dict[str, list[float]]:
+    """Compare for each strategy with all patches, without the one, and enabled after wrapping."""
+    start_process_groups()
+    whole = _whole_gradients(settings)
+    if kind != MEGATRON:
+        fused_linear.replace_linears_of_megatron()
+    found: dict[str, list[float]] = {}
+    for sharding in ZERO.values():
+        for missing in (None, kind):
+            with _patched(missing):
+                found.setdefault(sharding, []).append(
+                    _train(sharding, kind, settings, whole, late=False)
+                )
+    for sharding in ("no_shard", "optim"):
+        with _patched(None):
+            found[sharding].append(_train(sharding, kind, settings, whole, late=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "broken"),
+    [
+        pytest.param(TE, {}, {"optim"}, id="transformer_engine"),
+        pytest.param(EXPERTS, {}, {"optim"}, id="grouped_experts"),
+        pytest.param(MEGATRON, {}, {"no_shard", "optim"}, id="megatron"),
+        pytest.param(MEGATRON, {"is_tied": True}, set(ZERO.values()), id="tied_embedding"),
+        pytest.param(MEGATRON, {"mtp_num_layers": 1}, set(ZERO.values()), id="multi_token"),
+    ],
+)
+def test_fused_gradients_are_the_unsharded_sum_and_are_not_without_the_repair(
+    kind, settings, broken
+):
+    """Main gradients of three microbatches on two ranks, under each strategy.
+
+    On GPUs, where accumulation is fused unless a flag says otherwise, each microbatch under optim
+    overwrote the one before: the last of a step alone trained. Megatron's own linear, the output
+    layer of every GPT, did so under no_shard too; an output layer that is the embedding, or that
+    predicts several tokens, lost gradients under every strategy.
+    """
+    run = run_ranks(NUM_RANKS, _differences, kind, settings).check()
+    for sharding in ZERO.values():
+        # The matrix that is wrong may lie on one rank alone.
+        by_rank = [found[sharding] for found in run.results]
+        repaired, without, *late = (max(differences) for differences in zip(*by_rank, strict=True))
+        assert repaired < SAME, sharding
+        # The patches are looked up at each call, so a model may have been wrapped before.
+        assert all(difference < SAME for difference in late), sharding
+        assert without > OTHER if sharding in broken else without < SAME, sharding
