@@ -7,6 +7,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron_muon.checkpoint.folders import (
 )
 from megatron_muon.checkpoint.storage import StoredCheckpoint, read_checkpoint
 from megatron_muon.checkpoint.verify import find_problems
+from megatron_muon.mcore.checkpoint.steps import as_in_run, as_stored
 from megatron_muon.mcore.fsdp_model import current_device
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
@@ -33,8 +35,21 @@ _NOTHING_LOADED = "Nothing was loaded."
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
 _STATE = re.compile(r"^(optimizer\.state\..+)\.([^.]+)$")
 
-# What _load_base_checkpoint is about to load, while it runs.
-_being_loaded: StoredCheckpoint | None = None
+
+@dataclass
+class _Load:
+    """What ``_load_base_checkpoint`` loads, while it runs.
+
+    Args:
+        checkpoint: What is stored.
+        optimizer: What is loaded of the optimizer's state dict; None for nothing.
+    """
+
+    checkpoint: StoredCheckpoint
+    optimizer: dict[str, Any] | None = None
+
+
+_being_loaded: _Load | None = None
 
 
 def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,11 +91,14 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("gpt_compat_layer_maps") is not None:
             # Upstream loads a GPT's layers into a hybrid model, under names it translates later.
             return original(load_dir, args, rank0, *rest, **kwargs)
-        _being_loaded = checkpoint
+        _being_loaded = load = _Load(checkpoint)
         try:
-            return original(load_dir, args, rank0, *rest, **kwargs)
+            result = original(load_dir, args, rank0, *rest, **kwargs)
         finally:
             _being_loaded = None
+        if load.optimizer is not None:
+            as_in_run(load.optimizer, result[0]["optimizer"])
+        return result
 
     return _load_base_checkpoint
 
@@ -141,20 +159,24 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         state_dict = original(args, raw_state_dict, model)
         if _being_loaded is None:
             return state_dict
-        if "optimizer" not in state_dict:
+        checkpoint = _being_loaded.checkpoint
+        if "optimizer" in state_dict:
+            state_dict["optimizer"] = as_stored(checkpoint, state_dict["optimizer"])
+            _being_loaded.optimizer = state_dict["optimizer"]
+        else:
             log_single_rank(
                 logger,
                 logging.WARNING,
                 "%s: loading weights without optimizer state (--no-load-optim or --finetune); "
                 "momentum starts at zero",
-                _being_loaded.folder,
+                checkpoint.folder,
             )
         differences, problems = _attempt(
-            functools.partial(find_differences, _being_loaded, state_dict, args.num_experts)
+            functools.partial(find_differences, checkpoint, state_dict, args.num_experts)
         )
         problems += differences or []
         if args.strict_fsdp_dtensor_load:
-            _raise_together(problems, _advice(_being_loaded, args))
+            _raise_together(problems, _advice(checkpoint, args))
         elif problems:
             logger.warning(
                 "--no-strict-fsdp-dtensor-load: these stay as they are: %s", "; ".join(problems)

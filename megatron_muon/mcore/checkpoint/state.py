@@ -26,7 +26,7 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 logger = logging.getLogger(__name__)
 
 # What training itself changes in a parameter group; the rest comes from flags.
-_MOVING_SETTINGS = ("lr", "weight_decay", "step")
+MOVING_SETTINGS = ("lr", "weight_decay", "step")
 
 
 def complete_state(child: DistributedOptimizer) -> None:
@@ -197,7 +197,7 @@ def unpack(
         state_dict: ``state`` and ``param_to_group_meta``; not changed.
         with_schedule: Take ``max_lr`` and ``min_lr`` too.
     """
-    taken = (*_MOVING_SETTINGS, *(("max_lr", "min_lr") if with_schedule else ()))
+    taken = (*MOVING_SETTINGS, *(("max_lr", "min_lr") if with_schedule else ()))
     overridden: dict[str, str] = {}
     for child in children:
         for param, states in child.optimizer.state.items():
