@@ -70,10 +70,7 @@ def _measure(peers: dict[str, Peer], model: Model, num_rounds: int) -> dict[str,
         results[name] = {
             "bytes_a_rank": slowest(counted["bytes"]),
             "collective_calls": counted["calls"],
-            # A GPU's buffers exist from construction; a CPU's pages from their first use, here.
-            "peak_extra_bytes": slowest(
-                memory["bytes"] + (peer.persistent_bytes if model.device.type == "cuda" else 0)
-            ),
+            "peak_extra_bytes": slowest(memory["bytes"]),
             "note": peer.note,
         }
     seconds: dict[str, list[float]] = {name: [] for name in peers}

@@ -78,14 +78,12 @@ class Peer:
         has_whole_parameters: Whether every rank has whole parameters after the step; the others
             are gathered by Megatron-FSDP in the next forward pass.
         note: A remark that a comparison needs.
-        persistent_bytes: Memory it keeps besides parameters, gradients and optimizer state.
     """
 
     step: Callable[[], Any]
     newton_schulz: Sequence[tuple[Any, str]] = ()
     has_whole_parameters: bool = False
     note: str = ""
-    persistent_bytes: int = 0
     keep: Any = field(default=None, repr=False)
 
 
@@ -130,7 +128,6 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     return Peer(
         optimizer.step,
         functions,
-        persistent_bytes=sum(each.staging_bytes for each in optimizer.computes),
         keep=optimizer,
     )
 

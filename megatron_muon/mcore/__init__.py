@@ -4,14 +4,19 @@
 
 Files, each importing only those above it::
 
-    unsupported        what Muon under Megatron-FSDP refuses, and why
-    fsdp_model         reads Megatron-FSDP: parameters, row shards, groups
-    muon               FSDPZeROTensorParallelMuon
-    arguments          command-line flags and their checks
-    checkpoint/        state by name, checks before a load, safe saves, repairs
-    chained_optimizer  FSDPMuonChainedOptimizer
-    factory            build_megatron_fsdp_emerging_optimizer
-    gradient_repairs   upstream defects of gradients
-    patches            the list of what is changed in megatron
-    enable             applies the patches, and reverts them
+    unsupported             what Muon under Megatron-FSDP refuses, and why
+    fsdp_model              reads Megatron-FSDP: parameters, row shards, groups
+    gradient_check          are gradients complete and finite on all ranks
+    gradient_norm           norm, clipping and check, with one read by the host
+    weight_decay            upstream's rules, all parameters at once
+    muon                    FSDPZeROTensorParallelMuon
+    lion                    FSDPLion
+    arguments               command-line flags and their checks
+    checkpoint/             state by name, checks before a load, safe saves, repairs
+    chained_optimizer       FSDPMuonChainedOptimizer
+    factory                 build_megatron_fsdp_emerging_optimizer
+    gradient_repairs        upstream defects of gradients: scale and norm
+    fused_gradient_repairs  upstream defects of gradients: fused accumulation
+    patches                 the list of what is changed in megatron
+    enable                  applies the patches, and reverts them
 """

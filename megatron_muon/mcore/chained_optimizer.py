@@ -3,6 +3,8 @@
 """One step over Muon and the scalar optimizer under Megatron-FSDP."""
 
 import functools
+import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,12 +13,22 @@ from typing import Any
 import torch
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
 
 from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
 from megatron_muon.mcore.checkpoint import state as optimizer_state
 from megatron_muon.mcore.fsdp_model import check_model_chunks
-from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, raise_where_gradients_fail
+from megatron_muon.mcore.gradient_check import missing_gradients, raise_where_gradients_fail
+from megatron_muon.mcore.gradient_norm import (
+    GradientNorm,
+    clip,
+    flag_on_device,
+    norm_on_host,
+    norm_stays_on_device,
+)
+from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+
+logger = logging.getLogger(__name__)
 
 
 class FSDPMuonChainedOptimizer(ChainedOptimizer):
@@ -42,6 +54,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         gradient-statistics groups, and what the inner optimizers and Megatron-FSDP exchange.
     """
 
+    _problems: list[str]  # of this rank's gradients, in this step, as far as the host knows
+    _gradient_norm: GradientNorm | None  # of this step; None until it has been taken
+
     def __init__(
         self,
         chained_optimizers: Sequence[DistributedOptimizer],
@@ -52,6 +67,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         super().__init__(list(chained_optimizers))
         self.model_chunks = list(model_chunks)
         self._fqns = fqns
+        self._problems, self._gradient_norm = [], None
         self._outer_reductions = [
             _OuterReductions(chunk)
             for chunk in self.model_chunks
@@ -77,28 +93,100 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Reduce and attach gradients, and check that they are complete and finite.
+        """Reduce and attach gradients, and note what this rank knows to be wrong with them.
 
         Returns:
             Whether an overflow was found: always False, without loss scaling.
-
-        Raises:
-            RuntimeError: On all ranks, when a non-empty shard of one has no gradient or one that
-                is not finite, when parameters have changed since construction, or when HSDP left
-                gradients unreduced over the outer ranks. Nothing was updated.
         """
         for chunk in self.model_chunks:
             # Megatron's loop has called it already; a loop of the user's own may not have.
             if not chunk.module.is_param_fsdp_distributed:
                 chunk.finish_grad_sync()
-        problems = []
+        self._problems = []
         for child in self.chained_optimizers:
             if isinstance(child.optimizer, FSDPZeROTensorParallelMuon):
-                problems += child.optimizer.parameter_changes()
+                self._problems += child.optimizer.parameter_changes()
         for reduction in self._outer_reductions:
-            problems += reduction.problems()
-        raise_where_gradients_fail(self._fqns, problems, self.model_chunks[0].module.device)
+            self._problems += reduction.problems()
+        self._gradient_norm = None
         return super().prepare_grads()
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float | torch.Tensor:
+        """Return the norm of all gradients, and find out whether all of them are finite.
+
+        Raises:
+            RuntimeError: As :meth:`step_with_ready_grads`, where the host reads the norm anyway.
+        """
+        counted = [child.get_grads_for_grad_norm() for child in self.chained_optimizers]
+        ids = {id(grad) for grads in counted for grad in grads}
+        others = [grad for grad in self._local_gradients() if id(grad) not in ids]
+        num_problems = len(self._problems) + len(missing_gradients(self._fqns))
+        device = self.model_chunks[0].module.device
+        if norm_stays_on_device():
+            norm = super().get_grad_norm()
+            if isinstance(norm, torch.Tensor):
+                # Clipping by NaN would make all gradients NaN, and hide which one was. By Inf it
+                # makes those that are finite zero.
+                norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
+            flag = flag_on_device(norm, others, num_problems, device)
+            self._gradient_norm = GradientNorm(norm, flag, None)
+            return norm
+        if self.grads_states_parallel_group_is_shared():
+            group = self.get_grad_stats_parallel_group()
+            gradients = [(group, [grad for grads in counted for grad in grads])]
+        else:
+            groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
+            gradients = list(zip(groups, counted, strict=True))
+        self._gradient_norm = norm_on_host(gradients, others, num_problems, device)
+        self._raise_where_gradients_fail()
+        return self._gradient_norm.norm
+
+    def _local_gradients(self) -> list[torch.Tensor]:
+        return [
+            param.grad._local_tensor
+            for child in self.chained_optimizers
+            for param in child.get_parameters()
+            if param.grad is not None
+        ]
+
+    def _raise_where_gradients_fail(self) -> None:
+        """Raise on all ranks where the flag of one is set; see :meth:`step_with_ready_grads`."""
+        found = self._gradient_norm
+        if found is not None and found.problems_on_host() == 0:
+            return
+        device = self.model_chunks[0].module.device
+        raise_where_gradients_fail(self._fqns, self._problems, device)
+        if found is not None:
+            raise RuntimeError(
+                f"gradient norm: expected a finite one, got {float(found.norm)} from gradients "
+                "that are finite each. Lower the learning rate, or scale the loss down. Nothing "
+                "was updated."
+            )
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | torch.Tensor | None, int | None]:
+        """Clip gradients and step; upstream's step where its kernels need no read by the host.
+
+        Returns:
+            Whether weights were updated, the gradient norm before clipping, and the number of zeros
+            in gradients where ``log_num_zeros_in_grad`` is set.
+
+        Raises:
+            RuntimeError: As :meth:`step_with_ready_grads`.
+        """
+        has_groups = any(map(self.has_grad_norm_group, SEPARATE_GRAD_NORM_GROUPS))
+        if norm_stays_on_device() or has_groups:
+            return super().step()
+        self.prepare_grads()
+        norm = float(self.get_grad_norm())
+        if self.config.clip_grad > 0.0:
+            clip(self._local_gradients(), norm, self.config.clip_grad)
+        num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        if norm > self.config.grad_norm_skip_threshold:
+            logger.info("step skipped: gradient norm %s above its threshold", norm)
+            return False, norm, num_zeros
+        return self.step_with_ready_grads(), norm, num_zeros
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -106,7 +194,13 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         Returns:
             True; an inner optimizer that fails raises before any weight is installed.
+
+        Raises:
+            RuntimeError: On all ranks, when a non-empty shard of one has no gradient or one that
+                is not finite, when parameters have changed since construction, or when HSDP left
+                gradients unreduced over the outer ranks. Nothing was updated.
         """
+        self._raise_where_gradients_fail()
         with _timed(self.config, "optimizer-inner-step"):
             for child in self.chained_optimizers:
                 if not child.is_stub_optimizer:

@@ -33,6 +33,7 @@ from megatron_muon.mcore.fsdp_model import (
     grad_stats_group,
     named_optimizer_parameters,
 )
+from megatron_muon.mcore.lion import FSDPLion
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.unsupported import raise_where_unsupported
 from megatron_muon.plan.settings import ExchangeSettings
@@ -71,8 +72,8 @@ def build_megatron_fsdp_emerging_optimizer(
         ValueError: A setting is refused, or the model was run forward or wrapped before
             ``enable()``.
         TypeError: A model chunk is not wrapped by Megatron-FSDP.
-        RuntimeError: On all ranks: a shard is not as Megatron-FSDP makes it, or ranks disagree
-            about the parameters.
+        RuntimeError: On all ranks: a shard is not as Megatron-FSDP makes it, ranks disagree about
+            the parameters, or one of them has no memory for the exchange.
 
     Communication: parameter groups and layouts are compared once across ranks.
     """
@@ -112,6 +113,8 @@ def build_megatron_fsdp_emerging_optimizer(
             )
             load_s = muon.load_s
             child = _wrapped(muon, config, model_chunks, pg_collection)
+        elif name == "lion":
+            child = _wrapped(_inner_lion(config, groups), config, model_chunks, pg_collection)
         else:
             child = _scalar_child(config, name, groups, model_chunks, pg_collection)
         child.grad_stats_parallel_group = grad_stats_group(
@@ -184,16 +187,26 @@ def _inner_muon(
     )
 
 
+def _inner_lion(config: OptimizerConfig, groups: list[dict[str, Any]]) -> FSDPLion:
+    return FSDPLion(
+        groups,
+        lr=config.lr,
+        betas=(config.lion_beta1, config.lion_beta2),
+        weight_decay=config.weight_decay,
+    )
+
+
 def _wrapped(
-    muon: FSDPZeROTensorParallelMuon,
+    inner: FSDPZeROTensorParallelMuon | FSDPLion,
     config: OptimizerConfig,
     model_chunks: Sequence[FullyShardedDataParallel],
     pg_collection: ProcessGroupCollection,
 ) -> DistributedOptimizer:
     child = DistributedOptimizer(
-        muon,
+        inner,
         config,
         None,
+        # Of any optimizer of emerging-optimizers: it calls _init_group.
         _EMERGING_OPTIMIZERS["muon"].init_state_fn,
         model_chunks=list(model_chunks),
         per_model_buffers=None,

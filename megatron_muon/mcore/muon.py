@@ -3,16 +3,22 @@
 """Momentum on row shards, Newton-Schulz on whole matrices."""
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
+from emerging_optimizers.orthogonalized_optimizers import (
+    OrthogonalizedOptimizer,
+    get_muon_scale_factor,
+)
 from emerging_optimizers.utils import fp32_matmul_precision
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.mcore.gradient_check import raise_where_gradients_fail
+from megatron_muon.mcore.weight_decay import decay_weights
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.runtime.all_gather_compute import AllGatherCompute
@@ -34,6 +40,9 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     Momentum buffers exist from construction, for every parameter on every rank, empty shards
     included: ranks that hold different sets of optimizer state hang Megatron-FSDP's save.
 
+    :meth:`step` overwrites gradients: their memory serves as scratch, and holds the update in the
+    end. A copy of them would take as much memory as the momentum.
+
     Args:
         params: DTensor parameters or parameter groups, in the same order on all ranks.
         matrices: What each parameter is a shard of.
@@ -51,8 +60,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     Communication: at construction a flag over all ranks and a hash, and see
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: a flag over all
         ranks, and that of ``orthogonalize`` of each of :attr:`computes`.
-    Memory: one momentum element for each local parameter element, in the parameter's dtype, and
-        the buffers of each :class:`~megatron_muon.runtime.engine.Engine`.
+    Memory: one momentum element for each local parameter element, in the parameter's dtype; while
+        a step runs, what each :class:`~megatron_muon.runtime.engine.Engine` stages.
     """
 
     # Whether step() starts by agreeing that gradients are complete and finite.
@@ -196,12 +205,18 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             )
         # Groups are read in each step: schedulers change learning rates in place.
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
-        for param in self._params:
-            self._advance_momentum(param)
+        momentum = self._advance_momentum()
+        # Gradients have been read: their memory takes the result. Nobody reads them after a step;
+        # the training loop zeroes them before the next backward pass.
+        results = {
+            # Without a gradient the shard is empty, and so is its momentum.
+            param: rows if param.grad is None else _local(param.grad)
+            for param, rows in momentum.items()
+        }
         with fp32_matmul_precision(self.fp32_matmul_prec):
             for compute in self.computes:
-                for param, rows in compute.orthogonalize(self._momentum_rows):
-                    self._apply_rows(param, rows)
+                for params in compute.orthogonalize(momentum, results):
+                    self._apply(params)
 
     def parameter_changes(self) -> list[str]:
         """List what has changed about the parameters since construction, a sentence each."""
@@ -221,24 +236,35 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             if tuple(param._local_tensor.shape) != self._matrices[param].local_shape
         ]
 
-    def _advance_momentum(self, param: Any) -> None:
-        """Apply weight decay to the local rows, and the gradient to their momentum."""
-        # Megatron-FSDP attaches no gradient to an empty shard.
-        if param.grad is None:
-            return
-        group = self._group_of[param]
-        local, grad = param._local_tensor, param.grad._local_tensor
-        self._apply_weight_decay_inplace(local, grad, group["lr"], group["weight_decay"])
-        momentum = self.state[param]["momentum_buffer"]._local_tensor
-        momentum.lerp_(grad, 1 - group["momentum"])
+    def _advance_momentum(self) -> dict[Any, torch.Tensor]:
+        """Apply weight decay to the local rows, and the gradients to their momentum.
 
-    def _momentum_rows(self, param: Any, out: torch.Tensor) -> torch.Tensor:
-        """Return the local rows of the momentum. With Nesterov they are written to ``out``."""
-        momentum = self.state[param]["momentum_buffer"]._local_tensor
-        if not self.nesterov or param.grad is None:
-            return momentum
-        grad = param.grad._local_tensor
-        return torch.lerp(grad, momentum, self._group_of[param]["momentum"], out=out)
+        Returns:
+            By parameter, the local rows of what is orthogonalized, ``(local_rows, cols)`` float32:
+            with Nesterov in the memory of the gradient, otherwise the momentum itself.
+        """
+        rows: dict[Any, torch.Tensor] = {}
+        for group in self.param_groups:
+            momentum = {p: _local(self.state[p]["momentum_buffer"]) for p in group["params"]}
+            rows |= momentum
+            # Megatron-FSDP attaches no gradient to an empty shard.
+            held = [param for param in group["params"] if param.grad is not None]
+            if not held:
+                continue
+            grads = [_local(param.grad) for param in held]
+            buffers = [momentum[param] for param in held]
+            decay_weights(
+                self.weight_decay_method,
+                [_local(param) for param in held],
+                grads,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+            )
+            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+            if self.nesterov:
+                torch._foreach_lerp_(grads, buffers, group["momentum"])
+                rows.update(zip(held, grads, strict=True))
+        return rows
 
     def _orthogonalize_whole(self, param: Any, momentum: torch.Tensor) -> torch.Tensor:
         """Orthogonalize and scale a whole matrix with upstream's own code, for ``all_gather``."""
@@ -247,58 +273,33 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             param, momentum, **{key: value for key, value in group.items() if key != "params"}
         )
 
-    def _apply_rows(self, param: Any, rows: torch.Tensor) -> None:
-        """Subtract the local rows of the result from the parameter, with upstream's hooks."""
-        self.pre_weight_update_fn_inplace(param, _with_local(param, rows))
-        param._local_tensor.add_(rows, alpha=-self._group_of[param]["lr"])
-        self.post_weight_update_fn_inplace(param)
+    def _apply(self, params: Sequence[Any]) -> None:
+        """Subtract the local rows of the results from parameters, with upstream's hooks."""
+        by_group: dict[int, list[Any]] = defaultdict(list)
+        for param in params:
+            # An empty shard has no gradient, and nothing to subtract.
+            if param.grad is not None:
+                by_group[id(self._group_of[param])].append(param)
+        for held in by_group.values():
+            if self._has_hooks:
+                for param in held:
+                    self.pre_weight_update_fn_inplace(param, param.grad)
+            torch._foreach_add_(
+                [_local(param) for param in held],
+                [_local(param.grad) for param in held],
+                alpha=-self._group_of[held[0]]["lr"],
+            )
+            if self._has_hooks:
+                for param in held:
+                    self.post_weight_update_fn_inplace(param)
 
-
-def raise_where_gradients_fail(
-    fqns: Mapping[Any, str], problems: Sequence[str], device: torch.device
-) -> None:
-    """Check on all ranks together that every gradient is there and finite.
-
-    Args:
-        fqns: Names of the DTensor parameters.
-        problems: What else is wrong on this rank, a sentence each.
-        device: Where a flag is reduced.
-
-    Raises:
-        RuntimeError: On all ranks, naming rank and parameter, when a non-empty shard of one has no
-            gradient, or one that is not finite.
-
-    Communication: one all-reduce of a single int32 over all ranks of the job, read on the host.
-    """
-    missing = [
-        f"{fqn}: expected a gradient on a shard of shape {tuple(param._local_tensor.shape)}, "
-        "got None"
-        for param, fqn in fqns.items()
-        if param.grad is None and param._local_tensor.numel() > 0
-    ]
-    grads = {
-        fqn: param.grad._local_tensor
-        for param, fqn in fqns.items()
-        if param.grad is not None and param.grad._local_tensor.numel() > 0
-    }
-    # A norm is not finite where an element is not; it is a fused pass, and a fast one.
-    norms = torch._foreach_norm(list(grads.values())) if grads else [torch.zeros((), device=device)]
-    not_finite = ~torch.stack([norm.float() for norm in norms]).isfinite()
-    raise_where_any_rank_fails(
-        [*problems, *missing],
-        None,
-        device,
-        "Every trainable parameter needs a finite, reduced gradient before step(): call "
-        "finish_grad_sync() after the backward pass, and look for NaN or Inf in the loss. Nothing "
-        "was updated.",
-        suspects=not_finite.sum(dtype=torch.int32),
-        explain=lambda: [
-            f"{fqn}: expected a finite gradient, got NaN or Inf, or a norm beyond float32, in a "
-            f"shard of shape {tuple(grad.shape)}"
-            for (fqn, grad), is_bad in zip(grads.items(), not_finite.tolist(), strict=False)
-            if is_bad
-        ],
-    )
+    @property
+    def _has_hooks(self) -> bool:
+        """Whether a subclass looks at single updates; upstream's own hooks do nothing."""
+        return any(
+            getattr(type(self), name) is not getattr(OrthogonalizedOptimizer, name)
+            for name in ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
+        )
 
 
 def _newton_schulz_settings(muon_kwargs: Mapping[str, Any]) -> NewtonSchulzSettings:
@@ -319,13 +320,6 @@ def _newton_schulz_settings(muon_kwargs: Mapping[str, Any]) -> NewtonSchulzSetti
     )
 
 
-def _with_local(like: DTensor, local: torch.Tensor) -> DTensor:
-    """Wrap a local tensor as a DTensor with the mesh, placements and global shape of another."""
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+def _local(tensor: DTensor) -> torch.Tensor:
+    """Return the local rows, ``(local_rows, cols)``, without a view of their own."""
+    return tensor._local_tensor

@@ -56,6 +56,7 @@ Files, each importing only those above it::
     pipeline_estimate  how long the buckets take, one behind the other
     buckets            which matrices travel together
     exchange_plan      the plan of a domain, checked
+    staging            memory of a step: what is alive when, and where it lies
     rank_plan          one rank's stacks and messages
     report             what a plan means for each rank, in numbers
     preview/           plans of jobs that do not run

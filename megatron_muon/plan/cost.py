@@ -6,6 +6,7 @@ Only ratios decide who owns what, so the rates need not be exact.
 """
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 # Newton-Schulz multiplies three times a step: the Gram matrix, its square, and their product with
 # the matrix.
 _NUM_MATMULS = 3
-# Bounds the padding of a stack. At 64, launches cost a 64th of what single calls would.
-_MAX_STACK_SIZE = 64
+# At 32, launches cost a 32nd of what single calls would.
+_MAX_STACK_SIZE = 32
+# Side of the tile of a matrix product that one multiprocessor works on at a time.
+_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class CostModel:
         kernel_us: Minimum time of a kernel, launch included, microseconds.
         all_reduce_us: Latency of an all-reduce inside a node, microseconds; doubled between nodes.
         num_ns_steps: Newton-Schulz steps.
-        stack_elements: Matrices of the same shape are stacked up to this many elements. A stack is
-            padded to the full size; loads do not count the padding.
+        stack_tiles: Tiles of 128 x 128 that fill a rank's multiprocessors. Matrices of one shape
+            are stacked until their Gram matrices have about so many; 1 stacks nothing.
 
     Raises:
         ValueError: A rate is not positive.
@@ -48,8 +51,9 @@ class CostModel:
     kernel_us: float = 5.0
     all_reduce_us: float = 20.0
     num_ns_steps: int = 5
-    # 2**21 elements are 1448 x 1448: from there on one product is assumed to fill a GPU.
-    stack_elements: int = 2**21
+    # Four waves of two tiles on each of 132 multiprocessors (H100, H200), as a power of two: 32
+    # matrices of side 512, 16 of 1024, 8 of 1536, 4 of 2048, 2 of 3072. An estimate, not measured.
+    stack_tiles: int = 1024
 
     def __post_init__(self) -> None:
         """Check that every rate is positive."""
@@ -88,11 +92,11 @@ class CostModel:
         return dataclasses.replace(base or cls(), **changes)  # type: ignore[arg-type]
 
     def stack_size(self, num_rows: int, num_cols: int) -> int:
-        """Return how many matrices of a shape go into one Newton-Schulz call.
-
-        It depends on the shape alone, so that the same kernels run on any number of ranks.
-        """
-        return max(1, min(_MAX_STACK_SIZE, self.stack_elements // (num_rows * num_cols)))
+        """Return how many matrices of a shape fill a rank: a power of two, the largest stack."""
+        num_tiles = math.ceil(min(num_rows, num_cols) / _TILE) ** 2
+        # The nearest power of two: a bit too few or too many makes little difference.
+        size = 2 ** round(math.log2(self.stack_tiles / num_tiles)) if self.stack_tiles > 1 else 1
+        return max(1, min(_MAX_STACK_SIZE, int(size)))
 
     def newton_schulz_flops(self, num_rows: int, num_cols: int, num_parts: int = 1) -> float:
         """Count the floating-point operations of one part of a matrix.
@@ -180,5 +184,5 @@ CPU_RANKS = CostModel(
     gbps_between_nodes=2.0,
     kernel_us=20.0,
     all_reduce_us=500.0,
-    stack_elements=1,
+    stack_tiles=1,
 )

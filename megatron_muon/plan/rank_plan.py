@@ -2,12 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank sends, receives and orthogonalizes, in which order."""
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Part, Route, parts_of
+from megatron_muon.plan.staging import BucketSizes
+
+# A stack that is padded by more costs more than the call that it saves.
+_MAX_PADDING = 1.25
 
 type Stack = tuple[Part, ...]
 # The routes of a message, by the rank at its other end. Both ends list them in plan order.
@@ -20,11 +25,21 @@ class OwnedStacks:
 
     Args:
         stacks: Stacks of parts of one shape each.
+        rooms: Matrices that each stack has room for; more than it has parts where it is padded.
         kept: Routes of which it is owner and holder: they need not travel.
     """
 
     stacks: tuple[Stack, ...]
+    rooms: tuple[int, ...]
     kept: tuple[Route, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all stacks, padding included."""
+        return sum(
+            room * stack[0].num_rows * stack[0].num_cols
+            for stack, room in zip(self.stacks, self.rooms, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -48,14 +63,25 @@ class RankBucket:
     scatter_receives: Messages
     has_gather: bool
 
+    @property
+    def num_elements(self) -> BucketSizes:
+        """Elements of its messages and stacks."""
+        return BucketSizes(
+            gather_send=_num_elements(self.gather_sends),
+            gather_receive=_num_elements(self.gather_receives),
+            stacks=self.owned.num_elements,
+            scatter_send=_num_elements(self.scatter_sends),
+            scatter_receive=_num_elements(self.scatter_receives),
+        )
+
 
 @dataclass(frozen=True)
 class RankPlan:
     """What one rank does: its local matrices, and its share of every bucket.
 
     Args:
-        local: Groups of local matrices to orthogonalize before each bucket, while its rows travel;
-            one entry where there are no buckets.
+        local: Stacks of local matrices to orthogonalize before each bucket, while its rows travel,
+            one by one; one entry where there are no buckets.
         buckets: Every bucket of the plan, also those the rank has no part in: it joins all
             collectives.
     """
@@ -72,47 +98,47 @@ class RankPlan:
             rank: Rank of the job.
         """
         return cls(
-            local=tuple(
-                tuple(_owned_stacks(plan, group, rank) for group in groups)
-                for groups in _local_groups(plan, rank)
-            ),
+            local=_local_stacks(plan, rank),
             buckets=tuple(_rank_bucket(plan, bucket, rank) for bucket in plan.buckets),
         )
 
 
-def _local_groups(plan: ExchangePlan, rank: int) -> list[list[list[int]]]:
-    """Deal local matrices out to the buckets in which the rank has the least to do.
+def _num_elements(messages: Messages) -> int:
+    return sum(route.num_elements for routes in messages.values() for route in routes)
 
-    Returns:
-        For each bucket, or a single one where there is none, groups of matrices. A group is as
-        large as a bucket may be: stacks of one group after the other lie in the same memory.
+
+def _local_stacks(plan: ExchangePlan, rank: int) -> tuple[tuple[OwnedStacks, ...], ...]:
+    """Deal stacks of local matrices out to the buckets in which the rank has the least to do.
+
+    Stacks, not matrices: matrices that were dealt out first would make smaller stacks.
     """
     mine = [index for index in plan.local if plan.owners[index] == (rank,)]
     load_s = [
         sum(plan.matrix_load_s[index] for index in bucket if rank in plan.owners[index])
         for bucket in plan.buckets
     ] or [0.0]
-    dealt: list[list[int]] = [[] for _ in load_s]
-    for index in sorted(mine, key=lambda i: (-plan.matrix_load_s[i], i)):
+    dealt: list[list[OwnedStacks]] = [[] for _ in load_s]
+    all_stacks = _owned_stacks(plan, mine, rank)
+    of_part: dict[tuple[int, int], list[Route]] = defaultdict(list)
+    for route in all_stacks.kept:
+        of_part[route.matrix, route.block].append(route)
+    for stack, room in sorted(
+        zip(all_stacks.stacks, all_stacks.rooms, strict=True),
         # Longest first, always to the quietest bucket: the usual greedy rule for even loads.
+        key=lambda item: -_stack_seconds(plan, item[0]),
+    ):
         quietest = min(range(len(load_s)), key=lambda number: (load_s[number], number))
-        load_s[quietest] += plan.matrix_load_s[index]
-        dealt[quietest].append(index)
-    return [_grouped(plan, sorted(indices)) for indices in dealt]
+        load_s[quietest] += _stack_seconds(plan, stack)
+        kept = [route for part in stack for route in of_part[part.matrix, part.block]]
+        dealt[quietest].append(OwnedStacks((stack,), (room,), tuple(kept)))
+    return tuple(
+        tuple(sorted(stacks, key=lambda owned: owned.stacks[0][0][:2])) for stacks in dealt
+    )
 
 
-def _grouped(plan: ExchangePlan, indices: Sequence[int]) -> list[list[int]]:
-    """Split a list of matrices into groups of at most ``max_numel`` elements."""
-    groups: list[list[int]] = []
-    # Starts full, so that the first matrix opens the first group.
-    elements = plan.max_numel
-    for index in indices:
-        elements += plan.matrices[index].num_elements
-        if elements > plan.max_numel:
-            groups.append([])
-            elements = plan.matrices[index].num_elements
-        groups[-1].append(index)
-    return groups
+def _stack_seconds(plan: ExchangePlan, stack: Stack) -> float:
+    part = stack[0]
+    return len(stack) * plan.cost.newton_schulz_seconds(part.num_rows, part.num_cols)
 
 
 def _owned_stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> OwnedStacks:
@@ -123,7 +149,10 @@ def _owned_stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> Owne
         for route in plan.routes(index)
         if route.owner == rank and rank in route.holders
     ]
-    return OwnedStacks(_stacks(plan, indices, rank), tuple(kept))
+    stacks = _stacks(plan, indices, rank)
+    return OwnedStacks(
+        tuple(stack for stack, _ in stacks), tuple(room for _, room in stacks), tuple(kept)
+    )
 
 
 def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBucket:
@@ -165,10 +194,14 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
     )
 
 
-def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> tuple[Stack, ...]:
-    """Group the parts of a rank by shape; a part of a split block stands alone."""
+def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[tuple[Stack, int]]:
+    """Group the parts of a rank by shape into stacks, with the matrices each has room for.
+
+    A part of a split block stands alone, and so does every part where rows travel in fp32: they are
+    orthogonalized one matrix by one.
+    """
     by_shape: dict[tuple[int, int], list[Part]] = defaultdict(list)
-    stacks: list[Stack] = []
+    stacks: list[tuple[Stack, int]] = []
     for index in indices:
         owners = plan.owners[index]
         if rank not in owners:
@@ -177,14 +210,57 @@ def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> tuple[Stac
             part = parts_of(index, block, shape, owners)[owners.index(rank)]
             # Its all-reduces are between the owners of this block: batching it with another block
             # would need the same owners, in the same stack, on all of them.
-            if len(owners) > 1:
-                stacks.append((part,))
+            if len(owners) > 1 or not plan.wire.normalizes:
+                stacks.append(((part,), 1))
             else:
                 by_shape[shape].append(part)
     for shape, parts in by_shape.items():
-        size = plan.cost.stack_size(*shape)
-        stacks += [tuple(parts[first : first + size]) for first in range(0, len(parts), size)]
+        first = 0
+        for room in stack_rooms(len(parts), plan.cost.stack_size(*shape)):
+            stacks.append((tuple(parts[first : first + room]), room))
+            first += room
     # Ranks that share several split blocks must come to them in the same order, and before
     # anything that only some of them have: they all-reduce inside Newton-Schulz.
-    stacks.sort(key=lambda stack: (len(stack[0].owners) == 1, stack[0].matrix, stack[0].block))
-    return tuple(stacks)
+    stacks.sort(key=lambda item: (len(item[0][0].owners) == 1, item[0][0].matrix, item[0][0].block))
+    return stacks
+
+
+def stack_elements(plan: ExchangePlan, indices: Sequence[int]) -> dict[int, list[int]]:
+    """Return the elements of the stacks of some matrices, padding included, by owner.
+
+    The sizes that :meth:`RankPlan.build` comes to, for all ranks at once.
+    """
+    counts: Counter[tuple[int, tuple[int, int], bool]] = Counter()
+    for index in indices:
+        owners = plan.owners[index]
+        for block, shape in enumerate(plan.matrices[index].blocks):
+            for part in parts_of(index, block, shape, owners):
+                is_stacked = len(owners) == 1 and plan.wire.normalizes
+                counts[part.owner, (part.num_rows, part.num_cols), is_stacked] += 1
+    elements: dict[int, list[int]] = defaultdict(list)
+    for (owner, shape, is_stacked), count in counts.items():
+        largest = plan.cost.stack_size(*shape) if is_stacked else 1
+        elements[owner] += [room * math.prod(shape) for room in stack_rooms(count, largest)]
+    return elements
+
+
+def stack_rooms(num_matrices: int, largest: int) -> list[int]:
+    """Return the sizes of the stacks that hold so many matrices of one shape.
+
+    Sizes are powers of two up to the largest, so that few different kernels run. The last stack is
+    padded to the next size where that adds at most a quarter to it; otherwise what is left goes
+    into smaller stacks.
+
+    Args:
+        num_matrices: Matrices on this rank.
+        largest: A power of two.
+    """
+    rooms = []
+    left, room = num_matrices, largest
+    while left > 0:
+        if room <= left or room <= left * _MAX_PADDING:
+            rooms.append(room)
+            left -= room
+        else:
+            room //= 2
+    return rooms

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What plans mean for each rank: Newton-Schulz time, bytes, memory; as numbers and as a table."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.routes import parts_of
+from megatron_muon.plan.rank_plan import stack_elements
+from megatron_muon.plan.staging import BucketSizes, StagingLayout
 
 _MAX_RANKS_SHOWN = 16
 
@@ -27,8 +28,7 @@ class RankReport:
         receive_s: Estimated seconds of what it receives.
         num_matrices: Matrices it owns, or has a part of.
         pipeline_s: Estimated seconds of its buckets, one behind the other.
-        staging_bytes: Memory of the messages of two buckets and of what it owns of them; local
-            stacks, padding and scratch, which an engine adds, are not counted.
+        staging_bytes: Memory of messages and stacks while a step runs; nothing stays between steps.
     """
 
     rank: int
@@ -230,9 +230,9 @@ def _whole_seconds(plan: ExchangePlan) -> float:
 
 
 def _add_traffic(plan: ExchangePlan, ranks: dict[int, RankReport], totals: Counter[str]) -> None:
-    """Add what each rank sends and receives, and the memory its buckets need."""
-    memory: Counter[tuple[int, int]] = Counter()  # bytes by bucket and rank
+    """Add what each rank sends and receives, and the memory that it stages it in."""
     wire = plan.wire
+    staged: dict[int, list[Counter[str]]] = defaultdict(lambda: [Counter() for _ in plan.buckets])
     for number, bucket in enumerate(plan.buckets):
         for index in bucket:
             for transfer in plan.transfers(index):
@@ -241,28 +241,31 @@ def _add_traffic(plan: ExchangePlan, ranks: dict[int, RankReport], totals: Count
                 scatter_bytes = transfer.scattered * wire.scatter_bytes
                 # Each direction of a link has the full rate, so they are added up apart.
                 byte_s = plan.cost.seconds_per_byte(transfer.holder, transfer.owner)
-                for sender, receiver, elements, num_bytes in (
-                    (holder, owner, transfer.gathered, gather_bytes),
-                    (owner, holder, transfer.scattered, scatter_bytes),
+                for way, sender, receiver, elements, num_bytes in (
+                    ("gather", holder, owner, transfer.gathered, gather_bytes),
+                    ("scatter", owner, holder, transfer.scattered, scatter_bytes),
                 ):
                     sender.elements_sent += elements
                     sender.bytes_sent += num_bytes
                     sender.send_s += num_bytes * byte_s
                     receiver.bytes_received += num_bytes
                     receiver.receive_s += num_bytes * byte_s
-                    memory[number, sender.rank] += num_bytes
-                    memory[number, receiver.rank] += num_bytes
+                    staged[sender.rank][number][f"{way}_send"] += elements
+                    staged[receiver.rank][number][f"{way}_receive"] += elements
                 totals["moved"] += transfer.gathered
-            for block, shape in enumerate(plan.matrices[index].blocks):
-                for part in parts_of(index, block, shape, plan.owners[index]):
-                    part_bytes = part.num_rows * part.num_cols * wire.gather_bytes
-                    memory[number, part.owner] += part_bytes
-    largest: Counter[int] = Counter()
-    for (_, rank), num_bytes in memory.items():
-        largest[rank] = max(largest[rank], num_bytes)
-    for rank, num_bytes in largest.items():
-        # Two buckets are on their way at a time.
-        ranks[rank].staging_bytes += min(2, len(plan.buckets)) * num_bytes
+        for rank, stacks in stack_elements(plan, bucket).items():
+            staged[rank][number]["stacks"] += sum(stacks)
+    local = {owner: max(sizes) for owner, sizes in stack_elements(plan, plan.local).items()}
+    for rank in {*staged, *local}:
+        buckets = [
+            BucketSizes(*(sizes[field] for field in BucketSizes._fields)).in_bytes(wire)
+            for sizes in staged[rank]
+        ]
+        # The engine deals local stacks out to rounds; the largest could be in any.
+        local_bytes = [local.get(rank, 0) * wire.gather_bytes] * max(1, len(buckets))
+        layout = StagingLayout.build(buckets, local_bytes)
+        # Domains step one after the other.
+        ranks[rank].staging_bytes = max(ranks[rank].staging_bytes, layout.num_bytes)
 
 
 def log_lines(plan: ExchangePlan) -> list[str]:

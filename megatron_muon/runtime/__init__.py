@@ -9,9 +9,11 @@ Files, each importing only those above it::
     domain              which ranks exchange matrices
     exchange            the collectives that move rows and results
     newton_schulz       emerging-optimizers' maths on stacks of matrices
-    scratch             fp32 memory for one shard at a time
+    arena               memory that exists while a step runs
+    equally_spaced      many tensors as one, where memory allows
+    stacks              the parts that a rank owns, in memory
     norms               norms of blocks, summed in float64
-    stacks              where the parts that a rank owns lie in memory
+    local_rows          this rank's rows: read normalized, written scaled
     engine              runs a plan: local rows in, orthogonalized local rows out
     all_gather_compute  every matrix on every rank: the simple way
     owner_compute       domain, plan and engine for the parameters of one optimizer

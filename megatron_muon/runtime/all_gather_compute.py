@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.runtime.agreement import raise_where_ranks_differ
-from megatron_muon.runtime.engine import MomentumRows
 from megatron_muon.runtime.exchange import all_gather_rows
+from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 
@@ -31,7 +31,7 @@ class AllGatherCompute:
     Memory: nothing between steps; in a step the whole matrix, and what Newton-Schulz needs for it.
     """
 
-    staging_bytes = 0  # nothing is kept between steps
+    staging_bytes = 0  # nothing is laid out for it
 
     def __init__(
         self,
@@ -52,19 +52,17 @@ class AllGatherCompute:
             raise_where_ranks_differ(entries, group, device, "Muon parameters")
 
     @torch.no_grad()
-    def orthogonalize(
-        self, momentum_rows: MomentumRows
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[torch.Tensor]]:
         """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`.
 
-        Unlike there, empty shards are yielded too, and rows are new memory.
+        Unlike there, parameters with an empty shard are yielded too.
         """
         for param, matrix in self._matrices.items():
-            out = torch.empty(matrix.local_shape, dtype=torch.float32, device=param.device)
-            rows = momentum_rows(param, out)
+            rows = momentum[param]
             group = matrix.shard_group
             if group is not None and dist.get_world_size(group) > 1:
                 rows = all_gather_rows(rows, matrix.layout, group)
             # Every rank of the group has computed the same matrix; each takes its rows.
             start, stop = matrix.local_range
-            yield param, self._orthogonalize_whole(param, rows)[start:stop]
+            results[param].copy_(self._orthogonalize_whole(param, rows)[start:stop])
+            yield [param]

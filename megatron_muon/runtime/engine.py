@@ -4,9 +4,9 @@
 
 The order of a step, for buckets 0, 1, 2, ...::
 
-    norms | gather 0 | gather 1 | local, orthogonalize 0 | scatter 0
-          | gather 2 | local, orthogonalize 1 | scatter 1 | yield 0
-          | gather 3 | local, orthogonalize 2 | scatter 2 | yield 1 | ...
+    norms | gather 0 | gather 1 | local, orthogonalize 0 |          scatter 0
+          | gather 2 | local, orthogonalize 1 | yield 0 | scatter 1
+          | gather 3 | local, orthogonalize 2 | yield 1 | scatter 2 | ...
 
 Gathers and scatters are launched asynchronously: those of bucket i + 1 and i - 1 travel while
 bucket i is orthogonalized. Local matrices, of which nothing travels, fill the buckets in which a
@@ -16,46 +16,23 @@ Over NCCL collectives run on the process group's own stream, and waiting for the
 host never waits. Over gloo they run on its threads.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.rank_plan import OwnedStacks, RankPlan, Stack
-from megatron_muon.plan.routes import Route
+from megatron_muon.plan.rank_plan import RankPlan
+from megatron_muon.plan.staging import StagingLayout
+from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.exchange import BucketMessages, Exchange
+from megatron_muon.runtime.local_rows import LocalRows, Rows
 from megatron_muon.runtime.newton_schulz import (
     NewtonSchulzSettings,
     newton_schulz,
     newton_schulz_normalized,
 )
-from megatron_muon.runtime.norms import BlockNorms
-from megatron_muon.runtime.scratch import ShardScratch, in_shard
-from megatron_muon.runtime.stacks import StackLayout
-
-
-class MomentumRows(Protocol):
-    """Where the engine reads what is orthogonalized."""
-
-    def __call__(self, param: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a parameter's (Nesterov) momentum.
-
-        It is called up to twice for each parameter in a step: once for the norm and once to send
-        the rows. Both calls must return the same bits. Keeping the rows of all parameters between
-        the two calls would take as much memory as the momentum itself.
-
-        Args:
-            param: The parameter.
-            out: ``(local_rows, cols)`` float32 memory that the rows may be written to.
-
-        Returns:
-            ``(local_rows, cols)`` float32: ``out``, or memory that stays as it is until the next
-            call.
-        """
-        ...
+from megatron_muon.runtime.stacks import OwnStacks
 
 
 class Engine:
@@ -77,25 +54,19 @@ class Engine:
         each bucket one ``all_to_all_single`` to the owners and one back, of the plan's routes
         without padding. Owners of a split matrix also all-reduce its Gram matrix in each step of
         Newton-Schulz, and its norm where rows travel in fp32.
-    Memory: :attr:`buffers`, kept from construction on. For two buckets: what a rank receives of the
-        matrices it owns and sends back of them (each at most ``max_numel`` of the plan), what it
-        sends of its own rows and gets back, and stacks of what it owns (``max_numel``, and up to
-        ``stack_elements`` of padding for each shape). Once more: stacks of one group of local
-        matrices (``max_numel``), and twice the largest local shard in fp32. While a step runs: the
-        results of two buckets, and what Newton-Schulz needs for one stack.
+    Memory: :attr:`staging_bytes` while a step runs, laid out by
+        :class:`~megatron_muon.plan.staging.StagingLayout`; beside it the results of one bucket, and
+        what Newton-Schulz needs for one stack. Between steps a few bytes a block.
     """
 
     plan: ExchangePlan
-    _parameters: Mapping[int, torch.Tensor]  # by matrix
+    _arena: Arena
     _gathers: Exchange  # rows, in the gather dtype
     _scatters: Exchange  # results, in the scatter dtype
-    _stack_memory: list[torch.Tensor]  # flat: even buckets, odd buckets, local matrices
-    _buckets: "list[_StackBatch]"
-    _local: (
-        "list[list[_StackBatch]]"  # groups of local matrices, by the bucket whose time they fill
-    )
-    _norms: BlockNorms
-    _scratch: ShardScratch
+    _buckets: list[OwnStacks]
+    # Stacks of local matrices, by the bucket whose time they fill.
+    _local: list[list[OwnStacks]]
+    _rows: LocalRows
 
     def __init__(
         self,
@@ -110,22 +81,40 @@ class Engine:
     ) -> None:
         self.plan = plan
         self._newton_schulz = newton_schulz
-        self._parameters = parameters
         self._parts_groups = parts_groups
-        self._device = device
-        # fp32 rows are not normalized before they travel.
-        normalized = range(len(plan.matrices)) if plan.wire.normalizes else ()
-        self._norms = BlockNorms(plan, normalized, rank, group, device)
-        self._scratch = ShardScratch(plan.matrices, rank, device)
+        self._rows = LocalRows(
+            plan, newton_schulz, parameters, rank=rank, group=group, device=device
+        )
         rank_plan = RankPlan.build(plan, rank)
+        layout = StagingLayout.build(
+            [bucket.num_elements.in_bytes(plan.wire) for bucket in rank_plan.buckets],
+            [
+                max((owned.num_elements for owned in stacks), default=0) * plan.wire.gather_bytes
+                for stacks in rank_plan.local
+            ],
+        )
+        self._arena = Arena(layout.num_bytes, device)
+        self._lay_out(rank_plan, layout, group)
+        # Nothing is kept between steps.
+        self._arena.free()
+
+    def _lay_out(
+        self, rank_plan: RankPlan, layout: StagingLayout, group: dist.ProcessGroup | None
+    ) -> None:
+        """View messages and stacks in the arena."""
+        row_dtype = getattr(torch, self.plan.wire.gather_dtype)
+        result_dtype = getattr(torch, self.plan.wire.scatter_dtype)
+        view = self._arena.view
+        sizes = [bucket.num_elements for bucket in rank_plan.buckets]
+        places = list(zip(layout.buckets, sizes, strict=True))
         self._gathers = Exchange(
             group,
             [
                 BucketMessages(bucket.gather_sends, bucket.gather_receives, bucket.has_gather)
                 for bucket in rank_plan.buckets
             ],
-            getattr(torch, plan.wire.gather_dtype),
-            device,
+            [view(at.gather_send, size.gather_send, row_dtype) for at, size in places],
+            [view(at.gather_receive, size.gather_receive, row_dtype) for at, size in places],
         )
         self._scatters = Exchange(
             group,
@@ -134,163 +123,103 @@ class Engine:
                 BucketMessages(bucket.scatter_sends, bucket.scatter_receives, True)
                 for bucket in rank_plan.buckets
             ],
-            getattr(torch, plan.wire.scatter_dtype),
-            device,
+            [view(at.scatter_send, size.scatter_send, result_dtype) for at, size in places],
+            [view(at.scatter_receive, size.scatter_receive, result_dtype) for at, size in places],
         )
-        self._lay_out_stacks(rank_plan)
-
-    def _lay_out_stacks(self, rank_plan: RankPlan) -> None:
-        """Allocate the memory of stacks, and work out where this rank's rows go."""
-        buckets = [self._stack_layout(bucket.owned) for bucket in rank_plan.buckets]
-        local = [[self._stack_layout(owned) for owned in groups] for groups in rank_plan.local]
-        # Two memories for buckets: a rank's own rows of bucket i + 1 are written to its stacks when
-        # that gather is launched, before bucket i is orthogonalized. One for local matrices: each
-        # group is done before the next one is packed.
-        self._stack_memory = [
-            self._allocate(buckets[0::2]),
-            self._allocate(buckets[1::2]),
-            self._allocate([layout for layouts in local for layout in layouts]),
-        ]
         self._buckets = [
-            _StackBatch.of(layout, self._stack_memory[index % 2], self._gathers.packing(index))
-            for index, layout in enumerate(buckets)
+            OwnStacks(bucket.owned, view(at.stacks, size.stacks, row_dtype))
+            for bucket, (at, size) in zip(rank_plan.buckets, places, strict=True)
         ]
         self._local = [
-            [_StackBatch.of(layout, self._stack_memory[2], ()) for layout in layouts]
-            for layouts in local
+            [OwnStacks(owned, view(at, owned.num_elements, row_dtype)) for owned in stacks]
+            for stacks, at in zip(rank_plan.local, layout.local, strict=True)
         ]
 
-    def _stack_layout(self, owned: OwnedStacks) -> StackLayout:
-        return StackLayout(owned, [self._stack_size(stack) for stack in owned.stacks])
-
-    def _stack_size(self, stack: Stack) -> int:
-        """Return how many matrices a stack has room for.
-
-        Which batched kernel runs may depend on the number of matrices. So it follows from the shape
-        alone, and results have the same bits on any number of ranks. Padding does not reach the
-        matrices (`test_newton_schulz.py`). fp32 rows need none: they are orthogonalized one matrix
-        by one.
-        """
-        part = stack[0]
-        if not self.plan.wire.normalizes or len(part.owners) > 1:
-            return len(stack)
-        return self.plan.cost.stack_size(part.num_rows, part.num_cols)
-
-    def _allocate(self, layouts: Sequence[StackLayout]) -> torch.Tensor:
-        num_elements = max((layout.num_elements for layout in layouts), default=0)
-        # Zeros, not empty: Newton-Schulz multiplies the padding too.
-        dtype = getattr(torch, self.plan.wire.gather_dtype)
-        return torch.zeros(num_elements, dtype=dtype, device=self._device)
-
     @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Messages, stacks and scratch; norms add 8 bytes a block, and 2 MB on a CPU."""
-        exchanges = [*self._gathers.buffers, *self._scatters.buffers]
-        return [*exchanges, *self._stack_memory, self._scratch.buffer]
+    def staging_bytes(self) -> int:
+        """Memory of messages and stacks while a step runs, bytes."""
+        return self._arena.num_bytes
 
     @torch.no_grad()
-    def orthogonalize(
-        self, momentum_rows: MomentumRows
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Orthogonalize all matrices, and yield results as they arrive.
+    def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[torch.Tensor]]:
+        """Orthogonalize all matrices, and yield parameters as their results arrive.
 
         The caller must exhaust the iterator: every rank joins the collectives of all buckets.
         Nothing is sent before the first item is asked for.
 
         Args:
-            momentum_rows: Returns this rank's rows of what is orthogonalized.
+            momentum: By parameter, this rank's rows of what is orthogonalized, ``(local_rows,
+                cols)`` float32. They must stay as they are until the parameter is yielded.
+            results: By parameter, where its rows of the scaled result are written, of the same
+                shape and dtype. It may be the momentum's own memory: all rows of a parameter have
+                been read when its first result comes.
 
         Yields:
-            Each parameter of which this rank holds rows, with these rows of the scaled result,
-            ``(local_rows, cols)`` float32. They lie in scratch memory: valid until the next one.
+            Lists of parameters whose results are complete. Each parameter of which this rank holds
+            rows is yielded once.
         """
-        if self.plan.wire.normalizes:
-            self._reduce_norms(momentum_rows)
+        self._arena.allocate()
+        self._rows.begin(momentum, results)
         num_buckets = len(self._buckets)
-        gathering = self._start_gather(0, momentum_rows) if num_buckets else None
+        gathering = self._start_gather(0) if num_buckets else None
         if not num_buckets:
-            yield from self._orthogonalize_local(0, momentum_rows)
-        scattering: _Scattering | None = None
+            yield from self._orthogonalize_local(0)
+        scattering: dist.Work | None = None
         for index in range(num_buckets):
-            following = None
-            if index + 1 < num_buckets:
-                following = self._start_gather(index + 1, momentum_rows)
-            yield from self._orthogonalize_local(index, momentum_rows)
-            results = self._orthogonalize_gathered(index, gathering)
-            started = self._start_scatter(index, results)
+            following = self._start_gather(index + 1) if index + 1 < num_buckets else None
+            yield from self._orthogonalize_local(index)
+            orthogonal = self._orthogonalize_gathered(index, gathering)
             # The results of the bucket before are only waited for now: they had all of this
-            # bucket's Newton-Schulz to travel.
-            if scattering is not None:
-                yield from self._finish(scattering)
-            scattering, gathering = started, following
-        if scattering is not None:
-            yield from self._finish(scattering)
-        self._norms.clear()
+            # bucket's Newton-Schulz to travel. Their memory may serve this bucket's results.
+            if index:
+                yield self._finish(index - 1, scattering)
+            scattering = self._start_scatter(index, orthogonal)
+            yield self._write_kept(self._buckets[index], orthogonal)
+            del orthogonal  # not alive while the next bucket is orthogonalized
+            gathering = following
+        if num_buckets:
+            yield self._finish(num_buckets - 1, scattering)
+        # Not after an exception: a collective that was not waited for may still use the memory.
+        self._arena.free()
+        self._rows.end()
 
-    def _rows(self, index: int, momentum_rows: MomentumRows) -> torch.Tensor:
-        """Return this rank's rows of a matrix; the first scratch may hold them."""
-        return momentum_rows(self._parameters[index], self._scratch.view(index))
+    def _orthogonalize_local(self, index: int) -> Iterator[list[torch.Tensor]]:
+        """Orthogonalize the local matrices that fill a bucket's time, stack by stack."""
+        for stacks in self._local[index]:
+            ((_, memory),) = stacks.stacks
+            if not self._rows.read_stack(stacks.kept, memory):
+                self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
+            (result,) = self._orthogonalize(stacks)
+            completed = self._rows.write_stack(stacks.kept, result)
+            yield self._write_kept(stacks, [result]) if completed is None else completed
 
-    def _reduce_norms(self, momentum_rows: MomentumRows) -> None:
-        # An exception, here or in the caller's loop, may have ended the last step early.
-        self._norms.clear()
-        for index in self._norms.matrices:
-            self._norms.add(index, self._rows(index, momentum_rows))
-        self._norms.reduce()
-
-    def _pack(self, batch: "_StackBatch", momentum_rows: MomentumRows) -> None:
-        """Copy this rank's rows to where they go: into messages, or its own stacks."""
-        for index, targets in batch.targets.items():
-            rows = self._rows(index, momentum_rows)
-            routes = [route for route, _ in targets]
-            if self.plan.wire.normalizes:
-                rows = self._normalized(index, rows, routes)
-            # One fused copy for each matrix; it casts to the dtype of the wire.
-            torch._foreach_copy_(
-                [target for _, target in targets], [in_shard(rows, route) for route in routes]
-            )
-
-    def _normalized(self, index: int, rows: torch.Tensor, routes: Sequence[Route]) -> torch.Tensor:
-        """Divide routes of a shard by the norms of their blocks, in fp32."""
-        # The second scratch: the first one may hold the rows.
-        normalized = self._scratch.view(index, 1)
-        for route in routes:
-            torch.div(in_shard(rows, route), self._norms.of(route), out=in_shard(normalized, route))
-        return normalized
-
-    def _orthogonalize_local(
-        self, index: int, momentum_rows: MomentumRows
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Orthogonalize the local matrices that fill a bucket's time."""
-        for batch in self._local[index]:
-            self._pack(batch, momentum_rows)
-            yield from self._scaled(batch.layout.kept_results(self._orthogonalize(batch)))
-
-    def _start_gather(self, index: int, momentum_rows: MomentumRows) -> dist.Work | None:
-        self._pack(self._buckets[index], momentum_rows)
+    def _start_gather(self, index: int) -> dist.Work | None:
+        self._rows.read(self._gathers.packing(index))
         return self._gathers.start(index)
 
     def _orthogonalize_gathered(
         self, index: int, gathering: dist.Work | None
     ) -> list[torch.Tensor]:
         """Wait for the rows of a bucket, and orthogonalize what this rank owns."""
-        batch = self._buckets[index]
+        stacks = self._buckets[index]
         if gathering is not None:
             gathering.wait()
         arrived = self._gathers.unpacking(index)
         if arrived:
             # Messages hold routes one behind the other; a matrix needs them row by row.
             torch._foreach_copy_(
-                [batch.layout.place(batch.memory, route) for route, _ in arrived],
-                [rows for _, rows in arrived],
+                [stacks.place(route) for route, _ in arrived], [sent for _, sent in arrived]
             )
-        return self._orthogonalize(batch)
+        self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
+        # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
+        # copies their rows into messages; strided rows would take a kernel each.
+        return [result.contiguous() for result in self._orthogonalize(stacks)]
 
-    def _orthogonalize(self, batch: "_StackBatch") -> list[torch.Tensor]:
+    def _orthogonalize(self, stacks: OwnStacks) -> list[torch.Tensor]:
         """Return one tensor for each stack, in new memory."""
         run = newton_schulz_normalized if self.plan.wire.normalizes else newton_schulz
         results = []
-        for stack, tensor in batch.layout.stacks(batch.memory):
+        for stack, tensor in stacks.stacks:
             part = stack[0]
             result = run(
                 tensor,
@@ -302,75 +231,21 @@ class Engine:
             results.append(result)
         return results
 
-    def _start_scatter(self, index: int, results: Sequence[torch.Tensor]) -> "_Scattering":
-        layout, packing = self._buckets[index].layout, self._scatters.packing(index)
+    def _start_scatter(self, index: int, results: Sequence[torch.Tensor]) -> dist.Work | None:
+        stacks, packing = self._buckets[index], self._scatters.packing(index)
         if packing:
             torch._foreach_copy_(
                 [target for _, target in packing],
-                [layout.result(results, route) for route, _ in packing],
+                [stacks.result(results, route) for route, _ in packing],
             )
-        # What stays here keeps the results alive until it is applied, a bucket later.
-        return _Scattering(index, layout.kept_results(results), self._scatters.start(index))
+        return self._scatters.start(index)
 
-    def _finish(self, scattering: "_Scattering") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Wait for the results of a bucket, and yield this rank's rows."""
-        if scattering.handle is not None:
-            scattering.handle.wait()
-        arrived = self._scatters.unpacking(scattering.bucket)
-        yield from self._scaled([*scattering.kept, *arrived])
+    def _write_kept(self, stacks: OwnStacks, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Write the results that stay on this rank."""
+        return self._rows.write([(route, stacks.result(results, route)) for route in stacks.kept])
 
-    def _scaled(
-        self, results: Sequence[tuple[Route, torch.Tensor]]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Join the results of each matrix to this rank's rows, and scale them in fp32."""
-        by_matrix: dict[int, list[tuple[Route, torch.Tensor]]] = defaultdict(list)
-        for route, result in results:
-            by_matrix[route.matrix].append((route, result))
-        for index, pairs in by_matrix.items():
-            rows = self._scratch.view(index)
-            views = [in_shard(rows, route) for route, _ in pairs]
-            torch._foreach_copy_(views, [result for _, result in pairs])
-            # Query, key and value have factors of their own. Upstream multiplies with one factor
-            # after the other; their product would round differently.
-            blocks = self.plan.matrices[index].blocks
-            factors = [self._newton_schulz.scale(*blocks[route.block]) for route, _ in pairs]
-            for one_factor_each in zip(*factors, strict=True):
-                torch._foreach_mul_(views, list(one_factor_each))
-            yield self._parameters[index], rows
-
-
-class _StackBatch(NamedTuple):
-    """The stacks of one bucket, or of one group of local matrices, and their memory.
-
-    Args:
-        layout: Where parts lie.
-        memory: Flat memory, shared with batches that are done at other times.
-        targets: By matrix, where this rank's rows go: into messages, or its own stacks.
-    """
-
-    layout: StackLayout
-    memory: torch.Tensor
-    targets: Mapping[int, Sequence[tuple[Route, torch.Tensor]]]
-
-    @classmethod
-    def of(
-        cls,
-        layout: StackLayout,
-        memory: torch.Tensor,
-        packing: Sequence[tuple[Route, torch.Tensor]],
-    ) -> "_StackBatch":
-        """Group the targets by matrix, so that the rows of each are read once."""
-        targets: dict[int, list[tuple[Route, torch.Tensor]]] = defaultdict(list)
-        for route, target in packing:
-            targets[route.matrix].append((route, target))
-        for route in layout.kept:
-            targets[route.matrix].append((route, layout.place(memory, route)))
-        return cls(layout, memory, targets)
-
-
-class _Scattering(NamedTuple):
-    """Results on their way: those that stay here, and what to wait for."""
-
-    bucket: int
-    kept: list[tuple[Route, torch.Tensor]]
-    handle: dist.Work | None
+    def _finish(self, index: int, scattering: dist.Work | None) -> list[torch.Tensor]:
+        """Wait for the results of a bucket, and write them."""
+        if scattering is not None:
+            scattering.wait()
+        return self._rows.write(self._scatters.unpacking(index))

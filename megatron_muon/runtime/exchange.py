@@ -83,98 +83,88 @@ class BucketMessages(NamedTuple):
 class Exchange:
     """Send the routes of one bucket after the other, and receive others.
 
-    Two staging buffers of each kind are allocated once, and every other bucket re-uses them: the
-    messages of one bucket may travel while those of the bucket before are still being read. The
-    caller must be done with bucket ``i`` when it packs bucket ``i + 2``.
-
     Args:
         group: Ranks that exchange; None where nothing travels.
         buckets: Messages of this rank for each bucket; a rank without any has empty ones.
-        dtype: What travels.
-        device: Where the buffers live.
+        sends: For each bucket, flat memory for what is sent, as many elements as its routes have.
+        receives: The same for what is received. Memory of different buckets may overlap where the
+            caller is done with one before it starts the other.
 
     Communication: :meth:`start` is one ``all_to_all_single`` over the group: one message for each
         peer, exactly the rectangles, no padding. All ranks leave it out where a bucket is not used.
-    Memory: twice the largest send and twice the largest receive of a bucket.
     """
+
+    _is_used: list[bool]  # by bucket
+    _sends: "list[_Messages]"
+    _receives: "list[_Messages]"
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
         buckets: Sequence[BucketMessages],
-        dtype: torch.dtype,
-        device: torch.device,
+        sends: Sequence[torch.Tensor],
+        receives: Sequence[torch.Tensor],
     ) -> None:
         self._group = group
         self._is_used = [bucket.is_used for bucket in buckets]
         ranks = dist.get_process_group_ranks(group) if group is not None else []
-        self._sends = _Staging([bucket.sends for bucket in buckets], ranks, dtype, device)
-        self._receives = _Staging([bucket.receives for bucket in buckets], ranks, dtype, device)
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """All staging buffers."""
-        return [*self._sends.buffers, *self._receives.buffers]
+        self._sends = [
+            _Messages.of(bucket.sends, ranks, memory)
+            for bucket, memory in zip(buckets, sends, strict=True)
+        ]
+        self._receives = [
+            _Messages.of(bucket.receives, ranks, memory)
+            for bucket, memory in zip(buckets, receives, strict=True)
+        ]
 
     def packing(self, index: int) -> Sequence[tuple[Route, torch.Tensor]]:
         """Return where each route of a bucket must be written before :meth:`start`."""
-        return self._sends.views[index]
+        return self._sends[index].views
 
     def start(self, index: int) -> dist.Work | None:
         """Launch a bucket, and return what to wait for before reading :meth:`unpacking`."""
         if not self._is_used[index]:
             return None
+        sends, receives = self._sends[index], self._receives[index]
         # Over NCCL this runs on the group's own stream, after what this stream has packed.
         # wait() makes the current stream wait; the host does not.
         return dist.all_to_all_single(
-            self._receives.flat(index),
-            self._sends.flat(index),
-            self._receives.split_sizes[index],
-            self._sends.split_sizes[index],
+            receives.flat,
+            sends.flat,
+            receives.split_sizes,
+            sends.split_sizes,
             group=self._group,
             async_op=True,
         )
 
     def unpacking(self, index: int) -> Sequence[tuple[Route, torch.Tensor]]:
         """Return where each route of a bucket lies after it arrived."""
-        return self._receives.views[index]
+        return self._receives[index].views
 
 
-class _Staging:
-    """Two flat buffers, and where each route of each bucket lies in them."""
+class _Messages(NamedTuple):
+    """All messages of one bucket in one direction, as they lie in memory.
 
-    split_sizes: list[list[int]]  # elements of each message, by bucket and position in the group
-    buffers: list[torch.Tensor]  # flat, of the largest bucket
-    views: list[list[tuple[Route, torch.Tensor]]]  # (num_rows, num_cols) into a buffer, by bucket
+    Args:
+        flat: All of them, one behind the other in the order of the group.
+        split_sizes: Elements of each.
+        views: Each route, ``(num_rows, num_cols)``.
+    """
 
-    def __init__(
-        self,
-        buckets: Sequence[Mapping[int, Sequence[Route]]],
-        ranks: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.split_sizes = [
-            [sum(route.num_elements for route in bucket.get(rank, ())) for rank in ranks]
-            for bucket in buckets
-        ]
-        num_elements = max((sum(sizes) for sizes in self.split_sizes), default=0)
-        # One bucket needs one buffer; from two on they take turns.
-        self.buffers = [
-            torch.empty(num_elements, dtype=dtype, device=device)
-            for _ in range(min(2, len(buckets)))
-        ]
-        # Made once: in a step the host would make them in front of every copy.
-        self.views = []
-        for index, bucket in enumerate(buckets):
-            views, offset = [], 0
-            # In the order of the group: all_to_all_single sends consecutive ranges.
-            for route in (route for rank in ranks for route in bucket.get(rank, ())):
-                flat = self.buffers[index % 2][offset : offset + route.num_elements]
-                views.append((route, flat.view(route.num_rows, route.num_cols)))
-                offset += route.num_elements
-            self.views.append(views)
+    flat: torch.Tensor
+    split_sizes: list[int]
+    views: list[tuple[Route, torch.Tensor]]
 
-    def flat(self, index: int) -> torch.Tensor:
-        """View all routes of a bucket as they travel."""
-        return self.buffers[index % 2][: sum(self.split_sizes[index])]
+    @classmethod
+    def of(
+        cls, by_peer: Mapping[int, Sequence[Route]], ranks: Sequence[int], flat: torch.Tensor
+    ) -> "_Messages":
+        """Lay the routes out; views are made once, not in front of every copy."""
+        views, offset = [], 0
+        # In the order of the group: all_to_all_single sends consecutive ranges.
+        for route in (route for rank in ranks for route in by_peer.get(rank, ())):
+            memory = flat[offset : offset + route.num_elements]
+            views.append((route, memory.view(route.num_rows, route.num_cols)))
+            offset += route.num_elements
+        sizes = [sum(route.num_elements for route in by_peer.get(rank, ())) for rank in ranks]
+        return cls(flat, sizes, views)

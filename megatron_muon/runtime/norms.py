@@ -6,7 +6,7 @@ fp32 sums would differ in the last bits with the number of shards. float64 sums 
 so little that the norm, rounded to fp32, practically never does (docs/numerics.md).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.exchange import all_reduce_norms
 from megatron_muon.runtime.newton_schulz import EPSILON
-from megatron_muon.runtime.scratch import in_shard
+from megatron_muon.runtime.stacks import in_shard
 
 # Elements that a CPU converts to float64 at once: 2 MB, which stays in its second-level cache, in
 # few calls.
@@ -35,12 +35,13 @@ class SumOfSquares:
         num_elements = _CHUNK_ELEMENTS if device.type == "cpu" else 0
         self._scratch = torch.empty(num_elements, dtype=torch.float64, device=device)
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a float64 scalar for each tensor: ``(rows, cols)``, float32, any strides."""
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sums, ``(num_tensors,)`` float64; tensors are ``(rows, cols)`` float32."""
+        if not tensors:
+            return self._scratch.new_zeros(0)
         if self._scratch.numel() == 0:
-            norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64) if tensors else ()
-            return [norm.square_() for norm in norms]
-        return [self._sum(tensor) for tensor in tensors]
+            return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
+        return torch.stack([self._sum(tensor) for tensor in tensors])
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -55,30 +56,24 @@ class SumOfSquares:
 class BlockNorms:
     """Norms of all blocks of a plan, from the rows that each rank holds.
 
-    In a step: :meth:`add` for each of :attr:`matrices`, :meth:`reduce`, :meth:`of` for each route,
-    :meth:`clear`.
-
     Args:
         plan: The plan, equal on all ranks of the group.
-        indices: Matrices whose blocks need a norm, the same on all ranks.
         rank: This rank of the job.
         group: Ranks of the plan; None where this rank is alone.
         device: Where shards live.
 
     Communication: :meth:`reduce` is one all-reduce of 8 bytes a block.
-    Memory: 8 bytes a block, and that of :class:`SumOfSquares`.
+    Memory: 8 bytes a block while a step runs, and that of :class:`SumOfSquares`.
     """
 
     _first: list[int]  # position of the first block of each matrix among all blocks
-    _routes: dict[int, list[Route]]  # by matrix: whose squares this rank adds up
+    _routes: list[Route]  # whose squares this rank adds up
     _positions: torch.Tensor  # of the block of each of these routes, int64
-    _sums: list[torch.Tensor]  # float64 scalars, one for each route
-    _values: tuple[torch.Tensor, ...]  # fp32 scalars, one for each block
+    _values: torch.Tensor  # fp32, one for each block, while a step runs
 
     def __init__(
         self,
         plan: ExchangePlan,
-        indices: Iterable[int],
         rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
@@ -88,49 +83,49 @@ class BlockNorms:
         self._first = [0]
         for matrix in plan.matrices:
             self._first.append(self._first[-1] + len(matrix.blocks))
-        self._routes = {}
-        for index in indices:
-            if rank in plan.matrices[index].ranks:
-                # Replicas hold the same rows: the first of them counts.
-                mine = [route for route in plan.routes(index) if route.holders[0] == rank]
-                if mine:
-                    self._routes[index] = mine
-        self._positions = torch.tensor(
-            [self._position(route) for routes in self._routes.values() for route in routes],
-            dtype=torch.int64,
-            device=device,
-        )
+        self._routes = [
+            route
+            for index, matrix in enumerate(plan.matrices)
+            if rank in matrix.ranks
+            for route in plan.routes(index)
+            # Replicas hold the same rows: the first of them counts.
+            if route.holders[0] == rank
+        ]
+        positions = [self._position(route) for route in self._routes]
+        self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self._sum_of_squares = SumOfSquares(device)
-        self.clear()
 
     def _position(self, route: Route) -> int:
         return self._first[route.matrix] + route.block
 
-    @property
-    def matrices(self) -> Iterable[int]:
-        """Matrices whose rows this rank must add, in order."""
-        return self._routes.keys()
+    def reduce(self, rows: Mapping[int, torch.Tensor]) -> None:
+        """Add up the squares of all ranks, and take roots.
 
-    def add(self, index: int, rows: torch.Tensor) -> None:
-        """Add the squares of this rank's rows of a matrix, ``(local_rows, cols)`` float32."""
-        views = [in_shard(rows, route) for route in self._routes[index]]
-        self._sums += self._sum_of_squares(views)
-
-    def reduce(self) -> None:
-        """Add up the squares of all ranks, and take roots."""
+        Args:
+            rows: By matrix, this rank's rows ``(local_rows, cols)``, float32.
+        """
         squares = torch.zeros(self._first[-1], dtype=torch.float64, device=self._device)
-        if self._sums:
-            squares.index_add_(0, self._positions, torch.stack(self._sums))
+        sums = self._sum_of_squares([in_shard(rows[r.matrix], r) for r in self._routes])
+        if self._routes:
+            squares.index_add_(0, self._positions, sums)
         if self._group is not None:
             all_reduce_norms(squares, self._group)
         # Clamped as emerging-optimizers does: a matrix of zeros stays zero.
-        self._values = squares.sqrt_().clamp_min_(EPSILON).float().unbind()
+        self._values = squares.sqrt_().clamp_min_(EPSILON).float()
 
     def of(self, route: Route) -> torch.Tensor:
         """Return the norm of a route's block, a float32 scalar on the device."""
         return self._values[self._position(route)]
 
-    def clear(self) -> None:
-        """Free what one step has added up."""
-        self._sums = []
-        self._values = ()
+    def of_all(self, routes: Sequence[Route]) -> torch.Tensor | None:
+        """Return the norms of the blocks of several routes as one view.
+
+        Returns:
+            ``(num_routes, 1, 1)`` float32; None where the blocks are not equally far apart.
+        """
+        positions = [self._position(route) for route in routes]
+        first, stop = positions[0], positions[-1] + 1
+        distance = positions[1] - first if len(positions) > 1 else 1
+        if distance < 1 or positions != list(range(first, stop, distance)):
+            return None
+        return self._values[first:stop:distance].view(-1, 1, 1)

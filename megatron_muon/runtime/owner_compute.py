@@ -4,7 +4,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +14,12 @@ from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.cost import CPU_RANKS, CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout, block_rows, whole_matrix
-from megatron_muon.plan.report import log_lines
+from megatron_muon.plan.report import build_report, log_lines
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.runtime.domain import Domain, find_domain, new_groups
-from megatron_muon.runtime.engine import Engine, MomentumRows
+from megatron_muon.runtime.engine import Engine
+from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.newton_schulz import NewtonSchulzSettings
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
@@ -61,11 +62,12 @@ class OwnerCompute:
     Raises:
         ValueError: bf16 on the wire with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when parameters are sharded over different groups, have rows
-            that are no whole number of query groups, or when ranks came to different plans.
+            that are no whole number of query groups, when ranks came to different plans, or when
+            one of them has no memory for the engine.
 
-    Communication: at construction an all-gather of 64 bytes a rank, two flags and a hash, lists of
-        ranks and of differences as objects, and new process groups where a domain or a split matrix
-        needs one; one element is all-reduced in each group of a split matrix.
+    Communication: at construction an all-gather of 64 bytes a rank, three flags and a hash, lists
+        of ranks and of differences as objects, and new process groups where a domain or a split
+        matrix needs one; one element is all-reduced in each group of a split matrix.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
@@ -103,14 +105,20 @@ class OwnerCompute:
             entries = [f"{settings} {newton_schulz.steps} steps {self.plan.wire}"]
             entries += self.plan.entries()
             raise_where_ranks_differ(entries, domain.group, device, "Muon exchange plan")
-        self._engine = Engine(
+        parts_groups = _parts_groups(self.plan, rank, device)
+        self._engine = _build_together(
+            lambda: Engine(
+                self.plan,
+                newton_schulz,
+                own_parameters,
+                rank=rank,
+                group=domain.group,
+                parts_groups=parts_groups,
+                device=device,
+            ),
             self.plan,
-            newton_schulz,
-            own_parameters,
-            rank=rank,
-            group=domain.group,
-            parts_groups=_parts_groups(self.plan, rank, device),
-            device=device,
+            settings,
+            device,
         )
         # Other ranks have no handler; further domains of the same kind look alike.
         if settings.log_plan and rank == domain.ranks[0]:
@@ -119,14 +127,60 @@ class OwnerCompute:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory that the engine keeps, bytes."""
-        return sum(buffer.nbytes for buffer in self._engine.buffers)
+        """Memory of messages and stacks while a step runs, bytes."""
+        return self._engine.staging_bytes
 
-    def orthogonalize(
-        self, momentum_rows: MomentumRows
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[torch.Tensor]]:
         """Orthogonalize all parameters; see :meth:`Engine.orthogonalize`."""
-        return self._engine.orthogonalize(momentum_rows)
+        return self._engine.orthogonalize(momentum, results)
+
+
+def _build_together(
+    build: Callable[[], Engine],
+    plan: ExchangePlan,
+    settings: ExchangeSettings,
+    device: torch.device,
+) -> Engine:
+    """Build the engine of each rank, or raise on all ranks where one has no memory for it.
+
+    Otherwise that rank would end alone, and the others wait for it until their collectives time
+    out.
+    """
+    problems = []
+    try:
+        engine = build()
+    # What a GPU raises is one of these too; a CPU raises nothing more special.
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        problems.append(
+            f"expected memory for the engine, an estimated {_staging_bytes(plan):,} bytes for "
+            f"messages and stacks, got {type(error).__name__}: {reason}{_free_memory(device)}"
+        )
+    raise_where_any_rank_fails(
+        problems,
+        None,
+        device,
+        f"Lower --muon-fsdp-bucket-size (now {settings.bucket_numel:,} elements; the largest "
+        "matrix is the least), shard over more ranks, or leave more memory free. No optimizer was "
+        "built.",
+    )
+    return engine
+
+
+def _staging_bytes(plan: ExchangePlan) -> int:
+    """Return what the report of a plan estimates for this rank."""
+    ranks = sorted({rank for matrix in plan.matrices for rank in matrix.ranks})
+    own_rank = dist.get_rank()
+    return sum(
+        rank.staging_bytes for rank in build_report(ranks, [plan]).ranks if rank.rank == own_rank
+    )
+
+
+def _free_memory(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    return f"; {free:,} of {total:,} bytes are free on {device}"
 
 
 def _build_plan(

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from helpers.fused_linear import fuse_linears_of_each_model
 from helpers.ranks import launch
 from helpers.toy_gpt import EP, HFSDP, fsdp_toy_gpt
 
@@ -32,6 +33,9 @@ def main() -> None:
         run = launch(world_size, fsdp_toy_gpt("optim_grads_params", *FEW, *flags)).check()
         history[name] = run.history
         outputs.append(run.outputs[0])
+    # Over several microbatches, in a buffer that holds their sum.
+    fused = launch(2, fsdp_toy_gpt("optim", *FEW), before=fuse_linears_of_each_model)
+    history["fused"] = fused.check().history
     with tempfile.TemporaryDirectory() as folder:
         save = ("--save", folder, "--save-interval", "3")
         for name, load in (("saved", ()), ("resumed", ("--load", folder, "--ckpt-step", "3"))):

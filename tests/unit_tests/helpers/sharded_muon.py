@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon on hand-made row shards, beside upstream's Muon on the whole matrices."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,20 @@ def whole_matrix(shape: tuple[int, int], seed: int, block: int) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 10**6 * block))
 
 
+def with_local(like: Any, local: Any) -> Any:
+    """Wrap local rows as a DTensor with the mesh, placements and global shape of another."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
 @dataclass
 class Optimizers:
     """Muon on shards and upstream's Muon, over the same parameters.
@@ -59,14 +74,12 @@ class Optimizers:
 
     def set_gradients(self, step: int) -> None:
         """Give both the same gradients."""
-        from megatron_muon.mcore.muon import _with_local
-
         for index, (param, reference, matrix) in enumerate(self.params):
             grad = whole_matrix(reference.shape, 1000 * step + index, self._block(reference))
             start, stop = matrix.local_range
             reference.grad = grad.clone()
             # As Megatron-FSDP attaches gradients: none where the shard is empty.
-            param.grad = _with_local(param, grad[start:stop].clone()) if stop > start else None
+            param.grad = with_local(param, grad[start:stop].clone()) if stop > start else None
 
     def _block(self, reference: Any) -> int:
         return self.tensor_rank if reference.partition_dim >= 0 else 0
@@ -80,6 +93,12 @@ class Optimizers:
             )
             for param, _, _ in self.params
         ]
+
+    def set_state(self, state: Sequence[tuple[Any, Any]]) -> None:
+        """Copy back what :meth:`state` returned."""
+        for (param, _, _), (value, momentum) in zip(self.params, state, strict=True):
+            param._local_tensor.copy_(value)
+            self.sharded.state[param]["momentum_buffer"]._local_tensor.copy_(momentum)
 
     def differences(self, atol: float = 0.0, rtol: float = 0.0) -> list[str]:
         """List parameters and momentum that differ from the reference's rows."""
@@ -106,8 +125,19 @@ def build_optimizers(
     *,
     num_tensor_ranks: int = 1,
     num_replicas: int = 1,
+    cases: Sequence[tuple[int, Sequence[int]]] | None = None,
 ) -> Optimizers:
-    """Make both optimizers on a grid of replicas x shards x tensor-parallel ranks."""
+    """Make both optimizers on a grid of replicas x shards x tensor-parallel ranks.
+
+    Args:
+        num_shards: Ranks that rows are sharded over.
+        settings: Arguments of both optimizers.
+        exchange: Those of ``ExchangeSettings``.
+        num_tensor_ranks: Tensor-parallel ranks.
+        num_replicas: Ranks that hold the same rows.
+        cases: Columns and rows by shard of each matrix, the last one that of query, key and value;
+            None for those of :data:`LAYOUTS`.
+    """
     import torch
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     from torch.distributed.device_mesh import init_device_mesh
@@ -122,10 +152,10 @@ def build_optimizers(
         "cpu", (num_replicas, num_shards, num_tensor_ranks), mesh_dim_names=names
     )
     replicas, shards, tensor = (mesh[name].get_group() for name in names)
-    cases = [*LAYOUTS[num_shards], (24, QKV_ROWS[num_shards])]
+    cases = cases or [*LAYOUTS[num_shards], (24, QKV_ROWS[num_shards])]
     params = []
     for index, (cols, rows) in enumerate(cases):
-        layout = rows_cut_at(sum(rows), cols, rows)
+        layout = rows_cut_at(sum(rows), cols, list(rows))
         start, stop = layout.shards[shards.rank()]
         is_qkv = index == len(cases) - 1
         partition_dim = (0, 1, -1)[0 if is_qkv else index % 3] if num_tensor_ranks > 1 else -1

@@ -12,23 +12,44 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
 
     The weights before they were sharded, the same on every rank, are kept in ``whole_weights``.
     """
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
     import megatron_muon
 
     megatron_muon.enable()
+    start_process_groups(ddp_settings.get("num_distributed_optimizer_instances", 1))
+    gpt = build_gpt()
+    whole = {name: param.detach().clone() for name, param in gpt.named_parameters()}
+    model = wrap_gpt(gpt, sharding, **ddp_settings)
+    model.whole_weights = whole
+    return model
+
+
+def start_process_groups(num_instances: int = 1) -> None:
+    """Start torch's and Megatron's process groups over all ranks."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
     dist.init_process_group("gloo")
-    instances = ddp_settings.get("num_distributed_optimizer_instances", 1)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=1, num_distributed_optimizer_instances=instances
+        tensor_model_parallel_size=1, num_distributed_optimizer_instances=num_instances
     )
+
+
+def build_gpt(*, is_tied: bool = False, **config_settings: Any) -> Any:
+    """Build a two-layer GPT, the same on every rank and in every call.
+
+    Args:
+        is_tied: Whether the embedding is the output layer too.
+        **config_settings: Fields of its ``TransformerConfig``.
+    """
+    import torch
+    from megatron.core import tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.transformer import TransformerConfig
+
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     config = TransformerConfig(
@@ -41,14 +62,25 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
         gradient_accumulation_fusion=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        **config_settings,
     )
-    gpt = GPTModel(
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    mtp = get_gpt_mtp_block_spec(config, layer, False) if config.mtp_num_layers else None
+    return GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        layer,
         vocab_size=VOCAB_SIZE,
         max_sequence_length=SEQ_LENGTH,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=is_tied,
+        mtp_block_spec=mtp,
     )
+
+
+def wrap_gpt(gpt: Any, sharding: str, **ddp_settings: Any) -> Any:
+    """Wrap a model in Megatron-FSDP."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
     ddp_config = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         use_distributed_optimizer=True,
@@ -58,9 +90,7 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
         gradient_reduce_div_fusion=False,
         **ddp_settings,
     )
-    whole = {name: param.detach().clone() for name, param in gpt.named_parameters()}
-    model = FullyShardedDataParallel(config, ddp_config, gpt)
-    model.whole_weights = whole
+    model = FullyShardedDataParallel(gpt.config, ddp_config, gpt)
     with model.no_sync():
         pass
     return model
@@ -85,20 +115,28 @@ def build_optimizer(model: Any, **settings: Any) -> Any:
     return get_megatron_optimizer(config, [model])
 
 
-def run_backward(model: Any, seed: int = 0, is_last: bool = True) -> float:
-    """Run forward and backward on random tokens, the last microbatch of a step or another one."""
+def run_backward(
+    model: Any, seed: int = 0, is_last: bool = True, *, data_of_rank: int | None = None
+) -> float:
+    """Run forward and backward on random tokens, the last microbatch of a step or another one.
+
+    Tokens follow from seed and rank, this rank's unless another one is given.
+    """
     import contextlib
 
     import torch
     import torch.distributed as dist
+    from megatron.core.pipeline_parallel.schedules import custom_backward
 
-    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    rank = dist.get_rank() if data_of_rank is None else data_of_rank
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
     tokens = torch.randint(VOCAB_SIZE, (2, SEQ_LENGTH + 1), generator=generator)
     positions = torch.arange(SEQ_LENGTH).expand(2, -1)
     mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH).tril() < 0.5
     with contextlib.nullcontext() if is_last else model.no_sync():
         loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
-        loss.backward()
+        # As Megatron's schedule does: the mode of cpu_ranks is off inside of loss.backward().
+        custom_backward(loss, None)
     return loss.item()
 
 

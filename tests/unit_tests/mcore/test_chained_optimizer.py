@@ -154,8 +154,21 @@ OUTPUT_LAYER = ("AdamW", "output_layer.weight")
 FAULTS = ("missing", "nan", "inf")
 
 
-def _break_gradients() -> dict[str, Any]:
+def _keep_norm_on_device() -> None:
+    """Stand in for Transformer Engine's kernel, with which upstream reads no norm on the host."""
+    from megatron.core.optimizer import clip_grads
+
+    def scale(chunk_size: int, overflow: Any, tensors: Any, factor: Any) -> None:
+        for source, target in zip(*tensors, strict=True):
+            target.copy_(source * factor)
+
+    clip_grads.multi_tensor_scale_tensor_impl = scale
+
+
+def _break_gradients(norm_is_on_device: bool) -> dict[str, Any]:
     """Step with each fault in a gradient of rank 1, then once without."""
+    if norm_is_on_device:
+        _keep_norm_on_device()
     model = build_model()
     optimizer = build_optimizer(model)
     found: dict[str, Any] = {}
@@ -212,9 +225,9 @@ def _states(optimizer: Any) -> list[Any]:
 
 
 @functools.cache
-def steps_with_faults() -> list[dict[str, Any]]:
+def steps_with_faults(norm_is_on_device: bool) -> list[dict[str, Any]]:
     """Run all faults in one world."""
-    return run_ranks(2, _break_gradients).check().results
+    return run_ranks(2, _break_gradients, norm_is_on_device).check().results
 
 
 @pytest.mark.parametrize(
@@ -226,12 +239,16 @@ def steps_with_faults() -> list[dict[str, Any]]:
     ],
 )
 @pytest.mark.parametrize("name", [MATRIX[1], OUTPUT_LAYER[1]])
-def test_faulty_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(fault, message, name):
+@pytest.mark.parametrize("norm_is_on_device", [False, True])
+def test_faulty_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(
+    norm_is_on_device, fault, message, name
+):
     """Neither Muon nor Adam moves when one rank lost a gradient of either, or has a NaN in it.
 
-    Clipping by a norm that is NaN would carry it into every parameter.
+    Clipping by a norm that is NaN would carry it into every parameter. Where it is launched before
+    the host knows, the message still names the gradient that was at fault.
     """
-    for found in steps_with_faults():
+    for found in steps_with_faults(norm_is_on_device):
         text, same, unchanged = found[f"{fault} {name}"]
         assert f"rank 1: {name}: {message}" in text
         assert same and unchanged
@@ -239,7 +256,62 @@ def test_faulty_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(fault, 
 
 def test_step_after_faults_trains():
     """Whoever drops the faulty gradients may go on with the same optimizer."""
-    assert all(found["success"] for found in steps_with_faults())
+    for norm_is_on_device in (False, True):
+        assert all(found["success"] for found in steps_with_faults(norm_is_on_device))
+
+
+def _norm_and_clipping() -> list[bool]:
+    import torch
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    from megatron_muon.mcore.gradient_norm import clip
+
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    optimizer.prepare_grads()
+    norm = optimizer.get_grad_norm()
+    is_same_norm = norm == ChainedOptimizer.get_grad_norm(optimizer)
+    gradients = optimizer._local_gradients()
+    ours = [gradient.clone() for gradient in gradients]
+    clip(ours, norm, norm / 3)
+    params = [param for child in optimizer.chained_optimizers for param in child.get_parameters()]
+    clip_grads.clip_grad_by_total_norm_fp32(params, norm / 3, norm)
+    is_clipped = all(map(torch.equal, ours, gradients)) and not torch.equal(
+        torch._foreach_norm(ours)[0] * 3, torch.zeros(())
+    )
+    unclipped = [gradient.clone() for gradient in gradients]
+    clip(unclipped, norm, 10 * norm)
+    return [is_same_norm, is_clipped, all(map(torch.equal, unclipped, gradients))]
+
+
+def test_norm_and_clipping_have_upstreams_bits():
+    """One fused call each, where upstream takes two for each gradient."""
+    assert run_ranks(2, _norm_and_clipping).check().results == [[True, True, True]] * 2
+
+
+def _finite_gradients_of_a_norm_beyond_float32() -> list[Any]:
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    model.finish_grad_sync()
+    gradients = optimizer._local_gradients()
+    largest = max(gradient.numel() for gradient in gradients)
+    for gradient in gradients:
+        gradient.fill_(math.sqrt(2e38 / largest))
+    before = main_weights(model)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return [str(error), all(_equal(before, main_weights(model)))]
+    return ["no error", False]
+
+
+def test_norm_beyond_float32_raises_and_changes_nothing():
+    """Each gradient is finite, and so is its own norm; the square of the norm of all is not."""
+    for text, same in run_ranks(2, _finite_gradients_of_a_norm_beyond_float32).check().results:
+        assert "gradient norm: expected a finite one, got inf" in text and same
 
 
 def _reload(sharding: str) -> list[Any]:

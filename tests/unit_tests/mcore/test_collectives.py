@@ -112,4 +112,5 @@ def test_collectives_are_those_of_the_document(world_size, sharding, settings, n
             *([["new_group", "", 0, 0]] if settings else []),
             ["all_gather_into_tensor", "int64", 1, world_size],
             ["all_gather_object", "", 0, world_size],
+            ["all_reduce", "int32", 1, world_size],
         ]

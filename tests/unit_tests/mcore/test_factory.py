@@ -25,7 +25,8 @@ def _print_routes() -> None:
         names = {id(param): name for name, param in model[0].named_parameters()}
         for child in optimizer.chained_optimizers:
             inner = child.optimizer
-            kind = "muon" if isinstance(inner, TensorParallelMuon) else type(inner).__name__
+            name = type(inner).__name__.removeprefix("FSDP")
+            kind = "muon" if isinstance(inner, TensorParallelMuon) else name
             for group in inner.param_groups:
                 for param in group["params"]:
                     print(

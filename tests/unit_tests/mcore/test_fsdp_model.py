@@ -119,9 +119,10 @@ def test_even_chunks_of_plain_dtensors_are_read_too():
 
 def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
     import torch
+    from helpers.sharded_muon import with_local
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, _with_local
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 
     model = build_model(sharding, **settings)
     chain = build_optimizer(model, muon_nesterov=True)
@@ -151,7 +152,7 @@ def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
             grad = torch.randn(whole[fqn].shape, generator=generator)
             whole[fqn].grad = grad.clone()
             rows = grad[slice(*matrix.local_range)].clone()
-            param.grad = _with_local(param, rows) if rows.numel() else None
+            param.grad = with_local(param, rows) if rows.numel() else None
         optimizer.step()
         reference.step()
     return [

@@ -22,9 +22,9 @@ SETTINGS = [
 EXCHANGES = [
     {"mode": "all_gather"},
     {"mode": "owner", "wire": "fp32"},
-    {"mode": "owner", "wire": "fp32", "bucket_numel": 1500, "cost_model": "stack_elements=4000"},
+    {"mode": "owner", "wire": "fp32", "bucket_numel": 1500, "cost_model": "stack_tiles=4"},
     {"mode": "owner", "wire": "bf16"},
-    {"mode": "owner", "wire": "bf16", "bucket_numel": 1, "cost_model": "stack_elements=1"},
+    {"mode": "owner", "wire": "bf16", "bucket_numel": 1, "cost_model": "stack_tiles=4"},
     {"mode": "owner", "wire": "bf16", "cost_model": "gbps=1000,gbps_between_nodes=1000"},
 ]
 NUM_STEPS = 3

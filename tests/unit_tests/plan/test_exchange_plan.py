@@ -18,11 +18,12 @@ from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.pipeline_estimate import pipeline_seconds
 from megatron_muon.plan.report import build_report
 from megatron_muon.plan.routes import parts_of
+from megatron_muon.plan.staging import StagingLayout
 from megatron_muon.plan.wire import Wire
 
 WIRE = Wire("bfloat16", "bfloat16")
 # Newton-Schulz so slow that matrices are split and owners spread.
-SLOW = CostModel(tflops=1e-7, all_reduce_us=0, stack_elements=600)
+SLOW = CostModel(tflops=1e-7, all_reduce_us=0, stack_tiles=4)
 
 
 def _plan(matrices: list[MatrixLayout], bucket_numel: int = 500) -> ExchangePlan:
@@ -181,6 +182,21 @@ def test_every_matrix_is_orthogonalized_by_its_owners_and_nobody_else(matrices, 
         for block in range(len(matrices[index].blocks))
         for owner in owners
     )
+
+
+@settings(deadline=None)
+@given(matrix_lists(max_matrices=12), st.sampled_from([200, 5000]))
+def test_report_knows_the_memory_of_each_rank(matrices, bucket_numel):
+    """The sizes that the engine stages, without a plan of each rank."""
+    plan = _plan(matrices, bucket_numel)
+    report = build_report(range(1 + max(matrices[0].ranks)), [plan])
+    for rank in matrices[0].ranks:
+        rank_plan = RankPlan.build(plan, rank)
+        sizes = [bucket.num_elements.in_bytes(WIRE) for bucket in rank_plan.buckets]
+        local = [owned.num_elements for stacks in rank_plan.local for owned in stacks]
+        largest = max(local, default=0) * WIRE.gather_bytes
+        expected = StagingLayout.build(sizes, [largest] * len(rank_plan.local)).num_bytes
+        assert report.ranks[rank].staging_bytes == expected
 
 
 @settings(deadline=None)

@@ -69,8 +69,13 @@ def test_newton_schulz_time_follows_flops_parts_and_stacks():
     quarter = 5 * (m * n * n + 2 * n**3) / 1e12
     assert cost.newton_schulz_seconds(m, n, 4) == pytest.approx(quarter, rel=1e-4)
     assert CostModel().newton_schulz_seconds(64, 64) < 64 * CostModel().newton_schulz_seconds(1, 64)
-    assert CostModel().stack_size(64, 64) == 64 and CostModel().stack_size(8192, 8192) == 1
-    assert CostModel().stack_size(1024, 1024) == 2
+
+
+def test_stacks_fill_a_gpu_and_are_powers_of_two():
+    """About 1024 tiles of 128 x 128; the longer side does not count."""
+    sides = {64: 32, 512: 32, 1024: 16, 1536: 8, 2048: 4, 3072: 2, 4096: 1, 8192: 1}
+    assert {n: CostModel().stack_size(n, 8192) for n in sides} == sides
+    assert CPU_RANKS.stack_size(64, 64) == 1
 
 
 def test_links_within_a_node_are_those_of_consecutive_ranks():

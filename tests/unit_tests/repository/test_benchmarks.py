@@ -7,10 +7,31 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
+from typing import Any
 
 import pytest
 from helpers.ranks import ROOT, launch
 from training_log import TrainingLog
+
+# What a step may cost at most, by ranks: figures of step_cost.py, which docs/performance.md shows.
+# Whoever removes an operation lowers them, here and there; nothing may raise them unseen.
+STEP_COST = {
+    1: {
+        "operations": 3.4,
+        "matrix_products": 1.4,
+        "collectives": 2,
+        "bytes_an_element": 77,
+        "host_reads": 1,
+    },
+    2: {
+        "operations": 4.3,
+        "matrix_products": 2.3,
+        "collectives": 19,
+        "bytes_an_element": 77,
+        "host_reads": 1,
+    },
+}
 
 
 @pytest.mark.ranks
@@ -43,14 +64,20 @@ def _train_forked(ranks: int, arguments: Sequence[str]) -> TrainingLog:
     return log
 
 
+def _benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a benchmark under another name: modules of the package have the same ones."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = spec_from_file_location(f"{name}_benchmark", ROOT / "benchmarks" / f"{name}.py")
+    benchmark = module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    return benchmark
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_checkpoint_measures_muon_beside_adam(tmp_path, monkeypatch, capsys):
     """Muon keeps one state where Adam keeps two, so its checkpoint is smaller."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = spec_from_file_location("checkpoint_benchmark", ROOT / "benchmarks" / "checkpoint.py")
-    benchmark = module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    benchmark = _benchmark("checkpoint", monkeypatch)
     monkeypatch.setattr(benchmark, "train", _train_forked)
     path = tmp_path / "checkpoint.json"
     flags = ["--hidden", "64", "--layers", "1", "--passes", "1", "--json", str(path)]
@@ -98,3 +125,78 @@ def test_design_alternatives_are_of_the_same_shards():
     )
     assert largest[4] == pytest.approx(report["lower_bound_bytes"] / 2 / 8 / 1e6, abs=0.1)
     assert joint[4] == pytest.approx(report["mean_elements_sent"] / 1e6, abs=0.1)
+
+
+@pytest.mark.ranks
+def test_step_cost_stays_within_its_bounds(tmp_path, monkeypatch, capsys):
+    """Operations, bytes, collectives and host reads of a step are counts: no machine changes them.
+
+    They are those of docs/performance.md, or better.
+    """
+    benchmark = _benchmark("step_cost", monkeypatch)
+
+    def count_on(ranks: int) -> Any:
+        """Count on forked ranks in place of torchrun's."""
+        path = tmp_path / f"{ranks}.json"
+        launch(ranks, ["--json", str(path)], script=ROOT / "benchmarks" / "step_cost.py").check()
+        (counted,) = json.loads(path.read_text())
+        return counted
+
+    monkeypatch.setattr(benchmark, "count_on", count_on)
+    path = tmp_path / "all.json"
+    monkeypatch.setattr(sys, "argv", ["step_cost.py", "--by-operation", "--json", str(path)])
+    assert benchmark.main() == 0
+    printed = capsys.readouterr().out
+    assert "| 2 | Muon | c10d::alltoall_base_ |" in printed
+    document = (ROOT / "docs" / "performance.md").read_text()
+    for counted in json.loads(path.read_text()):
+        assert counted["matrices"] == 32
+        bounds, found = STEP_COST[counted["ranks"]], benchmark.of_step(counted)
+        # As they are printed: a decimal place or none.
+        over = {
+            name: found[name]
+            for name, most in bounds.items()
+            if round(found[name], 1 if isinstance(most, float) else 0) > most
+        }
+        assert not over, f"{counted['ranks']} ranks: expected at most {bounds}, got {over}"
+        row = benchmark.row_of(bounds)
+        assert f"| {counted['ranks']} | {row} |" in document, f"performance.md: expected {row}"
+
+
+def test_counted_operations_are_those_of_a_gpu(monkeypatch):
+    """A fused list counts once, a view not at all; every way to read a value is seen."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import torch
+    from operation_counts import OperationCounter
+
+    a, b = torch.ones(4, 8), torch.ones(4, 8)
+
+    def work() -> None:
+        """Do what is counted."""
+        torch._foreach_mul_([a, b], 2.0)  # each of 128 bytes, read and written
+        a.view(8, 4)[2:].t().copy_(torch.empty(4, 6))  # 96 read, 96 written
+        torch.mul(a, b, out=torch.empty(4, 8))  # two read, one written
+        a.add_(a)  # two read, one written
+        torch.empty(0).add_(1)
+        a @ b.t()
+
+    def read() -> None:
+        """Read in every way."""
+        total = a.sum()
+        float(total), total.item(), bool(total > 0)
+        torch.tensor([[total], [total]]), total.tolist(), total.cpu(), total.to("cpu")
+
+    counter = OperationCounter()
+    with counter.counting():
+        counter.within("work", work)()
+        counter.within("read", read)()
+    work_counts, read_counts = counter.parts["work"], counter.parts["read"]
+    assert work_counts.num_bytes == {
+        "aten::_foreach_mul_": 512, "aten::copy_": 192, "aten::mul": 384, "aten::add_": 384,
+    }  # fmt: skip
+    assert set(work_counts.operations.values()) == {1} and work_counts.matrix_products == 1
+    assert work_counts.host_reads.total() == work_counts.unseen_reads.total() == 0
+    assert read_counts.host_reads.total() == 3
+    assert +read_counts.unseen_reads == {
+        "torch.tensor": 2, "Tensor.tolist": 1, "Tensor.cpu": 1, "Tensor.to": 1,
+    }  # fmt: skip

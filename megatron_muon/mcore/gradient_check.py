@@ -1,0 +1,61 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks agree that gradients are complete and finite before anything is updated."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+
+
+def missing_gradients(fqns: Mapping[Any, str]) -> list[str]:
+    """List the non-empty shards of this rank that have no gradient, a sentence each."""
+    return [
+        f"{fqn}: expected a gradient on a shard of shape {tuple(param._local_tensor.shape)}, "
+        "got None"
+        for param, fqn in fqns.items()
+        if param.grad is None and param._local_tensor.numel() > 0
+    ]
+
+
+def raise_where_gradients_fail(
+    fqns: Mapping[Any, str], problems: Sequence[str], device: torch.device
+) -> None:
+    """Check on all ranks together that every gradient is there and finite.
+
+    Args:
+        fqns: Names of the DTensor parameters.
+        problems: What else is wrong on this rank, a sentence each.
+        device: Where a flag is reduced.
+
+    Raises:
+        RuntimeError: On all ranks, naming rank and parameter, when a non-empty shard of one has no
+            gradient, or one that is not finite.
+
+    Communication: one all-reduce of a single int32 over all ranks of the job, read on the host.
+    """
+    grads = {
+        fqn: param.grad._local_tensor
+        for param, fqn in fqns.items()
+        if param.grad is not None and param.grad._local_tensor.numel() > 0
+    }
+    # A norm is not finite where an element is not; it is a fused pass, and a fast one.
+    norms = torch._foreach_norm(list(grads.values())) if grads else [torch.zeros((), device=device)]
+    not_finite = ~torch.stack([norm.float() for norm in norms]).isfinite()
+    raise_where_any_rank_fails(
+        [*problems, *missing_gradients(fqns)],
+        None,
+        device,
+        "Every trainable parameter needs a finite, reduced gradient before step(): call "
+        "finish_grad_sync() after the backward pass, and look for NaN or Inf in the loss. Nothing "
+        "was updated.",
+        suspects=not_finite.sum(dtype=torch.int32),
+        explain=lambda: [
+            f"{fqn}: expected a finite gradient, got NaN or Inf, or a norm beyond float32, in a "
+            f"shard of shape {tuple(grad.shape)}"
+            for (fqn, grad), is_bad in zip(grads.items(), not_finite.tolist(), strict=False)
+            if is_bad
+        ],
+    )

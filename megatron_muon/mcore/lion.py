@@ -1,0 +1,61 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Lion on the rows of DTensor parameters that this rank holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from emerging_optimizers.scalar_optimizers import Lion
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.mcore.weight_decay import decay_weights
+
+
+class FSDPLion(Lion):
+    """Step emerging-optimizers' Lion on local tensors, all parameters of a group at once.
+
+    The parent compiles its update (``torch.compile``) for one parameter after the other. It would
+    trace DTensors of uneven placements, whose shapes are global and whose local parts differ by
+    rank. The update is elementwise, so the rows of this rank are all it needs; the bits are those
+    of the parent where it is not compiled.
+
+    State stays what it is for the parent, a DTensor for each parameter: checkpoints record it.
+    Parameters without gradient, such as empty shards, are skipped.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step the parameters that have a gradient.
+
+        Args:
+            closure: Unsupported; must be None.
+
+        Raises:
+            ValueError: A closure was passed.
+        """
+        if closure is not None:
+            raise ValueError("closure: expected None, got one. Compute the loss before step().")
+        for group in self.param_groups:
+            # Makes state at the first gradient of a parameter that has none.
+            self._init_group(group)
+            held = [param for param in group["params"] if param.grad is not None]
+            if held:
+                self._step(held, group)
+
+    def _step(self, params: list[Any], group: dict[str, Any]) -> None:
+        weights = [_local(param) for param in params]
+        grads = [_local(param.grad) for param in params]
+        averages = [_local(self.state[param]["exp_avg"]) for param in params]
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        decay_weights(
+            self.weight_decay_method, weights, grads, lr=lr, weight_decay=group["weight_decay"]
+        )
+        updates = torch._foreach_lerp(averages, grads, 1 - beta1)
+        torch._foreach_lerp_(averages, grads, 1 - beta2)
+        torch._foreach_sign_(updates)
+        torch._foreach_add_(weights, updates, alpha=-lr)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,138 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that a step stages in: which buffer is alive when, and where it lies in one arena.
+
+A step with buckets 0, 1, ... runs in rounds. In round ``i``::
+
+    moment  what happens
+    0       rows of bucket i + 1 are packed, its gather starts
+    1       local matrices are orthogonalized, one stack after the other
+    2       the gather of bucket i has arrived: its rows are copied to its stacks, orthogonalized
+    3       the scatter of bucket i - 1 has arrived, and is applied
+    4       results of bucket i are packed, its scatter starts
+
+Buffers that are not alive at the same moment may lie in the same place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_muon.plan.wire import Wire
+
+_MOMENTS = 5  # of a round
+# Source: CUDA's allocations are aligned to 256 bytes. Kernels that read 16 bytes at once, and
+# cuBLAS's fast ones, need less.
+_ALIGNMENT = 256
+
+
+class BucketSizes(NamedTuple):
+    """What one rank stages for a bucket, in elements or in bytes; or the first byte of each.
+
+    Args:
+        gather_send: Rows for other owners.
+        gather_receive: Rows from other ranks.
+        stacks: What it owns, padding included.
+        scatter_send: Results for other holders.
+        scatter_receive: Results from other owners.
+    """
+
+    gather_send: int
+    gather_receive: int
+    stacks: int
+    scatter_send: int
+    scatter_receive: int
+
+    def in_bytes(self, wire: Wire) -> "BucketSizes":
+        """Convert elements to bytes."""
+        gather, scatter = wire.gather_bytes, wire.scatter_bytes
+        each = (gather, gather, gather, scatter, scatter)
+        return BucketSizes(*(size * width for size, width in zip(self, each, strict=True)))
+
+
+class _Lifetime(NamedTuple):
+    """First and last moment of a buffer, both included, counted over all rounds."""
+
+    first: int
+    last: int
+
+    def overlaps(self, other: "_Lifetime") -> bool:
+        """Return whether both are alive at some moment."""
+        return self.first <= other.last and other.first <= self.last
+
+
+@dataclass(frozen=True)
+class StagingLayout:
+    """Places of all buffers of one rank in one arena.
+
+    Args:
+        buckets: First byte of each buffer, for each bucket.
+        local: First byte of the stacks of local matrices, for each round; one place for all stacks
+            of a round, which are orthogonalized one after the other.
+        num_bytes: Size of the arena: the most that is alive at one moment, and what buffers of
+            different sizes leave unused between them.
+    """
+
+    buckets: tuple[BucketSizes, ...]
+    local: tuple[int, ...]
+    num_bytes: int
+
+    @classmethod
+    def build(cls, buckets: Sequence[BucketSizes], local: Sequence[int]) -> "StagingLayout":
+        """Place the buffers.
+
+        Args:
+            buckets: Bytes of the buffers of each bucket.
+            local: For each round, bytes of its largest stack of local matrices.
+        """
+        sizes = [size for bucket in buckets for size in bucket]
+        lifetimes = [each for index in range(len(buckets)) for each in _lifetimes(index)]
+        lifetimes += [_Lifetime(_MOMENTS * i + 1, _MOMENTS * i + 1) for i in range(len(local))]
+        offsets, num_bytes = _place([*sizes, *local], lifetimes)
+        of_buckets, of_local = offsets[: len(sizes)], offsets[len(sizes) :]
+        width = len(BucketSizes._fields)
+        return cls(
+            tuple(
+                BucketSizes(*of_buckets[start : start + width])
+                for start in range(0, len(of_buckets), width)
+            ),
+            tuple(of_local),
+            num_bytes,
+        )
+
+
+def _lifetimes(bucket: int) -> list[_Lifetime]:
+    """Return when the buffers of a bucket are alive, in the order of :class:`BucketSizes`."""
+    now = _MOMENTS * bucket
+    packed, scattered = now - _MOMENTS, now + _MOMENTS + 3
+    return [
+        # Dead once its gather has been waited for, which is before anything of moment 2.
+        _Lifetime(packed, now + 1),
+        _Lifetime(packed, now + 2),
+        # Until the results are packed: Newton-Schulz of no steps returns the stack itself.
+        _Lifetime(now + 2, now + 4),
+        _Lifetime(now + 4, scattered),
+        _Lifetime(now + 4, scattered),
+    ]
+
+
+def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[int], int]:
+    """Place buffers of known lifetimes, the largest first, each as low as it fits.
+
+    The best placement is NP-hard. Of equal sizes the earliest comes first, which is then the best.
+    """
+    offsets = [0] * len(sizes)
+    placed: list[int] = []
+    end = 0
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], lifetimes[i].first)):
+        size = sizes[index]
+        beside = [i for i in placed if lifetimes[i].overlaps(lifetimes[index])]
+        offset = 0
+        for start, stop in sorted((offsets[i], offsets[i] + sizes[i]) for i in beside):
+            if offset + size <= start:
+                break
+            offset = max(offset, -(-stop // _ALIGNMENT) * _ALIGNMENT)
+        offsets[index] = offset
+        placed.append(index)
+        end = max(end, offset + size)
+    return offsets, end

@@ -1,0 +1,40 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that exists while a step runs."""
+
+import torch
+
+
+class Arena:
+    """One block of memory whose views outlive it.
+
+    Views are made once, at construction: in a step the host would make them in front of every copy.
+    They may be used between :meth:`allocate` and :meth:`free`. Between steps the memory belongs to
+    the allocator, and a forward pass can have it.
+
+    Freeing by the size of the storage is what FSDP2 does with its all-gathered parameters.
+    Source: torch 2.11, torch/distributed/fsdp/_fully_shard/_fsdp_common.py.
+
+    Args:
+        num_bytes: Size.
+        device: Where it lies.
+
+    Memory: ``num_bytes``, allocated once at construction to show that it is there, and then while
+        a step runs.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def view(self, offset: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """View elements from a byte on, ``(num_elements,)``."""
+        return self._memory[offset : offset + num_elements * dtype.itemsize].view(dtype)
+
+    def allocate(self) -> None:
+        """Take the memory; what it holds is undefined."""
+        self._memory.untyped_storage().resize_(self.num_bytes)
+
+    def free(self) -> None:
+        """Return the memory. Collectives that use it must have been waited for."""
+        self._memory.untyped_storage().resize_(0)

@@ -1,0 +1,57 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Construction of plan and engine, where one rank alone fails."""
+
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.sharded_muon import build_optimizers, init_group
+
+pytestmark = pytest.mark.ranks
+
+
+def _build_without_memory(is_gpu: bool) -> None:
+    """Let the allocation of rank 1 fail, as a GPU's or as this CPU's."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.runtime import owner_compute
+
+    init_group()
+    original = owner_compute.Engine
+
+    def engine(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            if is_gpu:
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 8.00 GiB.\nSee the documentation."
+                )
+            torch.empty(1 << 60, dtype=torch.uint8)
+        return original(*args, **kwargs)
+
+    owner_compute.Engine = engine
+    build_optimizers(2, exchange={"bucket_numel": 4096})
+
+
+@pytest.mark.parametrize(
+    ("is_gpu", "reason"),
+    [
+        (True, "OutOfMemoryError: CUDA out of memory. Tried to allocate 8.00 GiB."),
+        (False, "RuntimeError: "),
+    ],
+    ids=["gpu", "cpu"],
+)
+def test_allocation_that_fails_on_one_rank_is_an_error_on_all(is_gpu, reason):
+    """The other rank went on to the next collective and waited for it until the timeout.
+
+    The error names what was asked for, and the flag that decides it.
+    """
+    run = run_ranks(2, _build_without_memory, is_gpu, timeout_s=60.0)
+    assert run.exit_codes == [1, 1]
+    for output in run.outputs:
+        text = output.partition("RuntimeError: Stopping on all ranks:")[2]
+        assert "rank 1: expected memory for the engine, an estimated " in text, output[-3000:]
+        assert reason in text and "See the documentation" not in text
+        assert "rank 0:" not in text
+        assert "Lower --muon-fsdp-bucket-size (now 4,096 elements;" in text

@@ -1,0 +1,249 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers that travel are left alone until they are waited for: no GPU is needed to see a race.
+
+``helpers/collective_timing.py`` says what is done to the buffers meanwhile.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.sharded_muon import build_optimizers, init_group
+
+pytestmark = pytest.mark.ranks
+
+NUM_STEPS = 2  # buffers are used again in the second one
+GRIDS = ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2})
+WIRES = ("bf16", "fp32")
+# Matrices, rows and columns of each, elements of a bucket, cost model. A bucket has room for the
+# largest matrix, so many buckets need many matrices of about one size. Matrices are split where
+# there are fewer than ranks, products are slow, and messages are free.
+KINDS = {
+    "many buckets": (16, (20, 30), 1, ""),
+    "stacks": (8, (1, 40), 10**6, "stack_tiles=4"),
+    "split": (
+        *(1, (40, 64), 1),
+        "tflops=0.0001,gbps=1e6,gbps_between_nodes=1e6,all_reduce_us=0,kernel_us=0",
+    ),
+}
+
+
+def _random_case(draw: random.Random, grid: dict[str, int], wire: str, kind: str) -> dict[str, Any]:
+    """Draw matrices, cut anywhere, on a grid of 4 ranks."""
+    num_shards = 4 // (2 if grid else 1)
+
+    def shards(num_rows: int) -> list[int]:
+        """Cut rows anywhere, empty shards included."""
+        cuts = sorted(draw.randint(0, num_rows) for _ in range(num_shards - 1))
+        return [b - a for a, b in zip([0, *cuts], [*cuts, num_rows], strict=True)]
+
+    num_matrices, sizes, bucket_numel, cost_model = KINDS[kind]
+    cases = [(draw.randint(*sizes), shards(draw.randint(*sizes))) for _ in range(num_matrices)]
+    return {
+        "num_shards": num_shards,
+        "exchange": {"wire": wire, "bucket_numel": bucket_numel, "cost_model": cost_model},
+        # Query, key and value.
+        "cases": [*cases, (draw.randint(1, 25), shards(32))],
+        **grid,
+    }
+
+
+def _step(optimizers: Any, start: Any) -> list[Any]:
+    """Step from a state, and return all tensors of the state it comes to."""
+    optimizers.set_state(start)
+    for step in range(NUM_STEPS):
+        optimizers.set_gradients(step)
+        optimizers.sharded.step()
+    return [tensor for pair in optimizers.state() for tensor in pair]
+
+
+def _compare(
+    optimizers: Any, forgotten: int | None = None, reference: Any = None
+) -> dict[str, Any]:
+    """Step as ever, and with late and with early messages.
+
+    Args:
+        optimizers: Steps three times.
+        forgotten: A collective that nobody waits for.
+        reference: Steps as ever in place of ``optimizers``.
+    """
+    from helpers.collective_timing import collectives_run, equal_bits
+
+    start = optimizers.state()
+    expected = _step(reference or optimizers, start)
+    found: dict[str, Any] = {}
+    for when in ("at_wait", "at_launch"):
+        with collectives_run(when, forgotten=forgotten) as timing:
+            same = equal_bits(_step(optimizers, start), expected)
+        found[when] = [same, timing.breaches]
+        found["launched"] = timing.num_launched
+    optimizers.set_state(start)
+    return found
+
+
+def _random_layouts(seed: int) -> dict[str, Any]:
+    """Step random layouts of every kind; return what went wrong, and what there was."""
+    init_group()
+    draw = random.Random(seed)
+    wrong, seen = [], []
+    for grid, wire, kind in itertools.product(GRIDS, WIRES, KINDS):
+        case = _random_case(draw, grid, wire, kind)
+        optimizers = build_optimizers(**case)
+        found = _compare(optimizers)
+        if found["at_wait"] != [True, []] or found["at_launch"] != [True, []]:
+            wrong.append(f"{kind}: {case}: {found}")
+        plan = optimizers.sharded.computes[0].plan
+        seen.append([kind, found["launched"], max(map(len, plan.owners))])
+    return {"wrong": wrong, "seen": seen}
+
+
+def test_results_do_not_depend_on_when_messages_are_read_and_arrive():
+    """Late, at once or as gloo does it: the same bits, and nobody touches a buffer under way."""
+    for result in run_ranks(4, _random_layouts, 1).check().results:
+        assert result["wrong"] == []
+        for kind, num_launched, num_owners in result["seen"]:
+            # A gather and a scatter of three buckets at least.
+            least = 2 * NUM_STEPS * (3 if kind == "many buckets" else 1)
+            assert num_launched >= least, (kind, num_launched)
+            assert (num_owners > 1) == (kind == "split"), (kind, num_owners)
+
+
+# Three buckets and more, in which each rank sends to the other one.
+BUCKETS = {
+    "num_shards": 2,
+    "exchange": {"wire": "bf16", "bucket_numel": 400},
+    "cases": [*[(12, [15 + i, 17 - i]) for i in range(11)], (12, [7, 25])],
+}
+
+
+def _forget_each_wait(grid: dict[str, int]) -> list[list[Any]]:
+    """Leave out one wait() after the other."""
+    from megatron_muon.runtime.arena import Arena
+
+    # A step frees its memory at its end; what arrives afterwards would be written to nowhere.
+    Arena.free = lambda self: None
+    init_group()
+    optimizers = build_optimizers(**BUCKETS, **grid)
+    whole = _compare(optimizers)
+    # Of the first step: the second one does the same.
+    numbers = range(whole["launched"] // NUM_STEPS)
+    found = [_compare(optimizers, forgotten) for forgotten in numbers]
+    # What a step leaves behind does not reach the next one.
+    found.append(_compare(optimizers))
+    return [[each["at_wait"][0], each["at_launch"][0]] for each in [whole, *found]]
+
+
+@pytest.mark.parametrize("grid", [{}, {"num_replicas": 2}], ids=str)
+def test_every_wait_that_is_left_out_is_seen(grid):
+    """Without the wait for any gather or scatter, some rank reads what has not arrived."""
+    run = run_ranks(4 if grid else 2, _forget_each_wait, grid).check()
+    # By rank, collective and mode: whether the results are right.
+    right = list(zip(*run.results, strict=True))
+    assert all(is_right == [True, True] for ranks in (right[0], right[-1]) for is_right in ranks)
+    forgotten = right[1:-1]
+    # Gathers and scatters of at least three buckets.
+    assert len(forgotten) >= 2 * 3
+    for number, ranks in enumerate(forgotten):
+        for when in (0, 1):
+            assert not all(is_right[when] for is_right in ranks), f"collective {number} is not seen"
+
+
+@contextmanager
+def _one_place_for_all_buckets(buffer: str) -> Iterator[None]:
+    """Let the messages of all gathers lie in one place."""
+    from unittest import mock
+
+    from megatron_muon.plan.staging import StagingLayout
+
+    build = StagingLayout.build
+
+    def built(buckets: Any, local: Any) -> StagingLayout:
+        """Lay out with one place more, as large as the largest bucket needs."""
+        layout = build(buckets, local)
+        place = -(-layout.num_bytes // 256) * 256
+        return StagingLayout(
+            tuple(each._replace(**{buffer: place}) for each in layout.buckets),
+            layout.local,
+            place + max(getattr(each, buffer) for each in buckets),
+        )
+
+    with mock.patch.object(StagingLayout, "build", built):
+        yield
+
+
+def _share_a_place(buffer: str) -> dict[str, Any]:
+    init_group()
+    with _one_place_for_all_buckets(buffer):
+        optimizers = build_optimizers(**BUCKETS)
+    return _compare(optimizers, reference=build_optimizers(**BUCKETS))
+
+
+@pytest.mark.parametrize("buffer", ["gather_send", "gather_receive"])
+def test_memory_that_is_used_again_too_early_is_seen(buffer):
+    """The next gather starts before the last one has arrived: in one place, one spoils the other.
+
+    A message that was read at once has left when its place is written again, so its results are
+    right; the breach is found all the same. Two messages into one place spoil results always.
+    """
+    for found in run_ranks(2, _share_a_place, buffer).check().results:
+        assert not found["at_wait"][0]
+        assert found["at_launch"][0] == (buffer == "gather_send")
+        if buffer == "gather_send":
+            for when in ("at_wait", "at_launch"):
+                assert any("its send buffer was written before wait()" in x for x in found[when][1])
+
+
+def _each_collective(when: str) -> list[str]:
+    """Launch each collective, and use its buffers too early in three ways."""
+    import torch
+    import torch.distributed as dist
+    from helpers.collective_timing import collectives_run
+
+    init_group()
+    rank = dist.get_rank()
+    pair = torch.tensor([1.0 + rank, 10.0 + rank])
+    calls = {
+        "all_to_all_single": lambda out, sent: dist.all_to_all_single(out, sent, async_op=True),
+        "all_gather_into_tensor": lambda out, sent: dist.all_gather_into_tensor(
+            out, sent[:1], async_op=True
+        ),
+        "all_reduce": lambda out, sent: dist.all_reduce(out.copy_(sent), async_op=True),
+        "broadcast": lambda out, sent: dist.broadcast(out.copy_(sent), 1, async_op=True),
+    }
+    expected = {
+        "all_to_all_single": [[1.0, 2.0], [10.0, 11.0]][rank],
+        "all_gather_into_tensor": [1.0, 2.0],
+        "all_reduce": [3.0, 21.0],
+        "broadcast": [2.0, 11.0],
+    }
+    wrong = []
+    for name, call in calls.items():
+        sent, out, late = pair.clone(), torch.zeros(2), torch.zeros(2)
+        with collectives_run(when) as timing:
+            work = call(out, sent)
+            is_early = not out.isnan().all()
+            work.wait()
+            touched = call(late, sent)
+            late[0] = sent[0] = 5.0
+            # A synchronous one in between: what was launched before runs first, on all ranks.
+            dist.all_reduce(torch.ones(1))
+            touched.wait()
+            call(torch.zeros(2), sent)
+        buffers = ["receive"] if name in ("all_reduce", "broadcast") else ["send", "receive"]
+        breaches = [f"{name} 1: its {each} buffer was written before wait()" for each in buffers]
+        if is_early or out.tolist() != expected[name]:
+            wrong.append(f"{name}: {out.tolist()}")
+        if timing.breaches != [*breaches, f"{name} 2: nobody waited for it"]:
+            wrong.append(f"{name}: {timing.breaches}")
+    return wrong
+
+
+@pytest.mark.parametrize("when", ["at_wait", "at_launch"])
+def test_collectives_that_are_delayed_give_the_same_and_breaches_are_named(when):
+    """The helper itself: results, NaN meanwhile, and each way to touch a buffer too early."""
+    assert run_ranks(2, _each_collective, when).check().results == [[], []]
