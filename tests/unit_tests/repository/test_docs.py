@@ -61,6 +61,8 @@ COVERED = {
     "test_train_megatron_core.py::test_script_on_megatron_core_alone_learns",
     ".venv/bin/python scripts/check_compat.py*": "repository/test_check_compat.py"
     "::test_check_here_trains",
+    ".venv/bin/python scripts/gpu_checks.py --cpu": "repository/test_gpu_checks.py"
+    "::test_checks_without_a_gpu_pass",
     "torchrun --nproc-per-node 8 -m megatron_muon pretrain_gpt.py *": "test_launcher.py"
     "::test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0",
     ".venv/bin/torchrun --nproc-per-node 2 -m megatron_muon scripts/pretrain_gpt.py *": "test_"
@@ -69,6 +71,8 @@ COVERED = {
     "test_benchmarks.py::test_optimizer_step_measures_every_peer_and_writes_json",
     ".venv/bin/python benchmarks/checkpoint.py *": "repository/test_benchmarks.py"
     "::test_checkpoint_measures_muon_beside_adam",
+    ".venv/bin/python benchmarks/step_cost.py*": "repository/test_benchmarks.py"
+    "::test_step_cost_stays_within_its_bounds",
     ".venv/bin/python -m megatron_muon.plan --preset qwen3-235b-a22b --dp 2048 *": "plan/"
     "test_report.py::test_plan_of_2048_ranks_imports_no_torch",
     ".venv/bin/python -m megatron_muon.checkpoint *": "checkpoint/test_files.py"
