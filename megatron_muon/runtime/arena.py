@@ -33,8 +33,10 @@ class Arena:
 
     def allocate(self) -> None:
         """Take the memory; what it holds is undefined."""
+        # Where a step ended early it is still there, and nothing happens.
         self._memory.untyped_storage().resize_(self.num_bytes)
 
     def free(self) -> None:
         """Return the memory. Collectives that use it must have been waited for."""
+        # Deleting the tensor would not do: every view of it keeps its memory.
         self._memory.untyped_storage().resize_(0)

@@ -158,6 +158,7 @@ class Engine:
             Lists of parameters whose results are complete. Each parameter of which this rank holds
             rows is yielded once.
         """
+        # Before anything is sent: a rank without memory ends before it has joined a collective.
         self._arena.allocate()
         self._rows.begin(momentum, results)
         num_buckets = len(self._buckets)
@@ -174,6 +175,7 @@ class Engine:
             if index:
                 yield self._finish(index - 1, scattering)
             scattering = self._start_scatter(index, orthogonal)
+            # What stays here is written while the rest travels.
             yield self._write_kept(self._buckets[index], orthogonal)
             del orthogonal  # not alive while the next bucket is orthogonalized
             gathering = following
@@ -185,6 +187,8 @@ class Engine:
 
     def _orthogonalize_local(self, index: int) -> Iterator[list[torch.Tensor]]:
         """Orthogonalize the local matrices that fill a bucket's time, stack by stack."""
+        # One stack after the other: they lie in one place, and each is written back before the next
+        # is read.
         for stacks in self._local[index]:
             ((_, memory),) = stacks.stacks
             if not self._rows.read_stack(stacks.kept, memory):
@@ -210,6 +214,7 @@ class Engine:
             torch._foreach_copy_(
                 [stacks.place(route) for route, _ in arrived], [sent for _, sent in arrived]
             )
+        # This rank's own rows come last: their stacks may lie where messages of this gather were.
         self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
         # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
         # copies their rows into messages; strided rows would take a kernel each.
