@@ -175,12 +175,14 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         Raises:
             RuntimeError: As :meth:`step_with_ready_grads`.
         """
-        has_groups = any(map(self.has_grad_norm_group, SEPARATE_GRAD_NORM_GROUPS))
+        clips = self.config.clip_grad > 0.0
+        # Upstream clips such groups, those of multi-token prediction, by norms of their own.
+        has_groups = clips and any(map(self.has_grad_norm_group, SEPARATE_GRAD_NORM_GROUPS))
         if norm_stays_on_device() or has_groups:
             return super().step()
         self.prepare_grads()
         norm = float(self.get_grad_norm())
-        if self.config.clip_grad > 0.0:
+        if clips:
             clip(self._local_gradients(), norm, self.config.clip_grad)
         num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         if norm > self.config.grad_norm_skip_threshold:
