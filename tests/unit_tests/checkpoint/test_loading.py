@@ -471,7 +471,8 @@ def test_pretrained_checkpoint_loads_without_load(muon):
     """Upstream joins a path with None."""
     flags = [*BF16, *SCHEDULE, "--pretrained-checkpoint", str(muon[1]), "--exit-interval", "1"]
     run = launch(2, fsdp_toy_gpt(Z3, *flags)).check()
-    assert run.losses[0] < muon[0].losses[0] - 0.5
+    # Weights of the last iteration, on the data of the first.
+    assert run.losses[0] < muon[0].losses[0] - 0.3
     assert "momentum starts at zero" in run.outputs[0]
 
 
