@@ -56,6 +56,7 @@ def test_refusal_says_what_was_given(settings, given):
     assert given in refusal
 
 
+@pytest.mark.slow
 def test_refused_flags_end_with_one_text_on_rank_0():
     """Two ranks printed 16,000 characters: three tracebacks around the one sentence to read."""
     flags = ("--ckpt-format", "torch_dist", "--fp16", "--muon-fsdp-max-parts", "3")

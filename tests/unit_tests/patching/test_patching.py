@@ -353,6 +353,7 @@ assert not megatron_muon.is_enabled()
 """
 
 
+@pytest.mark.slow
 def test_enable_is_idempotent_reversible_and_all_or_nothing():
     """On the real megatron-core; importing the package imports neither torch nor megatron."""
     done = subprocess.run([sys.executable, "-c", ENABLE_TWICE], capture_output=True, text=True)

@@ -156,6 +156,7 @@ def test_files_that_are_no_shard_map_are_refused(content, message, tmp_path, cap
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_of_2048_ranks_imports_no_torch():
     """A mixture of 235 B parameters: planned on one core, see docs/performance.md."""
     command = "import sys; from megatron_muon.plan.__main__ import main; code = main(sys.argv[1:])"
