@@ -22,11 +22,12 @@ from megatron_muon.mcore.gradient_check import missing_gradients, raise_where_gr
 from megatron_muon.mcore.gradient_norm import (
     GradientNorm,
     clip,
-    flag_on_device,
+    count_problems,
     norm_on_host,
     norm_stays_on_device,
 )
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+from megatron_muon.runtime.dtensor_layout import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +130,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 # Clipping by NaN would make all gradients NaN, and hide which one was. By Inf it
                 # makes those that are finite zero.
                 norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
-            flag = flag_on_device(norm, others, num_problems, device)
-            self._gradient_norm = GradientNorm(norm, flag, None)
+            norms = [torch.as_tensor(norm, device=device)]
+            all_problems = count_problems(norms, others, num_problems, device)
+            self._gradient_norm = GradientNorm(norm, all_problems)
             return norm
         if self.grads_states_parallel_group_is_shared():
             group = self.get_grad_stats_parallel_group()
@@ -144,24 +146,24 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     def _local_gradients(self) -> list[torch.Tensor]:
         return [
-            param.grad._local_tensor
+            local_tensor(param.grad)
             for child in self.chained_optimizers
             for param in child.get_parameters()
             if param.grad is not None
         ]
 
     def _raise_where_gradients_fail(self) -> None:
-        """Raise on all ranks where the flag of one is set; see :meth:`step_with_ready_grads`."""
+        """Raise on all ranks where one has a problem; see :meth:`step_with_ready_grads`."""
         found = self._gradient_norm
-        if found is not None and found.problems_on_host() == 0:
+        if found is not None and int(found.num_problems) == 0:
             return
         device = self.model_chunks[0].module.device
         raise_where_gradients_fail(self._fqns, self._problems, device)
         if found is not None:
             raise RuntimeError(
-                f"gradient norm: expected a finite one, got {float(found.norm)} from gradients "
-                "that are finite each. Lower the learning rate, or scale the loss down. Nothing "
-                "was updated."
+                f"gradient norm: expected a finite one, got {float(found.norm)}, though every "
+                "gradient is finite: they are so large that their squares overflow. Lower the "
+                "learning rate, or scale the loss down. Nothing was updated."
             )
 
     @torch.no_grad()

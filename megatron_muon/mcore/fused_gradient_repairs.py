@@ -34,7 +34,9 @@ def overwrite_only_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_and_wait_parameters_ready(
         self: Any, params: Sequence[Any], *args: Any, **kwargs: Any
     ) -> None:
+        """Gather weights, and leave the mark only where a bucket lives for one microbatch."""
         original(self, params, *args, **kwargs)
+        # Taken back behind upstream, which marks in each forward and each backward pass.
         if self.data_parallel_sharding_strategy == "optim":
             for param in params:
                 param.overwrite_main_grad = False
@@ -50,6 +52,7 @@ def keep_mark_of_grouped_experts(original: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(original)
     def _ensure_main_grad(linear_module: Any) -> None:
+        """Give weights their ``main_grad``, with the mark that Megatron-FSDP gave them."""
         marked = [
             (param, param.overwrite_main_grad)
             for param in linear_module.parameters(recurse=False)
@@ -90,7 +93,9 @@ def fuse_only_into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
         grad_output_buffer: Any,
         *args: Any,
     ) -> Any:
+        """Run the layer, fused only where its backward pass may overwrite ``main_grad``."""
         is_fused = gradient_accumulation_fusion
+        # Outside of Megatron-FSDP ``main_grad`` is upstream's own affair.
         if hasattr(weight, "__fsdp_param__") and grad_output_buffer is None:
             is_fused = is_fused and _may_be_overwritten(weight)
         return original(

@@ -6,13 +6,13 @@ A norm is not finite where a gradient is not. So the norm that clipping needs fi
 no second pass over the gradients.
 
 With Transformer Engine the norm stays on the device: clipping is launched before the host reads the
-flag. Otherwise upstream reads each norm as it comes, and scales tensor by tensor; here the host
-reads norms and flag together, and one fused call takes the norms, another one clips.
+count of problems. Otherwise upstream reads each norm as it comes, and scales tensor by tensor; here
+the host reads norms and count together, and one fused call takes the norms, another one clips.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,21 +27,12 @@ class GradientNorm(NamedTuple):
 
     Args:
         norm: As upstream returns it: a float, or with Transformer Engine a tensor on the device.
-        flag: Number of problems of all ranks, an int32 scalar on the device; None where the host
-            has read it.
-        num_problems: The same on the host; None where it has not been read.
+        num_problems: Of all ranks: a number, or int32 of one element on the device. ``int()`` reads
+            it there, once clipping has been launched.
     """
 
     norm: float | torch.Tensor
-    flag: torch.Tensor | None
-    num_problems: int | None
-
-    def problems_on_host(self) -> int:
-        """Read the flag, once clipping has been launched."""
-        if self.flag is None:
-            assert self.num_problems is not None
-            return self.num_problems
-        return int(self.flag.item())
+    num_problems: int | torch.Tensor
 
 
 def norm_stays_on_device() -> bool:
@@ -49,8 +40,8 @@ def norm_stays_on_device() -> bool:
     return clip_grads.multi_tensor_scale_tensor_impl is not None
 
 
-def flag_on_device(
-    norm: float | torch.Tensor,
+def count_problems(
+    norms: Sequence[torch.Tensor],
     others: Sequence[torch.Tensor],
     num_problems: int,
     device: torch.device,
@@ -58,17 +49,20 @@ def flag_on_device(
     """Add up the problems of all ranks, without a read by the host.
 
     Args:
-        norm: Upstream's norm.
-        others: Gradients that the norm leaves out, such as those of tensor-parallel duplicates.
+        norms: Norms or their squares, one element each; one that is not finite is a problem.
+        others: Gradients that these leave out, such as those of tensor-parallel duplicates.
         num_problems: What is known to be wrong on this rank.
-        device: Where the flag is reduced.
+        device: Where the sum is taken.
+
+    Returns:
+        int32 of one element on the device.
 
     Communication: one all-reduce of a single int32 over all ranks of the job.
     """
-    flag = torch.full((1,), num_problems, dtype=torch.int32, device=device)
-    flag += _num_not_finite([torch.as_tensor(norm, device=device).reshape(1), *_norms(others)])
-    dist.all_reduce(flag)
-    return flag
+    found = torch.cat([norm.reshape(1) for norm in [*norms, *_norms(others)]])
+    total = (~found.isfinite()).sum(dtype=torch.int32).reshape(1) + num_problems
+    dist.all_reduce(total)
+    return total
 
 
 def norm_on_host(
@@ -95,18 +89,17 @@ def norm_on_host(
         if norms:
             square += torch.linalg.vector_norm(torch.stack(norms)) ** 2
         squares.append(square)
-    flag = torch.full((1,), num_problems, dtype=torch.int32, device=device)
-    flag += _num_not_finite([*squares, *(norm.reshape(1) for norm in _norms(others))])
-    dist.all_reduce(flag)
+    # Before squares of other ranks are added: one that is not finite counts on its own rank.
+    all_problems = count_problems(squares, others, num_problems, device)
     for (group, _), square in zip(gradients, squares, strict=True):
         dist.all_reduce(square, group=group)
-    # float64 holds both a float32 and the flag exactly.
-    *found, problems = torch.cat([*squares, flag]).double().tolist()
+    # One read by the host. float64 holds both a float32 and a count exactly.
+    *found, problems = torch.cat([*squares, all_problems]).double().tolist()
     norms_of_groups = [square**0.5 for square in found]
     norm = norms_of_groups[0]
     if len(norms_of_groups) > 1:
         norm = math.sqrt(sum(each**2 for each in norms_of_groups))
-    return GradientNorm(norm, None, int(problems))
+    return GradientNorm(norm, int(problems))
 
 
 def clip(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> None:
@@ -119,7 +112,3 @@ def clip(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> Non
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     held = [tensor for tensor in tensors if tensor.numel() > 0]
     return list(torch._foreach_norm(held)) if held else []
-
-
-def _num_not_finite(norms: Sequence[Any]) -> torch.Tensor:
-    return (~torch.cat([norm.reshape(1) for norm in norms]).isfinite()).sum(dtype=torch.int32)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from emerging_optimizers.scalar_optimizers import Lion
-from torch.distributed.tensor import DTensor
 
 from megatron_muon.mcore.weight_decay import decay_weights
+from megatron_muon.runtime.dtensor_layout import local_tensor
 
 
 class FSDPLion(Lion):
@@ -44,9 +44,9 @@ class FSDPLion(Lion):
                 self._step(held, group)
 
     def _step(self, params: list[Any], group: dict[str, Any]) -> None:
-        weights = [_local(param) for param in params]
-        grads = [_local(param.grad) for param in params]
-        averages = [_local(self.state[param]["exp_avg"]) for param in params]
+        weights = [local_tensor(param) for param in params]
+        grads = [local_tensor(param.grad) for param in params]
+        averages = [local_tensor(self.state[param]["exp_avg"]) for param in params]
         lr, (beta1, beta2) = group["lr"], group["betas"]
         decay_weights(
             self.weight_decay_method, weights, grads, lr=lr, weight_decay=group["weight_decay"]
@@ -55,7 +55,3 @@ class FSDPLion(Lion):
         torch._foreach_lerp_(averages, grads, 1 - beta2)
         torch._foreach_sign_(updates)
         torch._foreach_add_(weights, updates, alpha=-lr)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -22,6 +22,7 @@ from megatron_muon.mcore.weight_decay import decay_weights
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.runtime.all_gather_compute import AllGatherCompute
+from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.newton_schulz import NewtonSchulzSettings
 from megatron_muon.runtime.owner_compute import OwnedParameter, OwnerCompute
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
@@ -159,7 +160,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     @property
     def _device(self) -> torch.device:
         param = self._all_params()[0]
-        return param._local_tensor.device if isinstance(param, DTensor) else param.device
+        return local_tensor(param).device
 
     def _parameter_problems(self) -> list[str]:
         problems = []
@@ -210,7 +211,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         # the training loop zeroes them before the next backward pass.
         results = {
             # Without a gradient the shard is empty, and so is its momentum.
-            param: rows if param.grad is None else _local(param.grad)
+            param: rows if param.grad is None else local_tensor(param.grad)
             for param, rows in momentum.items()
         }
         with fp32_matmul_precision(self.fp32_matmul_prec):
@@ -245,17 +246,17 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         """
         rows: dict[Any, torch.Tensor] = {}
         for group in self.param_groups:
-            momentum = {p: _local(self.state[p]["momentum_buffer"]) for p in group["params"]}
+            momentum = {p: local_tensor(self.state[p]["momentum_buffer"]) for p in group["params"]}
             rows |= momentum
             # Megatron-FSDP attaches no gradient to an empty shard.
             held = [param for param in group["params"] if param.grad is not None]
             if not held:
                 continue
-            grads = [_local(param.grad) for param in held]
+            grads = [local_tensor(param.grad) for param in held]
             buffers = [momentum[param] for param in held]
             decay_weights(
                 self.weight_decay_method,
-                [_local(param) for param in held],
+                [local_tensor(param) for param in held],
                 grads,
                 lr=group["lr"],
                 weight_decay=group["weight_decay"],
@@ -285,8 +286,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                 for param in held:
                     self.pre_weight_update_fn_inplace(param, param.grad)
             torch._foreach_add_(
-                [_local(param) for param in held],
-                [_local(param.grad) for param in held],
+                [local_tensor(param) for param in held],
+                [local_tensor(param.grad) for param in held],
                 alpha=-self._group_of[held[0]]["lr"],
             )
             if self._has_hooks:
@@ -318,8 +319,3 @@ def _newton_schulz_settings(muon_kwargs: Mapping[str, Any]) -> NewtonSchulzSetti
         is_bf16=values["fp32_matmul_prec"] == "medium",
         scale=scale,
     )
-
-
-def _local(tensor: DTensor) -> torch.Tensor:
-    """Return the local rows, ``(local_rows, cols)``, without a view of their own."""
-    return tensor._local_tensor

@@ -42,6 +42,7 @@ PATCHES: tuple[Patch, ...] = (
             "megatron.training.arguments",
             "add_megatron_arguments",
             parameters=("parser",),
+            # The flags stand beside Megatron's own Muon flags, which this line adds.
             source_lines=("parser = _add_regularization_args(parser)", "return parser"),
         ),
         "add the --muon-fsdp-* flags",
@@ -129,6 +130,7 @@ PATCHES: tuple[Patch, ...] = (
                 "bucket_index",
                 "shard_bucket_index",
             ),
+            # The patch above copies the attribute that this line sets.
             source_lines=("self.gradient_scaling_factor = gradient_scaling_factor",),
         ),
         "gradients over a group of one rank: scale each microbatch once, not again with the next",
@@ -153,6 +155,7 @@ PATCHES: tuple[Patch, ...] = (
                 "pg_collection",
                 "skip_megatron_wrapping",
             ),
+            # Upstream's group is one instance; the wrapper replaces what this line has set.
             source_lines=("setattr(optimizer, 'grad_stats_parallel_group', intra_dist_opt_group)",),
         ),
         "HFSDP: reduce the gradient norm over all instances, which hold different shards",
@@ -313,6 +316,7 @@ PATCHES: tuple[Patch, ...] = (
         loading.find_pretrained,
         tree_line="# megatron-muon 0007: --pretrained-checkpoint without --load.",
     ),
+    # The training loop imported the function by name: its copy has to be replaced as well.
     *(
         Patch(
             Target(
@@ -356,11 +360,13 @@ REQUIREMENTS: tuple[Target, ...] = (
         parameters=("self", "p", "grad", "kwargs"),
         source_lines=("num_query_groups = grad_shape[0] // qkv_split_dim",),
     ),
+    # The factory asks it for the flags of Muon, and adds what it does not know.
     Target(
         "megatron.core.optimizer.emerging_optimizers",
         "_muon_config_to_kwargs",
         parameters=("config", "model_chunks", "pg_collection"),
     ),
+    # FSDPZeROTensorParallelMuon does these three lines for all parameters of a group at once.
     Target(
         "emerging_optimizers.orthogonalized_optimizers.orthogonalized_optimizer",
         "OrthogonalizedOptimizer.step",
@@ -371,6 +377,7 @@ REQUIREMENTS: tuple[Target, ...] = (
             'p.add_(orth_grad, alpha=-group["lr"])',
         ),
     ),
+    # The chained optimizer keeps this order, and clips between the two lines.
     Target(
         "megatron.core.optimizer.optimizer",
         "ChainedOptimizer.step",
@@ -380,12 +387,14 @@ REQUIREMENTS: tuple[Target, ...] = (
             "update_successful = False if should_skip_update else self.step_with_ready_grads()",
         ),
     ),
+    # Replaced for all inner optimizers together: weights are installed and gathered once.
     Target(
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer.step_with_ready_grads",
         parameters=("self",),
         source_lines=("model_chunk.start_param_sync()",),
     ),
+    # HSDP's watch counts the calls that reduce over the outer ranks, see _OuterReductions.
     Target(
         f"{_FSDP}.param_and_grad_buffer",
         "GradReducePipeline._bucket_group_gradient_reduce",
@@ -432,6 +441,7 @@ REQUIREMENTS: tuple[Target, ...] = (
         parameters=("self",),
         source_lines=("self.param_and_grad_buffer.copy_main_weights_to_model_weights()",),
     ),
+    # Plans take shards for equal ranges of a buffer, in the order of ranks (describe_matrix).
     Target(
         f"{_FSDP}.param_and_grad_buffer",
         "_get_dp_buffer_shard_bucket_index",
@@ -446,6 +456,7 @@ REQUIREMENTS: tuple[Target, ...] = (
             "bucket_data_index = shard_size * data_parallel_rank",
         ),
     ),
+    # Under HFSDP that order is this one (plan/layout.py, hfsdp_shard_of_rank).
     Target(
         f"{_FSDP}.utils",
         "FSDPDistributedIndex.get_logical_hybrid_fsdp_rank",

@@ -48,6 +48,7 @@ def _flags(*names: str) -> Callable[[Settings], str]:
         given = []
         for name in names:
             value = settings.get(name)
+            # A flag without a value is False where it was not given; 0 may have been given.
             if value is None or value is False:
                 continue
             flag = "--" + name.replace("_", "-")
@@ -180,6 +181,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "optim_grads_params",
         lambda s: (
             bool(s.get("mtp_use_repeated_layer") and s.get("gradient_accumulation_fusion"))
+            # One prediction uses the layer once, and there is nothing to drop.
             and (s.get("mtp_num_layers") or 0) > 1
             and s.get("data_parallel_sharding_strategy") in ("optim_grads", "optim_grads_params")
         ),

@@ -230,7 +230,7 @@ def _whole_seconds(plan: ExchangePlan) -> float:
 
 
 def _add_traffic(plan: ExchangePlan, ranks: dict[int, RankReport], totals: Counter[str]) -> None:
-    """Add what each rank sends and receives, and the memory that it stages it in."""
+    """Add what each rank sends and receives, and the memory of its messages and stacks."""
     wire = plan.wire
     staged: dict[int, list[Counter[str]]] = defaultdict(lambda: [Counter() for _ in plan.buckets])
     for number, bucket in enumerate(plan.buckets):
@@ -261,9 +261,7 @@ def _add_traffic(plan: ExchangePlan, ranks: dict[int, RankReport], totals: Count
             BucketSizes(*(sizes[field] for field in BucketSizes._fields)).in_bytes(wire)
             for sizes in staged[rank]
         ]
-        # The engine deals local stacks out to rounds; the largest could be in any.
-        local_bytes = [local.get(rank, 0) * wire.gather_bytes] * max(1, len(buckets))
-        layout = StagingLayout.build(buckets, local_bytes)
+        layout = StagingLayout.build(buckets, local.get(rank, 0) * wire.gather_bytes)
         # Domains step one after the other.
         ranks[rank].staging_bytes = max(ranks[rank].staging_bytes, layout.num_bytes)
 

@@ -67,8 +67,8 @@ class StagingLayout:
 
     Args:
         buckets: First byte of each buffer, for each bucket.
-        local: First byte of the stacks of local matrices, for each round; one place for all stacks
-            of a round, which are orthogonalized one after the other.
+        local: First byte of the stack of local matrices, for each round. Stacks of a round share
+            it: they are orthogonalized one after the other.
         num_bytes: Size of the arena: the most that is alive at one moment, and what buffers of
             different sizes leave unused between them.
     """
@@ -78,17 +78,19 @@ class StagingLayout:
     num_bytes: int
 
     @classmethod
-    def build(cls, buckets: Sequence[BucketSizes], local: Sequence[int]) -> "StagingLayout":
+    def build(cls, buckets: Sequence[BucketSizes], local_bytes: int) -> "StagingLayout":
         """Place the buffers.
 
         Args:
             buckets: Bytes of the buffers of each bucket.
-            local: For each round, bytes of its largest stack of local matrices.
+            local_bytes: Bytes of the largest stack of local matrices, which may be due in any
+                round. Without buckets there is one round.
         """
+        num_rounds = max(1, len(buckets))
         sizes = [size for bucket in buckets for size in bucket]
         lifetimes = [each for index in range(len(buckets)) for each in _lifetimes(index)]
-        lifetimes += [_Lifetime(_MOMENTS * i + 1, _MOMENTS * i + 1) for i in range(len(local))]
-        offsets, num_bytes = _place([*sizes, *local], lifetimes)
+        lifetimes += [_Lifetime(_MOMENTS * i + 1, _MOMENTS * i + 1) for i in range(num_rounds)]
+        offsets, num_bytes = _place([*sizes, *[local_bytes] * num_rounds], lifetimes)
         of_buckets, of_local = offsets[: len(sizes)], offsets[len(sizes) :]
         width = len(BucketSizes._fields)
         return cls(

@@ -19,13 +19,24 @@ class Arena:
         num_bytes: Size.
         device: Where it lies.
 
+    Raises:
+        MemoryError: The device has too little memory, with sizes.
+
     Memory: ``num_bytes``, allocated once at construction to show that it is there, and then while
         a step runs.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
-        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        try:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        # A GPU raises torch.OutOfMemoryError, which is one of these; a CPU nothing more special.
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise MemoryError(
+                f"expected {num_bytes:,} bytes on {device} for messages and stacks, got "
+                f"{type(error).__name__}: {reason}{_free_memory(device)}"
+            ) from error
 
     def view(self, offset: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """View elements from a byte on, ``(num_elements,)``."""
@@ -40,3 +51,10 @@ class Arena:
         """Return the memory. Collectives that use it must have been waited for."""
         # Deleting the tensor would not do: every view of it keeps its memory.
         self._memory.untyped_storage().resize_(0)
+
+
+def _free_memory(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    return f"; {free:,} of {total:,} bytes are free on {device}"

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Row shards of a DTensor that lies in no buffer of Megatron-FSDP, from its chunk metadata."""
+"""Local rows of a DTensor, and its row shards where it lies in no buffer of Megatron-FSDP."""
 
 import torch
 import torch.distributed as dist
@@ -8,6 +8,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.plan.layout import RowLayout
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of this rank, without a view of their own; a plain tensor itself.
+
+    ``DTensor.to_local`` makes a view, and passes through autograd and the dispatcher to do so.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def describe_dtensor(fqn: str, param: DTensor) -> ShardedMatrix:

@@ -86,13 +86,7 @@ class Engine:
             plan, newton_schulz, parameters, rank=rank, group=group, device=device
         )
         rank_plan = RankPlan.build(plan, rank)
-        layout = StagingLayout.build(
-            [bucket.num_elements.in_bytes(plan.wire) for bucket in rank_plan.buckets],
-            [
-                max((owned.num_elements for owned in stacks), default=0) * plan.wire.gather_bytes
-                for stacks in rank_plan.local
-            ],
-        )
+        layout = rank_plan.staging(plan.wire)
         self._arena = Arena(layout.num_bytes, device)
         self._lay_out(rank_plan, layout, group)
         # Nothing is kept between steps.
@@ -190,12 +184,8 @@ class Engine:
         # One stack after the other: they lie in one place, and each is written back before the next
         # is read.
         for stacks in self._local[index]:
-            ((_, memory),) = stacks.stacks
-            if not self._rows.read_stack(stacks.kept, memory):
-                self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
-            (result,) = self._orthogonalize(stacks)
-            completed = self._rows.write_stack(stacks.kept, result)
-            yield self._write_kept(stacks, [result]) if completed is None else completed
+            self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
+            yield self._write_kept(stacks, self._orthogonalize(stacks))
 
     def _start_gather(self, index: int) -> dist.Work | None:
         self._rows.read(self._gathers.packing(index))
@@ -214,7 +204,7 @@ class Engine:
             torch._foreach_copy_(
                 [stacks.place(route) for route, _ in arrived], [sent for _, sent in arrived]
             )
-        # This rank's own rows come last: their stacks may lie where messages of this gather were.
+        # Not with the gather, though they are here: the stacks may lie where its messages were.
         self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
         # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
         # copies their rows into messages; strided rows would take a kernel each.

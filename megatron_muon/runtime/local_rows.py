@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """This rank's rows: read normalized for sending, and written scaled as results arrive."""
 
-import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,7 @@ type Rows = Mapping[torch.Tensor, torch.Tensor]
 class LocalRows:
     """Rows of the parameters of one plan on this rank, while a step runs.
 
-    In a step: :meth:`begin`, then :meth:`read` and :meth:`write` for each route, or for whole local
-    matrices :meth:`read_stack` and :meth:`write_stack`.
+    In a step: :meth:`begin`, then :meth:`read` and :meth:`write` for every route, :meth:`end`.
 
     Args:
         plan: The plan, equal on all ranks of the group.
@@ -83,33 +82,17 @@ class LocalRows:
 
     def read(self, targets: Sequence[tuple[Route, torch.Tensor]]) -> None:
         """Copy routes to where they go, ``(num_rows, num_cols)`` in the gather dtype."""
-        pairs = [(route, self._rows(route), target) for route, target in targets]
-        if self._plan.wire.normalizes:
-            for route, rows, target in _merged(pairs):
-                # One pass: the quotient is taken in fp32, and rounded as it is written.
-                torch.div(rows, self._norms.of(route), out=target)
-        elif targets:
-            torch._foreach_copy_([target for _, _, target in pairs], [rows for _, rows, _ in pairs])
-
-    def read_stack(self, routes: Sequence[Route], stack: torch.Tensor) -> bool:
-        """Copy whole local matrices into a stack by one call.
-
-        Args:
-            routes: A route for each matrix.
-            stack: ``(room, rows, cols)`` in the gather dtype.
-
-        Returns:
-            Whether it was done. It is not where the routes are no whole matrices, or lie unevenly
-            in memory.
-        """
-        if not self._plan.wire.normalizes or not _are_whole(routes, stack):
-            return False
-        rows = as_one([self._rows(route) for route in routes])
-        norms = self._norms.of_all(routes)
-        if rows is None or norms is None:
-            return False
-        torch.div(rows, norms, out=stack[: len(routes)])
-        return True
+        calls = [
+            _Call([route], in_shard(self._momentum[route.matrix], route), target)
+            for route, target in targets
+        ]
+        if not self._plan.wire.normalizes:
+            if calls:
+                torch._foreach_copy_([call.other for call in calls], [call.rows for call in calls])
+            return
+        for routes, rows, target in self._merged(calls):
+            # One pass: the quotient is taken in fp32, and rounded as it is written.
+            torch.div(rows, self._norms.of(routes), out=target)
 
     def write(self, results: Sequence[tuple[Route, torch.Tensor]]) -> list[torch.Tensor]:
         """Scale results in fp32, and write them to this rank's rows.
@@ -120,53 +103,56 @@ class LocalRows:
         Returns:
             Parameters whose last results these are.
         """
-        if not results:
-            return []
-        pairs = _merged(
-            [(route, in_shard(self._results[route.matrix], route), each) for route, each in results]
+        calls = self._merged(
+            [
+                _Call([route], in_shard(self._results[route.matrix], route), result)
+                for route, result in results
+            ]
         )
+        if not calls:
+            return []
         # Query, key and value have factors of their own. Upstream multiplies with one factor after
         # the other; their product would round differently.
-        first, *others = zip(*(self._scale(route) for route, _, _ in pairs), strict=True)
-        for (_, target, result), factor in zip(pairs, first, strict=True):
+        first, *others = zip(*(self._scale(call.routes[0]) for call in calls), strict=True)
+        for call, factor in zip(calls, first, strict=True):
             # One pass for the copy to fp32 and the first factor.
-            torch.mul(result, self._on_device(factor), out=target)
-        targets = [target for _, target, _ in pairs]
+            torch.mul(call.other, self._on_device(factor), out=call.rows)
         for factors in others:
             if any(factor != 1.0 for factor in factors):
-                torch._foreach_mul_(targets, list(factors))
+                torch._foreach_mul_([call.rows for call in calls], list(factors))
         return self._completed([route for route, _ in results])
 
-    def write_stack(
-        self, routes: Sequence[Route], result: torch.Tensor
-    ) -> list[torch.Tensor] | None:
-        """Scale and write the results of whole local matrices by one call.
+    def _merged(self, calls: Sequence["_Call"]) -> list["_Call"]:
+        """Join the calls of routes that lie evenly in memory on both sides.
+
+        Fused query, key and value take turns in a shard: each of the three lies evenly over its
+        query groups. Experts of a layer lie evenly in the buffer of Megatron-FSDP, and in a stack.
 
         Args:
-            routes: A route for each matrix.
-            result: ``(room, rows, cols)`` in the scatter dtype.
-
-        Returns:
-            As :meth:`write`; None where nothing was done, as in :meth:`read_stack`.
+            calls: One route each.
         """
-        if not _are_whole(routes, result):
-            return None
-        target = as_one([in_shard(self._results[route.matrix], route) for route in routes])
-        if target is None:
-            return None
-        # Matrices of a stack have one shape, and with it the same factors.
-        first, *others = self._scale(routes[0])
-        torch.mul(result[: len(routes)], self._on_device(first), out=target)
-        for factor in others:
-            if factor != 1.0:
-                target.mul_(factor)
-        return self._completed(routes)
+        alike: dict[object, list[_Call]] = defaultdict(list)
+        num_routes = Counter(_block(call) for call in calls)
+        for call in calls:
+            # Query groups of a block have one norm; whole blocks of one shape have one factor.
+            block = _block(call) if num_routes[_block(call)] > 1 else None
+            alike[block, self._shape(call.routes[0]), call.rows.shape].append(call)
+        merged: list[_Call] = []
+        for group in alike.values():
+            routes = [call.routes[0] for call in group]
+            rows = as_one([call.rows for call in group])
+            other = as_one([call.other for call in group])
+            if len(group) == 1 or rows is None or other is None or not self._norms.are_even(routes):
+                merged += group
+            else:
+                merged.append(_Call(routes, rows, other))
+        return merged
 
-    def _rows(self, route: Route) -> torch.Tensor:
-        return in_shard(self._momentum[route.matrix], route)
+    def _shape(self, route: Route) -> tuple[int, int]:
+        return self._plan.matrices[route.matrix].blocks[route.block]
 
     def _scale(self, route: Route) -> Sequence[float]:
-        return self._newton_schulz.scale(*self._plan.matrices[route.matrix].blocks[route.block])
+        return self._newton_schulz.scale(*self._shape(route))
 
     def _on_device(self, factor: float) -> torch.Tensor:
         """Return a factor as a float32 matrix of one element.
@@ -187,38 +173,20 @@ class LocalRows:
         return parameters
 
 
-def _merged(
-    pairs: Sequence[tuple[Route, torch.Tensor, torch.Tensor]],
-) -> list[tuple[Route, torch.Tensor, torch.Tensor]]:
-    """Join routes of one block that lie evenly both where they come from and where they go.
-
-    Fused query, key and value take turns in a shard, a query group after the other: without this,
-    each group would take three calls.
+class _Call(NamedTuple):
+    """What is read or written by one call.
 
     Args:
-        pairs: Routes, with this rank's rows, and the memory that they go to or come from.
-
-    Returns:
-        The same, with ``(num_routes, num_rows, num_cols)`` where routes were joined.
+        routes: One, or several of one shape.
+        rows: This rank's rows, ``(num_rows, num_cols)``, of several routes
+            ``(num_routes, num_rows, num_cols)``.
+        other: Where they go to or come from, of the same shape.
     """
-    blocks: dict[tuple[int, int], list[tuple[Route, torch.Tensor, torch.Tensor]]] = {}
-    for pair in pairs:
-        blocks.setdefault((pair[0].matrix, pair[0].block), []).append(pair)
-    merged = []
-    for block in blocks.values():
-        # The first and the last are often cut by the border of the shard.
-        for _, same in itertools.groupby(block, key=lambda pair: pair[1].shape):
-            run = list(same)
-            rows = as_one([rows for _, rows, _ in run]) if len(run) > 1 else None
-            other = as_one([other for _, _, other in run]) if rows is not None else None
-            if rows is None or other is None:
-                merged += run
-            else:
-                merged.append((run[0][0], rows, other))
-    return merged
+
+    routes: Sequence[Route]
+    rows: torch.Tensor
+    other: torch.Tensor
 
 
-def _are_whole(routes: Sequence[Route], stack: torch.Tensor) -> bool:
-    """Return whether each route is a whole matrix of the stack."""
-    shape = tuple(stack.shape[1:])
-    return all((route.num_rows, route.num_cols) == shape for route in routes)
+def _block(call: _Call) -> tuple[int, int]:
+    return call.routes[0].matrix, call.routes[0].block

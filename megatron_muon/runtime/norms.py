@@ -113,19 +113,22 @@ class BlockNorms:
         # Clamped as emerging-optimizers does: a matrix of zeros stays zero.
         self._values = squares.sqrt_().clamp_min_(EPSILON).float()
 
-    def of(self, route: Route) -> torch.Tensor:
-        """Return the norm of a route's block, a float32 scalar on the device."""
-        return self._values[self._position(route)]
+    def are_even(self, routes: Sequence[Route]) -> bool:
+        """Return whether the blocks of some routes are one, or equally far apart in the plan."""
+        positions = [self._position(route) for route in routes]
+        distances = {
+            after - before for before, after in zip(positions, positions[1:], strict=False)
+        }
+        return len(distances) <= 1 and min(distances, default=0) >= 0
 
-    def of_all(self, routes: Sequence[Route]) -> torch.Tensor | None:
-        """Return the norms of the blocks of several routes as one view.
+    def of(self, routes: Sequence[Route]) -> torch.Tensor:
+        """Return the norms of the blocks of even routes, float32 on the device.
 
         Returns:
-            ``(num_routes, 1, 1)`` float32; None where the blocks are not equally far apart.
+            A scalar where all are of one block, otherwise ``(num_routes, 1, 1)``.
         """
-        positions = [self._position(route) for route in routes]
-        first, stop = positions[0], positions[-1] + 1
-        distance = positions[1] - first if len(positions) > 1 else 1
-        if distance < 1 or positions != list(range(first, stop, distance)):
-            return None
-        return self._values[first:stop:distance].view(-1, 1, 1)
+        first, last = self._position(routes[0]), self._position(routes[-1])
+        if first == last:
+            return self._values[first]
+        distance = (last - first) // (len(routes) - 1)
+        return self._values[first : last + 1 : distance].view(-1, 1, 1)

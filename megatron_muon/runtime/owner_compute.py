@@ -14,7 +14,7 @@ from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.cost import CPU_RANKS, CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout, block_rows, whole_matrix
-from megatron_muon.plan.report import build_report, log_lines
+from megatron_muon.plan.report import log_lines
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.runtime.domain import Domain, find_domain, new_groups
@@ -116,7 +116,6 @@ class OwnerCompute:
                 parts_groups=parts_groups,
                 device=device,
             ),
-            self.plan,
             settings,
             device,
         )
@@ -136,10 +135,7 @@ class OwnerCompute:
 
 
 def _build_together(
-    build: Callable[[], Engine],
-    plan: ExchangePlan,
-    settings: ExchangeSettings,
-    device: torch.device,
+    build: Callable[[], Engine], settings: ExchangeSettings, device: torch.device
 ) -> Engine:
     """Build the engine of each rank, or raise on all ranks where one has no memory for it.
 
@@ -149,13 +145,8 @@ def _build_together(
     problems = []
     try:
         engine = build()
-    # What a GPU raises is one of these too; a CPU raises nothing more special.
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        problems.append(
-            f"expected memory for the engine, an estimated {_staging_bytes(plan):,} bytes for "
-            f"messages and stacks, got {type(error).__name__}: {reason}{_free_memory(device)}"
-        )
+    except MemoryError as error:
+        problems.append(str(error))
     raise_where_any_rank_fails(
         problems,
         None,
@@ -165,22 +156,6 @@ def _build_together(
         "built.",
     )
     return engine
-
-
-def _staging_bytes(plan: ExchangePlan) -> int:
-    """Return what the report of a plan estimates for this rank."""
-    ranks = sorted({rank for matrix in plan.matrices for rank in matrix.ranks})
-    own_rank = dist.get_rank()
-    return sum(
-        rank.staging_bytes for rank in build_report(ranks, [plan]).ranks if rank.rank == own_rank
-    )
-
-
-def _free_memory(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    free, total = torch.cuda.mem_get_info(device)
-    return f"; {free:,} of {total:,} bytes are free on {device}"
 
 
 def _build_plan(

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a step of the optimizer makes the host wait for the device.
 
-On a GPU torch reports operations that synchronize. On a CPU, reads of single values are counted,
-which would.
+On a GPU torch reports operations that synchronize. On a CPU, reads of values are counted, which
+would.
 """
 
 import sys
@@ -17,8 +17,8 @@ from typing import Any
 from gpu_checks.ranks import run_ranks
 from gpu_checks.report import Context, Device, Report
 
-# The flag that all ranks agree on before momentum moves: copied to the device, and read back.
-MAX_OWN = 2
+# The gradient norm and the number of problems of all ranks, together, before momentum moves.
+MAX_OWN = 1
 _PACKAGES = ("megatron_muon", "megatron", "emerging_optimizers", "torch")
 _ENGINE = "megatron_muon/runtime/engine.py"
 # Parts of torch that may read a value by themselves; calls go through others of it.
@@ -93,7 +93,19 @@ def _waits_on_gpu(places: Counter[str]) -> Iterator[None]:
 def _reads_on_cpu(places: Counter[str]) -> Iterator[None]:
     """Count operations that return a tensor's value as a number."""
     import torch
+    from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    class CountLists(TorchFunctionMode):
+        """Pass everything on."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            """Note a read that goes past the dispatcher, then do it."""
+            if func is torch.Tensor.tolist:
+                places[_place()] += 1
+            return func(*args, **(kwargs or {}))
 
     class CountReads(TorchDispatchMode):
         """Pass everything on."""
@@ -106,7 +118,7 @@ def _reads_on_cpu(places: Counter[str]) -> Iterator[None]:
                 places[_place()] += 1
             return func(*args, **(kwargs or {}))
 
-    with CountReads():
+    with CountReads(), CountLists():
         yield
 
 

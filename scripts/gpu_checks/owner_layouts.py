@@ -133,7 +133,8 @@ class OwnerRun:
 
     Args:
         problem: The same on all ranks.
-        before_pack: Called each time the engine asks for rows.
+        before_read: Called each time before the engine reads rows: what comes late in one rank
+            shows whether the others wait for it.
 
     Communication: makes process groups, and that of ``OwnerCompute``.
     """
@@ -141,9 +142,8 @@ class OwnerRun:
     compute: OwnerCompute
     params: list[torch.Tensor]  # stand for the parameters, and hold nothing
 
-    def __init__(self, problem: Problem, before_pack: Callable[[], None] | None = None) -> None:
+    def __init__(self, problem: Problem, before_read: Callable[[], None] | None = None) -> None:
         self._problem = problem
-        self._before_pack = before_pack or (lambda: None)
         replicas, shards, tensor = _groups(problem.grid)
         self._shard = dist.get_rank(shards) if shards is not None else 0
         self._tensor_rank = dist.get_rank(tensor) if tensor is not None else 0
@@ -174,6 +174,20 @@ class OwnerRun:
             initial_load_s=0.0,
             device=problem.device,
         )
+        if before_read is not None:
+            self._delay(before_read)
+
+    def _delay(self, before_read: Callable[[], None]) -> None:
+        """Call what delays this rank in front of each read of rows."""
+        rows: Any = self.compute._engine._rows
+        read = rows.read
+
+        def delayed(targets: Sequence[tuple[Any, torch.Tensor]]) -> None:
+            """Delay this rank, and read."""
+            before_read()
+            read(targets)
+
+        rows.read = delayed
 
     def _whole(self, index: int, tensor_rank: int, step: int) -> torch.Tensor:
         """Draw the matrix of one tensor-parallel rank, the same wherever it is asked for."""
@@ -203,22 +217,9 @@ class OwnerRun:
         with reference.fp32_matmul_precision(self._problem.precision):
             return {
                 self._index[id(param)]: results[param].clone()
-                for params in self._delayed(self.compute).orthogonalize(momentum, results)
+                for params in self.compute.orthogonalize(momentum, results)
                 for param in params
             }
-
-    def _delayed(self, compute: OwnerCompute) -> OwnerCompute:
-        """Call what delays this rank before rows are packed, each time."""
-        rows = compute._engine._rows
-        read = type(rows).read
-
-        def delayed(targets: Sequence[tuple[Any, torch.Tensor]]) -> None:
-            """Delay this rank, and read."""
-            self._before_pack()
-            read(rows, targets)
-
-        rows.read = delayed
-        return compute
 
     def expected(self, step: int) -> dict[int, torch.Tensor]:
         """Return what upstream's function makes of the whole matrices, this rank's rows of it."""

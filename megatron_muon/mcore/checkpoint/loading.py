@@ -32,6 +32,7 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_wh
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
+# Names of experts hold their number among all ranks.
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
 _STATE = re.compile(r"^(optimizer\.state\..+)\.([^.]+)$")
 
@@ -49,6 +50,7 @@ class _Load:
     optimizer: dict[str, Any] | None = None
 
 
+# Upstream calls the second wrapper from within the first, and passes nothing through.
 _being_loaded: _Load | None = None
 
 
@@ -68,6 +70,7 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         load_dir: str | None, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
     ) -> Any:
         global _being_loaded
+        # Other strategies have formats of their own, and upstream looks after them.
         if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
             return original(load_dir, args, rank0, *rest, **kwargs)
         checkpoint, problems = _attempt(
@@ -95,7 +98,9 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(load_dir, args, rank0, *rest, **kwargs)
         finally:
+            # A save prepares its state dict by the same function, and must not be compared.
             _being_loaded = None
+        # DCP has filled the tensors in place, in the form that the checkpoint has.
         if load.optimizer is not None:
             as_in_run(load.optimizer, result[0]["optimizer"])
         return result
@@ -128,6 +133,7 @@ def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
             f"{folder}: expected a --save folder, got that of one checkpoint. Pass the folder that "
             "holds it, and --ckpt-step for its iteration."
         )
+    # Upstream takes 0 for "not given", and so does this.
     if not iteration and not tracker.is_file():
         finished = finished_iterations(folder)
         if finished:
@@ -175,6 +181,7 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
             functools.partial(find_differences, checkpoint, state_dict, args.num_experts)
         )
         problems += differences or []
+        # Collective in both cases or in none: the flag is the same on all ranks.
         if args.strict_fsdp_dtensor_load:
             _raise_together(problems, _advice(checkpoint, args))
         elif problems:
@@ -220,6 +227,7 @@ def find_differences(
         if key.partition(".")[0] in parts
         and (_EXPERT.sub(r"\1*", key) not in patterns or not _is_expert_of(key, num_experts))
     ]
+    # DCP ignores both without a word: what is missing keeps its random or zero values.
     missing = [key for key in wanted if key not in checkpoint.tensors]
     return problems + _group_states(missing, unwanted)
 
@@ -245,6 +253,7 @@ def _group_states(missing: list[str], unwanted: list[str]) -> list[str]:
 
 
 def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
+    # Best effort: this text goes beside an error, and must not end in one of its own.
     saved, _ = _attempt(lambda: checkpoint.read_object("args"))
     return (
         f"{checkpoint.folder} was saved with --optimizer {getattr(saved, 'optimizer', 'unknown')}, "
@@ -256,6 +265,7 @@ def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
 
 def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
     """Read every byte of a checkpoint, a share of about as many on each rank."""
+    # Together the ranks read it once: each reading all of it would take the file system down.
     found, problems = _attempt(
         lambda: list(find_problems(checkpoint, dist.get_rank(), dist.get_world_size()))
     )

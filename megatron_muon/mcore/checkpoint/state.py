@@ -22,6 +22,7 @@ from megatron.core.utils import log_single_rank
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.dtensor_layout import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ def unpack(
                 if not isinstance(value, torch.Tensor):
                     states[key] = value
                 elif value is not states[key]:
-                    _local(states[key]).copy_(_local(value))
+                    local_tensor(states[key]).copy_(local_tensor(value))
         for group in child.optimizer.param_groups:
             for param in group["params"]:
                 for key, value in state_dict["param_to_group_meta"][names[param]].items():
@@ -224,7 +225,3 @@ def unpack(
             "optimizer settings of this run differ from the checkpoint's and hold: %s",
             "; ".join(overridden.values()),
         )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -11,13 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoint_runs import (
-    SCHEDULE,
-    assert_same,
-    gathered,
-    resumed_run,
-    saved_run,
-)
+from helpers.checkpoint_runs import SCHEDULE, assert_same, gathered, resumed_run, saved_run
 from helpers.ranks import Run, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 

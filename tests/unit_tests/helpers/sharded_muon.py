@@ -141,7 +141,6 @@ def build_optimizers(
     import torch
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
     from megatron_muon.plan.settings import ExchangeSettings
@@ -161,17 +160,7 @@ def build_optimizers(
         partition_dim = (0, 1, -1)[0 if is_qkv else index % 3] if num_tensor_ranks > 1 else -1
         value = whole_matrix((sum(rows), cols), index, tensor.rank() * (partition_dim >= 0))
         reference = torch.nn.Parameter(value.clone())
-        local = value[start:stop].clone()
-        param = torch.nn.Parameter(
-            DTensor.from_local(
-                local,
-                mesh["shard"],
-                [Shard(0)],
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
-        )
+        param = _sharded_parameter(value, slice(start, stop), mesh["shard"])
         for each in (param, reference):
             each.is_qkv, each.partition_dim = is_qkv, partition_dim
         matrix = ShardedMatrix(
@@ -202,16 +191,29 @@ def build_optimizers(
     )
 
 
-def float64_normalize(x: Any, p: int, dim: tuple[int, int], eps: float) -> Any:
-    """Divide by the norm of the whole matrix, summed in float64: the reference of wire bf16."""
-    assert (p, dim) == (2, (-2, -1))
-    return x / x.double().square().sum().sqrt().clamp_min(eps).float()
+def _sharded_parameter(whole: Any, rows: slice, mesh: Any) -> Any:
+    """Make a DTensor parameter of some rows of a matrix."""
+    import torch
+    from torch.distributed.tensor import DTensor, Shard
+
+    return torch.nn.Parameter(
+        DTensor.from_local(
+            whole[rows].clone(),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+    )
 
 
 def step_both(optimizers: Optimizers, wire: str, num_steps: int = 3) -> None:
     """Step both, the reference with the norm that the wire uses."""
     from contextlib import nullcontext
     from unittest import mock
+
+    from gpu_checks.reference import float64_normalize
 
     norm: Any = nullcontext()
     if wire == "bf16":

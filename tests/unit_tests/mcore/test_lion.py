@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.ranks import run_ranks
+from helpers.sharded_muon import with_local
 from helpers.toy_fsdp import build_model, build_optimizer
 
 pytestmark = pytest.mark.ranks
@@ -55,18 +56,9 @@ def _step_shards_and_whole(sharding: str) -> dict[str, Any]:
             whole = wholes[param]
             whole.grad = torch.randn(whole.shape, generator=generator)
             rows = whole.grad[ranges[param]]
-            # What Megatron-FSDP leaves of an empty shard.
-            param.grad = None
             num_empty += rows.numel() == 0
-            if rows.numel():
-                param.grad = DTensor.from_local(
-                    rows.clone(),
-                    param.device_mesh,
-                    param.placements,
-                    run_check=False,
-                    shape=param.shape,
-                    stride=param.stride(),
-                )
+            # What Megatron-FSDP leaves of an empty shard.
+            param.grad = with_local(param, rows.clone()) if rows.numel() else None
         torch._foreach_lerp = recorded
         inner.step()
         torch._foreach_lerp = lerp

@@ -18,7 +18,6 @@ from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.pipeline_estimate import pipeline_seconds
 from megatron_muon.plan.report import build_report
 from megatron_muon.plan.routes import parts_of
-from megatron_muon.plan.staging import StagingLayout
 from megatron_muon.plan.wire import Wire
 
 WIRE = Wire("bfloat16", "bfloat16")
@@ -191,12 +190,8 @@ def test_report_knows_the_memory_of_each_rank(matrices, bucket_numel):
     plan = _plan(matrices, bucket_numel)
     report = build_report(range(1 + max(matrices[0].ranks)), [plan])
     for rank in matrices[0].ranks:
-        rank_plan = RankPlan.build(plan, rank)
-        sizes = [bucket.num_elements.in_bytes(WIRE) for bucket in rank_plan.buckets]
-        local = [owned.num_elements for stacks in rank_plan.local for owned in stacks]
-        largest = max(local, default=0) * WIRE.gather_bytes
-        expected = StagingLayout.build(sizes, [largest] * len(rank_plan.local)).num_bytes
-        assert report.ranks[rank].staging_bytes == expected
+        staging = RankPlan.build(plan, rank).staging(WIRE)
+        assert report.ranks[rank].staging_bytes == staging.num_bytes
 
 
 @settings(deadline=None)

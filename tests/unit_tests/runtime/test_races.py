@@ -162,9 +162,9 @@ def _one_place_for_all_buckets(buffer: str) -> Iterator[None]:
 
     build = StagingLayout.build
 
-    def built(buckets: Any, local: Any) -> StagingLayout:
+    def built(buckets: Any, local_bytes: int) -> StagingLayout:
         """Lay out with one place more, as large as the largest bucket needs."""
-        layout = build(buckets, local)
+        layout = build(buckets, local_bytes)
         place = -(-layout.num_bytes // 256) * 256
         return StagingLayout(
             tuple(each._replace(**{buffer: place}) for each in layout.buckets),
