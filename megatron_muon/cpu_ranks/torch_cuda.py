@@ -212,6 +212,10 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
+# Functions that name a device in other places than a keyword.
+_WITH_DEVICES = frozenset([torch.device, torch.Tensor.to, torch.Tensor.type])
+
+
 class CpuDeviceMode(TorchFunctionMode):
     """Turns CUDA devices in torch calls into the CPU, in the thread that entered it.
 
@@ -227,8 +231,12 @@ class CpuDeviceMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Result:
         """Call ``func`` with CUDA devices among its arguments replaced."""
-        kwargs = kwargs or {}
-        if _is_cuda(kwargs.get("device")):
+        # Each call of torch comes here, so the usual one must be quick.
+        if not kwargs:
+            if func not in _WITH_DEVICES:
+                return func(*args)
+            kwargs = {}
+        elif _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": CPU}
         if func is torch.device:
             if (args and _is_cuda(args[0])) or _is_cuda(kwargs.get("type")):

@@ -12,6 +12,7 @@ source tree     a megatron whose source carries the patches (``patches/``), not 
 ==============  ================================================================================
 """
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -77,10 +78,10 @@ class Target:
                 )
         if self.source_lines:
             try:
-                source = inspect.getsource(found)
+                source = _source(found)
             except (OSError, TypeError) as error:
                 return [*problems, f"{self.symbol}: expected readable source, found {error}."]
-            lines = {line.strip() for line in source.splitlines()}
+            lines = _lines(found)
             digest = hashlib.sha256(textwrap.dedent(source).encode()).hexdigest()[:12]
             problems += [
                 f"{self.symbol}: expected the source line {line!r}, found none (source {digest})."
@@ -113,10 +114,21 @@ class Patch:
         """Return whether the source of the imported megatron carries this change already."""
         try:
             module = importlib.import_module(self.tree_module or self.target.module)
-            lines = inspect.getsource(module).splitlines()
+            lines = _lines(module)
         except (ModuleNotFoundError, OSError, TypeError):
             return False
-        return any(line.strip() == self.tree_line for line in lines)
+        return self.tree_line in lines
+
+
+# Several patches look at one module; finding where a function ends takes milliseconds.
+@functools.cache
+def _source(found: Any) -> str:
+    return inspect.getsource(found)
+
+
+@functools.cache
+def _lines(found: Any) -> frozenset[str]:
+    return frozenset(line.strip() for line in _source(found).splitlines())
 
 
 def verify_all(targets: Sequence[Target]) -> None:

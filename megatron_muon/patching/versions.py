@@ -8,6 +8,7 @@ row is tried: its symbols are verified as those of any other, and a warning name
 them is refused.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import logging
@@ -16,6 +17,7 @@ import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -91,7 +93,9 @@ def _verdict(row: Combination) -> str:
     return f"works (source tree, no wheel: {row.tree})" if row.tree else "works"
 
 
-def installed_versions() -> dict[str, str | None]:
+# They do not change while a process runs, and reading them takes a call of git.
+@functools.cache
+def installed_versions() -> Mapping[str, str | None]:
     """Read the versions of the packages that are patched or relied on, without importing them.
 
     Returns:
@@ -104,7 +108,7 @@ def installed_versions() -> dict[str, str | None]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    return versions
+    return MappingProxyType(versions)
 
 
 def _megatron_core_version() -> str | None:

@@ -5,7 +5,6 @@
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,16 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     device: Device = "cpu" if options.cpu or options.rehearse else "cuda"
-    with tempfile.TemporaryDirectory() as memory:
-        _prepare_environment(memory)
-        runner = Runner(
-            device,
-            is_rehearsal=options.rehearse,
-            limit_s=options.limit_s,
-            jobs=options.jobs or _JOBS[device],
-            preload=["gpu_checks.cpu_preload"] if device == "cpu" else [],
-        )
-        return _run(runner, checks, options, device)
+    _prepare_environment()
+    runner = Runner(
+        device,
+        is_rehearsal=options.rehearse,
+        limit_s=options.limit_s,
+        jobs=options.jobs or _JOBS[device],
+        preload=["gpu_checks.cpu_preload"] if device == "cpu" else [],
+    )
+    return _run(runner, checks, options, device)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,13 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare_environment(memory: str) -> None:
+def _prepare_environment() -> None:
     """Set what processes read before anything else: a fork server is told nothing else."""
     paths = [str(path) for path in (ROOT, ROOT / "scripts", ROOT / "tests" / "unit_tests")]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("MEGATRON_MUON_TEST_MEMORY", memory)  # of helpers/preloaded.py
 
 
 def _run(

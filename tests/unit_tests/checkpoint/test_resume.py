@@ -176,7 +176,7 @@ def test_checkpoint_loads_on_other_ranks(before, after, tolerance, tmp_path):
     differences = relative_differences(resumed.losses, first.losses[SAVED_AT:])
     print(f"largest relative difference of losses: {max(differences):.1e}")
     if tolerance is None:
-        assert resumed.losses[-1] < resumed.losses[0] - 0.3
+        assert resumed.losses[-1] < resumed.losses[0] - 0.15
     else:
         assert max(differences) <= tolerance, differences
 

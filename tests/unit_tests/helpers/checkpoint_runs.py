@@ -12,7 +12,7 @@ import torch
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
 
-SAVED_AT, LAST = 5, 10
+SAVED_AT, LAST = 5, 8
 SCHEDULE = (
     f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT} --global-batch-size 4"
 ).split()

@@ -61,12 +61,17 @@ class Run:
 
 
 @functools.cache
+def _data_cache() -> str:
+    """Return a folder in which Megatron keeps the order of its 12 million mock samples."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
+@functools.cache
 def _context() -> multiprocessing.context.ForkServerContext:
     paths = [str(UNIT_TESTS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    memory = tempfile.TemporaryDirectory()
-    atexit.register(memory.cleanup)
-    os.environ["MEGATRON_MUON_TEST_MEMORY"] = memory.name  # of preloaded.py
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["helpers.preloaded"])
     return context
@@ -155,6 +160,8 @@ def launch(
 ) -> Run:
     """Run a training script through the launcher, as ``torchrun ... -m megatron_muon`` does.
 
+    The GPT script gets a folder for indices of data, which every run would build anew otherwise.
+
     Args:
         world_size: Number of ranks.
         arguments: Arguments of the script.
@@ -164,11 +171,12 @@ def launch(
         timeout_s: Seconds after which all ranks are killed.
         ends_with: Rank whose end is the run's: the others are killed then.
     """
+    cache = ["--data-cache-path", _data_cache()] if script == PRETRAIN_GPT else []
     return run_ranks(
         world_size,
         _launch_rank,
         str(script),
-        list(arguments),
+        [*arguments, *cache],
         before,
         env=env,
         timeout_s=timeout_s,

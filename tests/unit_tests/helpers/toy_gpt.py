@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import gpt_flags
 from gpt_flags import FSDP, MUON, SMALL_GPT
 
-SEQ_LENGTH, NUM_ITERATIONS = 16, 12
+SEQ_LENGTH, NUM_ITERATIONS = 16, 8
 
 _TOY_GPT = (
     f"{SMALL_GPT} --global-batch-size 12 --num-layers 2 --hidden-size 32"

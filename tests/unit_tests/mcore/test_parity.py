@@ -64,7 +64,7 @@ def check_parity(world_size: int, zero: int, flags: tuple, fsdp_flags: tuple, to
     run = train(world_size, fsdp_toy_gpt(ZERO[zero], *flags, *fsdp_flags))
     differences = relative_differences(run.losses, ddp_losses(world_size, *flags))
     assert len(differences) == NUM_ITERATIONS
-    assert run.losses[-1] < run.losses[0] - 0.3
+    assert run.losses[-1] < run.losses[0] - 0.2
     print(f"largest relative difference: {max(differences):.1e}")
     assert max(differences) <= tolerance, differences
 
