@@ -104,8 +104,9 @@ def build_optimizer(model: Any) -> Any:
             "take a GPU's way here otherwise."
         )
     norms._CHUNK_ELEMENTS = 0
-    rates = dataclasses.asdict(CostModel())
-    del rates["num_ns_steps"]
+    # Named, so that they replace those of CPU ranks. The other two are the run's.
+    others = ("num_ns_steps", "measured")
+    rates = {k: v for k, v in dataclasses.asdict(CostModel()).items() if k not in others}
     config = OptimizerConfig(
         optimizer="muon",
         lr=0.01,

@@ -55,7 +55,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--muon-fsdp-cost-model",
         default=defaults.cost_model,
         help="Rates of the machine for choosing owners, as name=value,...: tflops, gbps, "
-        "gbps_between_nodes, ranks_per_node, kernel_us, all_reduce_us, stack_tiles.",
+        "gbps_between_nodes, ranks_per_node, kernel_us, all_reduce_us, stack_tiles. With measure "
+        "each shape is timed at construction, measure:PATH writes the times to a file too, and "
+        "file:PATH reads them.",
     )
     group.add_argument(
         "--muon-fsdp-log-plan",

@@ -179,7 +179,7 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
     )
     has_replicas = dist_index.use_hybrid_fsdp and not dist_index.hsdp_outer_dp_shard
     replicas = dist_index.get_outer_fsdp_group(is_expert) if has_replicas else None
-    return ShardedMatrix(fqn, layout, group, replicas)
+    return ShardedMatrix(fqn, layout, group, replicas, dist_index.get_dp_group(is_expert))
 
 
 def _shard_index_of_each_rank(dist_index: Any, is_expert: bool, world: int) -> list[int]:

@@ -133,16 +133,14 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     def _owned(self, param: Any) -> OwnedParameter:
         """Return how upstream's ``orthogonalize`` splits a parameter, and over which ranks."""
-        groups = self.pg_collection
-        tensor_group = partition_dim = None
-        if groups is not None and self.tp_mode != "blockwise":
-            tensor_group = groups.expt_tp if getattr(param, "expert_tp", False) else groups.tp
-            partition_dim = getattr(param, "partition_dim", None)
-        is_joined = (
-            tensor_group is not None
-            and partition_dim in (0, 1)
-            and dist.get_world_size(tensor_group) > 1
-        )
+        groups, is_expert = self.pg_collection, getattr(param, "expert_tp", False)
+        tensor_group = None
+        if groups is not None:
+            tensor_group = groups.expt_tp if is_expert else groups.tp
+        has_tensor_ranks = tensor_group is not None and dist.get_world_size(tensor_group) > 1
+        partition_dim = getattr(param, "partition_dim", None)
+        is_sharded = has_tensor_ranks and partition_dim in (0, 1)
+        is_joined = is_sharded and self.tp_mode != "blockwise"
         split_shapes = None
         if self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(param):
             split_shapes = tuple(getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes)
@@ -152,6 +150,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             tensor_group if is_joined else None,
             partition_dim if is_joined else None,
             split_shapes,
+            # Experts are never replicated: every rank has others, or other rows of them.
+            has_copies=has_tensor_ranks and not is_sharded and not is_expert,
         )
 
     def _all_params(self) -> list[Any]:

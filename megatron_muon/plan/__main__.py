@@ -16,6 +16,7 @@ from typing import get_args
 from megatron_muon.closed_pipe import run_until_closed_pipe
 from megatron_muon.plan.assignment import Objective
 from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.cost_table import CostSource, CostTable
 from megatron_muon.plan.preview.model_shape import PRESETS, ModelShape
 from megatron_muon.plan.preview.simulation import (
     Machine,
@@ -111,8 +112,17 @@ def _machine(options: argparse.Namespace) -> Machine:
         gbps_between_nodes=between,
         ranks_per_node=options.ranks_per_node,
     )
+    source = CostSource.parse(options.cost_model)
+    if source.measures:
+        raise ValueError(
+            f"cost model: expected rates or file:PATH, got {options.cost_model!r}. Only a run can "
+            "measure: --muon-fsdp-cost-model measure:PATH writes the file."
+        )
+    cost = CostModel.parse(source.rates, rates)
+    if source.path is not None:
+        cost = dataclasses.replace(cost, measured=CostTable.read(source.path))
     return Machine(
-        CostModel.parse(options.cost_model, rates),
+        cost,
         Wire.of(options.wire, is_bf16=options.wire == "bf16"),
     )
 

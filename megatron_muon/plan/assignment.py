@@ -201,8 +201,10 @@ def _choose_parts(
     while longest and -longest[0][0] > room_s:
         now_s, index = -longest[0][0], heapq.heappop(longest)[1]
         parts = num_parts[index]
-        # Parts double, so that sets of owners tile a node.
-        if 2 * parts > min(max_parts, len(matrices[index].ranks)):
+        # Parts double, so that sets of owners tile a node. Of a matrix with copies one copy might
+        # be split and another not, and then they would drift apart.
+        most_parts = 1 if matrices[index].has_copies else min(max_parts, len(matrices[index].ranks))
+        if 2 * parts > most_parts:
             continue
         half_s = matrix_seconds(matrices[index], cost, 2 * parts)
         added_s = parts * (2 * half_s - now_s)

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_muon.plan.cost_table import CostTable
+
 # Newton-Schulz multiplies three times a step: the Gram matrix, its square, and their product with
 # the matrix.
 _NUM_MATMULS = 3
@@ -34,6 +36,8 @@ class CostModel:
         num_ns_steps: Newton-Schulz steps.
         stack_tiles: Tiles of 128 x 128 that fill a rank's multiprocessors. Matrices of one shape
             are stacked until their Gram matrices have about so many; 1 stacks nothing.
+        measured: Times by shape, which ``tflops`` and ``kernel_us`` then do not decide; None for
+            none.
 
     Raises:
         ValueError: A rate is not positive.
@@ -54,16 +58,17 @@ class CostModel:
     # Four waves of two tiles on each of 132 multiprocessors (H100, H200), as a power of two: 32
     # matrices of side 512, 16 of 1024, 8 of 1536, 4 of 2048, 2 of 3072. An estimate, not measured.
     stack_tiles: int = 1024
+    measured: CostTable | None = None
 
     def __post_init__(self) -> None:
         """Check that every rate is positive."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in _rates():
+            value = getattr(self, name)
             # A latency may be 0, to leave it out of an estimate. A rate of 0 would divide by it.
-            allowed = value >= 0 if field.name.endswith("_us") else value > 0
+            allowed = value >= 0 if name.endswith("_us") else value > 0
             if not allowed:
                 raise ValueError(
-                    f"cost model: expected a positive {field.name}, got {value}. Pass the rates of "
+                    f"cost model: expected a positive {name}, got {value}. Pass the rates of "
                     "your machine, such as tflops=500,gbps=450."
                 )
 
@@ -74,11 +79,7 @@ class CostModel:
         Raises:
             ValueError: Unknown rate, or a value that is not a number.
         """
-        # The fields themselves say which names and types there are: a new rate needs no new code.
-        types = {
-            field.name: int if isinstance(field.default, int) else float
-            for field in dataclasses.fields(cls)
-        }
+        types = _rates()
         changes: dict[str, float] = {}
         for entry in filter(None, text.split(",")):
             name, _, value = entry.partition("=")
@@ -86,8 +87,9 @@ class CostModel:
                 changes[name] = types[name](value)
             except (KeyError, ValueError):
                 raise ValueError(
-                    f"cost model: expected name=value with a name of {sorted(types)}, got "
-                    f"{entry!r}. Example: tflops=500,gbps=450,gbps_between_nodes=45."
+                    f"cost model: expected name=value with a name of {sorted(types)}, measure, "
+                    f"measure:PATH or file:PATH, got {entry!r}. Example: "
+                    "tflops=500,gbps=450,gbps_between_nodes=45."
                 ) from None
         return dataclasses.replace(base or cls(), **changes)  # type: ignore[arg-type]
 
@@ -119,12 +121,20 @@ class CostModel:
             num_parts: Owners that hold equal parts of the longer side. They all-reduce the Gram
                 matrix of the shorter side in bf16 in each step.
             is_near: Whether the owners share a node.
+
+        Raises:
+            ValueError: Measured times do not have the shape.
         """
         flops = self.newton_schulz_flops(num_rows, num_cols, num_parts)
-        seconds = flops / (self.tflops * 1e12)
-        # All matrices of a stack share its launches.
-        launches = self.num_ns_steps * _NUM_MATMULS * self.kernel_us * 1e-6
-        seconds += launches / self.stack_size(num_rows, num_cols)
+        if self.measured is not None:
+            # Parts run at the rate of the whole: they have its Gram matrix, of n x n tiles.
+            seconds = self.measured.seconds(num_rows, num_cols, self.num_ns_steps)
+            seconds *= flops / self.newton_schulz_flops(num_rows, num_cols)
+        else:
+            seconds = flops / (self.tflops * 1e12)
+            # All matrices of a stack share its launches.
+            launches = self.num_ns_steps * _NUM_MATMULS * self.kernel_us * 1e-6
+            seconds += launches / self.stack_size(num_rows, num_cols)
         if num_parts > 1:
             n = min(num_rows, num_cols)
             gbps = self.gbps if is_near else self.gbps_between_nodes
@@ -147,6 +157,16 @@ class CostModel:
         """Return the seconds that one byte takes between two ranks."""
         is_near = self.node(rank) == self.node(peer)
         return 1e-9 / (self.gbps if is_near else self.gbps_between_nodes)
+
+
+def _rates() -> dict[str, type[int] | type[float]]:
+    """Return name and type of each rate."""
+    # The fields themselves say which there are: a new rate needs no new code.
+    return {
+        field.name: int if isinstance(field.default, int) else float
+        for field in dataclasses.fields(CostModel)
+        if field.name != "measured"
+    }
 
 
 class HeldElements:

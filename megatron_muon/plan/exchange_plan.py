@@ -159,6 +159,7 @@ class ExchangePlan:
         return [
             f"{matrix.fqn} {matrix.blocks} owners {owners} bucket {bucket_of.get(index, 'local')} "
             f"layout {zlib.crc32(repr(matrix.regions).encode()):08x}"
+            f"{' with copies' if matrix.has_copies else ''}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
 

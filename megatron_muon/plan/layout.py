@@ -153,6 +153,9 @@ class MatrixLayout:
             asks for that.
         regions: Rectangles that tile the blocks.
         ranks: Ranks of the job that may own the matrix, ascending; every holder is one of them.
+        has_copies: Whether other tensor-parallel ranks have a matrix of the same values. Each of
+            them is orthogonalized whole and alone, so that all results have the same bits: stacks
+            and parts would differ where plans do.
 
     Raises:
         ValueError: Regions that do not have as many elements as the blocks, or a holder that may
@@ -163,6 +166,7 @@ class MatrixLayout:
     blocks: tuple[tuple[int, int], ...]
     regions: tuple[Region, ...]
     ranks: tuple[int, ...]
+    has_copies: bool = False
 
     def __post_init__(self) -> None:
         """Check the regions against the blocks."""
@@ -244,6 +248,7 @@ def whole_matrix(
     partition_dim: int | None = None,
     split_shapes: Sequence[int] | None = None,
     domain: tuple[int, ...] | None = None,
+    has_copies: bool = False,
 ) -> MatrixLayout:
     """Join the row shards of all ranks to the matrix that Newton-Schulz sees.
 
@@ -255,6 +260,7 @@ def whole_matrix(
         partition_dim: Dimension that tensor parallelism shards; None with a single tensor rank.
         split_shapes: See :func:`block_rows`.
         domain: Ranks that may own the matrix; None for all that are named in ``ranks``.
+        has_copies: See :class:`MatrixLayout`.
 
     Raises:
         ValueError: Several tensor ranks without ``partition_dim``, another number of shards, or
@@ -288,7 +294,7 @@ def whole_matrix(
         shapes.append(shape)
     if domain is None:
         domain = tuple(sorted({rank for shards in ranks for holders in shards for rank in holders}))
-    return MatrixLayout(fqn, tuple(shapes), tuple(regions), domain)
+    return MatrixLayout(fqn, tuple(shapes), tuple(regions), domain, has_copies)
 
 
 def _regions_of_block(

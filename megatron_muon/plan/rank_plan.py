@@ -206,8 +206,7 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
 def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[tuple[Stack, int]]:
     """Group the parts of a rank by shape into stacks, with the matrices each has room for.
 
-    A part of a split block stands alone, and so does every part where rows travel in fp32: they are
-    orthogonalized one matrix by one.
+    What is not stackable stands alone.
     """
     by_shape: dict[tuple[int, int], list[Part]] = defaultdict(list)
     stacks: list[tuple[Stack, int]] = []
@@ -217,21 +216,32 @@ def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[tuple
             continue
         for block, shape in enumerate(plan.matrices[index].blocks):
             part = parts_of(index, block, shape, owners)[owners.index(rank)]
-            # Its all-reduces are between the owners of this block: batching it with another block
-            # would need the same owners, in the same stack, on all of them.
-            if len(owners) > 1 or not plan.wire.normalizes:
+            if not _is_stackable(plan, index):
                 stacks.append(((part,), 1))
             else:
                 by_shape[shape].append(part)
     for shape, parts in by_shape.items():
         first = 0
-        for room in stack_rooms(len(parts), plan.cost.stack_size(*shape)):
+        for room in stack_rooms(len(parts), _largest_stack(plan, shape)):
             stacks.append((tuple(parts[first : first + room]), room))
             first += room
     # Ranks that share several split blocks must come to them in the same order, and before
     # anything that only some of them have: they all-reduce inside Newton-Schulz.
     stacks.sort(key=lambda item: (len(item[0][0].owners) == 1, item[0][0].matrix, item[0][0].block))
     return stacks
+
+
+def _is_stackable(plan: ExchangePlan, index: int) -> bool:
+    """Return whether blocks of a matrix may be orthogonalized in one call with others."""
+    return (
+        # Rows in fp32 are orthogonalized by upstream's function, which takes one matrix.
+        plan.wire.normalizes
+        # The all-reduces of a split block are between its owners: batching it with another block
+        # would need the same owners, in the same stack, on all of them.
+        and len(plan.owners[index]) == 1
+        # A product of a stack may have other last bits than that of one matrix.
+        and not plan.matrices[index].has_copies
+    )
 
 
 def stack_elements(plan: ExchangePlan, indices: Sequence[int]) -> dict[int, list[int]]:
@@ -243,15 +253,24 @@ def stack_elements(plan: ExchangePlan, indices: Sequence[int]) -> dict[int, list
     counts: Counter[tuple[int, tuple[int, int], bool]] = Counter()
     for index in indices:
         owners = plan.owners[index]
-        for block, shape in enumerate(plan.matrices[index].blocks):
-            for part in parts_of(index, block, shape, owners):
-                is_stacked = len(owners) == 1 and plan.wire.normalizes
-                counts[part.owner, (part.num_rows, part.num_cols), is_stacked] += 1
+        for block, block_shape in enumerate(plan.matrices[index].blocks):
+            for part in parts_of(index, block, block_shape, owners):
+                shape = part.num_rows, part.num_cols
+                counts[part.owner, shape, _is_stackable(plan, index)] += 1
     elements: dict[int, list[int]] = defaultdict(list)
     for (owner, shape, is_stacked), count in counts.items():
-        largest = plan.cost.stack_size(*shape) if is_stacked else 1
+        largest = _largest_stack(plan, shape) if is_stacked else 1
         elements[owner] += [room * math.prod(shape) for room in stack_rooms(count, largest)]
     return elements
+
+
+def _largest_stack(plan: ExchangePlan, shape: tuple[int, int]) -> int:
+    """Return how many matrices of a shape a stack may hold: a power of two."""
+    size = plan.cost.stack_size(*shape)
+    # What fills a GPU may be more than the knob allows to stage.
+    while size > 1 and size * math.prod(shape) > plan.max_numel:
+        size //= 2
+    return size
 
 
 def stack_rooms(num_matrices: int, largest: int) -> list[int]:

@@ -29,6 +29,7 @@ class RankReport:
         num_matrices: Matrices it owns, or has a part of.
         pipeline_s: Estimated seconds of its buckets, one behind the other.
         staging_bytes: Memory of messages and stacks while a step runs; nothing stays between steps.
+        num_split_groups: Sets of ranks that it splits matrices with: each is a communicator.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankReport:
     num_matrices: int = 0
     pipeline_s: float = 0.0
     staging_bytes: int = 0
+    num_split_groups: int = 0
 
     @property
     def traffic_s(self) -> float:
@@ -61,6 +63,7 @@ class Report:
             owns, everything else is gathered and scattered.
         norm_bytes: Bytes of the all-reduce of norms, counted once.
         num_buckets: Most buckets of a plan.
+        num_split_groups: Sets of ranks that split matrices.
         matrices: ``index``, ``fqn`` and ``owner`` (``owners`` where it is split), in order.
     """
 
@@ -71,6 +74,7 @@ class Report:
     lower_bound_bytes: int
     norm_bytes: int
     num_buckets: int
+    num_split_groups: int
     matrices: list[dict[str, Any]]
 
     @property
@@ -98,6 +102,10 @@ class Report:
         """Predicted step where no traffic is hidden."""
         return max(rank.load_s + rank.traffic_s for rank in self.ranks)
 
+    @property
+    def _max_split_groups(self) -> int:
+        return max(rank.num_split_groups for rank in self.ranks)
+
     def as_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
         # Keys are an interface: scripts read them. Attributes may be renamed, keys may not.
@@ -112,6 +120,8 @@ class Report:
             "lower_bound_bytes": self.lower_bound_bytes,
             "norm_bytes": self.norm_bytes,
             "num_buckets": self.num_buckets,
+            "num_split_groups": self.num_split_groups,
+            "max_split_groups_of_a_rank": self._max_split_groups,
             "newton_schulz_ms": self.busiest_s * 1e3,
             "ideal_newton_schulz_ms": self.ideal_s * 1e3,
             "predicted_step_ms": self.step_s * 1e3,
@@ -140,6 +150,12 @@ class Report:
         yield (
             f"{len(self.matrices)} matrices, {self.num_elements / 1e6:,.1f} M elements, on "
             f"{self.world_size} ranks, {working} of which orthogonalize; {split} are split"
+            + (
+                f", over {self.num_split_groups} sets of ranks, {self._max_split_groups} a rank at "
+                "most"
+                if split
+                else ""
+            )
         )
         yield (
             f"Newton-Schulz: busiest rank {self.busiest_s * 1e3:.3f} ms, ideal "
@@ -190,6 +206,9 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
             shares[rank].load_s = seconds
             shares[rank].pipeline_s += plan.predicted_step_s
         _add_traffic(plan, shares, totals)
+        totals["split_groups"] += len(plan.sets_of_owners)
+        for rank in (rank for owners in plan.sets_of_owners for rank in owners):
+            shares[rank].num_split_groups += 1
         for matrix, owners in zip(plan.matrices, plan.owners, strict=True):
             who = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
             matrices.append({"index": len(matrices), "fqn": matrix.fqn, **who})
@@ -210,6 +229,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
         totals["lower_bound"],
         totals["norm_bytes"],
         max(len(plan.buckets) for plan in plans),
+        totals["split_groups"],
         matrices,
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.cost_table import CostSource
 from megatron_muon.plan.wire import Wire
 
 ExchangeMode = Literal["owner", "all_gather"]
@@ -29,7 +30,9 @@ class ExchangeSettings:
         max_parts: Most owners of one matrix once ranks outnumber matrices, a power of two. 1 keeps
             each matrix whole, and results the same bits on any number of ranks.
         cost_model: Rates of the machine, as ``name=value,...`` for
-            :meth:`~megatron_muon.plan.cost.CostModel.parse`.
+            :meth:`~megatron_muon.plan.cost.CostModel.parse`. ``measure`` among them times each
+            shape at construction, ``measure:PATH`` writes the times to a file too, and
+            ``file:PATH`` reads them.
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:
@@ -76,7 +79,12 @@ class ExchangeSettings:
                 f"cost model: expected rates of the machine, got {self.cost_model!r}. "
                 "Set --muon-num-ns-steps for the number of steps."
             )
-        CostModel.parse(self.cost_model)
+        CostModel.parse(self.cost_source.rates)
+
+    @property
+    def cost_source(self) -> CostSource:
+        """Where costs come from."""
+        return CostSource.parse(self.cost_model)
 
     def wire_for(self, is_bf16: bool) -> Wire:
         """Return the wire for Newton-Schulz in bf16 or in fp32.

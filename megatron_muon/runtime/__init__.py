@@ -9,6 +9,7 @@ Files, each importing only those above it::
     domain              which ranks exchange matrices
     exchange            the collectives that move rows and results
     newton_schulz       emerging-optimizers' maths on stacks of matrices
+    machine_cost        the costs that all ranks plan with, measured if asked for
     arena               memory that exists while a step runs
     equally_spaced      many tensors as one, where memory allows
     stacks              the parts that a rank owns, in memory
@@ -17,5 +18,5 @@ Files, each importing only those above it::
     engine              runs a plan: local rows in, orthogonalized local rows out
     all_gather_compute  every matrix on every rank: the simple way
     owner_compute       domain, plan and engine for the parameters of one optimizer
-    dtensor_layout      row shards of a DTensor that lies in no buffer of Megatron-FSDP
+    dtensor_layout      local rows of a DTensor, and its row shards outside of Megatron-FSDP
 """

@@ -9,6 +9,7 @@ groups, are one domain. They form a grid: tensor ranks x shards x replicas.
 """
 
 import datetime
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class Domain:
         tensor_rank: Position of this rank in the tensor group.
         initial_load_s: Seconds that each rank spends on other matrices.
         group: Their process group; None where this rank is alone.
+        ranks_per_node: Ranks that the launcher started on each node; None where it did not say so
+            on every rank.
     """
 
     ranks: tuple[int, ...]
@@ -39,6 +42,7 @@ class Domain:
     tensor_rank: int
     initial_load_s: dict[int, float]
     group: dist.ProcessGroup | None
+    ranks_per_node: int | None
 
 
 class _Row(NamedTuple):
@@ -54,6 +58,7 @@ class _Row(NamedTuple):
     shard: int
     first_of_replica_group: int
     replica: int
+    num_ranks_on_node: int  # 0 where the launcher did not say
     # An integer too, so that one int64 all-gather carries all. Nanoseconds are finer than any
     # estimate.
     initial_load_ns: int
@@ -63,6 +68,7 @@ def find_domain(
     shard_group: dist.ProcessGroup | None,
     tensor_group: dist.ProcessGroup | None,
     replica_group: dist.ProcessGroup | None,
+    holder_group: dist.ProcessGroup | None = None,
     *,
     initial_load_s: float,
     device: torch.device,
@@ -73,20 +79,23 @@ def find_domain(
         shard_group: Ranks that rows are sharded over; None where every rank holds all rows.
         tensor_group: Tensor-parallel ranks to join; None where each orthogonalizes its own matrix.
         replica_group: Ranks that hold the same rows; None where there are none.
+        holder_group: Shards x replicas, where the model has a group of them.
         initial_load_s: Seconds that this rank spends on other matrices.
         device: Where small tensors are exchanged (the backend's device).
 
     Raises:
         RuntimeError: On all ranks, when the groups do not form a grid.
 
-    Communication: one all-gather of 64 bytes a rank, a flag and a gather of objects over all ranks
-        of the job, and a new process group where none of the three is the domain.
+    Communication: one all-gather of 72 bytes a rank, a flag and a gather of objects over all ranks
+        of the job, and a new process group where no group that exists is the domain.
     """
     groups = (tensor_group, shard_group, replica_group)
     mine = [dist.get_rank()]
     for group in groups:
         mine.append(dist.get_process_group_ranks(group)[0] if group is not None else mine[0])
         mine.append(dist.get_rank(group) if group is not None else 0)
+    # torchrun sets it, and counts the ranks of a node in a row.
+    mine.append(int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
     own_row = torch.tensor([*mine, round(initial_load_s * 1e9)], dtype=torch.int64, device=device)
     table = own_row.new_empty(dist.get_world_size(), len(_Row._fields))
     dist.all_gather_into_tensor(table.view(-1), own_row)
@@ -108,7 +117,11 @@ def find_domain(
         holders=holders,
         tensor_rank=rows[dist.get_rank()].tensor_rank,
         initial_load_s={rank: rows[rank].initial_load_ns * 1e-9 for rank in ranks},
-        group=_group_of(ranks, groups),
+        # Of groups with the same ranks the first: those of the model are in use, and so connected.
+        group=_group_of(ranks, (*groups, dist.group.WORLD, holder_group)),
+        # Of nodes with more and with fewer ranks the fewest: links then count as slow rather than
+        # as fast, and all ranks come to the same plan.
+        ranks_per_node=min(row.num_ranks_on_node for row in rows) or None,
     )
 
 
@@ -163,10 +176,15 @@ def _grid(rows: Sequence[_Row], ranks: Sequence[int]) -> Holders:
 def _group_of(
     ranks: tuple[int, ...], groups: tuple[dist.ProcessGroup | None, ...]
 ) -> dist.ProcessGroup | None:
-    """Return the process group of a domain, an existing one if possible."""
-    known = {
-        tuple(dist.get_process_group_ranks(group)): group for group in groups if group is not None
-    }
+    """Return the process group of a domain, an existing one if possible.
+
+    A communicator of NCCL takes hundreds of megabytes of a GPU.
+    """
+    known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for group in groups:
+        if group is not None:
+            # HFSDP's groups are not in the order of ranks; messages are, by the group's own list.
+            known.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
     # All ranks of the job come here, also those that need no new group.
     new = new_groups([ranks] if len(ranks) > 1 and ranks not in known else [])
     return None if len(ranks) == 1 else {**known, **new}[ranks]

@@ -129,6 +129,18 @@ class Engine:
             for stacks, at in zip(rank_plan.local, layout.local, strict=True)
         ]
 
+    def connect(self) -> None:
+        """Connect the ranks that will exchange; called on all ranks of the group together.
+
+        Otherwise they connect in the first step, whose time then says nothing, and what fails there
+        fails after hours of loading. NCCL connects two ranks when they first send to each other,
+        and takes memory for it.
+
+        Communication: one element from each rank to each that it will send to, in two collectives.
+        """
+        self._gathers.connect()
+        self._scatters.connect()
+
     @property
     def staging_bytes(self) -> int:
         """Memory of messages and stacks while a step runs, bytes."""

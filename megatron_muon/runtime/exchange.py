@@ -117,6 +117,23 @@ class Exchange:
             for bucket, memory in zip(buckets, receives, strict=True)
         ]
 
+    def connect(self) -> None:
+        """Send one element to each rank that any bucket sends to, and wait for it.
+
+        Communication: one ``all_to_all_single``, left out where no bucket is used.
+        """
+        if not any(self._is_used):
+            return
+        sends, receives = _peers(self._sends), _peers(self._receives)
+        device = self._sends[0].flat.device
+        dist.all_to_all_single(
+            torch.zeros(sum(receives), device=device),
+            torch.zeros(sum(sends), device=device),
+            receives,
+            sends,
+            group=self._group,
+        )
+
     def packing(self, index: int) -> Sequence[tuple[Route, torch.Tensor]]:
         """Return where each route of a bucket must be written before :meth:`start`."""
         return self._sends[index].views
@@ -168,3 +185,9 @@ class _Messages(NamedTuple):
             offset += route.num_elements
         sizes = [sum(route.num_elements for route in by_peer.get(rank, ())) for rank in ranks]
         return cls(flat, sizes, views)
+
+
+def _peers(buckets: Sequence[_Messages]) -> list[int]:
+    """Return 1 for each rank of the group at the other end of a message, otherwise 0."""
+    sizes = zip(*(messages.split_sizes for messages in buckets), strict=True)
+    return [int(any(of_rank)) for of_rank in sizes]

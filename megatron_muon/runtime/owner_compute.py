@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan and engine for the parameters of one Muon optimizer."""
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.plan.assignment import assign
-from megatron_muon.plan.cost import CPU_RANKS, CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout, block_rows, whole_matrix
 from megatron_muon.plan.report import log_lines
@@ -20,6 +18,7 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_wh
 from megatron_muon.runtime.domain import Domain, find_domain, new_groups
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
+from megatron_muon.runtime.machine_cost import machine_cost
 from megatron_muon.runtime.newton_schulz import NewtonSchulzSettings
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
@@ -37,6 +36,7 @@ class OwnedParameter:
             orthogonalizes its own.
         partition_dim: Dimension that the tensor group shards.
         split_shapes: Rows of a query group that go to query, key and value; None for one block.
+        has_copies: Whether other tensor-parallel ranks have a parameter of the same values.
     """
 
     param: torch.Tensor
@@ -44,13 +44,15 @@ class OwnedParameter:
     tensor_group: dist.ProcessGroup | None
     partition_dim: int | None
     split_shapes: tuple[int, ...] | None
+    has_copies: bool = False
 
 
 class OwnerCompute:
     """Orthogonalize the parameters of an optimizer, each on one rank of their domain.
 
     A parameter that tensor-parallel ranks replicate, such as a router, is one matrix for each of
-    them, as it is upstream. Nothing but equal gradients keeps these replicas equal.
+    them, as it is upstream. Equal gradients keep these copies equal: each is orthogonalized whole
+    and alone, by the same operations, whatever the plans of these ranks are.
 
     Args:
         parameters: In the same order on all ranks.
@@ -67,7 +69,8 @@ class OwnerCompute:
 
     Communication: at construction an all-gather of 64 bytes a rank, three flags and a hash, lists
         of ranks and of differences as objects, and new process groups where a domain or a split
-        matrix needs one; one element is all-reduced in each group of a split matrix.
+        matrix needs one; one element is all-reduced in each group of a split matrix, and sent
+        from each rank to those it will send to.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
@@ -92,6 +95,7 @@ class OwnerCompute:
             first.shard_group,
             tensor_groups[0] if tensor_groups else None,
             first.replica_group,
+            first.holder_group,
             initial_load_s=initial_load_s,
             device=device,
         )
@@ -102,7 +106,7 @@ class OwnerCompute:
         if domain.group is not None:
             # Every rank has built the plan by itself. Comparing hashes here turns what would be a
             # hang in the first step into an error that names the first difference.
-            entries = [f"{settings} {newton_schulz.steps} steps {self.plan.wire}"]
+            entries = [f"{settings} {newton_schulz.steps} steps {self.plan.wire} {self.plan.cost}"]
             entries += self.plan.entries()
             raise_where_ranks_differ(entries, domain.group, device, "Muon exchange plan")
         parts_groups = _parts_groups(self.plan, rank, device)
@@ -119,6 +123,7 @@ class OwnerCompute:
             settings,
             device,
         )
+        self._engine.connect()
         # Other ranks have no handler; further domains of the same kind look alike.
         if settings.log_plan and rank == domain.ranks[0]:
             for line in log_lines(self.plan):
@@ -167,11 +172,7 @@ def _build_plan(
 ) -> ExchangePlan:
     """Plan the exchange of a domain; every rank comes to the same plan."""
     wire = settings.wire_for(newton_schulz.is_bf16)
-    # The rates of the device: a plan for CPU ranks must not assume a GPU's kernels.
-    cost = dataclasses.replace(
-        CostModel.parse(settings.cost_model, CPU_RANKS if device.type == "cpu" else CostModel()),
-        num_ns_steps=newton_schulz.steps,
-    )
+    cost = machine_cost(matrices, newton_schulz, settings, domain, device)
     assignment = assign(
         matrices,
         cost,
@@ -254,6 +255,7 @@ def _matrices_of(parameter: OwnedParameter, domain: Domain) -> list[MatrixLayout
             matrix.layout,
             [holders],
             split_shapes=parameter.split_shapes,
+            has_copies=parameter.has_copies,
         )
         for index, holders in enumerate(domain.holders)
     ]

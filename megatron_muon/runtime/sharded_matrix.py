@@ -18,12 +18,15 @@ class ShardedMatrix:
         layout: Row shards of the tensor-parallel-local matrix.
         shard_group: Group that the rows are sharded over; None where every rank holds all rows.
         replica_group: Ranks that hold the same rows as this one; None where there are none.
+        holder_group: All ranks that hold rows, replicas included; None where the model has no such
+            group. Its communicator is then used for the exchange, and no new one is made.
     """
 
     fqn: str
     layout: RowLayout
     shard_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None = None
+    holder_group: dist.ProcessGroup | None = None
 
     @property
     def local_range(self) -> tuple[int, int]:

@@ -285,6 +285,9 @@ def _matrices(
                         partition_dim=parameter.partition_dim if is_joined else None,
                         split_shapes=parameter.split_shapes,
                         domain=domain if is_joined or len(rank_grid) == 1 else None,
+                        has_copies=num_tensor_ranks > 1
+                        and parameter.partition_dim is None
+                        and not is_expert,
                     )
                 )
     return matrices

@@ -44,6 +44,7 @@ def _matrices(draw: st.DrawFn, fqn: str, holders: list) -> MatrixLayout:
         holders,
         partition_dim=draw(st.sampled_from([0, 1])) if len(holders) > 1 else None,
         split_shapes=split_shapes,
+        has_copies=len(holders) == 1 and draw(st.sampled_from([False, False, True])),
     )
 
 

@@ -100,17 +100,22 @@ def test_collectives_are_those_of_the_document(world_size, sharding, settings, n
         ]
         # Megatron-FSDP's, of weights.
         assert {entry[0] for entry in step[3 + num_collectives :]} <= {"all_gather_into_tensor"}
+        # One element for each rank that rows go to, and results; under ZeRO-0 no rows travel.
+        connect = [entry for entry in construction if entry[0] == "all_to_all_single"]
+        assert len(connect) == (1 if sharding == "no_shard" else 2)
+        assert {(dtype, ranks) for _, dtype, _, ranks in connect} == {("float32", world_size)}
+        assert all(num_elements < world_size for _, _, num_elements, _ in connect)
         assert construction == [
             ["all_gather_object", "", 0, world_size],
             ["all_reduce", "int32", 1, world_size],
             ["all_reduce", "int32", 1, world_size],
             ["all_gather_into_tensor", "int64", 1, world_size],
             ["all_reduce", "int32", 1, world_size],
-            ["all_gather_into_tensor", "int64", 8, world_size],
+            ["all_gather_into_tensor", "int64", 9, world_size],
             ["all_reduce", "int32", 1, world_size],
             ["all_gather_object", "", 0, world_size],
-            *([["new_group", "", 0, 0]] if settings else []),
             ["all_gather_into_tensor", "int64", 1, world_size],
             ["all_gather_object", "", 0, world_size],
             ["all_reduce", "int32", 1, world_size],
+            *connect,
         ]

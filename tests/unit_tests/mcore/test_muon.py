@@ -74,6 +74,25 @@ def test_replicas_and_tensor_parallel_ranks_share_the_work(num_shards, grid, wir
     assert run.results == [[]] * world_size
 
 
+def _parameters_with_copies(tp_mode: str) -> list[str]:
+    init_group()
+    built = build_optimizers(2, {"tp_mode": tp_mode}, num_tensor_ranks=2)
+    return [m.fqn for m in built.sharded.computes[0].plan.matrices if m.has_copies]
+
+
+@pytest.mark.parametrize(
+    ("tp_mode", "names"),
+    [
+        ("blockwise", ["layer.2.weight"]),
+        ("duplicated", ["layer.2.weight (tensor rank 0)", "layer.2.weight (tensor rank 1)"]),
+    ],
+)
+def test_what_tensor_parallelism_replicates_has_copies(tp_mode, names):
+    """In either mode: the copies of a router are orthogonalized by the same operations."""
+    run = run_ranks(4, _parameters_with_copies, tp_mode).check()
+    assert run.results == [names] * 4
+
+
 def _state_of_every_parameter() -> list[tuple[int, int]]:
     from torch.distributed.tensor import DTensor
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who owns what: properties over random layouts, and the figures of known models."""
 
+import dataclasses
 from typing import get_args
 
 import pytest
@@ -100,6 +101,14 @@ def test_matrix_longer_than_a_fair_share_is_cut_where_that_pays():
     assert len(assign([large], CostModel(), BF16, max_parts=1).owners[0]) == 1
     tiny = _one_matrix([8] * 8, cols=64)
     assert len(assign([tiny], CostModel(), BF16).owners[0]) == 1
+
+
+def test_matrix_with_copies_is_never_cut():
+    """A copy that is cut and one that is not would round differently, and drift apart."""
+    large = _one_matrix([2048] * 8, cols=4096)
+    copy = dataclasses.replace(large, has_copies=True)
+    assert len(assign([copy], CostModel(), BF16).owners[0]) == 1
+    assert [len(owners) for owners in assign([copy, large], CostModel(), BF16).owners] == [1, 4]
 
 
 def test_unknown_objective_is_refused():

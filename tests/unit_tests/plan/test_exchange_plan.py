@@ -137,7 +137,10 @@ def test_without_replicas_the_way_back_is_the_way_there(matrices):
 @settings(deadline=None)
 @given(matrix_lists(max_matrices=12), st.sampled_from([200, 500, 5000]))
 def test_bucket_size_bounds_what_a_rank_owns_at_once(matrices, bucket_numel):
-    """Neither what a rank owns nor what it sends back exceeds the knob, or the largest matrix."""
+    """Neither what a rank owns nor what it sends back exceeds the knob, or the largest matrix.
+
+    Stacks of local matrices neither: one of two matrices of 135 elements once exceeded 200.
+    """
     plan = _plan(matrices, bucket_numel)
     staged = [
         -(-sum(matrix.elements_by_rank.values()) // len(owners))
@@ -181,6 +184,20 @@ def test_every_matrix_is_orthogonalized_by_its_owners_and_nobody_else(matrices, 
         for block in range(len(matrices[index].blocks))
         for owner in owners
     )
+
+
+@settings(deadline=None)
+@given(matrix_lists(max_matrices=12))
+def test_matrix_with_copies_is_orthogonalized_whole_and_alone(matrices):
+    """Where other matrices of its shape are stacked: copies on other ranks may have other plans."""
+    plan = _plan(matrices)
+    for rank in matrices[0].ranks:
+        rank_plan = RankPlan.build(plan, rank)
+        local = [owned for groups in rank_plan.local for owned in groups]
+        for owned in (*local, *(bucket.owned for bucket in rank_plan.buckets)):
+            for stack, room in zip(owned.stacks, owned.rooms, strict=True):
+                if any(matrices[part.matrix].has_copies for part in stack):
+                    assert (len(stack), room, len(stack[0].owners)) == (1, 1, 1)
 
 
 @settings(deadline=None)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m megatron_muon.plan``: what it prints, for whom, and what it refuses."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_muon.plan.__main__ import main
+from megatron_muon.plan.cost_table import CostTable, ShapeTime
 
 MAP = {
     "world_size": 4,
@@ -169,3 +171,25 @@ def test_plan_of_2048_ranks_imports_no_torch():
     report = json.loads(done.stdout)
     assert report["world_size"] == 2048 and len(report["matrices"]) == 94 * (128 * 2 + 3)
     assert report["busiest_over_ideal"] < 1.3
+
+
+def test_report_takes_measured_times(tmp_path, capsys):
+    """From a file, which must have every shape; only a run can measure."""
+    shapes = [(1024, 1024), (256, 1024), (8192, 1024), (4096, 1024)]
+    times = CostTable(5, tuple(ShapeTime(*shape, 1, 10.0) for shape in shapes))
+    model = (
+        "--num-layers 2 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 "
+        "--num-query-groups 4 --dp 4"
+    ).split()
+    times.write(tmp_path / "all.json")
+    assert main([*model, "--json", "--cost-model", f"file:{tmp_path}/all.json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    # Two layers of query, key, value, projection, fc1 and fc2 on four ranks.
+    assert report["ideal_newton_schulz_ms"] == pytest.approx(2 * 6 * 10.0 / 4)
+    dataclasses.replace(times, shapes=times.shapes[:3]).write(tmp_path / "some.json")
+    with pytest.raises(SystemExit):
+        main([*model, "--cost-model", f"file:{tmp_path}/some.json"])
+    assert "expected a time of 1024 x 4096 matrices" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*model, "--cost-model", "measure"])
+    assert "Only a run can measure" in capsys.readouterr().err

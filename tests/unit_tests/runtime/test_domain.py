@@ -80,3 +80,60 @@ def test_groups_that_form_no_grid_are_refused_on_all_ranks():
     for *_, error in domains():
         assert "ranks 0 to 3: expected 1 tensor-parallel ranks x 3 shards x the same" in error
         assert "Pass the process groups that the model was built with." in error
+
+
+def _groups_of_domains() -> list[bool]:
+    """Find the group of two shards x two replicas, with and without one that the model has."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.runtime.domain import find_domain
+
+    dist.init_process_group("gloo")
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    made = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 1), (2, 3), (0, 2), (1, 3)]}
+    shards, replicas = (made[pair] for pair in made if rank in pair) if rank < 4 else (None, None)
+    holders = dist.new_group([0, 1, 2, 3])
+    holders = holders if rank < 4 else None
+    known = find_domain(shards, None, replicas, holders, initial_load_s=0.0, device=cpu)
+    new = find_domain(shards, None, replicas, initial_load_s=0.0, device=cpu)
+    everyone = dist.new_group(list(range(dist.get_world_size())))
+    world = find_domain(everyone, None, None, initial_load_s=0.0, device=cpu)
+    pairs = find_domain(made[0, 1] if rank < 2 else None, None, None,
+                        initial_load_s=0.0, device=cpu)  # fmt: skip
+    one = torch.ones(1)
+    if new.group is not None:
+        dist.all_reduce(one, group=new.group)
+    dist.barrier()
+    return [
+        known.group is holders,
+        (new.group is not holders or rank == 4) and int(one) == (4 if rank < 4 else 1),
+        world.group is everyone,
+        pairs.group is (made[0, 1] if rank < 2 else None),
+    ]
+
+
+def test_groups_that_exist_are_used_again():
+    """A new communicator takes memory of a GPU; one is made only where there is none."""
+    assert run_ranks(5, _groups_of_domains).check().results == [[True] * 4] * 5
+
+
+def _group_of_all_ranks() -> bool:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.runtime.domain import find_domain
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    rows, columns = ([dist.new_group([0, 1]), dist.new_group([2, 3])],
+                     [dist.new_group([0, 2]), dist.new_group([1, 3])])  # fmt: skip
+    found = find_domain(
+        rows[rank // 2], columns[rank % 2], None, initial_load_s=0.0, device=torch.device("cpu")
+    )
+    return found.group is dist.group.WORLD
+
+
+def test_domain_of_all_ranks_uses_the_group_of_the_job():
+    """Tensor parallelism joined over the whole job, as it is for dense matrices."""
+    assert run_ranks(4, _group_of_all_ranks).check().results == [True] * 4

@@ -94,7 +94,11 @@ def _step_with_cut_matrices(
     step_both(whole, wire)
     return [
         optimizers.differences(atol=atol),
-        [len(owners) for owners in plan.owners],
+        [
+            len(owners)
+            for matrix, owners in zip(plan.matrices, plan.owners, strict=True)
+            if not matrix.has_copies
+        ],
         whole.differences(),
     ]
 

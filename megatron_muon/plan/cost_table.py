@@ -1,0 +1,188 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Measured times of Newton-Schulz by shape, in place of one rate for all shapes.
+
+Small matrices reach a fraction of the rate of large ones, so one rate makes them look cheaper than
+they are. A file of times, as JSON::
+
+    {"num_ns_steps": 5,
+     "shapes": [{"rows": 4096, "cols": 14336, "stack": 1, "milliseconds": 3.7}, ...]}
+
+``stack`` matrices of the shape take ``milliseconds`` in one call.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ShapeTime:
+    """Time of one call of Newton-Schulz.
+
+    Args:
+        rows: Rows of each matrix.
+        cols: Columns of each matrix.
+        stack: Matrices of the call.
+        milliseconds: Time of the call.
+
+    Raises:
+        ValueError: A number is not positive.
+    """
+
+    rows: int
+    cols: int
+    stack: int
+    milliseconds: float
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            allowed = (int, float) if field.name == "milliseconds" else int
+            if isinstance(value, bool) or not isinstance(value, allowed) or not value > 0:
+                raise ValueError(
+                    f"cost table: expected a positive number of {field.name}, got {value!r} in "
+                    f"{dataclasses.asdict(self)}. Measure this shape again."
+                )
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Times by shape.
+
+    Args:
+        num_ns_steps: Newton-Schulz steps that were timed.
+        shapes: A time for each shape. A matrix and its transpose take as long.
+
+    Raises:
+        ValueError: Newton-Schulz of no steps.
+    """
+
+    num_ns_steps: int
+    shapes: tuple[ShapeTime, ...]
+
+    def __post_init__(self) -> None:
+        """Check the number of steps."""
+        if not isinstance(self.num_ns_steps, int) or self.num_ns_steps < 1:
+            raise ValueError(
+                f"cost table: expected a positive num_ns_steps, got {self.num_ns_steps!r}. Measure "
+                "with the number of steps of a run."
+            )
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[int, int], float]:
+        """Return the seconds of a step for one matrix, by shorter and longer side."""
+        return {
+            _sides(time.rows, time.cols): time.milliseconds * 1e-3 / time.stack / self.num_ns_steps
+            for time in self.shapes
+        }
+
+    def seconds(self, rows: int, cols: int, num_ns_steps: int) -> float:
+        """Return the seconds of one matrix.
+
+        Raises:
+            ValueError: The table does not have the shape.
+        """
+        sides = _sides(rows, cols)
+        if sides not in self._seconds:
+            raise ValueError(
+                f"cost table: expected a time of {rows} x {cols} matrices, got times of "
+                f"{', '.join(f'{n} x {m}' for n, m in sorted(self._seconds)) or 'none'}. Measure "
+                "this model: --muon-fsdp-cost-model measure:PATH."
+            )
+        return self._seconds[sides] * num_ns_steps
+
+    def missing(self, shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return those shapes, shorter side first, that the table does not have."""
+        return sorted({_sides(*shape) for shape in shapes} - self._seconds.keys())
+
+    def joined(self, other: "CostTable") -> "CostTable":
+        """Return a table of the shapes of both; of shapes that both have, the times of the other.
+
+        Raises:
+            ValueError: They were measured with different numbers of steps.
+        """
+        if self.num_ns_steps != other.num_ns_steps:
+            raise ValueError(
+                f"cost table: expected times of {other.num_ns_steps} Newton-Schulz steps, got "
+                f"times of {self.num_ns_steps}. Write to another file."
+            )
+        new = {_sides(time.rows, time.cols) for time in other.shapes}
+        kept = [time for time in self.shapes if _sides(time.rows, time.cols) not in new]
+        return CostTable(self.num_ns_steps, (*kept, *other.shapes))
+
+    @classmethod
+    def read(cls, path: Path) -> "CostTable":
+        """Read a file.
+
+        Raises:
+            ValueError: It is missing, or is no such table.
+        """
+        try:
+            stored: Any = json.loads(path.read_text())
+            return cls(
+                stored["num_ns_steps"], tuple(ShapeTime(**time) for time in stored["shapes"])
+            )
+        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"cost table {path}: expected JSON with num_ns_steps, and shapes of rows, cols, "
+                f"stack and milliseconds, got {type(error).__name__}: {error}. Write one with "
+                "--muon-fsdp-cost-model measure:PATH."
+            ) from None
+
+    def write(self, path: Path) -> None:
+        """Write a file."""
+        stored = {
+            "num_ns_steps": self.num_ns_steps,
+            "shapes": [dataclasses.asdict(time) for time in self.shapes],
+        }
+        path.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+def _sides(rows: int, cols: int) -> tuple[int, int]:
+    return min(rows, cols), max(rows, cols)
+
+
+@dataclass(frozen=True)
+class CostSource:
+    """Where the costs of ``--muon-fsdp-cost-model`` come from.
+
+    Args:
+        rates: The part that :meth:`~megatron_muon.plan.cost.CostModel.parse` reads.
+        measures: Whether shapes are timed at construction.
+        path: Table to read; with ``measures`` the one to write; None for none.
+    """
+
+    rates: str
+    measures: bool = False
+    path: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "CostSource":
+        """Read ``name=value,...`` with at most one of ``measure``, ``measure:PATH``, ``file:PATH``.
+
+        Raises:
+            ValueError: Two of them, or no path after ``file:``.
+        """
+        entries = [entry for entry in text.split(",") if entry]
+        sources = [entry for entry in entries if entry.partition(":")[0] in ("measure", "file")]
+        rates = ",".join(entry for entry in entries if entry not in sources)
+        if not sources:
+            return cls(rates)
+        kind, _, path = sources[0].partition(":")
+        if len(sources) > 1 or (kind == "file" and not path):
+            raise ValueError(
+                "cost model: expected one of measure, measure:PATH and file:PATH, got "
+                f"{','.join(sources)!r}. Example: file:/data/h200.json,gbps=400."
+            )
+        return cls(rates, kind == "measure", Path(path) if path else None)
+
+
+def distinct_shapes(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return each shape once, shorter side first, in ascending order."""
+    return sorted({_sides(*shape) for shape in shapes})

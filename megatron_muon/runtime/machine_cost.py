@@ -1,0 +1,162 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model of the machine that a job runs on, the same on all ranks."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.plan.cost import CPU_RANKS, CostModel
+from megatron_muon.plan.cost_table import CostTable, ShapeTime, distinct_shapes
+from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.domain import Domain
+from megatron_muon.runtime.newton_schulz import (
+    NewtonSchulzSettings,
+    newton_schulz,
+    newton_schulz_normalized,
+)
+
+# The first call of a shape chooses kernels, and on a GPU loads them.
+_NUM_WARM_UP, _NUM_TIMED = 1, 3
+
+
+def machine_cost(
+    matrices: Sequence[MatrixLayout],
+    ns_settings: NewtonSchulzSettings,
+    settings: ExchangeSettings,
+    domain: Domain,
+    device: torch.device,
+) -> CostModel:
+    """Put the costs together: defaults of the device, the user's rates, measured times.
+
+    Args:
+        matrices: Of the domain.
+        ns_settings: Steps, coefficients and precision.
+        settings: Rates, and whether to measure.
+        domain: Ranks that plan together.
+        device: Of this rank.
+
+    Raises:
+        RuntimeError: On all ranks, when times cannot be measured, read or written, or miss a shape.
+
+    Communication: with measured times a flag over all ranks; where they were measured just now, a
+        broadcast of them over the domain.
+    Memory: with ``measure``, one stack and what Newton-Schulz needs for it, until it returns.
+    """
+    # The rates of the device: a plan for CPU ranks must not assume a GPU's kernels.
+    defaults = dataclasses.replace(
+        CPU_RANKS if device.type == "cpu" else CostModel(), num_ns_steps=ns_settings.steps
+    )
+    if domain.ranks_per_node is not None:
+        defaults = dataclasses.replace(defaults, ranks_per_node=domain.ranks_per_node)
+    source = settings.cost_source
+    cost = CostModel.parse(source.rates, defaults)
+    if not source.measures and source.path is None:
+        return cost
+    shapes = [shape for matrix in matrices for shape in matrix.blocks]
+    normalizes = settings.wire_for(ns_settings.is_bf16).normalizes
+    problems, table = [], None
+    try:
+        if not source.measures and source.path is not None:
+            table = CostTable.read(source.path)
+            problems += [
+                f"cost table {source.path}: expected a time of {rows} x {cols} matrices, got none"
+                for rows, cols in table.missing(shapes)
+            ]
+        elif dist.get_rank() == domain.ranks[0]:
+            table = measure_newton_schulz(
+                shapes, ns_settings, cost, normalizes=normalizes, device=device
+            )
+            _write(table, source.path)
+    # What one rank raises alone, the others would wait for.
+    except (ValueError, OSError, RuntimeError) as error:
+        problems.append(f"cost model: {str(error).partition(chr(10))[0]}")
+    raise_where_any_rank_fails(
+        problems,
+        None,
+        device,
+        "Measure the shapes of this model with --muon-fsdp-cost-model measure:PATH, or leave "
+        "measured times out. No optimizer was built.",
+    )
+    if source.measures and domain.group is not None:
+        shared = [table]
+        dist.broadcast_object_list(shared, src=domain.ranks[0], group=domain.group)
+        (table,) = shared
+    return dataclasses.replace(cost, measured=table)
+
+
+def _write(table: CostTable, path: Path | None) -> None:
+    """Add a table to a file, on the first rank of the job: experts and dense matrices have one."""
+    if path is None or dist.get_rank() != 0:
+        return
+    (CostTable.read(path).joined(table) if path.exists() else table).write(path)
+
+
+def measure_newton_schulz(
+    shapes: Sequence[tuple[int, int]],
+    ns_settings: NewtonSchulzSettings,
+    cost: CostModel,
+    *,
+    normalizes: bool,
+    device: torch.device,
+) -> CostTable:
+    """Time each distinct shape, in stacks as large as a step would make them.
+
+    Args:
+        shapes: Rows and columns, with repetitions.
+        ns_settings: Steps, coefficients and precision.
+        cost: Sizes of stacks.
+        normalizes: Whether rows travel normalized in bf16; otherwise matrices are orthogonalized
+            one by one, in fp32 memory.
+        device: Where to run.
+
+    Communication: none.
+    Memory: one stack and what Newton-Schulz needs for it, until it returns.
+    """
+    times = []
+    for rows, cols in distinct_shapes(shapes):
+        num_matrices = cost.stack_size(rows, cols) if normalizes else 1
+        stack = torch.randn(num_matrices, rows, cols, device=device).div_((rows * cols) ** 0.5)
+        run = newton_schulz
+        if normalizes:
+            stack, run = stack.bfloat16(), newton_schulz_normalized
+
+        def call(
+            run: Callable[..., torch.Tensor] = run,
+            stack: torch.Tensor = stack,
+            shape: tuple[int, int] = (rows, cols),
+        ) -> None:
+            """Orthogonalize the stack."""
+            run(
+                stack,
+                steps=ns_settings.steps,
+                coefficient_type=ns_settings.coefficient_type,
+                whole_shape=shape,
+            )
+
+        times.append(ShapeTime(rows, cols, num_matrices, _milliseconds(call, device)))
+    return CostTable(ns_settings.steps, tuple(times))
+
+
+def _milliseconds(call: Callable[[], None], device: torch.device) -> float:
+    """Return the median time of a call, launches included."""
+    found = []
+    for _ in range(_NUM_WARM_UP + _NUM_TIMED):
+        _wait(device)
+        start = time.perf_counter()
+        call()
+        _wait(device)
+        found.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(found[_NUM_WARM_UP:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

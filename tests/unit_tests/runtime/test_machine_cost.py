@@ -1,0 +1,139 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks plan with the same costs: of their nodes, of a table, or measured just now."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.sharded_muon import build_optimizers, init_group
+
+pytestmark = pytest.mark.ranks
+
+# Two shapes of one block, and the blocks of query, key and value, 2 : 1 : 1 of 32 rows.
+CASES = [(24, [31, 17]), (8, [16, 16]), (24, [7, 25])]
+SHAPES = [[8, 24], [8, 32], [16, 24], [24, 48]]
+
+
+def _ranks_per_node(cost_model: str, sizes: list[str]) -> int:
+    import os
+
+    import torch.distributed as dist
+
+    init_group()
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    if sizes[dist.get_rank()]:
+        os.environ["LOCAL_WORLD_SIZE"] = sizes[dist.get_rank()]
+    built = build_optimizers(2, exchange={"cost_model": cost_model}, cases=CASES)
+    return built.sharded.computes[0].plan.cost.ranks_per_node
+
+
+@pytest.mark.parametrize(
+    ("cost_model", "sizes", "expected"),
+    [
+        ("", ["4", "4"], 4),
+        ("", ["8", "4"], 4),
+        ("", ["4", ""], 8),
+        ("", ["", ""], 8),
+        ("ranks_per_node=2", ["4", "4"], 2),
+    ],
+    ids=["launcher", "fewest", "not_everywhere", "unknown", "given"],
+)
+def test_ranks_a_node_are_those_of_the_launcher(cost_model, sizes, expected):
+    """The same on all ranks; a user's figure wins; without any, the default of eight."""
+    assert run_ranks(2, _ranks_per_node, cost_model, sizes).check().results == [expected] * 2
+
+
+def _measured(cost_model: str, wire: str) -> dict[str, Any]:
+    init_group()
+    settings = {} if wire == "bf16" else {"fp32_matmul_prec": "highest"}
+    exchange = {"cost_model": cost_model, "wire": wire}
+    built = build_optimizers(2, settings, exchange, cases=CASES)
+    # The plan is one that steps.
+    built.set_gradients(0)
+    built.sharded.step()
+    return dataclasses.asdict(built.sharded.computes[0].plan.cost.measured)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp32"])
+def test_each_shape_is_timed_once_and_shared(wire, tmp_path):
+    """On one rank: two that measured would differ. What was written can be read instead."""
+    path = tmp_path / "times.json"
+    first = run_ranks(2, _measured, f"measure:{path}", wire).check().results
+    assert first[0] == first[1]
+    assert [[time["rows"], time["cols"]] for time in first[0]["shapes"]] == SHAPES
+    assert json.loads(path.read_text()) == first[0]
+    assert run_ranks(2, _measured, f"file:{path}", wire).check().results == first
+
+
+def test_table_decides_who_owns_what(tmp_path):
+    """The smallest matrix takes as long as all others: its owner gets nothing else."""
+    times = {tuple(shape): 20.0 for shape in SHAPES} | {(8, 32): 100.0}
+    shapes = [
+        {"rows": rows, "cols": cols, "stack": 1, "milliseconds": ms}
+        for (rows, cols), ms in times.items()
+    ]
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps({"num_ns_steps": 5, "shapes": shapes}))
+    (owners, other) = run_ranks(2, _owners, f"file:{path}").check().results
+    assert owners == other
+    assert owners[0] == owners[2] != owners[1]
+    # By its operations, the first takes as long as both others.
+    (by_rate, _) = run_ranks(2, _owners, "").check().results
+    assert by_rate[0] != by_rate[2]
+
+
+def _owners(cost_model: str) -> list[list[int]]:
+    init_group()
+    built = build_optimizers(2, exchange={"cost_model": cost_model}, cases=CASES)
+    return [list(owners) for owners in built.sharded.computes[0].plan.owners]
+
+
+def _missing_on_one_rank(path: str) -> None:
+    import os
+
+    init_group()
+    rank = os.environ["RANK"]
+    build_optimizers(2, exchange={"cost_model": f"file:{path}_{rank}.json"}, cases=CASES)
+
+
+def test_table_that_one_rank_lacks_is_an_error_on_all(tmp_path):
+    """A node without the file, or with another: nobody waits for the one that stopped."""
+    shapes = [{"rows": r, "cols": c, "stack": 1, "milliseconds": 1.0} for r, c in SHAPES]
+    for rank, kept in enumerate((shapes, shapes[:-1])):
+        stored = json.dumps({"num_ns_steps": 5, "shapes": kept})
+        (tmp_path / f"times_{rank}.json").write_text(stored)
+    run = run_ranks(2, _missing_on_one_rank, str(tmp_path / "times"), timeout_s=60.0)
+    assert run.exit_codes == [1, 1]
+    for output in run.outputs:
+        assert "rank 1: cost table" in output
+        assert "times_1.json: expected a time of 24 x 48 matrices, got none" in output
+    (tmp_path / "times_0.json").unlink()
+    run = run_ranks(2, _missing_on_one_rank, str(tmp_path / "times"), timeout_s=60.0)
+    assert run.exit_codes == [1, 1]
+    for output in run.outputs:
+        assert "rank 0: cost model: cost table" in output and "FileNotFoundError" in output
+
+
+def _fail_to_measure() -> None:
+    import torch
+
+    from megatron_muon.runtime import machine_cost
+
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nSee the documentation.")
+
+    machine_cost.measure_newton_schulz = fail
+    init_group()
+    build_optimizers(2, exchange={"cost_model": "measure"}, cases=CASES)
+
+
+def test_measurement_that_fails_is_an_error_on_all():
+    """The rank that measures alone would otherwise end alone."""
+    run = run_ranks(2, _fail_to_measure, timeout_s=60.0)
+    assert run.exit_codes == [1, 1]
+    for output in run.outputs:
+        assert "rank 0: cost model: CUDA out of memory." in output
+        assert "or leave measured times out. No optimizer was built." in output
