@@ -13,8 +13,7 @@ def pipeline_seconds(
     """Estimate a step: traffic runs beside Newton-Schulz, and a collective waits for its last rank.
 
     A rank may be ahead of another by about a bucket, no more: it launches the gather of bucket
-    ``i + 1`` before it orthogonalizes bucket ``i``, and that gather ends when all ranks have
-    launched it.
+    ``i + 1`` when that of bucket ``i`` has arrived, and it ends when all ranks have launched it.
 
     Args:
         bucket_load_s: For each bucket, seconds of Newton-Schulz by rank.
@@ -34,14 +33,14 @@ def pipeline_seconds(
     link = gathered = traffic_s[0]
     scattered = 0.0
     for index, bucket in enumerate(bucket_load_s):
+        for rank in ranks:
+            clock[rank] = max(clock[rank] + fillers[rank][index], gathered)
         # The next gather starts when the slowest rank comes to launch it and the link is free.
-        last_rank = max(clock.values(), default=0.0)
         following = gathered
         if index + 1 < len(bucket_load_s):
-            link = following = max(link, last_rank) + traffic_s[index + 1]
+            link = following = max(link, *clock.values()) + traffic_s[index + 1]
         for rank in ranks:
-            ready = max(clock[rank] + fillers[rank][index], gathered)
-            clock[rank] = ready + bucket.get(rank, 0.0)
+            clock[rank] += bucket.get(rank, 0.0)
         # The scatter of this bucket needs the results of every rank.
         link = max(link, max(clock.values(), default=0.0)) + traffic_s[index]
         # Only the scatter before is waited for: its rows are applied while this one travels.

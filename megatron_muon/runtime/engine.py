@@ -4,13 +4,16 @@
 
 The order of a step, for buckets 0, 1, 2, ...::
 
-    norms | gather 0 | gather 1 | local, orthogonalize 0 |          scatter 0
-          | gather 2 | local, orthogonalize 1 | yield 0 | scatter 1
-          | gather 3 | local, orthogonalize 2 | yield 1 | scatter 2 | ...
+    norms | gather 0 | local | gather 1 | orthogonalize 0 |           scatter 0
+                     | local | gather 2 | orthogonalize 1 | yield 0 | scatter 1
+                     | local | gather 3 | orthogonalize 2 | yield 1 | scatter 2 | ...
 
 Gathers and scatters are launched asynchronously: those of bucket i + 1 and i - 1 travel while
 bucket i is orthogonalized. Local matrices, of which nothing travels, fill the buckets in which a
-rank has less to do than others; those before bucket 0 fill the time of the first gather.
+rank has less to do than others, while the gather of the bucket travels.
+
+The gather of bucket i + 1 starts when that of bucket i has arrived. Earlier it would gain nothing:
+collectives of a group run one after the other. But both would need memory for what they send.
 
 Over NCCL collectives run on the process group's own stream, and waiting for them is an event: the
 host never waits. Over gloo they run on its threads.
@@ -173,9 +176,11 @@ class Engine:
             yield from self._orthogonalize_local(0)
         scattering: dist.Work | None = None
         for index in range(num_buckets):
-            following = self._start_gather(index + 1) if index + 1 < num_buckets else None
             yield from self._orthogonalize_local(index)
-            orthogonal = self._orthogonalize_gathered(index, gathering)
+            if gathering is not None:
+                gathering.wait()
+            gathering = self._start_gather(index + 1) if index + 1 < num_buckets else None
+            orthogonal = self._orthogonalize_gathered(index)
             # The results of the bucket before are only waited for now: they had all of this
             # bucket's Newton-Schulz to travel. Their memory may serve this bucket's results.
             if index:
@@ -184,7 +189,6 @@ class Engine:
             # What stays here is written while the rest travels.
             yield self._write_kept(self._buckets[index], orthogonal)
             del orthogonal  # not alive while the next bucket is orthogonalized
-            gathering = following
         if num_buckets:
             yield self._finish(num_buckets - 1, scattering)
         # Not after an exception: a collective that was not waited for may still use the memory.
@@ -203,13 +207,9 @@ class Engine:
         self._rows.read(self._gathers.packing(index))
         return self._gathers.start(index)
 
-    def _orthogonalize_gathered(
-        self, index: int, gathering: dist.Work | None
-    ) -> list[torch.Tensor]:
-        """Wait for the rows of a bucket, and orthogonalize what this rank owns."""
+    def _orthogonalize_gathered(self, index: int) -> list[torch.Tensor]:
+        """Orthogonalize what this rank owns of a bucket whose rows have arrived."""
         stacks = self._buckets[index]
-        if gathering is not None:
-            gathering.wait()
         arrived = self._gathers.unpacking(index)
         if arrived:
             # Messages hold routes one behind the other; a matrix needs them row by row.

@@ -64,12 +64,10 @@ def orthogonalize_local_rows() -> None:
 
     original = Engine._orthogonalize_gathered
 
-    def without_arrivals(self: Any, index: int, work: Any) -> Any:
+    def without_arrivals(self: Any, index: int) -> Any:
         """Clear what arrived."""
-        if work is not None:
-            work.wait()
         for _, rows in self._gathers.unpacking(index):
             rows.zero_()
-        return original(self, index, None)
+        return original(self, index)
 
     Engine._orthogonalize_gathered = without_arrivals

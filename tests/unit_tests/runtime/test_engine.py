@@ -5,6 +5,7 @@
 import functools
 import math
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,7 +374,10 @@ def test_traffic_of_the_next_and_the_last_bucket_is_under_way_during_newton_schu
             now = position[f"orthogonalize {index}"]
             assert position[f"wait gather {index}"] < now < position[f"start scatter {index}"]
             if index + 1 < num_buckets:
-                assert position[f"start gather {index + 1}"] < now
+                # What this gather sends lies where the last one's did, which must have left.
+                assert (
+                    position[f"wait gather {index}"] < position[f"start gather {index + 1}"] < now
+                )
             if index:
                 assert position[f"start scatter {index - 1}"] < now
                 assert now < position[f"wait scatter {index - 1}"]
@@ -419,13 +423,13 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
         plan, settings, {index: shards[name] for index, name in names.items()}, rank=rank,
         group=dist.group.WORLD, parts_groups={}, device=torch.device("cpu"),
     )  # fmt: skip
-    gathered = engine._orthogonalize_gathered
+    start = engine._gathers.start
 
-    def waiting(index, gathering):
-        log.append("wait")
-        return gathered(index, gathering)
+    def started(index):
+        work = start(index)
+        return SimpleNamespace(wait=lambda: (log.append("wait"), work.wait()))
 
-    engine._orthogonalize_gathered = waiting
+    engine._gathers.start = started
     rows = {shard: shard.clone() for shard in shards.values()}
     for params in engine.orthogonalize(rows, rows):
         log += ["apply local" if each is shards["local"] else "apply shared" for each in params]

@@ -7,7 +7,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -154,8 +154,8 @@ def test_every_wait_that_is_left_out_is_seen(grid):
 
 
 @contextmanager
-def _one_place_for_all_buckets(buffer: str) -> Iterator[None]:
-    """Let the messages of all gathers lie in one place."""
+def _one_place_for_all_buckets(buffers: Sequence[str]) -> Iterator[None]:
+    """Let some messages of all buckets lie in one place."""
     from unittest import mock
 
     from megatron_muon.plan.staging import StagingLayout
@@ -167,33 +167,37 @@ def _one_place_for_all_buckets(buffer: str) -> Iterator[None]:
         layout = build(buckets, local_bytes)
         place = -(-layout.num_bytes // 256) * 256
         return StagingLayout(
-            tuple(each._replace(**{buffer: place}) for each in layout.buckets),
+            tuple(each._replace(**dict.fromkeys(buffers, place)) for each in layout.buckets),
             layout.local,
-            place + max(getattr(each, buffer) for each in buckets),
+            place + max(getattr(each, buffer) for each in buckets for buffer in buffers),
         )
 
     with mock.patch.object(StagingLayout, "build", built):
         yield
 
 
-def _share_a_place(buffer: str) -> dict[str, Any]:
+def _share_a_place(buffers: Sequence[str]) -> dict[str, Any]:
     init_group()
-    with _one_place_for_all_buckets(buffer):
+    with _one_place_for_all_buckets(buffers):
         optimizers = build_optimizers(**BUCKETS)
     return _compare(optimizers, reference=build_optimizers(**BUCKETS))
 
 
-@pytest.mark.parametrize("buffer", ["gather_send", "gather_receive"])
-def test_memory_that_is_used_again_too_early_is_seen(buffer):
-    """The next gather starts before the last one has arrived: in one place, one spoils the other.
+@pytest.mark.parametrize(
+    "buffers", [["gather_send", "scatter_send"], ["gather_receive"]], ids=["sends", "receives"]
+)
+def test_memory_that_is_used_again_too_early_is_seen(buffers):
+    """A gather starts while the scatter before travels, and before rows that arrived are copied.
 
-    A message that was read at once has left when its place is written again, so its results are
-    right; the breach is found all the same. Two messages into one place spoil results always.
+    In one place, one spoils the other. A message that was read at once has left when its place is
+    written again, so its results are right; the breach is found all the same. Two messages into one
+    place spoil results always.
     """
-    for found in run_ranks(2, _share_a_place, buffer).check().results:
+    are_sends = len(buffers) == 2
+    for found in run_ranks(2, _share_a_place, buffers).check().results:
         assert not found["at_wait"][0]
-        assert found["at_launch"][0] == (buffer == "gather_send")
-        if buffer == "gather_send":
+        assert found["at_launch"][0] == are_sends
+        if are_sends:
             for when in ("at_wait", "at_launch"):
                 assert any("its send buffer was written before wait()" in x for x in found[when][1])
 
