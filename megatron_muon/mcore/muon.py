@@ -121,13 +121,15 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         )
         for params in by_kind.values():
             if params:
-                compute = OwnerCompute(
-                    [self._owned(param) for param in params],
-                    newton_schulz,
-                    self.exchange,
-                    initial_load_s=self.load_s,
-                    device=self._device,
-                )
+                # Shapes may be timed here, which has to be done as a step does it.
+                with fp32_matmul_precision(self.fp32_matmul_prec):
+                    compute = OwnerCompute(
+                        [self._owned(param) for param in params],
+                        newton_schulz,
+                        self.exchange,
+                        initial_load_s=self.load_s,
+                        device=self._device,
+                    )
                 self.load_s = compute.load_s
                 yield compute
 

@@ -93,12 +93,22 @@ class CostModel:
                 ) from None
         return dataclasses.replace(base or cls(), **changes)  # type: ignore[arg-type]
 
-    def stack_size(self, num_rows: int, num_cols: int) -> int:
-        """Return how many matrices of a shape fill a rank: a power of two, the largest stack."""
+    def stack_size(self, num_rows: int, num_cols: int, max_numel: int | None = None) -> int:
+        """Return how many matrices of a shape fill a rank: a power of two, the largest stack.
+
+        Args:
+            num_rows: Rows.
+            num_cols: Columns.
+            max_numel: Most elements of a stack of several matrices; None for any number.
+        """
         num_tiles = math.ceil(min(num_rows, num_cols) / _TILE) ** 2
         # The nearest power of two: a bit too few or too many makes little difference.
         size = 2 ** round(math.log2(self.stack_tiles / num_tiles)) if self.stack_tiles > 1 else 1
-        return max(1, min(_MAX_STACK_SIZE, int(size)))
+        size = max(1, min(_MAX_STACK_SIZE, int(size)))
+        # What fills a GPU may be more than the user allows to stage.
+        while max_numel is not None and size > 1 and size * num_rows * num_cols > max_numel:
+            size //= 2
+        return size
 
     def newton_schulz_flops(self, num_rows: int, num_cols: int, num_parts: int = 1) -> float:
         """Count the floating-point operations of one part of a matrix.

@@ -5,7 +5,7 @@
 Small matrices reach a fraction of the rate of large ones, so one rate makes them look cheaper than
 they are. A file of times, as JSON::
 
-    {"num_ns_steps": 5,
+    {"num_ns_steps": 5, "precision": "medium",
      "shapes": [{"rows": 4096, "cols": 14336, "stack": 1, "milliseconds": 3.7}, ...]}
 
 ``stack`` matrices of the shape take ``milliseconds`` in one call.
@@ -13,6 +13,8 @@ they are. A file of times, as JSON::
 
 import dataclasses
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +46,9 @@ class ShapeTime:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             allowed = (int, float) if field.name == "milliseconds" else int
-            if isinstance(value, bool) or not isinstance(value, allowed) or not value > 0:
+            is_number = isinstance(value, allowed) and not isinstance(value, bool)
+            # JSON has no infinity, and Python's reader takes one.
+            if not is_number or not 0 < value < math.inf:
                 raise ValueError(
                     f"cost table: expected a positive number of {field.name}, got {value!r} in "
                     f"{dataclasses.asdict(self)}. Measure this shape again."
@@ -57,18 +61,28 @@ class CostTable:
 
     Args:
         num_ns_steps: Newton-Schulz steps that were timed.
+        precision: ``--muon-fp32-matmul-prec`` that they were timed with.
         shapes: A time for each shape. A matrix and its transpose take as long.
 
     Raises:
-        ValueError: Newton-Schulz of no steps.
+        ValueError: Newton-Schulz of no steps, or two times of one shape.
     """
 
     num_ns_steps: int
+    precision: str
     shapes: tuple[ShapeTime, ...]
 
     def __post_init__(self) -> None:
-        """Check the number of steps."""
-        if not isinstance(self.num_ns_steps, int) or self.num_ns_steps < 1:
+        """Check the number of steps, and that each shape is there once."""
+        counts = Counter(_sides(time.rows, time.cols) for time in self.shapes)
+        twice = [f"{n} x {m}" for (n, m), count in counts.items() if count > 1]
+        if twice:
+            raise ValueError(
+                f"cost table: expected one time of each shape, got several of {', '.join(twice)} "
+                "or its transpose. Delete all but one."
+            )
+        is_int = isinstance(self.num_ns_steps, int) and not isinstance(self.num_ns_steps, bool)
+        if not is_int or self.num_ns_steps < 1:
             raise ValueError(
                 f"cost table: expected a positive num_ns_steps, got {self.num_ns_steps!r}. Measure "
                 "with the number of steps of a run."
@@ -105,16 +119,17 @@ class CostTable:
         """Return a table of the shapes of both; of shapes that both have, the times of the other.
 
         Raises:
-            ValueError: They were measured with different numbers of steps.
+            ValueError: They were measured with different numbers of steps or precisions.
         """
-        if self.num_ns_steps != other.num_ns_steps:
+        if (self.num_ns_steps, self.precision) != (other.num_ns_steps, other.precision):
             raise ValueError(
-                f"cost table: expected times of {other.num_ns_steps} Newton-Schulz steps, got "
-                f"times of {self.num_ns_steps}. Write to another file."
+                f"cost table: expected times of {other.num_ns_steps} Newton-Schulz steps in "
+                f"{other.precision} precision, got times of {self.num_ns_steps} in "
+                f"{self.precision}. Write to another file."
             )
         new = {_sides(time.rows, time.cols) for time in other.shapes}
         kept = [time for time in self.shapes if _sides(time.rows, time.cols) not in new]
-        return CostTable(self.num_ns_steps, (*kept, *other.shapes))
+        return CostTable(self.num_ns_steps, self.precision, (*kept, *other.shapes))
 
     @classmethod
     def read(cls, path: Path) -> "CostTable":
@@ -125,20 +140,20 @@ class CostTable:
         """
         try:
             stored: Any = json.loads(path.read_text())
-            return cls(
-                stored["num_ns_steps"], tuple(ShapeTime(**time) for time in stored["shapes"])
-            )
+            shapes = tuple(ShapeTime(**time) for time in stored["shapes"])
+            return cls(stored["num_ns_steps"], str(stored["precision"]), shapes)
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"cost table {path}: expected JSON with num_ns_steps, and shapes of rows, cols, "
-                f"stack and milliseconds, got {type(error).__name__}: {error}. Write one with "
-                "--muon-fsdp-cost-model measure:PATH."
+                f"cost table {path}: expected JSON with num_ns_steps, precision, and shapes of "
+                f"rows, cols, stack and milliseconds, got {type(error).__name__}: {error}. Write "
+                "one with --muon-fsdp-cost-model measure:PATH."
             ) from None
 
     def write(self, path: Path) -> None:
         """Write a file."""
         stored = {
             "num_ns_steps": self.num_ns_steps,
+            "precision": self.precision,
             "shapes": [dataclasses.asdict(time) for time in self.shapes],
         }
         path.write_text(json.dumps(stored, indent=1) + "\n")
@@ -165,6 +180,8 @@ class CostSource:
     @classmethod
     def parse(cls, text: str) -> "CostSource":
         """Read ``name=value,...`` with at most one of ``measure``, ``measure:PATH``, ``file:PATH``.
+
+        A path has no comma.
 
         Raises:
             ValueError: Two of them, or no path after ``file:``.

@@ -13,7 +13,7 @@ def pipeline_seconds(
     """Estimate a step: traffic runs beside Newton-Schulz, and a collective waits for its last rank.
 
     A rank may be ahead of another by about a bucket, no more: it launches the gather of bucket
-    ``i + 1`` when that of bucket ``i`` has arrived, and it ends when all ranks have launched it.
+    ``i + 1`` when that of bucket ``i`` has arrived. A gather ends when all ranks have launched it.
 
     Args:
         bucket_load_s: For each bucket, seconds of Newton-Schulz by rank.
@@ -38,7 +38,7 @@ def pipeline_seconds(
         # The next gather starts when the slowest rank comes to launch it and the link is free.
         following = gathered
         if index + 1 < len(bucket_load_s):
-            link = following = max(link, *clock.values()) + traffic_s[index + 1]
+            link = following = max([link, *clock.values()]) + traffic_s[index + 1]
         for rank in ranks:
             clock[rank] += bucket.get(rank, 0.0)
         # The scatter of this bucket needs the results of every rank.

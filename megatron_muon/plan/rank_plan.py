@@ -222,7 +222,7 @@ def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[tuple
                 by_shape[shape].append(part)
     for shape, parts in by_shape.items():
         first = 0
-        for room in stack_rooms(len(parts), _largest_stack(plan, shape)):
+        for room in stack_rooms(len(parts), plan.cost.stack_size(*shape, plan.max_numel)):
             stacks.append((tuple(parts[first : first + room]), room))
             first += room
     # Ranks that share several split blocks must come to them in the same order, and before
@@ -259,18 +259,9 @@ def stack_elements(plan: ExchangePlan, indices: Sequence[int]) -> dict[int, list
                 counts[part.owner, shape, _is_stackable(plan, index)] += 1
     elements: dict[int, list[int]] = defaultdict(list)
     for (owner, shape, is_stacked), count in counts.items():
-        largest = _largest_stack(plan, shape) if is_stacked else 1
+        largest = plan.cost.stack_size(*shape, plan.max_numel) if is_stacked else 1
         elements[owner] += [room * math.prod(shape) for room in stack_rooms(count, largest)]
     return elements
-
-
-def _largest_stack(plan: ExchangePlan, shape: tuple[int, int]) -> int:
-    """Return how many matrices of a shape a stack may hold: a power of two."""
-    size = plan.cost.stack_size(*shape)
-    # What fills a GPU may be more than the knob allows to stage.
-    while size > 1 and size * math.prod(shape) > plan.max_numel:
-        size //= 2
-    return size
 
 
 def stack_rooms(num_matrices: int, largest: int) -> list[int]:

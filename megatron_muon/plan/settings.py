@@ -74,7 +74,7 @@ class ExchangeSettings:
                 "Set --muon-fsdp-max-parts accordingly."
             )
         # The optimizer knows its number of steps; a second value here could only disagree.
-        if "num_ns_steps" in self.cost_model:
+        if "num_ns_steps" in self.cost_source.rates:
             raise ValueError(
                 f"cost model: expected rates of the machine, got {self.cost_model!r}. "
                 "Set --muon-num-ns-steps for the number of steps."

@@ -9,6 +9,7 @@ groups, are one domain. They form a grid: tensor ranks x shards x replicas.
 """
 
 import datetime
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -95,7 +96,8 @@ def find_domain(
         mine.append(dist.get_process_group_ranks(group)[0] if group is not None else mine[0])
         mine.append(dist.get_rank(group) if group is not None else 0)
     # torchrun sets it, and counts the ranks of a node in a row.
-    mine.append(int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    on_node = os.environ.get("LOCAL_WORLD_SIZE", "")
+    mine.append(int(on_node) if on_node.isdecimal() else 0)
     own_row = torch.tensor([*mine, round(initial_load_s * 1e9)], dtype=torch.int64, device=device)
     table = own_row.new_empty(dist.get_world_size(), len(_Row._fields))
     dist.all_gather_into_tensor(table.view(-1), own_row)
@@ -119,10 +121,17 @@ def find_domain(
         initial_load_s={rank: rows[rank].initial_load_ns * 1e-9 for rank in ranks},
         # Of groups with the same ranks the first: those of the model are in use, and so connected.
         group=_group_of(ranks, (*groups, dist.group.WORLD, holder_group)),
-        # Of nodes with more and with fewer ranks the fewest: links then count as slow rather than
-        # as fast, and all ranks come to the same plan.
-        ranks_per_node=min(row.num_ranks_on_node for row in rows) or None,
+        ranks_per_node=_ranks_per_node([row.num_ranks_on_node for row in rows]),
     )
+
+
+def _ranks_per_node(sizes: Sequence[int]) -> int | None:
+    """Return one number for all nodes; None where the launcher did not say on all of them.
+
+    Where nodes have different numbers of ranks it is their greatest common divisor: ranks that then
+    count as near are near, and some near ones count as far.
+    """
+    return math.gcd(*sizes) if min(sizes) > 0 else None
 
 
 def _linked_ranks(rows: Sequence[_Row], rank: int) -> tuple[int, ...]:

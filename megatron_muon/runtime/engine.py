@@ -12,8 +12,9 @@ Gathers and scatters are launched asynchronously: those of bucket i + 1 and i - 
 bucket i is orthogonalized. Local matrices, of which nothing travels, fill the buckets in which a
 rank has less to do than others, while the gather of the bucket travels.
 
-The gather of bucket i + 1 starts when that of bucket i has arrived. Earlier it would gain nothing:
-collectives of a group run one after the other. But both would need memory for what they send.
+The gather of bucket i + 1 starts when that of bucket i has arrived. Earlier, both would need memory
+for what they send. The price: where local matrices take longer than a gather, the link is idle
+meanwhile.
 
 Over NCCL collectives run on the process group's own stream, and waiting for them is an event: the
 host never waits. Over gloo they run on its threads.

@@ -118,7 +118,7 @@ class Exchange:
         ]
 
     def connect(self) -> None:
-        """Send one element to each rank that any bucket sends to, and wait for it.
+        """Send one element to each rank that any bucket sends to.
 
         Communication: one ``all_to_all_single``, left out where no bucket is used.
         """

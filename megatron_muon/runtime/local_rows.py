@@ -3,7 +3,7 @@
 """This rank's rows: read normalized for sending, and written scaled as results arrive."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,7 +90,7 @@ class LocalRows:
             if calls:
                 torch._foreach_copy_([call.other for call in calls], [call.rows for call in calls])
             return
-        for routes, rows, target in self._merged(calls):
+        for routes, rows, target in self._merged(calls, are_alike=self._norms.are_even):
             # One pass: the quotient is taken in fp32, and rounded as it is written.
             torch.div(rows, self._norms.of(routes), out=target)
 
@@ -122,7 +122,11 @@ class LocalRows:
                 torch._foreach_mul_([call.rows for call in calls], list(factors))
         return self._completed([route for route, _ in results])
 
-    def _merged(self, calls: Sequence["_Call"]) -> list["_Call"]:
+    def _merged(
+        self,
+        calls: Sequence["_Call"],
+        are_alike: Callable[[Sequence[Route]], bool] = lambda routes: True,
+    ) -> list["_Call"]:
         """Join the calls of routes that lie evenly in memory on both sides.
 
         Fused query, key and value take turns in a shard: each of the three lies evenly over its
@@ -130,6 +134,7 @@ class LocalRows:
 
         Args:
             calls: One route each.
+            are_alike: Whether one call can do for some routes of one shape.
         """
         alike: dict[object, list[_Call]] = defaultdict(list)
         num_routes = Counter(_block(call) for call in calls)
@@ -142,7 +147,7 @@ class LocalRows:
             routes = [call.routes[0] for call in group]
             rows = as_one([call.rows for call in group])
             other = as_one([call.other for call in group])
-            if len(group) == 1 or rows is None or other is None or not self._norms.are_even(routes):
+            if len(group) == 1 or rows is None or other is None or not are_alike(routes):
                 merged += group
             else:
                 merged.append(_Call(routes, rows, other))

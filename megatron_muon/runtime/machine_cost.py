@@ -44,10 +44,11 @@ def machine_cost(
         device: Of this rank.
 
     Raises:
-        RuntimeError: On all ranks, when times cannot be measured, read or written, or miss a shape.
+        RuntimeError: On all ranks, when times cannot be measured, read or written, miss a shape, or
+            are of another precision.
 
-    Communication: with measured times a flag over all ranks; where they were measured just now, a
-        broadcast of them over the domain.
+    Communication: with measured times a flag over all ranks, and a broadcast of the times over the
+        domain.
     Memory: with ``measure``, one stack and what Newton-Schulz needs for it, until it returns.
     """
     # The rates of the device: a plan for CPU ranks must not assume a GPU's kernels.
@@ -61,23 +62,26 @@ def machine_cost(
     if not source.measures and source.path is None:
         return cost
     shapes = [shape for matrix in matrices for shape in matrix.blocks]
-    normalizes = settings.wire_for(ns_settings.is_bf16).normalizes
     problems, table = [], None
-    try:
-        if not source.measures and source.path is not None:
-            table = CostTable.read(source.path)
-            problems += [
-                f"cost table {source.path}: expected a time of {rows} x {cols} matrices, got none"
-                for rows, cols in table.missing(shapes)
-            ]
-        elif dist.get_rank() == domain.ranks[0]:
-            table = measure_newton_schulz(
-                shapes, ns_settings, cost, normalizes=normalizes, device=device
-            )
-            _write(table, source.path)
-    # What one rank raises alone, the others would wait for.
-    except (ValueError, OSError, RuntimeError) as error:
-        problems.append(f"cost model: {str(error).partition(chr(10))[0]}")
+    # One rank: two that measured would come to two plans, and thousands would open one file.
+    if dist.get_rank() == domain.ranks[0]:
+        try:
+            if source.measures:
+                table = measure_newton_schulz(
+                    shapes,
+                    ns_settings,
+                    cost,
+                    max_numel=max(settings.bucket_numel, *(rows * cols for rows, cols in shapes)),
+                    normalizes=settings.wire_for(ns_settings.is_bf16).normalizes,
+                    device=device,
+                )
+                _write(table, source.path)
+            elif source.path is not None:
+                table = CostTable.read(source.path)
+                problems += _table_problems(table, shapes)
+        # What one rank raises alone, the others would wait for.
+        except (ValueError, OSError, RuntimeError) as error:
+            problems.append(f"cost model: {str(error).partition(chr(10))[0]}")
     raise_where_any_rank_fails(
         problems,
         None,
@@ -85,11 +89,25 @@ def machine_cost(
         "Measure the shapes of this model with --muon-fsdp-cost-model measure:PATH, or leave "
         "measured times out. No optimizer was built.",
     )
-    if source.measures and domain.group is not None:
+    if domain.group is not None:
         shared = [table]
         dist.broadcast_object_list(shared, src=domain.ranks[0], group=domain.group)
         (table,) = shared
     return dataclasses.replace(cost, measured=table)
+
+
+def _table_problems(table: CostTable, shapes: Sequence[tuple[int, int]]) -> list[str]:
+    problems = [
+        f"cost table: expected a time of {rows} x {cols} matrices, got none"
+        for rows, cols in table.missing(shapes)
+    ]
+    precision = torch.get_float32_matmul_precision()
+    if table.precision != precision:
+        problems.append(
+            f"cost table: expected times in {precision} precision (--muon-fp32-matmul-prec), got "
+            f"{table.precision}"
+        )
+    return problems
 
 
 def _write(table: CostTable, path: Path | None) -> None:
@@ -104,15 +122,19 @@ def measure_newton_schulz(
     ns_settings: NewtonSchulzSettings,
     cost: CostModel,
     *,
+    max_numel: int,
     normalizes: bool,
     device: torch.device,
 ) -> CostTable:
-    """Time each distinct shape, in stacks as large as a step would make them.
+    """Time each distinct shape, in the largest stacks that a step would make of it.
+
+    The caller sets the matmul precision of a step.
 
     Args:
         shapes: Rows and columns, with repetitions.
         ns_settings: Steps, coefficients and precision.
         cost: Sizes of stacks.
+        max_numel: Most elements of a stack.
         normalizes: Whether rows travel normalized in bf16; otherwise matrices are orthogonalized
             one by one, in fp32 memory.
         device: Where to run.
@@ -121,12 +143,18 @@ def measure_newton_schulz(
     Memory: one stack and what Newton-Schulz needs for it, until it returns.
     """
     times = []
+    # A generator of its own: Megatron's must be in the same state on tensor-parallel ranks.
+    generator = torch.Generator(device).manual_seed(0)
+    run = newton_schulz_normalized if normalizes else newton_schulz
     for rows, cols in distinct_shapes(shapes):
-        num_matrices = cost.stack_size(rows, cols) if normalizes else 1
-        stack = torch.randn(num_matrices, rows, cols, device=device).div_((rows * cols) ** 0.5)
-        run = newton_schulz
-        if normalizes:
-            stack, run = stack.bfloat16(), newton_schulz_normalized
+        num_matrices = cost.stack_size(rows, cols, max_numel) if normalizes else 1
+        stack = torch.empty(
+            *(num_matrices, rows, cols),
+            dtype=torch.bfloat16 if normalizes else torch.float32,
+            device=device,
+        )
+        # The norm of such a matrix is about 1.
+        stack.normal_(std=(rows * cols) ** -0.5, generator=generator)
 
         def call(
             run: Callable[..., torch.Tensor] = run,
@@ -142,7 +170,7 @@ def measure_newton_schulz(
             )
 
         times.append(ShapeTime(rows, cols, num_matrices, _milliseconds(call, device)))
-    return CostTable(ns_settings.steps, tuple(times))
+    return CostTable(ns_settings.steps, torch.get_float32_matmul_precision(), tuple(times))
 
 
 def _milliseconds(call: Callable[[], None], device: torch.device) -> float:

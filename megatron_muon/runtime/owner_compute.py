@@ -52,7 +52,8 @@ class OwnerCompute:
 
     A parameter that tensor-parallel ranks replicate, such as a router, is one matrix for each of
     them, as it is upstream. Equal gradients keep these copies equal: each is orthogonalized whole
-    and alone, by the same operations, whatever the plans of these ranks are.
+    and alone, by the same operations, whatever the plans of these ranks are. Only norms on the bf16
+    wire may differ, as rarely as docs/numerics.md says.
 
     Args:
         parameters: In the same order on all ranks.
@@ -67,10 +68,11 @@ class OwnerCompute:
             that are no whole number of query groups, when ranks came to different plans, or when
             one of them has no memory for the engine.
 
-    Communication: at construction an all-gather of 64 bytes a rank, three flags and a hash, lists
+    Communication: at construction an all-gather of 72 bytes a rank, three flags and a hash, lists
         of ranks and of differences as objects, and new process groups where a domain or a split
-        matrix needs one; one element is all-reduced in each group of a split matrix, and sent
-        from each rank to those it will send to.
+        matrix needs one. One element is all-reduced in each group of a split matrix. Two
+        collectives send one from each rank to those that it will send to. Measured times take one
+        flag and one broadcast more.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
@@ -106,7 +108,7 @@ class OwnerCompute:
         if domain.group is not None:
             # Every rank has built the plan by itself. Comparing hashes here turns what would be a
             # hang in the first step into an error that names the first difference.
-            entries = [f"{settings} {newton_schulz.steps} steps {self.plan.wire} {self.plan.cost}"]
+            entries = [f"{settings} {newton_schulz.steps} steps {self.plan.wire}"]
             entries += self.plan.entries()
             raise_where_ranks_differ(entries, domain.group, device, "Muon exchange plan")
         parts_groups = _parts_groups(self.plan, rank, device)
@@ -150,8 +152,9 @@ def _build_together(
     problems = []
     try:
         engine = build()
-    except MemoryError as error:
-        problems.append(str(error))
+    # The arena says MemoryError, with sizes; the rest that a GPU has no memory for, RuntimeError.
+    except (MemoryError, RuntimeError) as error:
+        problems.append(str(error).partition("\n")[0])
     raise_where_any_rank_fails(
         problems,
         None,

@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.cost_table import CostSource, CostTable, ShapeTime
 
-TABLE = CostTable(5, (ShapeTime(64, 256, 4, 2.0), ShapeTime(128, 128, 1, 3.0)))
+TABLE = CostTable(5, "medium", (ShapeTime(64, 256, 4, 2.0), ShapeTime(128, 128, 1, 3.0)))
 
 
 def test_file_is_read_back_as_written(tmp_path):
@@ -41,10 +42,16 @@ def test_shape_that_is_missing_is_named():
 
 def test_later_times_replace_earlier_ones():
     """Experts and dense matrices are measured one after the other, into one file."""
-    later = CostTable(5, (ShapeTime(256, 64, 1, 1.0), ShapeTime(32, 32, 1, 0.1)))
-    assert TABLE.joined(later) == CostTable(5, (TABLE.shapes[1], *later.shapes))
-    with pytest.raises(ValueError, match="expected times of 6 Newton-Schulz steps, got times of 5"):
-        TABLE.joined(CostTable(6, ()))
+    later = CostTable(5, "medium", (ShapeTime(256, 64, 1, 1.0), ShapeTime(32, 32, 1, 0.1)))
+    assert TABLE.joined(later) == CostTable(5, "medium", (TABLE.shapes[1], *later.shapes))
+    for other in (CostTable(6, "medium", ()), CostTable(5, "high", ())):
+        with pytest.raises(ValueError, match="got times of 5 in medium. Write to another file"):
+            TABLE.joined(other)
+
+
+def _stored(num_ns_steps: int = 5, twice: bool = False, **changes: float) -> str:
+    shapes = [{**vars(TABLE.shapes[0]), **changes}, *([vars(TABLE.shapes[0])] if twice else [])]
+    return json.dumps({"num_ns_steps": num_ns_steps, "precision": "medium", "shapes": shapes})
 
 
 @pytest.mark.parametrize(
@@ -54,15 +61,13 @@ def test_later_times_replace_earlier_ones():
         ("[]", "got TypeError"),
         ('{"num_ns_steps": 5}', "got KeyError: 'shapes'"),
         ('{"num_ns_steps": 5, "shapes": [{"rows": 8}]}', "got TypeError: "),
-        ('{"num_ns_steps": 0, "shapes": []}', "expected a positive num_ns_steps, got 0"),
-        (
-            json.dumps({"num_ns_steps": 5, "shapes": [{**vars(TABLE.shapes[0]), "stack": 0}]}),
-            "expected a positive number of stack, got 0",
-        ),
-        (
-            json.dumps({"num_ns_steps": 5, "shapes": [{**vars(TABLE.shapes[0]), "rows": 8.5}]}),
-            "expected a positive number of rows, got 8.5",
-        ),
+        ('{"num_ns_steps": 5, "shapes": []}', "got KeyError: 'precision'"),
+        (_stored(num_ns_steps=0), "expected a positive num_ns_steps, got 0"),
+        (_stored(num_ns_steps=True), "expected a positive num_ns_steps, got True"),
+        (_stored(stack=0), "expected a positive number of stack, got 0"),
+        (_stored(rows=8.5), "expected a positive number of rows, got 8.5"),
+        (_stored(milliseconds=math.inf), "expected a positive number of milliseconds, got inf"),
+        (_stored(rows=256, cols=64, twice=True), "got several of 64 x 256 or its transpose"),
     ],
 )
 def test_file_that_is_no_table_is_refused(stored, said, tmp_path):

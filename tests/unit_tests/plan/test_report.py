@@ -176,7 +176,7 @@ def test_plan_of_2048_ranks_imports_no_torch():
 def test_report_takes_measured_times(tmp_path, capsys):
     """From a file, which must have every shape; only a run can measure."""
     shapes = [(1024, 1024), (256, 1024), (8192, 1024), (4096, 1024)]
-    times = CostTable(5, tuple(ShapeTime(*shape, 1, 10.0) for shape in shapes))
+    times = CostTable(5, "medium", tuple(ShapeTime(*shape, 1, 10.0) for shape in shapes))
     model = (
         "--num-layers 2 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 "
         "--num-query-groups 4 --dp 4"

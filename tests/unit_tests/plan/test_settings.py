@@ -76,6 +76,9 @@ def test_stacks_fill_a_gpu_and_are_powers_of_two():
     sides = {64: 32, 512: 32, 1024: 16, 1536: 8, 2048: 4, 3072: 2, 4096: 1, 8192: 1}
     assert {n: CostModel().stack_size(n, 8192) for n in sides} == sides
     assert CPU_RANKS.stack_size(64, 64) == 1
+    # The user's bucket size bounds stacks, but a single matrix may be larger.
+    assert CostModel().stack_size(512, 32768, 2**27) == 8
+    assert CostModel().stack_size(512, 512, 1) == 1
 
 
 def test_links_within_a_node_are_those_of_consecutive_ranks():

@@ -11,8 +11,8 @@ from helpers.sharded_muon import build_optimizers, init_group
 pytestmark = pytest.mark.ranks
 
 
-def _connected_and_used(num_shards: int, exchange: dict[str, Any]) -> dict[str, list[list[int]]]:
-    """Return the sizes of messages, sent and received, at construction and in a step."""
+def _connected_and_used(num_shards: int, exchange: dict[str, Any]) -> list[Any]:
+    """Return whom gathers and scatters connect, whom they send to in a step, and the sizes."""
     import torch.distributed as dist
 
     original = dist.all_to_all_single
@@ -25,34 +25,33 @@ def _connected_and_used(num_shards: int, exchange: dict[str, Any]) -> dict[str, 
     init_group()
     dist.all_to_all_single = recorded
     optimizers = build_optimizers(num_shards, exchange=exchange)
-    connected = list(sizes)
+    connected = sizes.copy()
     sizes.clear()
-    optimizers.set_gradients(0)
-    optimizers.sharded.step()
-    # Odd collectives of a step are gathers or scatters as their buckets overlap: only the pairs
-    # count here.
-    return {"connected": _pairs(connected), "used": _pairs(sizes), "sizes": [_all_sizes(connected)]}
+    engine = optimizers.sharded.computes[0]._engine
+    engine._arena.allocate()
+    used = []
+    for part in (engine._gathers, engine._scatters):
+        for index in range(len(engine._buckets)):
+            part.start(index).wait()
+        used.append(_pairs(sizes))
+        sizes.clear()
+    all_sizes = {size for call in connected for end in call for size in end}
+    return [[_pairs([call]) for call in connected], used, sorted(all_sizes)]
 
 
-def _pairs(sizes: list[Any]) -> list[list[int]]:
+def _pairs(calls: list[Any]) -> list[list[int]]:
     """Return to whom, and from whom, anything was sent."""
-    return [
-        [rank for rank in range(len(sizes[0][end])) if any(each[end][rank] for each in sizes)]
-        for end in (0, 1)
-    ]
-
-
-def _all_sizes(sizes: list[Any]) -> list[int]:
-    return sorted({size for each in sizes for end in each for size in end})
+    ranks = range(len(calls[0][0]))
+    return [[rank for rank in ranks if any(call[end][rank] for call in calls)] for end in (0, 1)]
 
 
 @pytest.mark.parametrize("bucket_numel", [1500, 10**6], ids=["buckets", "one_bucket"])
 def test_construction_connects_the_ranks_that_a_step_uses(bucket_numel):
-    """The same ranks as the first step does, by one element each."""
+    """Gathers and scatters apart, by one element each; and no others."""
     exchange = {"wire": "bf16", "bucket_numel": bucket_numel}
-    for found in run_ranks(4, _connected_and_used, 4, exchange).check().results:
-        assert found["connected"] == found["used"]
-        assert set(found["sizes"][0]) <= {0, 1}
+    for connected, used, sizes in run_ranks(4, _connected_and_used, 4, exchange).check().results:
+        assert connected == used
+        assert set(sizes) <= {0, 1}
 
 
 def test_rank_without_messages_joins():

@@ -34,38 +34,50 @@ def _ranks_per_node(cost_model: str, sizes: list[str]) -> int:
     ("cost_model", "sizes", "expected"),
     [
         ("", ["4", "4"], 4),
-        ("", ["8", "4"], 4),
+        ("", ["6", "4"], 2),
         ("", ["4", ""], 8),
+        ("", ["4", "all"], 8),
         ("", ["", ""], 8),
         ("ranks_per_node=2", ["4", "4"], 2),
     ],
-    ids=["launcher", "fewest", "not_everywhere", "unknown", "given"],
+    ids=["launcher", "divisor", "not_everywhere", "no_number", "unknown", "given"],
 )
 def test_ranks_a_node_are_those_of_the_launcher(cost_model, sizes, expected):
     """The same on all ranks; a user's figure wins; without any, the default of eight."""
     assert run_ranks(2, _ranks_per_node, cost_model, sizes).check().results == [expected] * 2
 
 
-def _measured(cost_model: str, wire: str) -> dict[str, Any]:
+def _measured(cost_model: str, wire: str, precision: str) -> list[Any]:
+    import torch
+
     init_group()
-    settings = {} if wire == "bf16" else {"fp32_matmul_prec": "highest"}
+    settings = {"fp32_matmul_prec": precision}
+    before = torch.get_rng_state()
     exchange = {"cost_model": cost_model, "wire": wire}
     built = build_optimizers(2, settings, exchange, cases=CASES)
+    # Tensor-parallel ranks have generators in the same state, and only one rank measures.
+    is_untouched = torch.equal(before, torch.get_rng_state())
     # The plan is one that steps.
     built.set_gradients(0)
     built.sharded.step()
-    return dataclasses.asdict(built.sharded.computes[0].plan.cost.measured)
+    return [is_untouched, dataclasses.asdict(built.sharded.computes[0].plan.cost.measured)]
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp32"])
-def test_each_shape_is_timed_once_and_shared(wire, tmp_path):
+@pytest.mark.parametrize(
+    ("wire", "precision"), [("bf16", "medium"), ("fp32", "medium"), ("fp32", "highest")]
+)
+def test_each_shape_is_timed_once_and_shared(wire, precision, tmp_path):
     """On one rank: two that measured would differ. What was written can be read instead."""
     path = tmp_path / "times.json"
-    first = run_ranks(2, _measured, f"measure:{path}", wire).check().results
+    first = run_ranks(2, _measured, f"measure:{path}", wire, precision).check().results
     assert first[0] == first[1]
-    assert [[time["rows"], time["cols"]] for time in first[0]["shapes"]] == SHAPES
-    assert json.loads(path.read_text()) == first[0]
-    assert run_ranks(2, _measured, f"file:{path}", wire).check().results == first
+    is_untouched, table = first[0]
+    assert is_untouched
+    # What a step runs with, not what it was set to before.
+    assert table["precision"] == precision
+    assert [[time["rows"], time["cols"]] for time in table["shapes"]] == SHAPES
+    assert json.loads(path.read_text()) == table
+    assert run_ranks(2, _measured, f"file:{path}", wire, precision).check().results == first
 
 
 def test_table_decides_who_owns_what(tmp_path):
@@ -76,7 +88,7 @@ def test_table_decides_who_owns_what(tmp_path):
         for (rows, cols), ms in times.items()
     ]
     path = tmp_path / "times.json"
-    path.write_text(json.dumps({"num_ns_steps": 5, "shapes": shapes}))
+    path.write_text(json.dumps({"num_ns_steps": 5, "precision": "medium", "shapes": shapes}))
     (owners, other) = run_ranks(2, _owners, f"file:{path}").check().results
     assert owners == other
     assert owners[0] == owners[2] != owners[1]
@@ -91,30 +103,31 @@ def _owners(cost_model: str) -> list[list[int]]:
     return [list(owners) for owners in built.sharded.computes[0].plan.owners]
 
 
-def _missing_on_one_rank(path: str) -> None:
-    import os
-
+def _build_from(path: str) -> None:
     init_group()
-    rank = os.environ["RANK"]
-    build_optimizers(2, exchange={"cost_model": f"file:{path}_{rank}.json"}, cases=CASES)
+    build_optimizers(2, exchange={"cost_model": f"file:{path}"}, cases=CASES)
 
 
-def test_table_that_one_rank_lacks_is_an_error_on_all(tmp_path):
-    """A node without the file, or with another: nobody waits for the one that stopped."""
-    shapes = [{"rows": r, "cols": c, "stack": 1, "milliseconds": 1.0} for r, c in SHAPES]
-    for rank, kept in enumerate((shapes, shapes[:-1])):
-        stored = json.dumps({"num_ns_steps": 5, "shapes": kept})
-        (tmp_path / f"times_{rank}.json").write_text(stored)
-    run = run_ranks(2, _missing_on_one_rank, str(tmp_path / "times"), timeout_s=60.0)
+@pytest.mark.parametrize(
+    ("shapes", "precision", "said"),
+    [
+        (SHAPES[:-1], "medium", "cost table: expected a time of 24 x 48 matrices, got none"),
+        (SHAPES, "high", "expected times in medium precision (--muon-fp32-matmul-prec), got high"),
+        (None, "medium", "times.json: expected JSON with num_ns_steps, precision, and shapes of"),
+    ],
+    ids=["shape", "precision", "file"],
+)
+def test_table_that_does_not_fit_is_an_error_on_all(shapes, precision, said, tmp_path):
+    """The rank that reads it would otherwise end alone, and the other one wait for it."""
+    path = tmp_path / "times.json"
+    if shapes is not None:
+        times = [{"rows": r, "cols": c, "stack": 1, "milliseconds": 1.0} for r, c in shapes]
+        stored = {"num_ns_steps": 5, "precision": precision, "shapes": times}
+        path.write_text(json.dumps(stored))
+    run = run_ranks(2, _build_from, str(path), timeout_s=60.0)
     assert run.exit_codes == [1, 1]
     for output in run.outputs:
-        assert "rank 1: cost table" in output
-        assert "times_1.json: expected a time of 24 x 48 matrices, got none" in output
-    (tmp_path / "times_0.json").unlink()
-    run = run_ranks(2, _missing_on_one_rank, str(tmp_path / "times"), timeout_s=60.0)
-    assert run.exit_codes == [1, 1]
-    for output in run.outputs:
-        assert "rank 0: cost model: cost table" in output and "FileNotFoundError" in output
+        assert "rank 0: " in output and said in output
 
 
 def _fail_to_measure() -> None:

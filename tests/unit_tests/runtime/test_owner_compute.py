@@ -13,6 +13,31 @@ from helpers.sharded_muon import build_optimizers, init_group
 pytestmark = pytest.mark.ranks
 
 
+def _build_without_memory_for_norms() -> None:
+    """Let another allocation of rank 1 fail, which comes before that of the arena."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.runtime import local_rows
+
+    def fail(*_args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nSee the documentation.")
+
+    init_group()
+    if dist.get_rank() == 1:
+        local_rows.BlockNorms = fail
+    build_optimizers(2)
+
+
+def test_other_allocation_that_fails_on_one_rank_is_an_error_on_all():
+    """A full GPU has no memory for small tensors either."""
+    run = run_ranks(2, _build_without_memory_for_norms, timeout_s=60.0)
+    assert run.exit_codes == [1, 1]
+    for output in run.outputs:
+        assert "rank 1: CUDA out of memory." in output
+        assert "Lower --muon-fsdp-bucket-size" in output
+
+
 def _build_without_memory(is_gpu: bool) -> None:
     """Let the allocation of rank 1 fail, as a GPU's or as this CPU's."""
     import torch
