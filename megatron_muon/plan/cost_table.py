@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +45,8 @@ class ShapeTime:
         """Check the numbers."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            # Users write these files. A share of seconds that is 0 or infinite would upset all
+            # owners, and only some ranks would notice.
             allowed = (int, float) if field.name == "milliseconds" else int
             is_number = isinstance(value, allowed) and not isinstance(value, bool)
             # JSON has no infinity, and Python's reader takes one.
@@ -91,6 +93,7 @@ class CostTable:
     @cached_property
     def _seconds(self) -> dict[tuple[int, int], float]:
         """Return the seconds of a step for one matrix, by shorter and longer side."""
+        # By step, so that a table serves runs with other numbers of steps: all steps cost the same.
         return {
             _sides(time.rows, time.cols): time.milliseconds * 1e-3 / time.stack / self.num_ns_steps
             for time in self.shapes
@@ -113,7 +116,7 @@ class CostTable:
 
     def missing(self, shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return those shapes, shorter side first, that the table does not have."""
-        return sorted({_sides(*shape) for shape in shapes} - self._seconds.keys())
+        return [shape for shape in distinct_shapes(shapes) if shape not in self._seconds]
 
     def joined(self, other: "CostTable") -> "CostTable":
         """Return a table of the shapes of both; of shapes that both have, the times of the other.
@@ -127,6 +130,7 @@ class CostTable:
                 f"{other.precision} precision, got times of {self.num_ns_steps} in "
                 f"{self.precision}. Write to another file."
             )
+        # The later times count: the machine or its software may have changed since the others.
         new = {_sides(time.rows, time.cols) for time in other.shapes}
         kept = [time for time in self.shapes if _sides(time.rows, time.cols) not in new]
         return CostTable(self.num_ns_steps, self.precision, (*kept, *other.shapes))
@@ -142,6 +146,7 @@ class CostTable:
             stored: Any = json.loads(path.read_text())
             shapes = tuple(ShapeTime(**time) for time in stored["shapes"])
             return cls(stored["num_ns_steps"], str(stored["precision"]), shapes)
+        # A wrong number has raised an error of its own, which names the entry.
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"cost table {path}: expected JSON with num_ns_steps, precision, and shapes of "
@@ -160,6 +165,7 @@ class CostTable:
 
 
 def _sides(rows: int, cols: int) -> tuple[int, int]:
+    # Newton-Schulz transposes tall matrices, so the products are the same.
     return min(rows, cols), max(rows, cols)
 
 
@@ -186,6 +192,7 @@ class CostSource:
         Raises:
             ValueError: Two of them, or no path after ``file:``.
         """
+        # Sources are no rates: a rate may be given beside one, as for links, which nobody measures.
         entries = [entry for entry in text.split(",") if entry]
         sources = [entry for entry in entries if entry.partition(":")[0] in ("measure", "file")]
         rates = ",".join(entry for entry in entries if entry not in sources)
@@ -200,6 +207,6 @@ class CostSource:
         return cls(rates, kind == "measure", Path(path) if path else None)
 
 
-def distinct_shapes(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def distinct_shapes(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return each shape once, shorter side first, in ascending order."""
     return sorted({_sides(*shape) for shape in shapes})

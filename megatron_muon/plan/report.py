@@ -146,16 +146,15 @@ class Report:
         """Yield the table that a user reads."""
         sent = sum(rank.bytes_sent for rank in self.ranks)
         working = sum(rank.load_s > 0 for rank in self.ranks)
-        split = sum("owners" in matrix for matrix in self.matrices)
-        yield (
-            f"{len(self.matrices)} matrices, {self.num_elements / 1e6:,.1f} M elements, on "
-            f"{self.world_size} ranks, {working} of which orthogonalize; {split} are split"
-            + (
+        split = f"{sum('owners' in matrix for matrix in self.matrices)} are split"
+        if self.num_split_groups:
+            split += (
                 f", over {self.num_split_groups} sets of ranks, {self._max_split_groups} a rank at "
                 "most"
-                if split
-                else ""
             )
+        yield (
+            f"{len(self.matrices)} matrices, {self.num_elements / 1e6:,.1f} M elements, on "
+            f"{self.world_size} ranks, {working} of which orthogonalize; {split}"
         )
         yield (
             f"Newton-Schulz: busiest rank {self.busiest_s * 1e3:.3f} ms, ideal "

@@ -152,7 +152,7 @@ def _build_together(
     problems = []
     try:
         engine = build()
-    # The arena says MemoryError, with sizes; the rest that a GPU has no memory for, RuntimeError.
+    # The arena raises MemoryError, with sizes. Any other allocation of a GPU raises RuntimeError.
     except (MemoryError, RuntimeError) as error:
         problems.append(str(error).partition("\n")[0])
     raise_where_any_rank_fails(
