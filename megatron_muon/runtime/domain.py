@@ -192,8 +192,8 @@ def _group_of(
     known: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for group in groups:
         if group is not None:
-            # HFSDP's groups are not in the order of ranks; messages are, by the group's own list.
-            known.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
+            # Ascending, as a domain's: torch sorts the ranks of every group that it makes.
+            known.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     # All ranks of the job come here, also those that need no new group.
     new = new_groups([ranks] if len(ranks) > 1 and ranks not in known else [])
     return None if len(ranks) == 1 else {**known, **new}[ranks]

@@ -104,7 +104,14 @@ def test_megatron_package_beside_the_script_is_used(tmp_path):
     package = os.path.dirname(os.path.dirname(megatron.core.__file__))
     os.symlink(package, checkout / "megatron")
     (checkout / "pretrain_gpt.py").write_text(CHECKOUT)
-    done = _torchrun(1, str(checkout / "pretrain_gpt.py"), MEGATRON_MUON_DEVICE="cpu")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_muon", str(checkout / "pretrain_gpt.py")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_MUON_DEVICE": "cpu"},
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"CORE {checkout}/megatron/core/__init__.py" in done.stdout
 

@@ -43,9 +43,12 @@ SEQUENCE = ("--sequence-parallel", "--expert-tensor-parallel-size")
 WHOLE = ("--muon-tp-mode", "duplicated")
 # Of attention. Hidden dropout draws from CUDA's
 # default generator, on CPU ranks the one that a new data loader draws its seed from.
-# Batches that divide by three ranks too.
-DIVISIBLE_BF16 = (*BF16, "--global-batch-size", "12")
 DROPOUT = ("--attention-dropout", "0.1")
+# A batch that divides by three ranks too, as one microbatch on each number of them.
+BF16_ON = {
+    num_ranks: (*BF16, "--global-batch-size", "12", "--micro-batch-size", str(12 // num_ranks))
+    for num_ranks in (2, 3, 4)
+}
 
 _folders: list[TemporaryDirectory] = []
 
@@ -69,11 +72,10 @@ SAME_WORLD = [
     pytest.param(2, 0, (), id="zero0_fp32", marks=pytest.mark.slow),
     pytest.param(2, 1, BF16, id="zero1_bf16"),
     pytest.param(2, 2, MOE, id="zero2_fp32_moe", marks=pytest.mark.slow),
-    pytest.param(4, 3, DIVISIBLE_BF16, id="zero3_bf16", marks=pytest.mark.slow),
+    pytest.param(4, 3, BF16_ON[4], id="zero3_bf16", marks=pytest.mark.slow),
     pytest.param(4, 3, (*HSDP, *BF16), id="hsdp_bf16", marks=pytest.mark.slow),
     pytest.param(4, 3, (*HFSDP, *BF16), id="hfsdp_bf16", marks=pytest.mark.slow),
     pytest.param(4, 3, (*EP, *HFSDP), id="hfsdp_fp32_ep2", marks=pytest.mark.slow),
-    pytest.param(4, 3, (*EP, *BF16), id="zero3_bf16_ep2", marks=pytest.mark.slow),
     pytest.param(4, 1, (*TP, *DROPOUT), id="zero1_fp32_tp2_dropout", marks=pytest.mark.slow),
     pytest.param(
         4, 3, (*EP, *TP, *SEQUENCE, "1", *BF16), id="zero3_bf16_tp2_ep2", marks=pytest.mark.slow
@@ -97,13 +99,13 @@ def test_resumed_run_is_the_run_that_never_stopped(world_size, zero, flags, tmp_
         assert len(set(found)) == LAST - SAVED_AT
 
 
-Z3 = (4, 3, DIVISIBLE_BF16)
+Z3 = (4, 3, BF16_ON[4])
 OTHER_WORLD = [
-    pytest.param(Z3, (2, 3, DIVISIBLE_BF16), BF16_TOLERANCE, id="4_to_2", marks=pytest.mark.slow),
+    pytest.param(Z3, (2, 3, BF16_ON[2]), BF16_TOLERANCE, id="4_to_2", marks=pytest.mark.slow),
     pytest.param((2, 1, BF16), (4, 1, BF16), BF16_TOLERANCE, id="2_to_4", marks=pytest.mark.slow),
-    pytest.param(Z3, (3, 3, DIVISIBLE_BF16), BF16_TOLERANCE, id="4_to_3", marks=pytest.mark.slow),
+    pytest.param(Z3, (3, 3, BF16_ON[3]), BF16_TOLERANCE, id="4_to_3", marks=pytest.mark.slow),
     pytest.param(
-        Z3, (2, 1, DIVISIBLE_BF16), BF16_TOLERANCE, id="zero3_to_zero1", marks=pytest.mark.slow
+        Z3, (2, 1, BF16_ON[2]), BF16_TOLERANCE, id="zero3_to_zero1", marks=pytest.mark.slow
     ),
     pytest.param((2, 1, BF16), (2, 3, BF16), BF16_TOLERANCE, id="zero1_to_zero3"),
     pytest.param(
@@ -131,8 +133,8 @@ OTHER_WORLD = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        (4, 3, (*EP, *BF16)),
-        (2, 1, (*MOE, *BF16)),
+        (4, 3, (*EP, *HFSDP)),
+        (2, 1, MOE),
         MOE_TOLERANCE,
         id="ep2_to_ep1_zero1",
         marks=pytest.mark.slow,
@@ -205,7 +207,7 @@ torch.save({**state, **iteration}, output)
     ("world_size", "zero", "flags"),
     [
         pytest.param(4, 3, (*HFSDP, *BF16), id="hfsdp"),
-        pytest.param(4, 3, (*EP, *BF16), id="ep2"),
+        pytest.param(4, 3, (*EP, *HFSDP), id="hfsdp_ep2"),
     ],
 )
 @pytest.mark.slow
@@ -225,7 +227,8 @@ def test_plain_torch_reads_the_checkpoint(world_size, zero, flags, tmp_path):
         name, _, kind = name.rpartition(".")
         prefix, suffix = f"optimizer.state.{name}", f".{kind}"
         if kind == "param":
-            prefix, suffix = "model." + name.removeprefix("module.module."), ""
+            # In bf16 the optimizer sees one wrapper more than in fp32.
+            prefix, suffix = "model.module." + name.rpartition("module.")[2], ""
         if "linear_fc1" in name:
             halves = zip(("_w", "_v"), tensor.chunk(2), strict=True)
             expected |= {f"{prefix}{half}{suffix}": rows for half, rows in halves}

@@ -13,9 +13,7 @@ from helpers.toy_gpt import fsdp_toy_gpt
 pytestmark = pytest.mark.ranks
 
 SAVED_AT, LAST, NUM_RANKS = 3, 5, 2
-SCHEDULE = (
-    f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT} --global-batch-size 4"
-).split()
+SCHEDULE = (f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT}").split()
 ADAM = ("--optimizer", "adam", "--lr", "1e-3", "--min-lr", "1e-4")
 
 

@@ -13,9 +13,7 @@ from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
 
 SAVED_AT, LAST = 5, 8
-SCHEDULE = (
-    f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT} --global-batch-size 4"
-).split()
+SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT}".split()
 
 
 def saved_run(world_size: int, folder: Path, sharding: str, *flags: str) -> Run:

@@ -15,14 +15,13 @@ from helpers.fused_linear import fuse_linears_of_each_model
 from helpers.ranks import launch
 from helpers.toy_gpt import EP, HFSDP, fsdp_toy_gpt
 
-FEW = ("--train-iters", "6", "--lr-decay-iters", "20")
+FEW = ("--train-iters", "4", "--lr-decay-iters", "20", "--global-batch-size", "8")
 # Ranks and flags. Several microbatches an iteration, over one inner rank or two under HFSDP and
 # over one rank of experts, and gradients that are clipped: all that the repairs change.
 RUNS = {
-    "hfsdp_one_inner_rank": (2, HFSDP),
     "hfsdp": (4, HFSDP),
+    "hfsdp_adam_one_inner_rank": (2, (*HFSDP, "--optimizer", "adam", "--clip-grad", "0.1")),
     "experts_over_one_rank": (2, EP),
-    "hfsdp_adam": (4, (*HFSDP, "--optimizer", "adam", "--clip-grad", "0.1")),
 }
 
 
@@ -37,8 +36,8 @@ def main() -> None:
     fused = launch(2, fsdp_toy_gpt("optim", *FEW), before=fuse_linears_of_each_model)
     history["fused"] = fused.check().history
     with tempfile.TemporaryDirectory() as folder:
-        save = ("--save", folder, "--save-interval", "3")
-        for name, load in (("saved", ()), ("resumed", ("--load", folder, "--ckpt-step", "3"))):
+        save = ("--save", folder, "--save-interval", "2")
+        for name, load in (("saved", ()), ("resumed", ("--load", folder, "--ckpt-step", "2"))):
             flags = fsdp_toy_gpt("optim_grads_params", *FEW, *save, *load, "--bf16")
             history[name] = launch(2, flags).check().history
         files = sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*"))

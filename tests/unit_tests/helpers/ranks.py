@@ -123,6 +123,8 @@ def _run_once(
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(_free_port()),
             "WORLD_SIZE": str(world_size),
+            # Gloo connects ranks when they first talk; a group of Megatron's is often never used.
+            "TORCH_GLOO_LAZY_INIT": "1",
             **env,
         }
         ranks = [

@@ -11,6 +11,8 @@ from helpers.toy_gpt import EP, HFSDP, fsdp_toy_gpt, toy_gpt
 
 # Adam, so that only upstream's own optimizer is under test; parity of Muon is in test_parity.py.
 _ADAM = ("--optimizer", "adam", "--lr", "1e-3", "--train-iters", "3", "--lr-warmup-iters", "0")
+# Several microbatches: three on four ranks, six on two.
+_BATCH = ("--global-batch-size", "12")
 # No scaling of gradients, and a copy of them in another dtype for the wire.
 _PER_TOKEN = (*EP, "--bf16", "--calculate-per-token-loss")
 _BF16_ON_THE_WIRE = (
@@ -40,11 +42,11 @@ class Repair(NamedTuple):
 
     def norms_under_ddp(self) -> list[float]:
         """Return the gradient norm of each iteration under DDP."""
-        return _grad_norms(self.world_size, toy_gpt(*_ADAM, *self.flags))
+        return _grad_norms(self.world_size, toy_gpt(*_ADAM, *_BATCH, *self.flags))
 
     def norms(self, *, is_repaired: bool = True) -> list[float]:
         """Return the gradient norm of each iteration under Megatron-FSDP."""
-        flags = fsdp_toy_gpt("optim_grads_params", *_ADAM, *self.flags, *self.fsdp_flags)
+        flags = fsdp_toy_gpt("optim_grads_params", *_ADAM, *_BATCH, *self.flags, *self.fsdp_flags)
         return _grad_norms(self.world_size, flags, None if is_repaired else self.attribute)
 
 

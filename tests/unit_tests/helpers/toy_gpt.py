@@ -10,7 +10,7 @@ from gpt_flags import FSDP, MUON, SMALL_GPT
 SEQ_LENGTH, NUM_ITERATIONS = 16, 8
 
 _TOY_GPT = (
-    f"{SMALL_GPT} --global-batch-size 12 --num-layers 2 --hidden-size 32"
+    f"{SMALL_GPT} --global-batch-size 4 --num-layers 2 --hidden-size 32"
     " --ffn-hidden-size 56 --group-query-attention --num-query-groups 2"
     f" --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}"
     f" --train-iters {NUM_ITERATIONS} --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine"
@@ -34,15 +34,15 @@ def toy_gpt(*flags: str) -> list[str]:
     return [*_TOY_GPT.split(), *flags]
 
 
-def two_microbatches(world_size: int, flags: Sequence[str]) -> list[str]:
-    """Return the flags of twelve samples an iteration in two microbatches; on four ranks of eight.
+def microbatches(number: int, world_size: int, flags: Sequence[str]) -> list[str]:
+    """Return the flags of twelve samples an iteration in a number of microbatches.
 
-    The samples decide how noisy losses are, and so the tolerances; microbatches decide how long a
-    run takes. Twelve of one sample would take six times as long as two of six.
+    Two on four data-parallel ranks have eight samples. The samples decide how noisy losses are, and
+    so the tolerances; microbatches decide how long a run takes.
     """
     num_data_parallel = world_size // (2 if TP[0] in flags else 1)
-    batch = 12 // (2 * num_data_parallel) * 2 * num_data_parallel
-    size = batch // (2 * num_data_parallel)
+    size = 12 // (number * num_data_parallel)
+    batch = size * number * num_data_parallel
     return ["--global-batch-size", str(batch), "--micro-batch-size", str(size)]
 
 

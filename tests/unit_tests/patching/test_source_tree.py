@@ -32,7 +32,8 @@ def apply_patches(tree, *options):
 def pristine(tmp_path_factory):
     """The release's own package."""
     tree = tmp_path_factory.mktemp("release")
-    shutil.copytree(RELEASED, tree / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    # With what Python compiled of it: to do so again takes longer than the runs below.
+    shutil.copytree(RELEASED, tree / "megatron")
     return tree
 
 
@@ -212,7 +213,7 @@ def test_patched_tree_trains_like_the_patched_process(tree):
     in_tree, at_run_time = train_with(tree), train_with()
     assert in_tree["history"] == at_run_time["history"]
     assert in_tree["num_files"] == at_run_time["num_files"]
-    assert len(in_tree["history"]["resumed"]) == 3
+    assert len(in_tree["history"]["resumed"]) == 2
     for found, done in ((in_tree, "carries the patches in its source"), (at_run_time, "patched")):
         (line,) = found["patches"]
         assert f" {done}: {len(PATCHES)} changes (" in line
