@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.plan.layout import RowLayout
 from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
 
@@ -102,7 +103,6 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
     from megatron_muon.plan.settings import ExchangeSettings
-    from megatron_muon.runtime import engine
     from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
     params = [
@@ -122,7 +122,7 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
         fp32_matmul_prec=precision,
         **MUON,
     )
-    functions = [(engine, "newton_schulz"), (engine, "newton_schulz_normalized")]
+    functions = [(backend, "run") for backend in BACKENDS.values()]
     if exchange["mode"] == "all_gather":
         functions = [(emerging_optimizers, "newton_schulz_tp")]
     return Peer(

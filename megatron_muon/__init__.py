@@ -8,15 +8,16 @@ describes everything that this package exports.
 
 Parts, each importing only those above it::
 
-    user_errors  errors that the user can repair
-    closed_pipe  a command whose reader went away ends quietly
-    plan/        who orthogonalizes which matrix, and which rows travel; integers, no torch
-    runtime/     runs a plan; torch.distributed, no megatron
-    checkpoint/  reads and verifies checkpoint files, without megatron
-    patching/    changes a package at run time: verified first, reversible
-    cpu_ranks/   Megatron on gloo ranks, without a GPU
-    mcore/       the only code written against megatron: optimizer, flags, checkpoints, patches
-    launcher     ``torchrun ... -m megatron_muon SCRIPT ARGS``
+    user_errors     errors that the user can repair
+    closed_pipe     a command whose reader went away ends quietly
+    newton_schulz/  ways to compute Newton-Schulz, and what each costs
+    plan/           who orthogonalizes which matrix, and which rows travel; integers, no torch
+    runtime/        runs a plan; torch.distributed, no megatron
+    checkpoint/     reads and verifies checkpoint files, without megatron
+    patching/       changes a package at run time: verified first, reversible
+    cpu_ranks/      Megatron on gloo ranks, without a GPU
+    mcore/          the only code written against megatron: optimizer, flags, checkpoints, patches
+    launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``
 """
 
 import importlib

@@ -71,7 +71,7 @@ def comparison_table(results: Results) -> str:
     rows.append(["ms per step (median)", *(number(x.median_step_ms(), 1) for x in logs)])
     label = "optimizer ms per step (median)"
     rows.append([label, *(number(x.median_optimizer_ms(), 1) for x in logs)])
-    return markdown_table(["", *(config.optimizer for config, _ in results)], rows)
+    return markdown_table(["", *(config.label or config.optimizer for config, _ in results)], rows)
 
 
 def write_plot(results: Results, file: Path) -> None:

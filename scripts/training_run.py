@@ -47,11 +47,13 @@ class RunConfig:
     seed: int
     data_prefix: Path
     num_validations: int = 6
+    label: str = ""
+    more_flags: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Name of the run's log file."""
-        return f"{self.optimizer}-lr{self.learning_rate:g}"
+        return f"{self.label or self.optimizer}-lr{self.learning_rate:g}"
 
     @property
     def eval_interval(self) -> int:
@@ -97,7 +99,7 @@ class RunConfig:
             arguments.append("--overlap-param-gather")
         if self.optimizer == "muon":
             arguments += f"{MUON} --muon-scale-mode spectral".split()
-        return arguments
+        return [*arguments, *self.more_flags]
 
     def command(self, log_folder: Path) -> list[str]:
         """Return the whole command; ``--tee 3`` puts the rank before each line."""

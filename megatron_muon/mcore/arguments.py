@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
+from megatron_muon.newton_schulz.registry import BackendChoice
 from megatron_muon.plan.settings import ExchangeMode, ExchangeSettings, WireChoice
 from megatron_muon.user_errors import SettingsError
 
@@ -58,6 +59,15 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "gbps_between_nodes, ranks_per_node, kernel_us, all_reduce_us, stack_tiles. With measure "
         "each shape is timed at construction, measure:PATH writes the times to a file too, and "
         "file:PATH reads them.",
+    )
+    group.add_argument(
+        "--muon-fsdp-newton-schulz",
+        choices=get_args(BackendChoice),
+        default=defaults.newton_schulz,
+        help="How Newton-Schulz is computed. standard: upstream's steps, and bits. symmetric: "
+        "Triton kernels compute half of each symmetric product. gram: iterates on the Gram matrix "
+        "in fp16 and multiplies the matrix at the end, for long matrices at half the cost. auto: "
+        "for each shape the cheapest of these by the cost model.",
     )
     group.add_argument(
         "--muon-fsdp-log-plan",
@@ -190,6 +200,14 @@ def requested_exchange() -> ExchangeSettings:
     return _exchange_settings(args) if hasattr(args, "muon_fsdp_exchange") else ExchangeSettings()
 
 
+def _newton_schulz(args: Any) -> BackendChoice:
+    # A flag of later releases of Megatron-LM, which stands for the same kernels.
+    if getattr(args, "muon_use_syrk", False) and args.muon_fsdp_newton_schulz == "standard":
+        return "symmetric"
+    choice: BackendChoice = args.muon_fsdp_newton_schulz
+    return choice
+
+
 def _exchange_settings(args: Any) -> ExchangeSettings:
     return ExchangeSettings(
         mode=args.muon_fsdp_exchange,
@@ -197,5 +215,6 @@ def _exchange_settings(args: Any) -> ExchangeSettings:
         bucket_numel=args.muon_fsdp_bucket_size,
         max_parts=args.muon_fsdp_max_parts,
         cost_model=args.muon_fsdp_cost_model,
+        newton_schulz=_newton_schulz(args),
         log_plan=args.muon_fsdp_log_plan,
     )

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.mcore.gradient_check import raise_where_gradients_fail
 from megatron_muon.mcore.weight_decay import decay_weights
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.runtime.all_gather_compute import AllGatherCompute
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.newton_schulz import NewtonSchulzSettings
 from megatron_muon.runtime.owner_compute import OwnedParameter, OwnerCompute
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 

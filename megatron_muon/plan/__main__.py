@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from megatron_muon.closed_pipe import run_until_closed_pipe
+from megatron_muon.newton_schulz.registry import BackendChoice, requested_backends
 from megatron_muon.plan.assignment import Objective
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.cost_table import CostSource, CostTable
@@ -75,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
         default="bf16",
         help="2 bytes each way, or 4 as with --muon-fp32-matmul-prec high",
     )
+    plan.add_argument(
+        "--muon-fsdp-newton-schulz",
+        choices=get_args(BackendChoice),
+        default=defaults.newton_schulz,
+        help="auto: the cheapest for each shape, as on a GPU with Triton",
+    )
     plan.add_argument("--tflops", type=float, default=rates.tflops, help="TFLOP/s of a rank")
     plan.add_argument("--gbps", type=float, default=rates.gbps, help="GB/s within a node")
     plan.add_argument(
@@ -98,6 +105,7 @@ def _settings(options: argparse.Namespace) -> ExchangeSettings:
         bucket_numel=options.bucket_size,
         max_parts=options.max_parts,
         cost_model=options.cost_model,
+        newton_schulz=options.muon_fsdp_newton_schulz,
     )
 
 
@@ -111,6 +119,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         gbps=options.gbps,
         gbps_between_nodes=between,
         ranks_per_node=options.ranks_per_node,
+        backends=requested_backends(options.muon_fsdp_newton_schulz),
     )
     source = CostSource.parse(options.cost_model)
     if source.measures:

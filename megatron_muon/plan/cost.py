@@ -10,12 +10,18 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from megatron_muon.newton_schulz.backend import Work
+from megatron_muon.newton_schulz.registry import BACKENDS, candidates
 from megatron_muon.plan.cost_table import CostTable
 
-# Newton-Schulz multiplies three times a step: the Gram matrix, its square, and their product with
-# the matrix.
-_NUM_MATMULS = 3
+# A plan has no coefficients: those of a run are emerging-optimizers', which import torch. These are
+# the segments of its default set, as newton_schulz.restarts computes them; a test compares.
+_QUINTIC_SEGMENTS = {
+    **{1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2), 5: (2, 3)},
+    **{6: (2, 2, 2), 7: (2, 3, 2), 8: (2, 2, 2, 2)},
+}
 # At 32, launches cost a 32nd of what single calls would.
 _MAX_STACK_SIZE = 32
 # Side of the tile of a matrix product that one multiprocessor works on at a time.
@@ -38,6 +44,10 @@ class CostModel:
             are stacked until their Gram matrices have about so many; 1 stacks nothing.
         measured: Times by shape, which ``tflops`` and ``kernel_us`` then do not decide; None for
             none.
+        backends: Names of the ways to compute Newton-Schulz that matrices choose from, each the
+            fastest. ``standard`` is there for shapes that the others do not take.
+        segments: Steps between restarts of the Gram form, for ``num_ns_steps``; None for those of
+            quintic coefficients.
 
     Raises:
         ValueError: A rate is not positive.
@@ -59,6 +69,8 @@ class CostModel:
     # matrices of side 512, 16 of 1024, 8 of 1536, 4 of 2048, 2 of 3072. An estimate, not measured.
     stack_tiles: int = 1024
     measured: CostTable | None = None
+    backends: tuple[str, ...] = ("standard",)
+    segments: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check that every rate is positive."""
@@ -110,40 +122,67 @@ class CostModel:
             size //= 2
         return size
 
-    def newton_schulz_flops(self, num_rows: int, num_cols: int, num_parts: int = 1) -> float:
-        """Count the floating-point operations of one part of a matrix.
+    def work(
+        self, num_rows: int, num_cols: int, num_parts: int = 1, backend: str = "standard"
+    ) -> Work:
+        """Count what a backend does for one part of a matrix."""
+        n, m = min(num_rows, num_cols), max(num_rows, num_cols)
+        steps = self.num_ns_steps
+        segments = self.segments or _QUINTIC_SEGMENTS.get(steps, (2,) * (steps // 2) + (1,))
+        return BACKENDS[backend].work(n, m / num_parts, segments)
 
-        With n the shorter and m the longer side of the part, a step multiplies three times:
-        ``x @ x.T`` and the last product are 2 m n^2 each, the square of the Gram matrix is 2 n^3.
-        Splitting divides m alone, so each part repeats the cubic term.
+    def backend_of(self, num_rows: int, num_cols: int, num_parts: int = 1) -> str:
+        """Return the fastest of :attr:`backends` for a shape and a number of owners.
+
+        It does not depend on where the owners are: all of them, and all stacks of the shape, have
+        the same.
         """
-        m, n = max(num_rows, num_cols), min(num_rows, num_cols)
-        return self.num_ns_steps * (4 * m / num_parts * n * n + 2 * n**3)
+        n, m = min(num_rows, num_cols), max(num_rows, num_cols)
+        return min(
+            candidates(self.backends, n, m),
+            key=lambda name: self._seconds(num_rows, num_cols, num_parts, name, is_near=True),
+        )
 
     def newton_schulz_seconds(
         self, num_rows: int, num_cols: int, num_parts: int = 1, *, is_near: bool = True
     ) -> float:
-        """Estimate the time a matrix takes on each of its owners.
+        """Estimate the time a matrix takes on each of its owners, with the fastest backend.
 
         Args:
             num_rows: Rows.
             num_cols: Columns.
             num_parts: Owners that hold equal parts of the longer side. They all-reduce the Gram
-                matrix of the shorter side in bf16 in each step.
+                matrix of the shorter side in 2 bytes an element.
             is_near: Whether the owners share a node.
 
         Raises:
             ValueError: Measured times do not have the shape.
         """
-        flops = self.newton_schulz_flops(num_rows, num_cols, num_parts)
+        key = num_rows, num_cols, num_parts, is_near
+        if key not in self._known_seconds:
+            backend = self.backend_of(num_rows, num_cols, num_parts)
+            self._known_seconds[key] = self._seconds(
+                num_rows, num_cols, num_parts, backend, is_near=is_near
+            )
+        return self._known_seconds[key]
+
+    @cached_property
+    def _known_seconds(self) -> dict[tuple[int, int, int, bool], float]:
+        """Return what was estimated before: models have few shapes, and thousands of matrices."""
+        return {}
+
+    def _seconds(
+        self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, is_near: bool
+    ) -> float:
+        work = self.work(num_rows, num_cols, num_parts, backend)
         if self.measured is not None:
             # Parts run at the rate of the whole: they have its Gram matrix, of n x n tiles.
-            seconds = self.measured.seconds(num_rows, num_cols, self.num_ns_steps)
-            seconds *= flops / self.newton_schulz_flops(num_rows, num_cols)
+            seconds = self.measured.seconds(num_rows, num_cols, self.num_ns_steps, backend)
+            seconds *= work.flops / self.work(num_rows, num_cols, 1, backend).flops
         else:
-            seconds = flops / (self.tflops * 1e12)
+            seconds = work.flops / (self.tflops * 1e12)
             # All matrices of a stack share its launches.
-            launches = self.num_ns_steps * _NUM_MATMULS * self.kernel_us * 1e-6
+            launches = work.num_products * self.kernel_us * 1e-6
             seconds += launches / self.stack_size(num_rows, num_cols)
         if num_parts > 1:
             n = min(num_rows, num_cols)
@@ -151,8 +190,7 @@ class CostModel:
             # A ring all-reduce sends each byte twice, but for the share that stays.
             gram_bytes = 2 * n * n * 2 * (num_parts - 1) / num_parts
             latency = self.all_reduce_us * 1e-6 * (1 if is_near else 2)
-            all_reduce = latency + gram_bytes / (gbps * 1e9)
-            seconds += self.num_ns_steps * all_reduce
+            seconds += work.num_all_reduces * (latency + gram_bytes / (gbps * 1e9))
         return seconds
 
     def share_a_node(self, ranks: Sequence[int]) -> bool:
@@ -175,7 +213,7 @@ def _rates() -> dict[str, type[int] | type[float]]:
     return {
         field.name: int if isinstance(field.default, int) else float
         for field in dataclasses.fields(CostModel)
-        if field.name != "measured"
+        if field.name not in ("measured", "backends", "segments")
     }
 
 

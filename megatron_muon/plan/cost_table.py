@@ -6,20 +6,23 @@ Small matrices reach a fraction of the rate of large ones, so one rate makes the
 they are. A file of times, as JSON::
 
     {"num_ns_steps": 5, "precision": "medium",
-     "shapes": [{"rows": 4096, "cols": 14336, "stack": 1, "milliseconds": 3.7}, ...]}
+     "shapes": [{"rows": 4096, "cols": 14336, "stack": 1, "milliseconds": 3.7,
+                 "backend": "standard"}, ...]}
 
-``stack`` matrices of the shape take ``milliseconds`` in one call.
+``stack`` matrices of the shape take ``milliseconds`` in one call of ``backend``.
 """
 
 import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from megatron_muon.newton_schulz.registry import BACKENDS, candidates
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,28 @@ class ShapeTime:
         cols: Columns of each matrix.
         stack: Matrices of the call.
         milliseconds: Time of the call.
+        backend: How it was computed.
 
     Raises:
-        ValueError: A number is not positive.
+        ValueError: A number is not positive, or an unknown backend.
     """
 
     rows: int
     cols: int
     stack: int
     milliseconds: float
+    backend: str = "standard"
 
     def __post_init__(self) -> None:
         """Check the numbers."""
+        if self.backend not in BACKENDS:
+            raise ValueError(
+                f"cost table: expected a backend of {sorted(BACKENDS)}, got {self.backend!r}. "
+                "Measure this shape again."
+            )
         for field in dataclasses.fields(self):
+            if field.name == "backend":
+                continue
             value = getattr(self, field.name)
             # Users write these files. A share of seconds that is 0 or infinite would upset all
             # owners, and only some ranks would notice.
@@ -76,12 +88,12 @@ class CostTable:
 
     def __post_init__(self) -> None:
         """Check the number of steps, and that each shape is there once."""
-        counts = Counter(_sides(time.rows, time.cols) for time in self.shapes)
-        twice = [f"{n} x {m}" for (n, m), count in counts.items() if count > 1]
+        counts = Counter(map(_key, self.shapes))
+        twice = [matrices_text(*key) for key, count in counts.items() if count > 1]
         if twice:
             raise ValueError(
                 f"cost table: expected one time of each shape, got several of {', '.join(twice)} "
-                "or its transpose. Delete all but one."
+                "or their transpose. Delete all but one."
             )
         is_int = isinstance(self.num_ns_steps, int) and not isinstance(self.num_ns_steps, bool)
         if not is_int or self.num_ns_steps < 1:
@@ -91,32 +103,35 @@ class CostTable:
             )
 
     @cached_property
-    def _seconds(self) -> dict[tuple[int, int], float]:
-        """Return the seconds of a step for one matrix, by shorter and longer side."""
+    def _seconds(self) -> dict[tuple[str, int, int], float]:
+        """Return the seconds of a step for one matrix, by backend, shorter and longer side."""
         # By step, so that a table serves runs with other numbers of steps: all steps cost the same.
         return {
-            _sides(time.rows, time.cols): time.milliseconds * 1e-3 / time.stack / self.num_ns_steps
+            _key(time): time.milliseconds * 1e-3 / time.stack / self.num_ns_steps
             for time in self.shapes
         }
 
-    def seconds(self, rows: int, cols: int, num_ns_steps: int) -> float:
+    def seconds(self, rows: int, cols: int, num_ns_steps: int, backend: str = "standard") -> float:
         """Return the seconds of one matrix.
 
         Raises:
-            ValueError: The table does not have the shape.
+            ValueError: The table does not have the shape, computed in this way.
         """
-        sides = _sides(rows, cols)
-        if sides not in self._seconds:
+        key = backend, *_sides(rows, cols)
+        if key not in self._seconds:
+            there = [matrices_text(*known) for known in sorted(self._seconds)]
             raise ValueError(
-                f"cost table: expected a time of {rows} x {cols} matrices, got times of "
-                f"{', '.join(f'{n} x {m}' for n, m in sorted(self._seconds)) or 'none'}. Measure "
-                "this model: --muon-fsdp-cost-model measure:PATH."
+                f"cost table: expected a time of {matrices_text(backend, rows, cols)}, got times "
+                f"of {', '.join(there) or 'none'}. Measure this model: "
+                "--muon-fsdp-cost-model measure:PATH."
             )
-        return self._seconds[sides] * num_ns_steps
+        return self._seconds[key] * num_ns_steps
 
-    def missing(self, shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return those shapes, shorter side first, that the table does not have."""
-        return [shape for shape in distinct_shapes(shapes) if shape not in self._seconds]
+    def missing(
+        self, shapes: Iterable[tuple[int, int]], backends: Sequence[str]
+    ) -> list[tuple[str, int, int]]:
+        """Return backend and shape, shorter side first, of which the table has no time."""
+        return [key for key in timed_shapes(shapes, backends) if key not in self._seconds]
 
     def joined(self, other: "CostTable") -> "CostTable":
         """Return a table of the shapes of both; of shapes that both have, the times of the other.
@@ -131,8 +146,8 @@ class CostTable:
                 f"{self.precision}. Write to another file."
             )
         # The later times count: the machine or its software may have changed since the others.
-        new = {_sides(time.rows, time.cols) for time in other.shapes}
-        kept = [time for time in self.shapes if _sides(time.rows, time.cols) not in new]
+        new = set(map(_key, other.shapes))
+        kept = [time for time in self.shapes if _key(time) not in new]
         return CostTable(self.num_ns_steps, self.precision, (*kept, *other.shapes))
 
     @classmethod
@@ -162,6 +177,16 @@ class CostTable:
             "shapes": [dataclasses.asdict(time) for time in self.shapes],
         }
         path.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+def _key(time: ShapeTime) -> tuple[str, int, int]:
+    return time.backend, *_sides(time.rows, time.cols)
+
+
+def matrices_text(backend: str, rows: int, cols: int) -> str:
+    """Return what a time is of, for an error."""
+    text = f"{rows} x {cols} matrices"
+    return text if backend == "standard" else f"{text} by {backend}"
 
 
 def _sides(rows: int, cols: int) -> tuple[int, int]:
@@ -207,6 +232,11 @@ class CostSource:
         return cls(rates, kind == "measure", Path(path) if path else None)
 
 
-def distinct_shapes(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return each shape once, shorter side first, in ascending order."""
-    return sorted({_sides(*shape) for shape in shapes})
+def timed_shapes(
+    shapes: Iterable[tuple[int, int]], backends: Sequence[str]
+) -> list[tuple[str, int, int]]:
+    """Return each backend with each shape that it may run on, shorter side first, ascending."""
+    keys = set()
+    for n, m in {_sides(*shape) for shape in shapes}:
+        keys |= {(name, n, m) for name in candidates(backends, n, m)}
+    return sorted(keys)

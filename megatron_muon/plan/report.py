@@ -64,6 +64,7 @@ class Report:
         norm_bytes: Bytes of the all-reduce of norms, counted once.
         num_buckets: Most buckets of a plan.
         num_split_groups: Sets of ranks that split matrices.
+        num_blocks: Blocks that each backend orthogonalizes.
         matrices: ``index``, ``fqn`` and ``owner`` (``owners`` where it is split), in order.
     """
 
@@ -75,6 +76,7 @@ class Report:
     norm_bytes: int
     num_buckets: int
     num_split_groups: int
+    num_blocks: dict[str, int]
     matrices: list[dict[str, Any]]
 
     @property
@@ -122,6 +124,7 @@ class Report:
             "num_buckets": self.num_buckets,
             "num_split_groups": self.num_split_groups,
             "max_split_groups_of_a_rank": self._max_split_groups,
+            "blocks_by_backend": self.num_blocks,
             "newton_schulz_ms": self.busiest_s * 1e3,
             "ideal_newton_schulz_ms": self.ideal_s * 1e3,
             "predicted_step_ms": self.step_s * 1e3,
@@ -160,6 +163,9 @@ class Report:
             f"Newton-Schulz: busiest rank {self.busiest_s * 1e3:.3f} ms, ideal "
             f"{self.ideal_s * 1e3:.3f} ms, ratio {self.busiest_over_ideal:.3f}"
         )
+        if set(self.num_blocks) != {"standard"}:
+            blocks = ", ".join(f"{name} {num}" for name, num in sorted(self.num_blocks.items()))
+            yield f"Newton-Schulz by backend, blocks: {blocks}"
         bound = (
             f"{sent / self.lower_bound_bytes:.2f} x" if self.lower_bound_bytes else "none needed"
         )
@@ -197,6 +203,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
     """
     shares = {rank: RankReport(rank) for rank in ranks}
     totals: Counter[str] = Counter()
+    num_blocks: Counter[str] = Counter()
     matrices: list[dict[str, Any]] = []
     for plan in plans:
         wire = plan.wire
@@ -211,6 +218,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
         for matrix, owners in zip(plan.matrices, plan.owners, strict=True):
             who = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
             matrices.append({"index": len(matrices), "fqn": matrix.fqn, **who})
+            num_blocks.update(plan.cost.backend_of(*each, len(owners)) for each in matrix.blocks)
             totals["elements"] += matrix.num_elements
             totals["norm_bytes"] += wire.norm_bytes * len(matrix.blocks)
             held = matrix.elements_by_rank
@@ -229,6 +237,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
         totals["norm_bytes"],
         max(len(plan.buckets) for plan in plans),
         totals["split_groups"],
+        dict(num_blocks),
         matrices,
     )
 

@@ -5,6 +5,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from megatron_muon.newton_schulz.registry import BackendChoice
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.cost_table import CostSource
 from megatron_muon.plan.wire import Wire
@@ -33,10 +34,15 @@ class ExchangeSettings:
             :meth:`~megatron_muon.plan.cost.CostModel.parse`. ``measure`` among them times each
             shape at construction, ``measure:PATH`` writes the times to a file too, and
             ``file:PATH`` reads them.
+        newton_schulz: How Newton-Schulz is computed. ``standard``: upstream's steps, and bits.
+            ``symmetric``, ``gram``: a cheaper way, see :mod:`megatron_muon.newton_schulz`.
+            ``auto``: for each shape the one that the cost model finds cheapest, of those that this
+            machine can run.
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:
-        ValueError: An unknown mode or wire, a size that cannot work, or a cost model that does not
+        ValueError: An unknown mode, wire or way to compute Newton-Schulz, one that ``all_gather``
+            does not have, a size that cannot work, or a cost model that does not
             parse.
     """
 
@@ -49,6 +55,7 @@ class ExchangeSettings:
     # Each part repeats the cubic term of its matrix, and parts all-reduce inside a node of 8.
     max_parts: int = 8
     cost_model: str = ""
+    newton_schulz: BackendChoice = "standard"
     log_plan: bool = False
 
     def __post_init__(self) -> None:
@@ -56,12 +63,19 @@ class ExchangeSettings:
         for flag, value, choices in (
             ("exchange", self.mode, get_args(ExchangeMode)),
             ("wire", self.wire, get_args(WireChoice)),
+            ("newton-schulz", self.newton_schulz, get_args(BackendChoice)),
         ):
             if value not in choices:
                 raise ValueError(
                     f"{flag}: expected one of {choices}, got {value!r}. "
                     f"Set --muon-fsdp-{flag} accordingly."
                 )
+        if self.newton_schulz != "standard" and self.mode == "all_gather":
+            raise ValueError(
+                "newton-schulz: expected standard with --muon-fsdp-exchange all_gather, which runs "
+                f"upstream's own function, got {self.newton_schulz}. Use --muon-fsdp-exchange "
+                "owner."
+            )
         if self.bucket_numel < 1:
             raise ValueError(
                 f"bucket size: expected a positive number of elements, got {self.bucket_numel}. "

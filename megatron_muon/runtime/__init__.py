@@ -8,7 +8,6 @@ Files, each importing only those above it::
     sharded_matrix      what the optimizer knows of one parameter
     domain              which ranks exchange matrices
     exchange            the collectives that move rows and results
-    newton_schulz       emerging-optimizers' maths on stacks of matrices
     machine_cost        the costs that all ranks plan with, measured if asked for
     arena               memory that exists while a step runs
     equally_spaced      many tensors as one, where memory allows

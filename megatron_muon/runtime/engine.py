@@ -25,17 +25,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.registry import BACKENDS, check_against_reference
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import RankPlan
 from megatron_muon.plan.staging import StagingLayout
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.exchange import BucketMessages, Exchange
 from megatron_muon.runtime.local_rows import LocalRows, Rows
-from megatron_muon.runtime.newton_schulz import (
-    NewtonSchulzSettings,
-    newton_schulz,
-    newton_schulz_normalized,
-)
 from megatron_muon.runtime.stacks import OwnStacks
 
 
@@ -145,6 +142,35 @@ class Engine:
         self._gathers.connect()
         self._scatters.connect()
 
+    def check_kernels(self) -> None:
+        """Compare backends that have kernels of their own with those that torch computes.
+
+        It also compiles the kernels: otherwise the first step would wait for it.
+
+        Raises:
+            RuntimeError: A kernel's results are wrong for a shape, or it fails.
+
+        Communication: none.
+        Memory: one stack, and what Newton-Schulz needs for it twice, until it returns.
+        """
+        cost = self.plan.cost
+        checked = set()
+        for stacks in (*self._buckets, *(each for local in self._local for each in local)):
+            for stack, tensor in stacks.stacks:
+                part = stack[0]
+                shape = self.plan.matrices[part.matrix].blocks[part.block]
+                backend = BACKENDS[cost.backend_of(*shape, len(part.owners))]
+                key = backend.name, tensor.shape, shape
+                if backend.reference is not None and key not in checked:
+                    checked.add(key)
+                    check_against_reference(
+                        backend,
+                        tensor,
+                        self._newton_schulz,
+                        whole_shape=shape,
+                        is_normalized=self.plan.wire.normalizes,
+                    )
+
     @property
     def staging_bytes(self) -> int:
         """Memory of messages and stacks while a step runs, bytes."""
@@ -225,15 +251,16 @@ class Engine:
 
     def _orthogonalize(self, stacks: OwnStacks) -> list[torch.Tensor]:
         """Return one tensor for each stack, in new memory."""
-        run = newton_schulz_normalized if self.plan.wire.normalizes else newton_schulz
         results = []
         for stack, tensor in stacks.stacks:
             part = stack[0]
-            result = run(
+            shape = self.plan.matrices[part.matrix].blocks[part.block]
+            backend = BACKENDS[self.plan.cost.backend_of(*shape, len(part.owners))]
+            result = backend.run(
                 tensor,
-                steps=self._newton_schulz.steps,
-                coefficient_type=self._newton_schulz.coefficient_type,
-                whole_shape=self.plan.matrices[part.matrix].blocks[part.block],
+                settings=self._newton_schulz,
+                whole_shape=shape,
+                is_normalized=self.plan.wire.normalizes,
                 parts_group=self._parts_groups[part.owners] if len(part.owners) > 1 else None,
             )
             results.append(result)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.equally_spaced import as_one
-from megatron_muon.runtime.newton_schulz import NewtonSchulzSettings
 from megatron_muon.runtime.norms import BlockNorms
 from megatron_muon.runtime.stacks import in_shard
 

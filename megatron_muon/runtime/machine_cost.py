@@ -6,22 +6,23 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.coefficients import coefficients_of
+from megatron_muon.newton_schulz.gram import Gram
+from megatron_muon.newton_schulz.registry import BACKENDS, usable_backends
+from megatron_muon.newton_schulz.restarts import segments_of
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CPU_RANKS, CostModel
-from megatron_muon.plan.cost_table import CostTable, ShapeTime, distinct_shapes
+from megatron_muon.plan.cost_table import CostTable, ShapeTime, matrices_text, timed_shapes
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.domain import Domain
-from megatron_muon.runtime.newton_schulz import (
-    NewtonSchulzSettings,
-    newton_schulz,
-    newton_schulz_normalized,
-)
 
 # The first call of a shape chooses kernels, and on a GPU loads them.
 _NUM_WARM_UP, _NUM_TIMED = 1, 3
@@ -34,7 +35,7 @@ def machine_cost(
     domain: Domain,
     device: torch.device,
 ) -> CostModel:
-    """Put the costs together: defaults of the device, the user's rates, measured times.
+    """Put the costs together: backends, defaults of the device, user's rates, measured times.
 
     Args:
         matrices: Of the domain.
@@ -44,17 +45,24 @@ def machine_cost(
         device: Of this rank.
 
     Raises:
-        RuntimeError: On all ranks, when times cannot be measured, read or written, miss a shape, or
-            are of another precision.
+        RuntimeError: On all ranks, when one cannot run the backend that was asked for, or when
+            times cannot be measured, read or written, miss a shape, or are of another precision.
 
-    Communication: with measured times a flag over all ranks, and a broadcast of the times over the
-        domain.
+    Communication: where another backend than ``standard`` may run a flag over all ranks, and a
+        gather of objects over the domain; with measured times a flag over all ranks, and a
+        broadcast of the times over the domain.
     Memory: with ``measure``, one stack and what Newton-Schulz needs for it, until it returns.
     """
     # The rates of the device: a plan for CPU ranks must not assume a GPU's kernels.
+    backends = _shared_backends(ns_settings, settings, domain, device)
     defaults = dataclasses.replace(
-        CPU_RANKS if device.type == "cpu" else CostModel(), num_ns_steps=ns_settings.steps
+        CPU_RANKS if device.type == "cpu" else CostModel(),
+        num_ns_steps=ns_settings.steps,
+        backends=backends,
     )
+    if Gram.name in backends:
+        coefficients = coefficients_of(ns_settings.steps, ns_settings.coefficient_type)
+        defaults = dataclasses.replace(defaults, segments=segments_of(coefficients))
     if domain.ranks_per_node is not None:
         defaults = dataclasses.replace(defaults, ranks_per_node=domain.ranks_per_node)
     source = settings.cost_source
@@ -78,7 +86,7 @@ def machine_cost(
                 _write(table, source.path)
             elif source.path is not None:
                 table = CostTable.read(source.path)
-                problems += _table_problems(table, shapes)
+                problems += _table_problems(table, shapes, cost.backends)
         # What one rank raises alone, the others would wait for.
         except (ValueError, OSError, RuntimeError) as error:
             problems.append(f"cost model: {str(error).partition(chr(10))[0]}")
@@ -96,10 +104,37 @@ def machine_cost(
     return dataclasses.replace(cost, measured=table)
 
 
-def _table_problems(table: CostTable, shapes: Sequence[tuple[int, int]]) -> list[str]:
+def _shared_backends(
+    ns_settings: NewtonSchulzSettings,
+    settings: ExchangeSettings,
+    domain: Domain,
+    device: torch.device,
+) -> tuple[str, ...]:
+    """Return the backends that all ranks of a domain can run: their plans must be one."""
+    choice = settings.newton_schulz
+    if choice == "standard":
+        return (choice,)
+    backends, reasons = usable_backends(choice, ns_settings, device)
+    raise_where_any_rank_fails(
+        [] if choice == "auto" else reasons,
+        None,
+        device,
+        "Use --muon-fsdp-newton-schulz standard, or auto for what this machine can run. No "
+        "optimizer was built.",
+    )
+    if domain.group is None:
+        return backends
+    of_ranks: list[tuple[str, ...]] = [()] * len(domain.ranks)
+    dist.all_gather_object(of_ranks, backends, group=domain.group)
+    return tuple(name for name in backends if all(name in others for others in of_ranks))
+
+
+def _table_problems(
+    table: CostTable, shapes: Sequence[tuple[int, int]], backends: Sequence[str]
+) -> list[str]:
     problems = [
-        f"cost table: expected a time of {rows} x {cols} matrices, got none"
-        for rows, cols in table.missing(shapes)
+        f"cost table: expected a time of {matrices_text(*key)}, got none"
+        for key in table.missing(shapes, backends)
     ]
     precision = torch.get_float32_matmul_precision()
     if table.precision != precision:
@@ -126,7 +161,7 @@ def measure_newton_schulz(
     normalizes: bool,
     device: torch.device,
 ) -> CostTable:
-    """Time each distinct shape, in the largest stacks that a step would make of it.
+    """Time each distinct shape with each backend, in the largest stacks that a step would make.
 
     The caller sets the matmul precision of a step.
 
@@ -145,8 +180,7 @@ def measure_newton_schulz(
     times = []
     # A generator of its own: Megatron's must be in the same state on tensor-parallel ranks.
     generator = torch.Generator(device).manual_seed(0)
-    run = newton_schulz_normalized if normalizes else newton_schulz
-    for rows, cols in distinct_shapes(shapes):
+    for name, rows, cols in timed_shapes(shapes, cost.backends):
         num_matrices = cost.stack_size(rows, cols, max_numel) if normalizes else 1
         stack = torch.empty(
             *(num_matrices, rows, cols),
@@ -155,25 +189,18 @@ def measure_newton_schulz(
         )
         # The norm of such a matrix is about 1.
         stack.normal_(std=(rows * cols) ** -0.5, generator=generator)
-
-        def call(
-            run: Callable[..., torch.Tensor] = run,
-            stack: torch.Tensor = stack,
-            shape: tuple[int, int] = (rows, cols),
-        ) -> None:
-            """Orthogonalize the stack."""
-            run(
-                stack,
-                steps=ns_settings.steps,
-                coefficient_type=ns_settings.coefficient_type,
-                whole_shape=shape,
-            )
-
-        times.append(ShapeTime(rows, cols, num_matrices, _milliseconds(call, device)))
+        call = partial(
+            BACKENDS[name].run,
+            stack,
+            settings=ns_settings,
+            whole_shape=(rows, cols),
+            is_normalized=normalizes,
+        )
+        times.append(ShapeTime(rows, cols, num_matrices, _milliseconds(call, device), name))
     return CostTable(ns_settings.steps, torch.get_float32_matmul_precision(), tuple(times))
 
 
-def _milliseconds(call: Callable[[], None], device: torch.device) -> float:
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the median time of a call, launches included."""
     found = []
     for _ in range(_NUM_WARM_UP + _NUM_TIMED):

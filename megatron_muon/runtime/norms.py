@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.settings import EPSILON
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.exchange import all_reduce_norms
-from megatron_muon.runtime.newton_schulz import EPSILON
 from megatron_muon.runtime.stacks import in_shard
 
 # Elements that a CPU converts to float64 at once: 2 MB, which stays in its second-level cache, in

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout, block_rows, whole_matrix
@@ -19,7 +20,6 @@ from megatron_muon.runtime.domain import Domain, find_domain, new_groups
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.machine_cost import machine_cost
-from megatron_muon.runtime.newton_schulz import NewtonSchulzSettings
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,10 @@ class OwnerCompute:
             entries += self.plan.entries()
             raise_where_ranks_differ(entries, domain.group, device, "Muon exchange plan")
         parts_groups = _parts_groups(self.plan, rank, device)
-        self._engine = _build_together(
-            lambda: Engine(
+
+        def build() -> Engine:
+            """Build the engine of this rank, ready to run."""
+            engine = Engine(
                 self.plan,
                 newton_schulz,
                 own_parameters,
@@ -121,10 +123,11 @@ class OwnerCompute:
                 group=domain.group,
                 parts_groups=parts_groups,
                 device=device,
-            ),
-            settings,
-            device,
-        )
+            )
+            engine.check_kernels()
+            return engine
+
+        self._engine = _build_together(build, settings, device)
         self._engine.connect()
         # Other ranks have no handler; further domains of the same kind look alike.
         if settings.log_plan and rank == domain.ranks[0]:

@@ -74,7 +74,7 @@ def _measure(device: Device, sizes: Any) -> dict[str, dict[str, float]]:
             "step_s": statistics.median(total),
             "kernels": kernels,
             "copies": copies,
-            "newton_schulz_tflop": count * CostModel().newton_schulz_flops(*shape) / 1e12,
+            "newton_schulz_tflop": count * CostModel().work(*shape).flops / 1e12,
         }
         del optimizer
         torch.cuda.empty_cache()

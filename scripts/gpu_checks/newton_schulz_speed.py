@@ -12,8 +12,8 @@ from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
 from gpu_checks import reference
 from gpu_checks.report import Context, NotPossibleError, Report
+from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.runtime.newton_schulz import newton_schulz_normalized
 
 _SIDES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -42,7 +42,7 @@ def check(context: Context, report: Report) -> None:
                     cells.append("")
                     continue
                 seconds = _seconds(_stack(shape, batch, context), shape)
-                flops = batch * CostModel().newton_schulz_flops(*shape)
+                flops = batch * CostModel().work(*shape).flops
                 data.append([*shape, batch, seconds, flops / seconds / 1e12])
                 cells.append(f"{flops / seconds / 1e12:.0f}")
             rows.append([f"{shape[0]} x {shape[1]}", *cells])
@@ -67,11 +67,8 @@ def _stack(shape: tuple[int, int], batch: int, context: Context) -> torch.Tensor
 def _seconds(stack: torch.Tensor, shape: tuple[int, int]) -> float:
     def run() -> torch.Tensor:
         """Orthogonalize the stack."""
-        return newton_schulz_normalized(
-            stack,
-            steps=reference.STEPS,
-            coefficient_type=reference.COEFFICIENTS,
-            whole_shape=shape,
+        return BACKENDS["standard"].run(
+            stack, settings=reference.settings(), whole_shape=shape, is_normalized=True
         )
 
     return median_seconds(run)

@@ -10,7 +10,14 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from emerging_optimizers.utils import fp32_matmul_precision
 
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+
 STEPS, COEFFICIENTS = 5, "quintic"
+
+
+def settings(*, is_bf16: bool = True) -> NewtonSchulzSettings:
+    """Return the settings of these steps, without a scale."""
+    return NewtonSchulzSettings(STEPS, COEFFICIENTS, is_bf16, lambda rows, cols: (1.0,))
 
 
 def float64_normalize(x: torch.Tensor, p: int, dim: tuple[int, int], eps: float) -> torch.Tensor:

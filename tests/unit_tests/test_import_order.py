@@ -34,12 +34,15 @@ TORCH, MEGATRON = "torch", "megatron"
 LAYERS = {
     "user_errors": Layer(barred=frozenset({TORCH, MEGATRON})),
     "closed_pipe": Layer(barred=frozenset({TORCH, MEGATRON})),
-    "plan": Layer(frozenset({"closed_pipe"}), frozenset({TORCH, MEGATRON})),
-    "runtime": Layer(frozenset({"plan"}), frozenset({MEGATRON})),
+    "newton_schulz": Layer(barred=frozenset({MEGATRON})),
+    "plan": Layer(frozenset({"closed_pipe", "newton_schulz"}), frozenset({TORCH, MEGATRON})),
+    "runtime": Layer(frozenset({"newton_schulz", "plan"}), frozenset({MEGATRON})),
     "checkpoint": Layer(frozenset({"closed_pipe"}), barred=frozenset({MEGATRON})),
     "patching": Layer(frozenset({"user_errors"}), frozenset({TORCH, MEGATRON})),
     "cpu_ranks": Layer(frozenset({"user_errors"})),
-    "mcore": Layer(frozenset({"user_errors", "plan", "runtime", "checkpoint", "patching"})),
+    "mcore": Layer(
+        frozenset({"user_errors", "newton_schulz", "plan", "runtime", "checkpoint", "patching"})
+    ),
     "launcher": Layer(frozenset({"user_errors", "closed_pipe", "cpu_ranks", "mcore", "patching"})),
     # What it exports. All but mcore.enable and patching is imported at first use.
     "__init__": Layer(
@@ -154,7 +157,16 @@ def test_no_test_imports_another():
 
 @pytest.mark.parametrize(
     "folder",
-    ["plan", "plan/preview", "runtime", "checkpoint", "mcore", "mcore/checkpoint", "cpu_ranks"],
+    [
+        "newton_schulz",
+        "plan",
+        "plan/preview",
+        "runtime",
+        "checkpoint",
+        "mcore",
+        "mcore/checkpoint",
+        "cpu_ranks",
+    ],
 )
 def test_files_import_only_files_drawn_above_them(folder):
     """The docstring of the package draws every file, and the order holds."""

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from helpers.stacks import orthogonalized
 
 from megatron_muon.cpu_ranks import bf16_products
 from megatron_muon.cpu_ranks.table import KERNEL_REPLACEMENTS, KernelReplacement
-from megatron_muon.runtime.newton_schulz import newton_schulz_normalized
 
 ROOT = Path(__file__).resolve().parents[3]
 SHAPES = [(64, 64, 64), (128, 384, 128), (96, 8, 40), (8, 40, 96), (1, 33, 7), (33, 7, 1)]
@@ -167,15 +167,14 @@ def test_every_product_that_runs_is_among_the_replaced(function, num_products):
 def test_newton_schulz_of_stacks_is_upstreams_of_each_matrix():
     """One process sees one product: ours and upstream's take the same, whatever the CPU."""
     stack = torch.nn.functional.normalize(torch.randn(3, 24, 40), dim=(1, 2)).bfloat16()
-    options = {"steps": 5, "coefficient_type": "quintic", "whole_shape": (24, 40)}
-    together = newton_schulz_normalized(stack, **options)
+    together = orthogonalized(stack)
     for matrix, result in zip(stack, together, strict=True):
         x = matrix
         for a, b, c in muon_utils._COEFFICIENT_SETS["quintic"]:
             x = muon_utils.newton_schulz_step(x, a, b, c)
         # Sums of 24 or 40 products in another order: bf16's last bits.
         assert torch.allclose(result.float(), x.float(), rtol=2**-6, atol=2**-8)
-        (alone,) = newton_schulz_normalized(matrix.unsqueeze(0), **options)
+        (alone,) = orthogonalized(matrix.unsqueeze(0))
         assert torch.equal(alone, x)
 
 

@@ -49,13 +49,13 @@ def update_only_rank_0() -> None:
 
 def skip_newton_schulz() -> None:
     """Momentum is normalized and used as it is."""
-    from megatron_muon.runtime import engine
+    from megatron_muon.newton_schulz.standard import Standard
 
-    def normalized(stack: Any, **kwargs: Any) -> Any:
+    def normalized(self: Any, stack: Any, **kwargs: Any) -> Any:
         """Divide each matrix by its norm."""
         return stack / stack.float().norm(dim=(-2, -1), keepdim=True).to(stack.dtype)
 
-    engine.newton_schulz = engine.newton_schulz_normalized = normalized
+    Standard.run = normalized
 
 
 def orthogonalize_local_rows() -> None:

@@ -39,6 +39,10 @@ REFUSALS = [
     (("--muon-fsdp-exchange", "nobody"), "invalid choice: 'nobody' (choose from 'owner', "),
     (("--muon-fsdp-bucket-size", "0"), "bucket size: expected a positive number of elements, got"),
     (("--muon-fsdp-max-parts", "3"), "max parts: expected a power of two, got 3."),
+    (
+        ("--muon-fsdp-newton-schulz", "gram", "--muon-fsdp-exchange", "all_gather"),
+        "newton-schulz: expected standard with --muon-fsdp-exchange all_gather",
+    ),
     (("--muon-fsdp-cost-model", "gbps=fast"), "cost model: expected name=value with a name of"),
     (
         ("--muon-fsdp-wire", "bf16", "--muon-fp32-matmul-prec", "high"),

@@ -28,16 +28,18 @@ def test_costs_are_those_of_the_table():
     assert cost.newton_schulz_seconds(256, 64) == pytest.approx(0.5e-3)
     longer = dataclasses.replace(cost, num_ns_steps=10)
     assert longer.newton_schulz_seconds(64, 256) == pytest.approx(1e-3)
-    share = cost.newton_schulz_flops(64, 256, 2) / cost.newton_schulz_flops(64, 256)
+    share = cost.work(64, 256, 2).flops / cost.work(64, 256).flops
     assert cost.newton_schulz_seconds(64, 256, 2) == pytest.approx(0.5e-3 * share)
 
 
 def test_shape_that_is_missing_is_named():
     """With the shapes that there are."""
     cost = CostModel(measured=TABLE)
-    with pytest.raises(ValueError, match="of 64 x 64 matrices, got times of 64 x 256, 128 x 128"):
+    with pytest.raises(
+        ValueError, match="of 64 x 64 matrices, got times of 64 x 256 matrices, 128"
+    ):
         cost.newton_schulz_seconds(64, 64)
-    assert TABLE.missing([(256, 64), (64, 64), (128, 128)]) == [(64, 64)]
+    assert TABLE.missing([(256, 64), (64, 64), (128, 128)], ["standard"]) == [("standard", 64, 64)]
 
 
 def test_later_times_replace_earlier_ones():
@@ -67,7 +69,10 @@ def _stored(num_ns_steps: int = 5, twice: bool = False, **changes: float) -> str
         (_stored(stack=0), "expected a positive number of stack, got 0"),
         (_stored(rows=8.5), "expected a positive number of rows, got 8.5"),
         (_stored(milliseconds=math.inf), "expected a positive number of milliseconds, got inf"),
-        (_stored(rows=256, cols=64, twice=True), "got several of 64 x 256 or its transpose"),
+        (
+            _stored(rows=256, cols=64, twice=True),
+            "got several of 64 x 256 matrices or their transpose",
+        ),
     ],
 )
 def test_file_that_is_no_table_is_refused(stored, said, tmp_path):

@@ -14,6 +14,11 @@ from megatron_muon.plan.wire import Wire
     [
         ({"mode": "broadcast"}, r"exchange: expected one of \('owner', 'all_gather'\), got"),
         ({"wire": "fp8"}, "wire: expected one of .* Set --muon-fsdp-wire accordingly"),
+        ({"newton_schulz": "svd"}, "newton-schulz: expected one of .*'gram', 'auto'.*, got 'svd'"),
+        (
+            {"newton_schulz": "gram", "mode": "all_gather"},
+            "newton-schulz: expected standard with --muon-fsdp-exchange all_gather, .* got gram",
+        ),
         ({"bucket_numel": 0}, "bucket size: expected a positive number of elements, got 0"),
         ({"max_parts": 6}, "max parts: expected a power of two, got 6"),
         (
@@ -64,7 +69,7 @@ def test_newton_schulz_time_follows_flops_parts_and_stacks():
     cost = CostModel(tflops=1, kernel_us=0, all_reduce_us=0, gbps=1e9)
     m, n = 4096, 1024
     whole = 5 * (4 * m * n * n + 2 * n**3)
-    assert cost.newton_schulz_flops(n, m) == whole
+    assert cost.work(n, m).flops == whole
     assert cost.newton_schulz_seconds(m, n) == pytest.approx(whole / 1e12)
     quarter = 5 * (m * n * n + 2 * n**3) / 1e12
     assert cost.newton_schulz_seconds(m, n, 4) == pytest.approx(quarter, rel=1e-4)

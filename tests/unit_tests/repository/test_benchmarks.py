@@ -200,3 +200,60 @@ def test_counted_operations_are_those_of_a_gpu(monkeypatch):
     assert +read_counts.unseen_reads == {
         "torch.tensor": 2, "Tensor.tolist": 1, "Tensor.cpu": 1, "Tensor.to": 1,
     }  # fmt: skip
+
+
+def test_newton_schulz_times_each_backend_beside_its_operations(tmp_path, monkeypatch, capsys):
+    """Ratios to the standard steps of the same run; what this machine cannot run is left out."""
+    benchmark = _benchmark("newton_schulz", monkeypatch)
+    path = tmp_path / "times.json"
+    flags = ["--shapes", "16x32", "32x16", "--rounds", "2", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["newton_schulz.py", *flags])
+    assert benchmark.main() == 0
+    for row in json.loads(path.read_text()):
+        assert row["over_standard"].keys() >= {"standard", "gram"}
+        assert row["over_standard"]["standard"] == 1 and min(row["over_standard"].values()) > 0
+        # a = 2: 8 a + 28 of 20 a + 10.
+        assert row["operations_over_standard"]["gram"] == pytest.approx(44 / 50)
+    assert "| 16 x 32 |" in capsys.readouterr().out
+
+
+def test_newton_schulz_error_ranks_the_forms(monkeypatch, capsys):
+    """The Gram form in fp16 beats bf16 on every matrix, and needs its restart on hard ones."""
+    benchmark = _benchmark("newton_schulz_error", monkeypatch)
+    monkeypatch.setattr(benchmark, "SHAPE", (64, 256))
+    monkeypatch.setattr(sys, "argv", ["newton_schulz_error.py"])
+    assert benchmark.main() == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    names = lines[0].strip("| ").split(" | ")[1:]
+    for line in lines[2:]:
+        matrix, *cells = line.strip("| ").split(" | ")
+        error = {n: float(c.partition(";")[0]) for n, c in zip(names, cells, strict=True)}
+        assert error["gram, fp32"] < 1e-3
+        assert error["gram, fp16"] < error["standard, bf16"] < error["gram, fp16, no restart"] or (
+            matrix not in ("1 / i", "1 / i^2") and error["gram, fp16"] < error["standard, bf16"]
+        )
+
+
+def test_backends_train_compares_the_gram_form_with_two_seeds(tmp_path, monkeypatch, capsys):
+    """Three runs that differ in seed and form alone; the first one leaves a checkpoint."""
+    benchmark = _benchmark("backends_train", monkeypatch)
+    configs = []
+
+    def train(config, log_file, progress_interval):
+        configs.append(config)
+        log = TrainingLog(iteration=2, is_complete=True)
+        log.losses, log.validation_losses = {1: 3.0, 2: 2.0}, {2: 2.5}
+        log.step_ms = log.optimizer_ms = {1: 1.0, 2: 1.0}
+        return log
+
+    monkeypatch.setattr(benchmark, "train", train)
+    flags = ["--output", str(tmp_path), "--iterations", "2", "--max-megabytes", "0.1"]
+    monkeypatch.setattr(sys, "argv", ["backends_train.py", *flags])
+    assert benchmark.main() == 0
+    assert [config.seed for config in configs] == [1234, 1235, 1234]
+    commands = [set(config.megatron_arguments()) for config in configs]
+    assert commands[2] - commands[1] == {"gram", "--muon-fsdp-newton-schulz", "1234"}
+    assert commands[0] - commands[1] >= {"--save", str(tmp_path / "checkpoint")}
+    assert "| standard, seed 1234 | standard, seed 1235 | gram, seed 1234 |" in (
+        capsys.readouterr().out
+    )

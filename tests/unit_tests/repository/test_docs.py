@@ -71,6 +71,12 @@ COVERED = {
     "test_benchmarks.py::test_optimizer_step_measures_every_peer_and_writes_json",
     ".venv/bin/python benchmarks/checkpoint.py *": "repository/test_benchmarks.py"
     "::test_checkpoint_measures_muon_beside_adam",
+    ".venv/bin/python benchmarks/newton_schulz.py": "repository/test_benchmarks.py"
+    "::test_newton_schulz_times_each_backend_beside_its_operations",
+    ".venv/bin/python benchmarks/newton_schulz_error.py *": "repository/test_benchmarks.py"
+    "::test_newton_schulz_error_ranks_the_forms",
+    ".venv/bin/python benchmarks/backends_train.py *": "repository/test_benchmarks.py"
+    "::test_backends_train_compares_the_gram_form_with_two_seeds",
     ".venv/bin/python benchmarks/step_cost.py*": "repository/test_benchmarks.py"
     "::test_step_cost_stays_within_its_bounds",
     ".venv/bin/python -m megatron_muon.plan --preset qwen3-235b-a22b --dp 2048 *": "plan/"
@@ -320,6 +326,27 @@ def test_plans_of_performance_are_those_of_today(flags, figures):
         f"{report['newton_schulz_ms']:.1f}",
         f"{report['predicted_step_ms']:.1f}",
         f"{staging / 1e9:.1f}",
+    ]
+
+
+BACKEND_ROWS = re.findall(
+    r"\| `(--preset .*?)` \| (.*) \| [0-9.]+ \|",
+    (ROOT / "docs" / "newton_schulz.md").read_text(),
+)
+
+
+@pytest.mark.parametrize(("flags", "figures"), BACKEND_ROWS, ids=lambda value: value)
+def test_plans_of_newton_schulz_are_those_of_today(flags, figures):
+    """Each row of the table of backends but its last figure, a ratio of two others."""
+    import json
+
+    from megatron_muon.plan.__main__ import main
+
+    report = json.loads(_call(main, [*flags.split(), "--json"]))
+    assert figures.split(" | ") == [
+        f"{report['ideal_newton_schulz_ms']:.1f}",
+        f"{report['busiest_over_ideal']:.2f}",
+        f"{report['predicted_step_ms']:.1f}",
     ]
 
 

@@ -21,6 +21,8 @@ from gpu_checks.tables import Line, document
 from helpers import ranks
 from helpers.ranks import ROOT
 
+from megatron_muon.newton_schulz.standard import Standard
+
 SCRIPT = ROOT / "scripts" / "gpu_checks.py"
 
 
@@ -341,11 +343,12 @@ def test_check_of_norms_fails_for_sums_in_fp32(monkeypatch, report, tmp_path):
 )
 def test_check_of_bits_fails_for_other_bits(monkeypatch, report, tmp_path, breaks, problem):
     """Of one matrix, of one beside others, of a stack."""
-    original = newton_schulz_bits.newton_schulz_normalized
+    original = Standard.run
 
-    def broken(stack: torch.Tensor, **settings) -> torch.Tensor:
-        return breaks(stack, original(stack, **settings))
+    def broken(self, stack: torch.Tensor, *, is_normalized: bool, **settings) -> torch.Tensor:
+        result = original(self, stack, is_normalized=is_normalized, **settings)
+        return breaks(stack, result) if is_normalized else result
 
-    monkeypatch.setattr(newton_schulz_bits, "newton_schulz_normalized", broken)
+    monkeypatch.setattr(Standard, "run", broken)
     newton_schulz_bits.check(CPU, report)
     assert any(problem in each for each in read_findings(tmp_path / "findings.json").problems)

@@ -317,7 +317,7 @@ def test_command_line_defaults_to_the_recorded_learning_rates() -> None:
     assert options.optimizers == ["muon", "adam"]
     assert options.learning_rates == [quickstart.LEARNING_RATES[x] for x in ("muon", "adam")]
     assert options.iterations == quickstart.ITERATIONS
-    assert quickstart.parse_arguments(["--sweep"]).iterations == quickstart.SWEEP_ITERATIONS
+    assert quickstart.parse_arguments(["--sweep"]).iterations == quickstart.ITERATIONS
 
 
 @pytest.mark.parametrize(

@@ -150,3 +150,62 @@ def test_measurement_that_fails_is_an_error_on_all():
     for output in run.outputs:
         assert "rank 0: cost model: CUDA out of memory." in output
         assert "or leave measured times out. No optimizer was built." in output
+
+
+def _build_with(newton_schulz: str, rank_without: int | None) -> list[Any]:
+    """Build, on one rank as if it lacked what the Gram form needs."""
+    import torch.distributed as dist
+
+    from megatron_muon.newton_schulz.gram import Gram
+
+    init_group()
+    if dist.get_rank() == rank_without:
+        Gram.problems = lambda *_: ["expected a thing, got none"]
+    built = build_optimizers(2, exchange={"newton_schulz": newton_schulz}, cases=CASES)
+    cost = built.sharded.computes[0].plan.cost
+    return [list(cost.backends), list(cost.segments or ())]
+
+
+@pytest.mark.parametrize(
+    ("newton_schulz", "rank_without", "expected"),
+    [
+        ("standard", None, [["standard"], []]),
+        ("gram", None, [["gram"], [2, 3]]),
+        ("auto", None, [["standard", "gram"], [2, 3]]),
+        ("auto", 1, [["standard"], []]),
+    ],
+)
+def test_ranks_use_the_backends_that_all_of_them_have(newton_schulz, rank_without, expected):
+    """Plans are one: auto leaves out what a rank lacks."""
+    run = run_ranks(2, _build_with, newton_schulz, rank_without).check()
+    assert run.results == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("newton_schulz", "rank_without", "said"),
+    [
+        ("symmetric", None, "Newton-Schulz symmetric: expected a GPU, got cpu ranks"),
+        ("gram", 1, "rank 1: Newton-Schulz gram: expected a thing, got none"),
+    ],
+)
+def test_backend_that_a_rank_lacks_is_an_error_on_all(newton_schulz, rank_without, said):
+    """Never another one in its place without a word."""
+    run = run_ranks(2, _build_with, newton_schulz, rank_without, timeout_s=60.0)
+    assert run.exit_codes == [1, 1]
+    for output in run.outputs:
+        assert said in output
+        assert "Use --muon-fsdp-newton-schulz standard, or auto for what this machine can" in output
+
+
+def _measured_backends() -> list[list[Any]]:
+    init_group()
+    exchange = {"cost_model": "measure", "newton_schulz": "auto"}
+    built = build_optimizers(2, exchange=exchange, cases=CASES)
+    table = built.sharded.computes[0].plan.cost.measured
+    return sorted([time.backend, time.rows, time.cols] for time in table.shapes)
+
+
+def test_every_backend_is_timed_on_every_shape():
+    """Auto then chooses by times."""
+    expected = [[name, *shape] for name in ("gram", "standard") for shape in SHAPES]
+    assert run_ranks(2, _measured_backends).check().results == [expected] * 2

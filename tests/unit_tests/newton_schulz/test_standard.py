@@ -8,8 +8,9 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from emerging_optimizers.utils import fp32_matmul_precision
+from helpers.stacks import orthogonalized, settings
 
-from megatron_muon.runtime.newton_schulz import EPSILON, newton_schulz, newton_schulz_normalized
+from megatron_muon.newton_schulz.settings import EPSILON
 
 SHAPES = [(48, 24), (24, 48), (32, 32), (1, 16), (16, 1), (130, 67)]
 TYPES = sorted(set(muon_utils._COEFFICIENT_SETS))
@@ -35,8 +36,8 @@ def test_normalized_stack_equals_upstream_with_a_float64_norm(shape, coefficient
     ):
         expected = torch.stack([muon_utils.newton_schulz(x, 7, coefficient_type) for x in stack])
     wire = torch.stack([_normalized(x) for x in stack]).bfloat16()
-    run = {"steps": 7, "coefficient_type": coefficient_type, "whole_shape": shape}
-    found = torch.cat([newton_schulz_normalized(x, **run) for x in wire.split(1)])
+    of = settings(7, coefficient_type)
+    found = torch.cat([orthogonalized(x, of=of) for x in wire.split(1)])
     # One row and 7 steps of cans overflow, in upstream's function as here.
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -48,14 +49,13 @@ def test_neighbours_and_slot_in_a_stack_of_one_size_do_not_matter(shape):
     Between stack sizes the last bits may differ: on a CPU for (32, 8), for one.
     """
     stack = torch.stack([_normalized(x) for x in torch.randn(4, *shape)]).bfloat16()
-    run = {"steps": 5, "coefficient_type": "quintic", "whole_shape": shape}
-    expected = newton_schulz_normalized(stack, **run)
-    assert torch.equal(newton_schulz_normalized(stack.flip(0), **run), expected.flip(0))
+    expected = orthogonalized(stack)
+    assert torch.equal(orthogonalized(stack.flip(0)), expected.flip(0))
     for leftover in (0.0, torch.nan, 1e30):
         padded = stack.clone()
         padded[2:] = leftover
-        assert torch.equal(newton_schulz_normalized(padded, **run)[:2], expected[:2])
-    one_by_one = [newton_schulz_normalized(x, **run) for x in stack.split(1)]
+        assert torch.equal(orthogonalized(padded)[:2], expected[:2])
+    one_by_one = [orthogonalized(x) for x in stack.split(1)]
     # A few units of bf16's last of 8 bits, on elements below 1.5.
     torch.testing.assert_close(torch.cat(one_by_one), expected, rtol=2e-2, atol=2e-2)
 
@@ -67,7 +67,8 @@ def test_fp32_stack_is_upstreams_function(shape, precision):
     stack = torch.randn(3, *shape)
     with fp32_matmul_precision(precision):
         expected = torch.stack([muon_utils.newton_schulz(x, 5, "quintic") for x in stack])
-        found = newton_schulz(stack, steps=5, coefficient_type="quintic", whole_shape=shape)
+        of = settings(is_bf16=precision == "medium")
+        found = orthogonalized(stack, of=of, is_normalized=False)
     assert torch.equal(found, expected)
 
 
@@ -77,7 +78,6 @@ def test_nan_and_zero_stay_in_their_own_matrix():
     dirty = clean.clone()
     dirty[1] = torch.nan
     dirty[2] = 0
-    run = {"steps": 5, "coefficient_type": "quintic", "whole_shape": (24, 16)}
-    expected, found = newton_schulz_normalized(clean, **run), newton_schulz_normalized(dirty, **run)
+    expected, found = orthogonalized(clean), orthogonalized(dirty)
     assert torch.equal(found[[0, 3]], expected[[0, 3]])
     assert found[1].isnan().all() and not found[2].any()

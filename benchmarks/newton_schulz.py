@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Time every backend of Newton-Schulz on every shape, in one run, as ratios to the standard steps.
+
+    .venv/bin/python benchmarks/newton_schulz.py
+
+On a CPU matrices are fp32, on a GPU bf16. Backends take turns, round after round; a figure is the
+median over rounds. Beside each ratio stands that of their floating-point operations, which is what
+the cost model assumes.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_muon.newton_schulz.registry import BACKENDS, usable_backends
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.plan.cost import CostModel
+
+SHAPES = {
+    "cpu": ((512, 512), (512, 1024), (512, 2048), (512, 3584), (1024, 4096)),
+    "cuda": (
+        *((1024, 1024), (1024, 4096), (2048, 2048), (2048, 8192), (2048, 14336)),
+        *((4096, 4096), (4096, 14336), (4096, 28672), (7168, 18432), (8192, 8192), (8192, 57344)),
+    ),
+}
+
+
+def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[str, Any]:
+    """Return seconds and ratios of each backend for a matrix of a shape."""
+    settings = NewtonSchulzSettings(5, "quintic", device.type == "cuda", lambda rows, cols: (1.0,))
+    stack = torch.randn(1, *shape, device=device)
+    stack /= stack.norm()
+    stack = stack.bfloat16() if settings.is_bf16 else stack
+    names = [
+        name
+        for name in usable_backends("auto", settings, device)[0]
+        if BACKENDS[name].takes(*sorted(shape))
+    ]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    # The first round chooses kernels, and compiles them.
+    for number in range(rounds + 1):
+        for name in names:
+            _wait(device)
+            start = time.perf_counter()
+            BACKENDS[name].run(
+                stack, settings=settings, whole_shape=shape, is_normalized=settings.is_bf16
+            )
+            _wait(device)
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    cost = CostModel()
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    flops = {name: cost.work(*shape, 1, name).flops for name in names}
+    return {
+        "shape": list(shape),
+        "standard_ms": medians["standard"] * 1e3,
+        "standard_tflops": flops["standard"] / medians["standard"] / 1e12,
+        "over_standard": {name: medians[name] / medians["standard"] for name in names},
+        "operations_over_standard": {name: flops[name] / flops["standard"] for name in names},
+    }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the figures as Markdown."""
+    names = [name for name in BACKENDS if any(name in row["over_standard"] for row in rows)]
+    others = [name for name in names if name != "standard"]
+    lines = [
+        "| shape | standard, ms | TFLOP/s | "
+        + " | ".join(f"{name} / standard: time | operations" for name in others)
+        + " |",
+        "| --- | " + " | ".join(["---:"] * (2 + 2 * len(others))) + " |",
+    ]
+    for row in rows:
+        cells = [f"{row['standard_ms']:.2f}", f"{row['standard_tflops']:.3g}"]
+        for name in others:
+            ratio = row["over_standard"].get(name)
+            cells.append(f"{ratio:.2f}" if ratio else "")
+            cells.append(f"{row['operations_over_standard'][name]:.2f}" if ratio else "")
+        lines.append(f"| {row['shape'][0]} x {row['shape'][1]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure every shape, print a table and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--shapes", nargs="+", metavar="ROWSxCOLS", help="default: by device")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shapes = SHAPES[device.type]
+    if options.shapes:
+        shapes = tuple((int(n), int(m)) for n, m in (text.split("x") for text in options.shapes))
+    rows = [measure(shape, options.rounds, device) for shape in shapes]
+    print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

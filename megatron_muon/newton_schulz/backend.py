@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of a backend."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Work:
+    """What Newton-Schulz of one part of a matrix takes.
+
+    Args:
+        flops: Floating-point operations.
+        num_products: Matrix products, each at least one kernel.
+        num_all_reduces: All-reduces of the Gram matrix, where several owners split the matrix.
+    """
+
+    flops: float
+    num_products: int
+    num_all_reduces: int
+
+
+class Backend(ABC):
+    """One way to compute Newton-Schulz.
+
+    Attributes:
+        name: What users call it.
+        reference: The backend whose results it must find again, up to rounding, with kernels of
+            others; None where torch multiplies. Both run once on each shape at construction, which
+            also compiles the kernels before the first step.
+    """
+
+    name: ClassVar[str]
+    reference: ClassVar[str | None] = None
+
+    @abstractmethod
+    def work(self, n: int, m: float, segments: Sequence[int]) -> Work:
+        """Count the work of one part.
+
+        Args:
+            n: Shorter side of the whole matrix.
+            m: Longer side of the part; splitting divides it alone.
+            segments: Steps between restarts; their sum is the number of steps.
+        """
+
+    def takes(self, n: int, m: int) -> bool:
+        """Return whether it can run on whole matrices of this shape, shorter side first."""
+        return True
+
+    def pays(self, n: int) -> bool:
+        """Return whether it may be as fast as its operations promise, for ``auto``."""
+        return True
+
+    def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
+        """List what a job lacks for it, a sentence each."""
+        return []
+
+    @abstractmethod
+    def run(
+        self,
+        stack: "torch.Tensor",
+        *,
+        settings: NewtonSchulzSettings,
+        whole_shape: tuple[int, int],
+        is_normalized: bool,
+        parts_group: "dist.ProcessGroup | None" = None,
+    ) -> "torch.Tensor":
+        """Orthogonalize a stack.
+
+        Args:
+            stack: ``(num_matrices, rows, cols)``; bfloat16 where normalized, otherwise float32.
+            settings: Steps, coefficients and precision.
+            whole_shape: Shape of the whole matrices; larger than the stack's only for parts.
+            is_normalized: Whether the norm of each whole matrix is 1.
+            parts_group: Ranks that hold the parts of each matrix; then the stack holds one. None
+                where matrices are whole.
+
+        Returns:
+            Same shape and dtype, in new memory; bf16-valued where ``settings.is_bf16``.
+
+        Communication: with ``parts_group`` an all-reduce of the norm where the stack is not
+            normalized, and as many of ``n * n`` elements, n the shorter side, as :meth:`work`
+            counts.
+        """

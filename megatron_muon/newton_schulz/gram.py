@@ -1,0 +1,141 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz on the Gram matrix.
+
+Every step multiplies X by a polynomial of its Gram matrix R = X X^T, and all of these polynomials
+commute. So the steps need X only at the end: Q gathers their product, and R follows X::
+
+    P = a I + b R + c R^2        Q <- P Q        R <- P R P
+
+X is multiplied by Q at the end of a segment, see :mod:`megatron_muon.newton_schulz.restarts`. R is
+n x n, n the shorter side: the longer m is, the more is saved.
+
+Precision decides whether this works: fp16 with fp32 sums does on a GPU, bf16 diverges. Entries of a
+normalized X are as small as 1e-4 and those of R as 1e-6, where fp16 has few bits left. So X is
+held times 64, and b and c are divided by 64^2 and 64^4, all powers of two: exact.
+
+Source of the form: Dao-AILab's gram-newton-schulz.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megatron_muon.newton_schulz.backend import Backend, Work
+from megatron_muon.newton_schulz.coefficients import coefficients_of
+from megatron_muon.newton_schulz.normalize import normalize
+from megatron_muon.newton_schulz.restarts import segments_of
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+# Singular values stay below 2, so R, which grows by the square, below 2**14: fp16 ends at 2**16.
+_SCALE = 64.0
+
+
+class Gram(Backend):
+    """Products of n x n matrices, and two with X a segment."""
+
+    name = "gram"
+
+    def work(self, n: int, m: float, segments: Sequence[int]) -> Work:
+        """Count 4 m n^2 operations a segment, and 2 n^3 for each of its products.
+
+        Of n x n products a step has R^2, P Q and two for P R P. The first step of a segment has no
+        Q yet, the last one needs no new R.
+        """
+        num_square = sum(4 * steps - 3 for steps in segments)
+        flops = 4 * m * n * n * len(segments) + 2 * n**3 * num_square
+        return Work(flops, 2 * len(segments) + num_square, len(segments))
+
+    def run(
+        self,
+        stack: "torch.Tensor",
+        *,
+        settings: NewtonSchulzSettings,
+        whole_shape: tuple[int, int],
+        is_normalized: bool,
+        parts_group: "dist.ProcessGroup | None" = None,
+    ) -> "torch.Tensor":
+        """Orthogonalize a stack in one call; see :meth:`Backend.run`.
+
+        Memory: beside the result one copy of the stack in the dtype below, and four n x n matrices
+            for each of its matrices.
+        """
+        import torch
+
+        # CPUs multiply fp16 slowly, or in fp16 sums. In fp32 mode matrices stay in fp32.
+        is_half = settings.is_bf16 and stack.device.type == "cuda"
+        dtype = torch.float16 if is_half else torch.float32
+        is_tall = whole_shape[0] > whole_shape[1]
+        x = stack if is_normalized else normalize(stack, parts_group)
+        x = x.mT if is_tall else x
+        # Scaled before it is rounded to fp16: small elements would lose their bits.
+        x = x.mul(_SCALE).to(dtype)
+        coefficients = coefficients_of(settings.steps, settings.coefficient_type)
+        first = 0
+        with _fp32_sums():
+            for steps in segments_of(coefficients):
+                x = self._segment(x, coefficients[first : first + steps], parts_group)
+                first += steps
+        x = x.mT if is_tall else x
+        result = x.bfloat16() if settings.is_bf16 else x
+        return result.mul_(1 / _SCALE).to(stack.dtype)
+
+    def _symmetric_product(
+        self,
+        a: "torch.Tensor",
+        b: "torch.Tensor",
+        c: "torch.Tensor | None" = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+    ) -> "torch.Tensor":
+        """Return ``alpha a b + beta c``, which is symmetric, ``(num_matrices, n, n)``."""
+        import torch
+
+        return a @ b if c is None else torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
+
+    def _segment(
+        self,
+        x: "torch.Tensor",
+        coefficients: Sequence[tuple[float, float, float]],
+        parts_group: "dist.ProcessGroup | None",
+    ) -> "torch.Tensor":
+        """Take some steps on the Gram matrix of x, ``(num_matrices, n, m)``, and multiply x."""
+        import torch.distributed as dist
+
+        product = self._symmetric_product
+        gram = product(x, x.mT)
+        if parts_group is not None:
+            dist.all_reduce(gram, group=parts_group)
+        q = None
+        for number, (a, b, c) in enumerate(coefficients, start=1):
+            # P without its a I, which is added where P is multiplied.
+            p = product(gram, gram, gram, alpha=c / _SCALE**4, beta=b / _SCALE**2)
+            if q is None:
+                q = p.clone()
+                q.diagonal(dim1=-2, dim2=-1).add_(a)
+            else:
+                q = product(p, q, q, beta=a)
+            if number < len(coefficients):
+                half = product(gram, p, gram, beta=a)
+                gram = product(p, half, half, beta=a)
+        assert q is not None  # a segment has a step
+        return q @ x
+
+
+@contextmanager
+def _fp32_sums() -> Iterator[None]:
+    """Keep cuBLAS from adding up partial sums of a product in fp16, which torch allows it."""
+    import torch
+
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_fp16_reduced_precision_reduction
+    flags.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        flags.allow_fp16_reduced_precision_reduction = before

@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""All backends by name, and which of them a job may use."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from megatron_muon.newton_schulz.backend import Backend
+from megatron_muon.newton_schulz.gram import Gram
+from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.standard import Standard
+from megatron_muon.newton_schulz.symmetric import Symmetric
+
+if TYPE_CHECKING:
+    import torch
+
+BackendChoice = Literal["standard", "symmetric", "gram", "gram_symmetric", "auto"]
+
+# In the order of preference where two cost the same.
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (Standard(), Symmetric(), Gram(), GramSymmetric())
+}
+
+# Of the norm. Steps in bf16 and in fp16 differ from the exact ones by up to 0.02 on random matrices
+# (docs/numerics.md), and kernels add up in another order. A wrong kernel is off by about 1.
+_MAX_DIFFERENCE = 0.05
+
+
+def requested_backends(choice: BackendChoice) -> tuple[str, ...]:
+    """Return the backends that a choice asks for.
+
+    A backend by name runs on every shape that it takes, ``standard`` on the others.
+    """
+    return tuple(BACKENDS) if choice == "auto" else (choice,)
+
+
+def usable_backends(
+    choice: BackendChoice, settings: NewtonSchulzSettings, device: "torch.device"
+) -> tuple[tuple[str, ...], list[str]]:
+    """Return the requested backends that a job can use, and why it cannot use the others.
+
+    Args:
+        choice: What the user asked for.
+        settings: Steps, coefficients and precision.
+        device: Where matrices live.
+    """
+    usable, reasons = [], []
+    for name in requested_backends(choice):
+        problems = BACKENDS[name].problems(settings, device)
+        reasons += [f"Newton-Schulz {name}: {problem}" for problem in problems]
+        if not problems:
+            usable.append(name)
+    return tuple(usable), reasons
+
+
+def candidates(backends: Sequence[str], n: int, m: int) -> list[str]:
+    """Return those of some backends that whole matrices of a shape choose from.
+
+    Args:
+        backends: Names, in order of preference.
+        n: Shorter side.
+        m: Longer side.
+    """
+    found = [name for name in backends if BACKENDS[name].takes(n, m)]
+    # A user who names one backend has decided that it pays.
+    if len(backends) > 1:
+        found = [name for name in found if BACKENDS[name].pays(n)]
+    return found or [Standard.name]
+
+
+def check_against_reference(
+    backend: Backend,
+    stack: "torch.Tensor",
+    settings: NewtonSchulzSettings,
+    *,
+    whole_shape: tuple[int, int],
+    is_normalized: bool,
+) -> None:
+    """Run a backend on random matrices, and compare it with its reference.
+
+    Args:
+        backend: One with a reference.
+        stack: Of the shape, dtype and device to run on; its values are not read.
+        settings: Steps, coefficients and precision.
+        whole_shape: Shape of the whole matrices, of which the stack may hold parts.
+        is_normalized: Whether matrices come with a norm of 1.
+
+    Raises:
+        RuntimeError: They differ by more than rounding, with figures.
+    """
+    import torch
+
+    assert backend.reference is not None
+    # A generator of its own: Megatron's must be in the same state on tensor-parallel ranks.
+    generator = torch.Generator(stack.device).manual_seed(0)
+    num_rows, num_cols = stack.shape[1:]
+    drawn = torch.empty_like(stack).normal_(std=(num_rows * num_cols) ** -0.5, generator=generator)
+    found, expected = (
+        each.run(
+            drawn,
+            settings=settings,
+            whole_shape=whole_shape,
+            is_normalized=is_normalized,
+        ).float()
+        for each in (backend, BACKENDS[backend.reference])
+    )
+    difference = float((found - expected).norm() / expected.norm())
+    # Also where a result is NaN.
+    if not difference <= _MAX_DIFFERENCE:
+        raise RuntimeError(
+            f"Newton-Schulz {backend.name}: expected results within {_MAX_DIFFERENCE} of those of "
+            f"{backend.reference} for {num_rows} x {num_cols} matrices, got {difference:.2g} of "
+            f"their norm. Use --muon-fsdp-newton-schulz {backend.reference}, and report it with "
+            "the versions of the kernels."
+        )

@@ -1,0 +1,28 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""How matrices are orthogonalized and scaled."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# The least norm that a matrix is divided by. Source: emerging-optimizers 0.3.0, muon_utils.
+EPSILON = 1e-7
+
+
+@dataclass(frozen=True)
+class NewtonSchulzSettings:
+    """How matrices are orthogonalized and scaled.
+
+    Args:
+        steps: Newton-Schulz steps.
+        coefficient_type: Name of emerging-optimizers' coefficients.
+        is_bf16: Whether it runs in bf16 (matmul precision "medium"); its results are then
+            bf16-valued and travel as bf16 on either wire.
+        scale: Returns the factors that a result is multiplied with in fp32, one after the other,
+            by ``(rows, cols)`` of the whole block.
+    """
+
+    steps: int
+    coefficient_type: str
+    is_bf16: bool
+    scale: Callable[[int, int], Sequence[float]]

@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""emerging-optimizers' own steps: with this backend results are upstream's bits.
+
+Memory layout changes the last bits of bf16 products: stacks are contiguous, and transposed by a
+view as emerging-optimizers does.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_muon.newton_schulz.backend import Backend, Work
+from megatron_muon.newton_schulz.coefficients import coefficients_of
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+class Standard(Backend):
+    """Three products a step: X X^T, its square, and their sum with X."""
+
+    name = "standard"
+
+    def work(self, n: int, m: float, segments: Sequence[int]) -> Work:
+        """Count 4 m n^2 + 2 n^3 operations a step. Splitting divides m alone."""
+        steps = sum(segments)
+        return Work(steps * (4 * m * n * n + 2 * n**3), 3 * steps, steps)
+
+    def run(
+        self,
+        stack: "torch.Tensor",
+        *,
+        settings: NewtonSchulzSettings,
+        whole_shape: tuple[int, int],
+        is_normalized: bool,
+        parts_group: "dist.ProcessGroup | None" = None,
+    ) -> "torch.Tensor":
+        """Orthogonalize a stack; see :meth:`Backend.run`."""
+        # Orientation is that of the whole matrix: a part of a tall matrix may itself be wide.
+        is_tall = whole_shape[0] > whole_shape[1]
+        if is_normalized:
+            return _normalized(stack, settings, is_tall, parts_group)
+        return _one_by_one(stack, settings, is_tall, parts_group)
+
+
+def _one_by_one(
+    stack: "torch.Tensor",
+    settings: NewtonSchulzSettings,
+    is_tall: bool,
+    parts_group: "dist.ProcessGroup | None",
+) -> "torch.Tensor":
+    """Call emerging-optimizers' function for each fp32 matrix."""
+    import torch
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+    results = [
+        muon_utils.newton_schulz(
+            matrix,
+            settings.steps,
+            settings.coefficient_type,  # type: ignore[arg-type]
+            transpose=is_tall,
+            tp_group=parts_group,
+        )
+        for matrix in stack
+    ]
+    return results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
+
+
+def _normalized(
+    stack: "torch.Tensor",
+    settings: NewtonSchulzSettings,
+    is_tall: bool,
+    parts_group: "dist.ProcessGroup | None",
+) -> "torch.Tensor":
+    """Take the steps of "medium" precision on normalized bf16 matrices, in one call.
+
+    The norm was taken in float64 before the matrix was assembled. emerging-optimizers' function
+    would take it again, of the rounded bf16 values.
+    """
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+    # Tall matrices are transposed by a view: the Gram matrix is then that of the shorter side.
+    # torch.baddbmm and torch.addmm may choose different kernels. One matrix alone takes the step
+    # that upstream takes, so that its bits are upstream's.
+    x = stack if stack.shape[0] > 1 else stack[0]
+    step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
+    x = x.mT if is_tall else x
+    for a, b, c in coefficients_of(settings.steps, settings.coefficient_type):
+        x = step(x, a, b, c, tp_group=parts_group)
+    x = x.mT if is_tall else x
+    return x if x.ndim == 3 else x.unsqueeze(0)

@@ -1,0 +1,92 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The standard steps with emerging-optimizers' Triton kernels for symmetric products.
+
+X X^T and its square are symmetric: the kernels compute one half and store it twice.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_muon.newton_schulz.backend import Backend, Work
+from megatron_muon.newton_schulz.coefficients import coefficients_of
+from megatron_muon.newton_schulz.normalize import normalize
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.standard import Standard
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+# Loads of the kernels are of 16 bytes.
+_MULTIPLE = 8
+# From about this side on the kernels are faster than cuBLAS's full product on an H200. Not measured
+# here. Source: the figure of Emerging-Optimizers' authors for their kernels.
+_BREAK_EVEN = 4096
+# Others have not been tested by emerging-optimizers, which leaves the kernels out on them. Source:
+# emerging-optimizers 0.3.0, Muon.__init__.
+_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
+
+
+class Symmetric(Backend):
+    """Three products a step, two of which are computed by half."""
+
+    name = "symmetric"
+    reference = Standard.name
+
+    def work(self, n: int, m: float, segments: Sequence[int]) -> Work:
+        """Count 3 m n^2 + n^3 operations a step. Splitting divides m alone."""
+        steps = sum(segments)
+        return Work(steps * (3 * m * n * n + n**3), 3 * steps, steps)
+
+    def takes(self, n: int, m: int) -> bool:
+        """Return whether both sides are multiples of 8."""
+        return n % _MULTIPLE == 0 and m % _MULTIPLE == 0
+
+    def pays(self, n: int) -> bool:
+        """Return whether the side is above the break-even of the kernels."""
+        return n >= _BREAK_EVEN
+
+    def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
+        """List what a job lacks for it: a GPU that the kernels were tested on, Triton, bf16."""
+        import torch
+        from emerging_optimizers import triton_kernels
+
+        found = []
+        if not settings.is_bf16:
+            found.append("expected --muon-fp32-matmul-prec medium: the kernels multiply bf16")
+        if not getattr(triton_kernels, "HAS_TRITON_340", False):
+            found.append("expected Triton 3.4 or later, got an older one or none")
+        if device.type != "cuda":
+            found.append(f"expected a GPU, got {device.type} ranks")
+        elif torch.cuda.get_device_capability(device) not in _CAPABILITIES:
+            found.append(
+                f"expected a GPU of compute capability {_CAPABILITIES}, got "
+                f"{torch.cuda.get_device_capability(device)}"
+            )
+        return found
+
+    def run(
+        self,
+        stack: "torch.Tensor",
+        *,
+        settings: NewtonSchulzSettings,
+        whole_shape: tuple[int, int],
+        is_normalized: bool,
+        parts_group: "dist.ProcessGroup | None" = None,
+    ) -> "torch.Tensor":
+        """Orthogonalize a stack, one matrix after the other; see :meth:`Backend.run`."""
+        import torch
+        from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+        is_tall = whole_shape[0] > whole_shape[1]
+        x = stack if is_normalized else normalize(stack, parts_group)
+        results = []
+        # The kernels take one matrix.
+        for matrix in x.bfloat16():
+            each = matrix.mT if is_tall else matrix
+            for a, b, c in coefficients_of(settings.steps, settings.coefficient_type):
+                each = muon_utils.newton_schulz_step_tsyrk(each, a, b, c, tp_group=parts_group)
+            results.append(each.mT if is_tall else each)
+        result = results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
+        return result.to(stack.dtype)

@@ -1,0 +1,322 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What every backend keeps, against the exact polynomial in float64."""
+
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+from emerging_optimizers import triton_kernels
+from helpers.ranks import run_ranks
+from helpers.stacks import fp16_products, orthogonalized, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from megatron_muon.newton_schulz.coefficients import coefficients_of
+from megatron_muon.newton_schulz.gram import Gram
+from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
+from megatron_muon.newton_schulz.registry import (
+    BACKENDS,
+    candidates,
+    check_against_reference,
+    usable_backends,
+)
+from megatron_muon.newton_schulz.restarts import segments_of
+from megatron_muon.newton_schulz.symmetric import Symmetric
+from megatron_muon.plan.cost import CostModel
+
+CPU = torch.device("cpu")
+SHAPES = [(24, 96), (96, 24), (32, 32), (40, 67)]
+TYPES = ["quintic", "simple", "polar_express", "cans", "aol", "deepseekv4"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def _tsyrk(a, c=None, alpha=1.0, beta=0.0):
+    """Compute what emerging-optimizers' kernel does, without Triton."""
+    found = alpha * (a.float() @ a.float().mT)
+    return (found + beta * c.float() if beta else found).bfloat16()
+
+
+def _gemm_symmetric(
+    A, B, C=None, out=None, out_dtype=None, dynamic_scheduler=False, alpha=1.0, beta=1.0
+):
+    """Compute what quack's kernel does, with its signature: quack 0.5.0, gemm_interface."""
+    assert out is None and out_dtype is None and not dynamic_scheduler
+    assert A.dtype == B.dtype and A.ndim == B.ndim == 3
+    found = alpha * (A @ B)
+    return found if C is None else found + beta * C
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    quack = ModuleType("quack")
+    quack.__spec__ = ModuleSpec("quack", None)
+    quack.gemm_symmetric = _gemm_symmetric
+    with (
+        mock.patch.object(triton_kernels, "tsyrk_ex", _tsyrk, create=True),
+        mock.patch.dict("sys.modules", {"quack": quack, "quack.gemm_interface": quack}),
+    ):
+        yield
+
+
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    return x / x.norm(dim=(-2, -1), keepdim=True)
+
+
+def exact(x: torch.Tensor, steps: int = 5, coefficient_type: str = "quintic") -> torch.Tensor:
+    """Apply the polynomial to the singular values, in float64."""
+    u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
+    for a, b, c in coefficients_of(steps, coefficient_type):
+        s = a * s + b * s**3 + c * s**5
+    return u @ torch.diag_embed(s) @ v
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("coefficient_type", TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gram_form_is_the_polynomial(shape, coefficient_type):
+    """In fp32 to 1e-3 of the norm; the standard form has 1e-5. Gram matrices square errors."""
+    steps = 10 if coefficient_type == "deepseekv4" else 4 if coefficient_type == "aol" else 5
+    stack = normalized(torch.randn(3, *shape))
+    of = settings(steps, coefficient_type, is_bf16=False)
+    found = orthogonalized(stack, "gram", of=of)
+    assert found.dtype == torch.float32
+    assert difference(found, exact(stack, steps, coefficient_type)) < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (16, 1), (1, 1)])
+def test_one_row_or_column_is_a_matrix_too(shape):
+    """Its one singular value is 1, and stays where the polynomial takes it."""
+    stack = normalized(torch.randn(2, *shape))
+    found = orthogonalized(stack, "gram", of=settings(is_bf16=False))
+    assert difference(found, exact(stack)) < 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_stays_within_what_bf16_does_to_the_standard_form(backend):
+    """The Gram form in fp32 and rounded once is closer than any bf16 steps."""
+    stack = normalized(torch.randn(4, 48, 192)).bfloat16()
+    found = orthogonalized(stack, backend)
+    assert found.dtype == torch.bfloat16
+    expected = exact(stack)
+    # bf16 has 8 bits, five steps add up to about three units; one rounding is a half of one.
+    assert difference(found, expected) < (2.0**-8 if "gram" in backend else 3 * 2.0**-8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp32_wire_is_normalized_by_the_backend(backend):
+    """Results are bf16-valued fp32, as upstream's function returns them."""
+    stack = torch.randn(2, 24, 40) * 1e3
+    found = orthogonalized(stack, backend, is_normalized=False)
+    if backend != "standard":  # rounds under matmul precision "medium", which is not set here
+        assert torch.equal(found, found.bfloat16().float())
+    assert found.dtype == torch.float32
+    assert difference(found, exact(normalized(stack))) < 3 * 2.0**-8
+
+
+def _emulated_half(stack, of):
+    with fp16_products():
+        return orthogonalized(stack, "gram", of=of)
+
+
+@pytest.mark.parametrize("coefficient_type", ["quintic", "simple", "polar_express", "cans"])
+def test_fp16_is_closer_than_bf16_and_needs_its_restarts(coefficient_type):
+    """Singular values 1 / i^2: small ones are what rounding turns negative."""
+    n = 128
+    u, v = (torch.linalg.qr(torch.randn(size, n, dtype=torch.float64))[0] for size in (n, 512))
+    s = torch.arange(1, n + 1, dtype=torch.float64) ** -2
+    stack = normalized((u * s) @ v.mT).bfloat16().unsqueeze(0)
+    of = settings(5, coefficient_type)
+    expected = exact(stack, 5, coefficient_type)
+    half = difference(_emulated_half(stack, of), expected)
+    assert half < 0.05
+    assert half < difference(orthogonalized(stack, of=of), expected)
+    with mock.patch("megatron_muon.newton_schulz.gram.segments_of", lambda _: (5,)):
+        without = _emulated_half(stack, of)
+    assert not difference(without, expected) < 0.3
+
+
+@given(
+    n=st.integers(1, 24),
+    m=st.integers(1, 40),
+    # Below 1e-7 the norm is clamped; above 1e19 its square leaves fp32.
+    power=st.integers(-8, 50),
+    backend=st.sampled_from(["standard", "gram"]),
+    seed=st.integers(0, 99),
+)
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_sign_and_powers_of_two_change_nothing_else(n, m, power, backend, seed):
+    """NS(-X) = -NS(X) and NS(2^k X) = NS(X), bit for bit: the norm takes both."""
+    generator = torch.Generator().manual_seed(seed)
+    stack = torch.randn(2, n, m, generator=generator)
+    of = settings(is_bf16=False)
+    found = orthogonalized(stack, backend, of=of, is_normalized=False)
+    for other, expected in ((-stack, -found), (stack * 2.0**power, found)):
+        again = orthogonalized(other, backend, of=of, is_normalized=False)
+        assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_zeros_slot_and_neighbours_stay_apart(backend):
+    """A matrix has the same bits wherever it is in a stack, and whatever is beside it."""
+    stack = normalized(torch.randn(4, 24, 40)).bfloat16()
+    expected = orthogonalized(stack, backend)
+    assert torch.equal(orthogonalized(stack.flip(0), backend).flip(0), expected)
+    stack[1], stack[2] = torch.nan, 0
+    found = orthogonalized(stack, backend)
+    assert torch.equal(found[[0, 3]], expected[[0, 3]])
+    assert found[1].isnan().all() and not found[2].any()
+    stack[1] = normalized(torch.randn(24, 40))
+    stack[1, :6] = 0
+    assert not orthogonalized(stack, backend)[1, :6].any(), "rows of zeros stay zero"
+
+
+def _run_parts(shape: tuple[int, int], is_normalized: bool) -> list[list[float]]:
+    """Split a matrix along its longer side, and return differences to the whole one."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dim = 0 if shape[0] > shape[1] else 1
+    whole = torch.randn(1, *shape) * 3
+    if is_normalized:
+        whole = normalized(whole).bfloat16()
+    found = []
+    for backend in ("standard", "gram"):
+        options = {"is_normalized": is_normalized, "whole_shape": shape}
+        expected = orthogonalized(whole, backend, **options).chunk(size, dim + 1)[rank]
+        part = whole.chunk(size, dim + 1)[rank].contiguous()
+        result = orthogonalized(part, backend, parts_group=dist.group.WORLD, **options)
+        assert result.dtype == whole.dtype and result.shape == part.shape
+        found.append(difference(result, expected.double()))
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("shape", "is_normalized"), [((24, 96), True), ((96, 24), True), ((96, 24), False)]
+)
+def test_parts_of_a_split_matrix_are_those_of_the_whole(shape, is_normalized):
+    """Gram matrices add up in another order; a part of a tall matrix may itself be wide."""
+    run = run_ranks(2, _run_parts, shape, is_normalized).check()
+    for standard, gram in run.results:
+        assert gram < 2.0**-7
+        assert standard < 2.0**-5 or not is_normalized
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape", "expected"),
+    [
+        # In units of n^3, a = m / n: 20 a + 10, 15 a + 5, 8 a + 28, 6 a + 14.
+        ("standard", (64, 64), 30),
+        ("standard", (64, 256), 90),
+        ("symmetric", (64, 256), 65),
+        ("gram", (64, 64), 36),
+        ("gram", (256, 64), 60),
+        ("gram", (64, 448), 84),
+        ("gram_symmetric", (64, 64), 20),
+        ("gram_symmetric", (256, 64), 38),
+    ],
+)
+def test_operations_are_those_of_the_form(backend, shape, expected):
+    """And its products are what torch is asked for."""
+    work = CostModel().work(*shape, 1, backend)
+    assert work.flops == expected * 64**3
+
+
+@pytest.mark.parametrize("coefficient_type", ["quintic", "polar_express"])
+def test_products_are_as_many_as_counted(coefficient_type):
+    """The cost model asks no more of the Gram form than it does."""
+    calls = []
+
+    def counted(function):
+        def call(*args, **kwargs):
+            calls.append(function)
+            return function(*args, **kwargs)
+
+        return call
+
+    stack = normalized(torch.randn(1, 16, 32)).bfloat16()
+    segments = segments_of(coefficients_of(5, coefficient_type))
+    with (
+        mock.patch.object(torch, "baddbmm", counted(torch.baddbmm)),
+        mock.patch.object(torch.Tensor, "__matmul__", counted(torch.Tensor.__matmul__)),
+    ):
+        orthogonalized(stack, "gram", of=settings(5, coefficient_type))
+    assert len(calls) == Gram().work(16, 32, segments).num_products
+
+
+def test_shape_and_cost_choose_the_backend():
+    """Auto: square matrices stay standard below the kernels' break-even; long ones are gram."""
+    cost = CostModel(backends=("standard", "symmetric", "gram"))
+    assert cost.backend_of(1024, 1024) == "standard"
+    assert cost.backend_of(4096, 4096) == "symmetric"
+    assert cost.backend_of(4096, 28672) == cost.backend_of(28672, 4096) == "gram"
+    assert candidates(["symmetric"], 100, 100) == ["standard"], "not a multiple of 8"
+    assert candidates(["symmetric"], 64, 64) == ["symmetric"], "asked for by name"
+    assert candidates(list(BACKENDS), 64, 64) == ["standard", "gram"]
+    assert candidates(list(BACKENDS), 256, 512) == ["standard", "gram", "gram_symmetric"]
+
+
+def test_what_a_machine_lacks_is_said():
+    """By name, with what was expected and what came."""
+    usable, reasons = usable_backends("symmetric", settings(is_bf16=False), CPU)
+    assert usable == ()
+    assert reasons[0].startswith("Newton-Schulz symmetric: expected --muon-fp32-matmul-prec medium")
+    assert reasons[-1] == "Newton-Schulz symmetric: expected a GPU, got cpu ranks"
+    assert usable_backends("gram", settings(), CPU) == (("gram",), [])
+    usable, reasons = usable_backends("auto", settings(), CPU)
+    assert usable == ("standard", "gram") and len(reasons) == 2
+    gpu = torch.device("cuda", 0)
+    with mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)):
+        assert Symmetric().problems(settings(), gpu) == []
+    with mock.patch("torch.cuda.get_device_capability", lambda device: (8, 9)):
+        for backend in (Symmetric(), GramSymmetric()):
+            assert "got (8, 9)" in backend.problems(settings(), gpu)[-1]
+    with mock.patch(f"{GramSymmetric.__module__}.find_spec", lambda name: None):
+        assert "expected the package quack-kernels" in GramSymmetric().problems(settings(), CPU)[0]
+    with mock.patch.object(triton_kernels, "HAS_TRITON_340", False):
+        assert "Triton 3.4 or later" in Symmetric().problems(settings(), CPU)[0]
+
+
+@pytest.mark.parametrize("backend", ["symmetric", "gram_symmetric"])
+def test_kernels_are_compared_with_torch_at_construction(backend):
+    """A kernel that is wrong, or that returns NaN, ends the job before its first step."""
+    stack = torch.empty(2, 256, 512, dtype=torch.bfloat16)
+    of, options = settings(), {"whole_shape": (256, 512), "is_normalized": True}
+    check_against_reference(BACKENDS[backend], stack, of, **options)
+    for wrong in (lambda x: x * 0.5, lambda x: x * torch.nan):
+        with (
+            mock.patch.object(
+                type(BACKENDS[backend]),
+                "run",
+                lambda self, x, wrong=wrong, **_: wrong(x),
+            ),
+            pytest.raises(RuntimeError, match=f"{backend}: expected results within .* 256 x 512"),
+        ):
+            check_against_reference(BACKENDS[backend], stack, of, **options)
+
+
+def test_long_matrices_pay_for_square_ones():
+    """By operations: fused gate and up of Llama-3-8B, without kernels and with them."""
+    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+
+    def seconds(*backends):
+        cost = CostModel(backends=backends, kernel_us=0)
+        return sum(cost.newton_schulz_seconds(*shape) for shape in shapes)
+
+    assert seconds("standard", "gram") / seconds("standard") < 0.72
+    assert seconds("standard", "gram", "symmetric") / seconds("standard") < 0.63
+    assert seconds(*BACKENDS) / seconds("standard") < 0.46
