@@ -21,12 +21,14 @@ class Work:
     Args:
         flops: Floating-point operations.
         num_products: Matrix products, each at least one kernel.
-        num_all_reduces: All-reduces of the Gram matrix, where several owners split the matrix.
+        num_all_reduces: All-reduces of an n x n matrix, where several owners split the matrix.
+        num_all_gathers: All-gathers of an n x n matrix there.
     """
 
     flops: float
     num_products: int
     num_all_reduces: int
+    num_all_gathers: int = 0
 
 
 class Backend(ABC):
@@ -37,23 +39,26 @@ class Backend(ABC):
         reference: The backend whose results it must find again, up to rounding, with kernels of
             others; None where torch multiplies. Both run once on each shape at construction, which
             also compiles the kernels before the first step.
+        timed_as: The backend whose measured times of whole matrices stand for it; None for its own.
     """
 
     name: ClassVar[str]
     reference: ClassVar[str | None] = None
+    timed_as: ClassVar[str | None] = None
 
     @abstractmethod
-    def work(self, n: int, m: float, segments: Sequence[int]) -> Work:
-        """Count the work of one part.
+    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
+        """Count the work of one owner.
 
         Args:
             n: Shorter side of the whole matrix.
-            m: Longer side of the part; splitting divides it alone.
+            m: Longer side of the whole matrix.
             segments: Steps between restarts; their sum is the number of steps.
+            num_parts: Owners, each of which holds an equal part of the longer side.
         """
 
-    def takes(self, n: int, m: int) -> bool:
-        """Return whether it can run on whole matrices of this shape, shorter side first."""
+    def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
+        """Return whether it can run on a shape, shorter side first, in so many parts."""
         return True
 
     def pays(self, n: int) -> bool:

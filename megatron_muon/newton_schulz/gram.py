@@ -40,14 +40,13 @@ class Gram(Backend):
 
     name = "gram"
 
-    def work(self, n: int, m: float, segments: Sequence[int]) -> Work:
-        """Count 4 m n^2 operations a segment, and 2 n^3 for each of its products.
+    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
+        """Count 4 m n^2 operations a segment, and 2 n^3 for each product of n x n matrices.
 
-        Of n x n products a step has R^2, P Q and two for P R P. The first step of a segment has no
-        Q yet, the last one needs no new R.
+        Splitting divides m alone.
         """
-        num_square = sum(4 * steps - 3 for steps in segments)
-        flops = 4 * m * n * n * len(segments) + 2 * n**3 * num_square
+        num_square = num_square_products(segments)
+        flops = 4 * m / num_parts * n * n * len(segments) + 2 * n**3 * num_square
         return Work(flops, 2 * len(segments) + num_square, len(segments))
 
     def run(
@@ -98,6 +97,18 @@ class Gram(Backend):
 
         return a @ b if c is None else torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
 
+    def _rows(
+        self, matrix: "torch.Tensor", parts_group: "dist.ProcessGroup | None"
+    ) -> "torch.Tensor":
+        """Return the rows of an n x n matrix that this rank computes: all of them."""
+        return matrix
+
+    def _whole(
+        self, rows: "torch.Tensor", parts_group: "dist.ProcessGroup | None"
+    ) -> "torch.Tensor":
+        """Return the n x n matrix of which each rank has computed its rows."""
+        return rows
+
     def _segment(
         self,
         x: "torch.Tensor",
@@ -111,20 +122,34 @@ class Gram(Backend):
         gram = product(x, x.mT)
         if parts_group is not None:
             dist.all_reduce(gram, group=parts_group)
+        rows = self._rows(gram, parts_group)
         q = None
         for number, (a, b, c) in enumerate(coefficients, start=1):
-            # P without its a I, which is added where P is multiplied.
-            p = product(gram, gram, gram, alpha=c / _SCALE**4, beta=b / _SCALE**2)
+            # P without its a I, which is added where P is multiplied. The matrix of which rows are
+            # computed stands on the left: those on the right are whole.
+            p = product(rows, gram, rows, alpha=c / _SCALE**4, beta=b / _SCALE**2)
+            p = self._whole(p, parts_group)
             if q is None:
                 q = p.clone()
                 q.diagonal(dim1=-2, dim2=-1).add_(a)
+                q = self._rows(q, parts_group)
             else:
-                q = product(p, q, q, beta=a)
+                q = product(q, p, q, beta=a)
             if number < len(coefficients):
-                half = product(gram, p, gram, beta=a)
-                gram = product(p, half, half, beta=a)
+                half = product(rows, p, rows, beta=a)
+                rows = product(half, p, half, beta=a)
+                gram = self._whole(rows, parts_group)
         assert q is not None  # a segment has a step
-        return q @ x
+        return self._whole(q, parts_group) @ x
+
+
+def num_square_products(segments: Sequence[int]) -> int:
+    """Count the products of n x n matrices.
+
+    A step has R^2, Q P and two for P R P. The first of a segment has no Q yet, the last one needs
+    no new R.
+    """
+    return sum(4 * steps - 3 for steps in segments)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from megatron_muon.newton_schulz.backend import Work
-from megatron_muon.newton_schulz.gram import Gram
+from megatron_muon.newton_schulz.gram import Gram, num_square_products
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
 if TYPE_CHECKING:
@@ -33,14 +33,16 @@ class GramSymmetric(Gram):
     name = "gram_symmetric"
     reference = Gram.name
 
-    def work(self, n: int, m: float, segments: Sequence[int]) -> Work:
-        """Count 3 m n^2 operations a segment, and n^3 for each product of n x n matrices."""
-        num_products = super().work(n, m, segments).num_products
-        num_square = num_products - 2 * len(segments)
-        flops = 3 * m * n * n * len(segments) + n**3 * num_square
-        return Work(flops, num_products, len(segments))
+    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
+        """Count 3 m n^2 operations a segment, and n^3 for each product of n x n matrices.
 
-    def takes(self, n: int, m: int) -> bool:
+        Splitting divides m alone.
+        """
+        num_square = num_square_products(segments)
+        flops = 3 * m / num_parts * n * n * len(segments) + n**3 * num_square
+        return Work(flops, 2 * len(segments) + num_square, len(segments))
+
+    def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
         """Return whether sides are multiples of 8, and the shorter one is a tile or more."""
         return n >= _TILE and n % _MULTIPLE == 0 and m % _MULTIPLE == 0
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_muon.newton_schulz.backend import Backend
 from megatron_muon.newton_schulz.gram import Gram
+from megatron_muon.newton_schulz.gram_shared import GramShared
 from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.standard import Standard
@@ -19,7 +20,8 @@ BackendChoice = Literal["standard", "symmetric", "gram", "gram_symmetric", "auto
 
 # In the order of preference where two cost the same.
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (Standard(), Symmetric(), Gram(), GramSymmetric())
+    backend.name: backend
+    for backend in (Standard(), Symmetric(), Gram(), GramShared(), GramSymmetric())
 }
 
 # Of the norm. Steps in bf16 and in fp16 differ from the exact ones by up to 0.02 on random matrices
@@ -30,9 +32,12 @@ _MAX_DIFFERENCE = 0.05
 def requested_backends(choice: BackendChoice) -> tuple[str, ...]:
     """Return the backends that a choice asks for.
 
-    A backend by name runs on every shape that it takes, ``standard`` on the others.
+    A backend by name runs on every shape that it takes, ``standard`` on the others. The Gram form
+    of split matrices may share its products out.
     """
-    return tuple(BACKENDS) if choice == "auto" else (choice,)
+    if choice == "auto":
+        return tuple(BACKENDS)
+    return (choice, GramShared.name) if choice.startswith(Gram.name) else (choice,)
 
 
 def usable_backends(
@@ -54,16 +59,17 @@ def usable_backends(
     return tuple(usable), reasons
 
 
-def candidates(backends: Sequence[str], n: int, m: int) -> list[str]:
-    """Return those of some backends that whole matrices of a shape choose from.
+def candidates(backends: Sequence[str], n: int, m: int, num_parts: int = 1) -> list[str]:
+    """Return those of some backends that matrices of a shape choose from.
 
     Args:
         backends: Names, in order of preference.
         n: Shorter side.
         m: Longer side.
+        num_parts: Owners of each matrix.
     """
-    found = [name for name in backends if BACKENDS[name].takes(n, m)]
-    # A user who names one backend has decided that it pays.
+    found = [name for name in backends if BACKENDS[name].takes(n, m, num_parts)]
+    # Named alone: the user has decided that it pays.
     if len(backends) > 1:
         found = [name for name in found if BACKENDS[name].pays(n)]
     return found or [Standard.name]

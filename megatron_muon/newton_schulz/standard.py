@@ -23,10 +23,10 @@ class Standard(Backend):
 
     name = "standard"
 
-    def work(self, n: int, m: float, segments: Sequence[int]) -> Work:
+    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
         """Count 4 m n^2 + 2 n^3 operations a step. Splitting divides m alone."""
         steps = sum(segments)
-        return Work(steps * (4 * m * n * n + 2 * n**3), 3 * steps, steps)
+        return Work(steps * (4 * m / num_parts * n * n + 2 * n**3), 3 * steps, steps)
 
     def run(
         self,

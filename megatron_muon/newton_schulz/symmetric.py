@@ -34,12 +34,12 @@ class Symmetric(Backend):
     name = "symmetric"
     reference = Standard.name
 
-    def work(self, n: int, m: float, segments: Sequence[int]) -> Work:
+    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
         """Count 3 m n^2 + n^3 operations a step. Splitting divides m alone."""
         steps = sum(segments)
-        return Work(steps * (3 * m * n * n + n**3), 3 * steps, steps)
+        return Work(steps * (3 * m / num_parts * n * n + n**3), 3 * steps, steps)
 
-    def takes(self, n: int, m: int) -> bool:
+    def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
         """Return whether both sides are multiples of 8."""
         return n % _MULTIPLE == 0 and m % _MULTIPLE == 0
 

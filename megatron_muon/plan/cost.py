@@ -38,7 +38,8 @@ class CostModel:
         gbps_between_nodes: Bandwidth of one rank to other nodes, GB/s each way.
         ranks_per_node: Consecutive ranks that share a node.
         kernel_us: Minimum time of a kernel, launch included, microseconds.
-        all_reduce_us: Latency of an all-reduce inside a node, microseconds; doubled between nodes.
+        all_reduce_us: Latency of an all-reduce or all-gather inside a node, microseconds; doubled
+            between nodes.
         num_ns_steps: Newton-Schulz steps.
         stack_tiles: Tiles of 128 x 128 that fill a rank's multiprocessors. Matrices of one shape
             are stacked until their Gram matrices have about so many; 1 stacks nothing.
@@ -129,7 +130,7 @@ class CostModel:
         n, m = min(num_rows, num_cols), max(num_rows, num_cols)
         steps = self.num_ns_steps
         segments = self.segments or _QUINTIC_SEGMENTS.get(steps, (2,) * (steps // 2) + (1,))
-        return BACKENDS[backend].work(n, m / num_parts, segments)
+        return BACKENDS[backend].work(n, m, segments, num_parts)
 
     def backend_of(self, num_rows: int, num_cols: int, num_parts: int = 1) -> str:
         """Return the fastest of :attr:`backends` for a shape and a number of owners.
@@ -139,7 +140,7 @@ class CostModel:
         """
         n, m = min(num_rows, num_cols), max(num_rows, num_cols)
         return min(
-            candidates(self.backends, n, m),
+            candidates(self.backends, n, m, num_parts),
             key=lambda name: self._seconds(num_rows, num_cols, num_parts, name, is_near=True),
         )
 
@@ -177,8 +178,9 @@ class CostModel:
         work = self.work(num_rows, num_cols, num_parts, backend)
         if self.measured is not None:
             # Parts run at the rate of the whole: they have its Gram matrix, of n x n tiles.
-            seconds = self.measured.seconds(num_rows, num_cols, self.num_ns_steps, backend)
-            seconds *= work.flops / self.work(num_rows, num_cols, 1, backend).flops
+            timed_as = BACKENDS[backend].timed_as or backend
+            seconds = self.measured.seconds(num_rows, num_cols, self.num_ns_steps, timed_as)
+            seconds *= work.flops / self.work(num_rows, num_cols, 1, timed_as).flops
         else:
             seconds = work.flops / (self.tflops * 1e12)
             # All matrices of a stack share its launches.
@@ -187,10 +189,12 @@ class CostModel:
         if num_parts > 1:
             n = min(num_rows, num_cols)
             gbps = self.gbps if is_near else self.gbps_between_nodes
-            # A ring all-reduce sends each byte twice, but for the share that stays.
-            gram_bytes = 2 * n * n * 2 * (num_parts - 1) / num_parts
             latency = self.all_reduce_us * 1e-6 * (1 if is_near else 2)
-            seconds += work.num_all_reduces * (latency + gram_bytes / (gbps * 1e9))
+            # Of an n x n matrix in 2 bytes an element, but for the share that stays.
+            gather_s = n * n * 2 * (num_parts - 1) / num_parts / (gbps * 1e9)
+            # A ring all-reduce sends each byte twice.
+            seconds += work.num_all_reduces * (latency + 2 * gather_s)
+            seconds += work.num_all_gathers * (latency + gather_s)
         return seconds
 
     def share_a_node(self, ranks: Sequence[int]) -> bool:

@@ -53,8 +53,9 @@ class Engine:
 
     Communication: a step is one all-reduce of 8 bytes a block (where rows travel in bf16), and for
         each bucket one ``all_to_all_single`` to the owners and one back, of the plan's routes
-        without padding. Owners of a split matrix also all-reduce its Gram matrix in each step of
-        Newton-Schulz, and its norm where rows travel in fp32.
+        without padding. Owners of a split matrix also exchange n x n matrices in Newton-Schulz, n
+        the shorter side, as often as its backend says, and all-reduce its norm where rows travel in
+        fp32.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it the results of one bucket, and
         what Newton-Schulz needs for one stack. Between steps a few bytes a block.

@@ -55,6 +55,13 @@ CHECKS: tuple[Check, ...] = (
         120,
     ),
     Check(
+        "3",
+        "backends",
+        "each way to compute Newton-Schulz is as near to float64 as documented",
+        "gpu_checks.newton_schulz_backends:check",
+        120,
+    ),
+    Check(
         "4",
         "elementwise",
         "fused element-wise forms have the bits of the separate ones",
@@ -86,9 +93,9 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "7",
-        "symmetric-kernels",
-        "emerging-optimizers' symmetric kernels beside the plain products",
-        "gpu_checks.newton_schulz_speed:check_symmetric_kernels",
+        "backends-speed",
+        "each way to compute Newton-Schulz beside the standard one",
+        "gpu_checks.newton_schulz_backends:check_speed",
         200,
         needs_gpu=_SPEED,
         is_alone=True,

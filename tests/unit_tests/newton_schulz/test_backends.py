@@ -22,6 +22,7 @@ from megatron_muon.newton_schulz.registry import (
     BACKENDS,
     candidates,
     check_against_reference,
+    requested_backends,
     usable_backends,
 )
 from megatron_muon.newton_schulz.restarts import segments_of
@@ -194,7 +195,7 @@ def _run_parts(shape: tuple[int, int], is_normalized: bool) -> list[list[float]]
     if is_normalized:
         whole = normalized(whole).bfloat16()
     found = []
-    for backend in ("standard", "gram"):
+    for backend in ("standard", "gram", "gram_shared"):
         options = {"is_normalized": is_normalized, "whole_shape": shape}
         expected = orthogonalized(whole, backend, **options).chunk(size, dim + 1)[rank]
         part = whole.chunk(size, dim + 1)[rank].contiguous()
@@ -211,8 +212,8 @@ def _run_parts(shape: tuple[int, int], is_normalized: bool) -> list[list[float]]
 def test_parts_of_a_split_matrix_are_those_of_the_whole(shape, is_normalized):
     """Gram matrices add up in another order; a part of a tall matrix may itself be wide."""
     run = run_ranks(2, _run_parts, shape, is_normalized).check()
-    for standard, gram in run.results:
-        assert gram < 2.0**-7
+    for standard, gram, gram_shared in run.results:
+        assert gram < 2.0**-7 and gram_shared < 2.0**-7
         assert standard < 2.0**-5 or not is_normalized
 
 
@@ -234,6 +235,11 @@ def test_operations_are_those_of_the_form(backend, shape, expected):
     """And its products are what torch is asked for."""
     work = CostModel().work(*shape, 1, backend)
     assert work.flops == expected * 64**3
+    if backend == "gram":
+        parts = [CostModel().work(*shape, 4, name) for name in ("gram", "gram_shared")]
+        # Shared out everything is divided, repeated only what the longer side takes.
+        assert parts[1].flops == work.flops / 4
+        assert parts[0].flops == work.flops - 3 / 4 * 8 * max(shape) * 64**2
 
 
 @pytest.mark.parametrize("coefficient_type", ["quintic", "polar_express"])
@@ -266,6 +272,10 @@ def test_shape_and_cost_choose_the_backend():
     assert cost.backend_of(4096, 28672) == cost.backend_of(28672, 4096) == "gram"
     assert candidates(["symmetric"], 100, 100) == ["standard"], "not a multiple of 8"
     assert candidates(["symmetric"], 64, 64) == ["symmetric"], "asked for by name"
+    both = requested_backends("gram")
+    assert candidates(both, 64, 96) == ["gram"]
+    assert candidates(both, 64, 96, 4) == ["gram", "gram_shared"]
+    assert candidates(both, 66, 96, 4) == ["gram"], "owners would have other numbers of rows"
     assert candidates(list(BACKENDS), 64, 64) == ["standard", "gram"]
     assert candidates(list(BACKENDS), 256, 512) == ["standard", "gram", "gram_symmetric"]
 
@@ -276,9 +286,9 @@ def test_what_a_machine_lacks_is_said():
     assert usable == ()
     assert reasons[0].startswith("Newton-Schulz symmetric: expected --muon-fp32-matmul-prec medium")
     assert reasons[-1] == "Newton-Schulz symmetric: expected a GPU, got cpu ranks"
-    assert usable_backends("gram", settings(), CPU) == (("gram",), [])
+    assert usable_backends("gram", settings(), CPU) == (("gram", "gram_shared"), [])
     usable, reasons = usable_backends("auto", settings(), CPU)
-    assert usable == ("standard", "gram") and len(reasons) == 2
+    assert usable == ("standard", "gram", "gram_shared") and len(reasons) == 2
     gpu = torch.device("cuda", 0)
     with mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)):
         assert Symmetric().problems(settings(), gpu) == []

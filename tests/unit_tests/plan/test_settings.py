@@ -14,7 +14,10 @@ from megatron_muon.plan.wire import Wire
     [
         ({"mode": "broadcast"}, r"exchange: expected one of \('owner', 'all_gather'\), got"),
         ({"wire": "fp8"}, "wire: expected one of .* Set --muon-fsdp-wire accordingly"),
-        ({"newton_schulz": "svd"}, "newton-schulz: expected one of .*'gram', 'auto'.*, got 'svd'"),
+        (
+            {"newton_schulz": "svd"},
+            "newton-schulz: expected one of .*'gram', .*'auto'.*, got 'svd'",
+        ),
         (
             {"newton_schulz": "gram", "mode": "all_gather"},
             "newton-schulz: expected standard with --muon-fsdp-exchange all_gather, .* got gram",

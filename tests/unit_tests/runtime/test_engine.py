@@ -86,11 +86,20 @@ def _step_with_cut_matrices(
     owner_compute.assign = functools.partial(assign, thresholds=always)
     init_group()
     settings = {"fp32_matmul_prec": precision}
-    exchange = {"mode": "owner", "wire": wire, "newton_schulz": backend}
+    exchange = {"mode": "owner", "wire": wire, "newton_schulz": backend.partition("_")[0]}
+    if backend == "gram_shared":
+        # Links that cost nothing: what can be shared out is.
+        exchange["cost_model"] = "gbps=1e9,gbps_between_nodes=1e9,all_reduce_us=0,kernel_us=0"
     num_shards = 4 // math.prod(grid.values())
     optimizers = build_optimizers(num_shards, settings, exchange, **grid)
     plan = optimizers.sharded.computes[0].plan
     step_both(optimizers, wire)
+    is_shared = any(
+        plan.cost.backend_of(*shape, len(owners)) == "gram_shared"
+        for matrix, owners in zip(plan.matrices, plan.owners, strict=True)
+        for shape in matrix.blocks
+    )
+    assert is_shared == (backend == "gram_shared")
     whole = build_optimizers(num_shards, settings, {**exchange, "max_parts": 1}, **grid)
     step_both(whole, wire)
     return [
@@ -115,6 +124,7 @@ def _step_with_cut_matrices(
         # elements below 1, scaled by at most 7, are off by a few hundredths of that.
         pytest.param("bf16", "medium", "standard", 2e-2, id="bf16"),
         pytest.param("bf16", "medium", "gram", 2e-2, id="bf16_gram"),
+        pytest.param("fp32", "highest", "gram_shared", 1e-4, id="fp32_gram_shared"),
     ],
 )
 @pytest.mark.parametrize(
