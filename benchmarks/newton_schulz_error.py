@@ -82,6 +82,11 @@ def run(name: str, x: torch.Tensor, settings: NewtonSchulzSettings) -> torch.Ten
                 stack.enter_context(
                     mock.patch.object(owner, product, rounded(getattr(owner, product)))
                 )
+            add_ = torch.Tensor.add_
+            # The diagonal of Q.
+            stack.enter_context(
+                mock.patch.object(torch.Tensor, "add_", lambda x, y: x.copy_(add_(x, y).to(dtype)))
+            )
         if not restarts:
             stack.enter_context(
                 mock.patch("megatron_muon.newton_schulz.gram.segments_of", lambda c: (len(c),))

@@ -105,7 +105,7 @@ def build_optimizer(model: Any) -> Any:
         )
     norms._CHUNK_ELEMENTS = 0
     # Named, so that they replace those of CPU ranks. The other two are the run's.
-    others = ("num_ns_steps", "measured")
+    others = ("num_ns_steps", "measured", "backends", "segments")
     rates = {k: v for k, v in dataclasses.asdict(CostModel()).items() if k not in others}
     config = OptimizerConfig(
         optimizer="muon",

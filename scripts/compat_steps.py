@@ -17,7 +17,7 @@ STEPS, SAVED_AT = 5, 2
 # Fast, and without hypothesis, which the environments lack.
 SMOKE_TESTS = (
     "patching/test_patching",
-    "runtime/test_newton_schulz",
+    "newton_schulz/test_standard",
     "mcore/test_arguments",
     "mcore/test_factory",
 )

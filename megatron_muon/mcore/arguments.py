@@ -63,11 +63,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--muon-fsdp-newton-schulz",
         choices=get_args(BackendChoice),
-        default=defaults.newton_schulz,
-        help="How Newton-Schulz is computed. standard: upstream's steps, and bits. symmetric: "
-        "Triton kernels compute half of each symmetric product. gram: iterates on the Gram matrix "
-        "in fp16 and multiplies the matrix at the end, for long matrices at half the cost. auto: "
-        "for each shape the cheapest of these by the cost model.",
+        # None where it was not given: --muon-use-syrk may then choose.
+        help="How Newton-Schulz is computed. standard (default): upstream's steps, and bits. "
+        "symmetric: Triton kernels compute half of each symmetric product. gram: iterates on the "
+        "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
+        "gram_symmetric: the same with quack's kernels. auto: for each shape the cheapest of these "
+        "by the cost model.",
     )
     group.add_argument(
         "--muon-fsdp-log-plan",
@@ -201,11 +202,11 @@ def requested_exchange() -> ExchangeSettings:
 
 
 def _newton_schulz(args: Any) -> BackendChoice:
+    choice: BackendChoice | None = args.muon_fsdp_newton_schulz
+    if choice is not None:
+        return choice
     # A flag of later releases of Megatron-LM, which stands for the same kernels.
-    if getattr(args, "muon_use_syrk", False) and args.muon_fsdp_newton_schulz == "standard":
-        return "symmetric"
-    choice: BackendChoice = args.muon_fsdp_newton_schulz
-    return choice
+    return "symmetric" if getattr(args, "muon_use_syrk", False) else "standard"
 
 
 def _exchange_settings(args: Any) -> ExchangeSettings:

@@ -95,8 +95,22 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         raise_where_any_rank_fails(
             self._parameter_problems(), None, self._device, "No optimizer was built."
         )
+        newton_schulz = _newton_schulz_settings(muon_kwargs)
+        # What follows is collective, and which collectives depends on these. A rank without experts
+        # would miss the first OwnerCompute.
+        raise_where_ranks_differ(
+            [
+                f"experts {bool(self._of_kind(True))}, dense matrices {bool(self._of_kind(False))}",
+                f"{self.exchange}",
+                f"{newton_schulz.steps} steps of {newton_schulz.coefficient_type} coefficients, "
+                f"precision {self.fp32_matmul_prec}",
+            ],
+            dist.group.WORLD,  # type: ignore[arg-type]
+            self._device,
+            "kinds of Muon parameters, and settings",
+        )
         if self.exchange.mode == "owner":
-            self.computes = [*self._owner_computes(_newton_schulz_settings(muon_kwargs))]
+            self.computes = [*self._owner_computes(newton_schulz)]
         else:
             by_param = {param: matrices[param] for param in self._params}
             self.computes = [AllGatherCompute(by_param, self._orthogonalize_whole, self._device)]
@@ -108,18 +122,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
         Without expert parallelism both kinds are in one optimizer, over groups of their own.
         """
-        by_kind = {
-            is_expert: [p for p in self._params if getattr(p, "expert_tp", False) is is_expert]
-            for is_expert in (True, False)
-        }
-        # Each OwnerCompute is collective. A rank without experts would miss the first one.
-        raise_where_ranks_differ(
-            [f"experts {bool(by_kind[True])}, dense matrices {bool(by_kind[False])}"],
-            dist.group.WORLD,  # type: ignore[arg-type]
-            self._device,
-            "kinds of Muon parameters",
-        )
-        for params in by_kind.values():
+        for params in (self._of_kind(True), self._of_kind(False)):
             if params:
                 # Shapes may be timed here, which has to be done as a step does it.
                 with fp32_matmul_precision(self.fp32_matmul_prec):
@@ -132,6 +135,9 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                     )
                 self.load_s = compute.load_s
                 yield compute
+
+    def _of_kind(self, is_expert: bool) -> list[Any]:
+        return [p for p in self._params if getattr(p, "expert_tp", False) is is_expert]
 
     def _owned(self, param: Any) -> OwnedParameter:
         """Return how upstream's ``orthogonalize`` splits a parameter, and over which ranks."""

@@ -6,7 +6,7 @@ A backend says what it costs, which the planner asks for, and what it needs, and
 matrices. Its file imports torch where it runs, and not before: plans are made without torch.
 
 With n the shorter side of a matrix, m the longer one, a = m / n, floating-point operations of five
-steps in units of n^3:
+steps with quintic coefficients, in units of n^3:
 
 ==============  ==========  ========================================================================
 standard        20 a + 10   emerging-optimizers' own steps: Gram matrix, its square, their product

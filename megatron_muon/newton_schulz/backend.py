@@ -36,14 +36,17 @@ class Backend(ABC):
 
     Attributes:
         name: What users call it.
-        reference: The backend whose results it must find again, up to rounding, with kernels of
-            others; None where torch multiplies. Both run once on each shape at construction, which
-            also compiles the kernels before the first step.
+        reference: Set for kernels that are not torch's: the backend whose results they must match,
+            up to rounding. Both run once on each shape at construction, which also compiles the
+            kernels before the first step. Copies of a matrix are left to the reference: a kernel
+            that chooses its tiles by timing may have other bits on another rank.
+        is_batched: Whether all matrices of a stack share its launches.
         timed_as: The backend whose measured times of whole matrices stand for it; None for its own.
     """
 
     name: ClassVar[str]
     reference: ClassVar[str | None] = None
+    is_batched: ClassVar[bool] = True
     timed_as: ClassVar[str | None] = None
 
     @abstractmethod
@@ -59,10 +62,6 @@ class Backend(ABC):
 
     def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
         """Return whether it can run on a shape, shorter side first, in so many parts."""
-        return True
-
-    def pays(self, n: int) -> bool:
-        """Return whether it may be as fast as its operations promise, for ``auto``."""
         return True
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:

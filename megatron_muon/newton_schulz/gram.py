@@ -10,9 +10,10 @@ commute. So the steps need X only at the end: Q gathers their product, and R fol
 X is multiplied by Q at the end of a segment, see :mod:`megatron_muon.newton_schulz.restarts`. R is
 n x n, n the shorter side: the longer m is, the more is saved.
 
-Precision decides whether this works: fp16 with fp32 sums does on a GPU, bf16 diverges. Entries of a
-normalized X are as small as 1e-4 and those of R as 1e-6, where fp16 has few bits left. So X is
-held times 64, and b and c are divided by 64^2 and 64^4, all powers of two: exact.
+Precision decides whether this works: fp16 with fp32 sums does on a GPU. bf16 has errors three times
+those of standard steps on many matrices. Entries of a normalized X are as small as 1e-4 and those
+of R as 1e-6, where fp16 has few bits left. So X is held times 64, and b and c are divided by 64^2
+and 64^4, all powers of two: exact. P has entries as small, but they stand beside a I.
 
 Source of the form: Dao-AILab's gram-newton-schulz.
 """
@@ -75,7 +76,7 @@ class Gram(Backend):
         x = x.mul(_SCALE).to(dtype)
         coefficients = coefficients_of(settings.steps, settings.coefficient_type)
         first = 0
-        with _fp32_sums():
+        with _fp32_sums(x):
             for steps in segments_of(coefficients):
                 x = self._segment(x, coefficients[first : first + steps], parts_group)
                 first += steps
@@ -119,28 +120,32 @@ class Gram(Backend):
         import torch.distributed as dist
 
         product = self._symmetric_product
-        gram = product(x, x.mT)
+        r = product(x, x.mT)
         if parts_group is not None:
-            dist.all_reduce(gram, group=parts_group)
-        rows = self._rows(gram, parts_group)
-        q = None
+            dist.all_reduce(r, group=parts_group)
+        # Shared out, a rank computes some rows of a product: the left factor has these rows, the
+        # right one is whole. So R and Q, on the left, are kept as rows, and P is made whole. The
+        # order P R P becomes R P P, and P Q becomes Q P: all are polynomials of one R.
+        own_r = self._rows(r, parts_group)
+        own_q = None
         for number, (a, b, c) in enumerate(coefficients, start=1):
-            # P without its a I, which is added where P is multiplied. The matrix of which rows are
-            # computed stands on the left: those on the right are whole.
-            p = product(rows, gram, rows, alpha=c / _SCALE**4, beta=b / _SCALE**2)
-            p = self._whole(p, parts_group)
-            if q is None:
+            # P without its a I, which is added where P is multiplied.
+            own_p = product(own_r, r, own_r, alpha=c / _SCALE**4, beta=b / _SCALE**2)
+            p = self._whole(own_p, parts_group)
+            if own_q is None:
                 q = p.clone()
                 q.diagonal(dim1=-2, dim2=-1).add_(a)
-                q = self._rows(q, parts_group)
+                if len(coefficients) == 1:
+                    return q @ x
+                own_q = self._rows(q, parts_group)
             else:
-                q = product(q, p, q, beta=a)
+                own_q = product(own_q, p, own_q, beta=a)
             if number < len(coefficients):
-                half = product(rows, p, rows, beta=a)
-                rows = product(half, p, half, beta=a)
-                gram = self._whole(rows, parts_group)
-        assert q is not None  # a segment has a step
-        return self._whole(q, parts_group) @ x
+                half = product(own_r, p, own_r, beta=a)
+                own_r = product(half, p, half, beta=a)
+                r = self._whole(own_r, parts_group)
+        assert own_q is not None  # a segment has a step
+        return self._whole(own_q, parts_group) @ x
 
 
 def num_square_products(segments: Sequence[int]) -> int:
@@ -153,14 +158,29 @@ def num_square_products(segments: Sequence[int]) -> int:
 
 
 @contextmanager
-def _fp32_sums() -> Iterator[None]:
-    """Keep cuBLAS from adding up partial sums of a product in fp16, which torch allows it."""
-    import torch
+def _fp32_sums(x: "torch.Tensor") -> Iterator[None]:
+    """Keep torch from adding up in fewer bits than fp32 has.
 
+    On a GPU cuBLAS may add up fp16 products, or their partial sums, in fp16. On a CPU "medium"
+    precision, which is set around a step, may multiply fp32 matrices in bf16.
+    """
+    import torch
+    from emerging_optimizers.utils import fp32_matmul_precision
+
+    if x.device.type == "cpu":
+        with fp32_matmul_precision("highest"):
+            yield
+        return
     flags = torch.backends.cuda.matmul
-    before = flags.allow_fp16_reduced_precision_reduction
+    sums = flags.allow_fp16_accumulation
+    partial_sums = (
+        flags.allow_fp16_reduced_precision_reduction,
+        flags.allow_fp16_reduced_precision_reduction_split_k,
+    )
+    flags.allow_fp16_accumulation = False
     flags.allow_fp16_reduced_precision_reduction = False
     try:
         yield
     finally:
-        flags.allow_fp16_reduced_precision_reduction = before
+        flags.allow_fp16_accumulation = sums
+        flags.allow_fp16_reduced_precision_reduction = partial_sums

@@ -27,12 +27,12 @@ class GramShared(Gram):
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
         """Count what :class:`Gram` does, divided by the owners, and what they gather.
 
-        A segment gathers P in each step, R in all but the last, and Q at the end; in a segment of
-        one step Q is P.
+        A segment gathers P in each step, R in all but the last, and Q at the end. In a segment of
+        one step Q is made of P, which is there.
         """
         num_square = num_square_products(segments)
         flops = (4 * m * n * n * len(segments) + 2 * n**3 * num_square) / num_parts
-        num_gathers = sum(2 * steps for steps in segments)
+        num_gathers = sum(2 * steps - (steps == 1) for steps in segments)
         return Work(flops, 2 * len(segments) + num_square, len(segments), num_gathers)
 
     def takes(self, n: int, m: int, num_parts: int = 1) -> bool:

@@ -8,7 +8,6 @@ quack-kernels (the extra ``kernels`` of this package). Not measured here: it nee
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from megatron_muon.newton_schulz.backend import Work
@@ -28,7 +27,7 @@ _CAPABILITIES = (9, 10)
 
 
 class GramSymmetric(Gram):
-    """Products of the Gram form, of which all but one a segment are computed by half."""
+    """The Gram form, whose symmetric products are computed by half: all but Q X."""
 
     name = "gram_symmetric"
     reference = Gram.name
@@ -43,8 +42,8 @@ class GramSymmetric(Gram):
         return Work(flops, 2 * len(segments) + num_square, len(segments))
 
     def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
-        """Return whether sides are multiples of 8, and the shorter one is a tile or more."""
-        return n >= _TILE and n % _MULTIPLE == 0 and m % _MULTIPLE == 0
+        """Return whether sides of a part are multiples of 8, the shorter one a tile or more."""
+        return n >= _TILE and n % _MULTIPLE == 0 and m % (_MULTIPLE * num_parts) == 0
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
         """List what a job lacks for it: Hopper or Blackwell, quack, bf16."""
@@ -53,8 +52,14 @@ class GramSymmetric(Gram):
         found = []
         if not settings.is_bf16:
             found.append("expected --muon-fp32-matmul-prec medium: the kernels multiply 16 bits")
-        if find_spec("quack") is None:
-            found.append("expected the package quack-kernels, got none: pip install quack-kernels")
+        try:
+            from quack.gemm_interface import gemm_symmetric  # type: ignore # noqa: F401
+        # Its compiler is a package apart, and fails in ways of its own.
+        except Exception as error:
+            found.append(
+                f"expected the package quack-kernels, got {type(error).__name__}: {error}. Run pip "
+                "install quack-kernels"
+            )
         if device.type != "cuda":
             found.append(f"expected a GPU, got {device.type} ranks")
         elif torch.cuda.get_device_capability(device)[0] not in _CAPABILITIES:
@@ -74,6 +79,6 @@ class GramSymmetric(Gram):
         beta: float = 1.0,
     ) -> "torch.Tensor":
         """Return ``alpha a b + beta c``, which is symmetric, ``(num_matrices, n, n)``."""
-        from quack.gemm_interface import gemm_symmetric  # type: ignore[import-not-found]
+        from quack.gemm_interface import gemm_symmetric
 
         return gemm_symmetric(a, b, C=c, alpha=alpha, beta=beta)  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ eigenvalues of R, so a small one may become negative, and from there each step t
 segment that is too long diverges. A restart multiplies X by q(R), and begins again with a Gram
 matrix that has no negative eigenvalues.
 
-Rounding moves an eigenvalue r by up to an unit in the last place of the largest one. The result of
+Rounding moves an eigenvalue r by up to a unit in the last place of the largest one. The result of
 the singular value sqrt(r) is then off by |q(r + unit) - q(r)| sqrt(r), and the largest of these
 is what the segment makes of rounding. It may be at most :data:`MAX_ERROR`.
 
@@ -25,7 +25,7 @@ from megatron_muon.newton_schulz.coefficients import Coefficients
 
 # Of a result whose singular values are about 1. A segment of quintic's last three steps has 0.12,
 # and its first three would have 0.30; errors of real and of hard matrices stay far below it
-# (docs/numerics.md).
+# (docs/newton_schulz.md).
 MAX_ERROR = 0.2
 # fp16 has 11 bits. The points do not follow the dtype of a run: CPU ranks then rehearse a GPU's.
 _UNIT = 2.0**-11
@@ -77,6 +77,8 @@ def segment_error(coefficients: Sequence[Coefficients], largest: float) -> float
         r = _LEAST_EIGENVALUE * math.exp(span * index / _NUM_POINTS)
         exact = _factor(r, coefficients)
         off = max(abs(_factor(r + moved, coefficients) - exact) for moved in (unit, -unit))
+        if not math.isfinite(off):
+            return math.inf
         worst = max(worst, off * math.sqrt(r))
     return worst
 

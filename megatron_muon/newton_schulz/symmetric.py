@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-# Loads of the kernels are of 16 bytes.
-_MULTIPLE = 8
+# Loads of the kernels are of 16 bytes, 8 elements.
+_ALIGNMENT, _MULTIPLE = 16, 8
 # From about this side on the kernels are faster than cuBLAS's full product on an H200. Not measured
 # here. Source: the figure of Emerging-Optimizers' authors for their kernels.
 _BREAK_EVEN = 4096
@@ -33,6 +33,7 @@ class Symmetric(Backend):
 
     name = "symmetric"
     reference = Standard.name
+    is_batched = False
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
         """Count 3 m n^2 + n^3 operations a step. Splitting divides m alone."""
@@ -40,23 +41,23 @@ class Symmetric(Backend):
         return Work(steps * (3 * m / num_parts * n * n + n**3), 3 * steps, steps)
 
     def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
-        """Return whether both sides are multiples of 8."""
-        return n % _MULTIPLE == 0 and m % _MULTIPLE == 0
-
-    def pays(self, n: int) -> bool:
-        """Return whether the side is above the break-even of the kernels."""
-        return n >= _BREAK_EVEN
+        """Return whether sides of a part are multiples of 8, and the shorter one is long enough."""
+        return n >= _BREAK_EVEN and n % _MULTIPLE == 0 and m % (_MULTIPLE * num_parts) == 0
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
         """List what a job lacks for it: a GPU that the kernels were tested on, Triton, bf16."""
         import torch
-        from emerging_optimizers import triton_kernels
 
         found = []
         if not settings.is_bf16:
             found.append("expected --muon-fp32-matmul-prec medium: the kernels multiply bf16")
-        if not getattr(triton_kernels, "HAS_TRITON_340", False):
-            found.append("expected Triton 3.4 or later, got an older one or none")
+        try:
+            from emerging_optimizers import triton_kernels
+
+            if not triton_kernels.HAS_TRITON_340:  # type: ignore[attr-defined]
+                found.append("expected Triton 3.4 or later, got an older one")
+        except (ImportError, AttributeError) as error:
+            found.append(f"expected Triton 3.4 or later, got {error}")
         if device.type != "cuda":
             found.append(f"expected a GPU, got {device.type} ranks")
         elif torch.cuda.get_device_capability(device) not in _CAPABILITIES:
@@ -84,7 +85,9 @@ class Symmetric(Backend):
         results = []
         # The kernels take one matrix.
         for matrix in x.bfloat16():
-            each = matrix.mT if is_tall else matrix
+            # Stacks lie end to end: one may begin where the kernels cannot load.
+            aligned = matrix.clone() if matrix.data_ptr() % _ALIGNMENT else matrix
+            each = aligned.mT if is_tall else aligned
             for a, b, c in coefficients_of(settings.steps, settings.coefficient_type):
                 each = muon_utils.newton_schulz_step_tsyrk(each, a, b, c, tp_group=parts_group)
             results.append(each.mT if is_tall else each)

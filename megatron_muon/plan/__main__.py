@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--muon-fsdp-newton-schulz",
         choices=get_args(BackendChoice),
         default=defaults.newton_schulz,
-        help="auto: the cheapest for each shape, as on a GPU with Triton",
+        help="auto: the cheapest for each shape, of those in a file or as on a GPU with kernels",
     )
     plan.add_argument("--tflops", type=float, default=rates.tflops, help="TFLOP/s of a rank")
     plan.add_argument("--gbps", type=float, default=rates.gbps, help="GB/s within a node")
@@ -129,7 +129,10 @@ def _machine(options: argparse.Namespace) -> Machine:
         )
     cost = CostModel.parse(source.rates, rates)
     if source.path is not None:
-        cost = dataclasses.replace(cost, measured=CostTable.read(source.path))
+        table = CostTable.read(source.path)
+        # A machine without some kernels has no times of them, and could not run them either.
+        timed = tuple(name for name in cost.backends if name in table.backends)
+        cost = dataclasses.replace(cost, measured=table, backends=timed or cost.backends)
     return Machine(
         cost,
         Wire.of(options.wire, is_bf16=options.wire == "bf16"),

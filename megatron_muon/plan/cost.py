@@ -18,10 +18,7 @@ from megatron_muon.plan.cost_table import CostTable
 
 # A plan has no coefficients: those of a run are emerging-optimizers', which import torch. These are
 # the segments of its default set, as newton_schulz.restarts computes them; a test compares.
-_QUINTIC_SEGMENTS = {
-    **{1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2), 5: (2, 3)},
-    **{6: (2, 2, 2), 7: (2, 3, 2), 8: (2, 2, 2, 2)},
-}
+_QUINTIC_SEGMENTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2), 5: (2, 3), 6: (2, 2, 2), 7: (2, 3, 2)}
 # At 32, launches cost a 32nd of what single calls would.
 _MAX_STACK_SIZE = 32
 # Side of the tile of a matrix product that one multiprocessor works on at a time.
@@ -51,7 +48,7 @@ class CostModel:
             quintic coefficients.
 
     Raises:
-        ValueError: A rate is not positive.
+        ValueError: A rate is not positive, or segments are of another number of steps.
     """
 
     # A GPU of the H100 class. 989 TFLOP/s dense bf16 is its peak; about half is what products of
@@ -74,7 +71,12 @@ class CostModel:
     segments: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check that every rate is positive."""
+        """Check that every rate is positive, and that segments are of as many steps."""
+        if self.segments is not None and sum(self.segments) != self.num_ns_steps:
+            raise ValueError(
+                f"cost model: expected segments of {self.num_ns_steps} steps, got {self.segments}. "
+                "Take them from restarts.segments_of."
+            )
         for name in _rates():
             value = getattr(self, name)
             # A latency may be 0, to leave it out of an estimate. A rate of 0 would divide by it.
@@ -129,7 +131,9 @@ class CostModel:
         """Count what a backend does for one part of a matrix."""
         n, m = min(num_rows, num_cols), max(num_rows, num_cols)
         steps = self.num_ns_steps
-        segments = self.segments or _QUINTIC_SEGMENTS.get(steps, (2,) * (steps // 2) + (1,))
+        segments = self.segments or _QUINTIC_SEGMENTS.get(
+            steps, (2,) * (steps // 2) + (1,) * (steps % 2)
+        )
         return BACKENDS[backend].work(n, m, segments, num_parts)
 
     def backend_of(self, num_rows: int, num_cols: int, num_parts: int = 1) -> str:
@@ -185,7 +189,8 @@ class CostModel:
             seconds = work.flops / (self.tflops * 1e12)
             # All matrices of a stack share its launches.
             launches = work.num_products * self.kernel_us * 1e-6
-            seconds += launches / self.stack_size(num_rows, num_cols)
+            is_batched = BACKENDS[backend].is_batched
+            seconds += launches / (self.stack_size(num_rows, num_cols) if is_batched else 1)
         if num_parts > 1:
             n = min(num_rows, num_cols)
             gbps = self.gbps if is_near else self.gbps_between_nodes

@@ -5,7 +5,7 @@
 Small matrices reach a fraction of the rate of large ones, so one rate makes them look cheaper than
 they are. A file of times, as JSON::
 
-    {"num_ns_steps": 5, "precision": "medium",
+    {"num_ns_steps": 5, "precision": "medium", "segments": [2, 3],
      "shapes": [{"rows": 4096, "cols": 14336, "stack": 1, "milliseconds": 3.7,
                  "backend": "standard"}, ...]}
 
@@ -76,7 +76,8 @@ class CostTable:
     Args:
         num_ns_steps: Newton-Schulz steps that were timed.
         precision: ``--muon-fp32-matmul-prec`` that they were timed with.
-        shapes: A time for each shape. A matrix and its transpose take as long.
+        shapes: A time for each shape and backend. A matrix and its transpose take as long.
+        segments: Steps between restarts of the Gram form; empty where it was not timed.
 
     Raises:
         ValueError: Newton-Schulz of no steps, or two times of one shape.
@@ -85,6 +86,7 @@ class CostTable:
     num_ns_steps: int
     precision: str
     shapes: tuple[ShapeTime, ...]
+    segments: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the number of steps, and that each shape is there once."""
@@ -105,7 +107,8 @@ class CostTable:
     @cached_property
     def _seconds(self) -> dict[tuple[str, int, int], float]:
         """Return the seconds of a step for one matrix, by backend, shorter and longer side."""
-        # By step, so that a table serves runs with other numbers of steps: all steps cost the same.
+        # By step, so that a table serves runs with other numbers of steps. Standard steps cost the
+        # same; those of the Gram form differ by their segments, which are checked.
         return {
             _key(time): time.milliseconds * 1e-3 / time.stack / self.num_ns_steps
             for time in self.shapes
@@ -133,6 +136,12 @@ class CostTable:
         """Return backend and shape, shorter side first, of which the table has no time."""
         return [key for key in timed_shapes(shapes, backends) if key not in self._seconds]
 
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """What was timed, and what is timed as something that was."""
+        timed = {time.backend for time in self.shapes}
+        return tuple(name for name in BACKENDS if (BACKENDS[name].timed_as or name) in timed)
+
     def joined(self, other: "CostTable") -> "CostTable":
         """Return a table of the shapes of both; of shapes that both have, the times of the other.
 
@@ -145,10 +154,16 @@ class CostTable:
                 f"{other.precision} precision, got times of {self.num_ns_steps} in "
                 f"{self.precision}. Write to another file."
             )
+        segments = self.segments or other.segments
+        if other.segments not in ((), segments):
+            raise ValueError(
+                f"cost table: expected times of the Gram form in segments of {other.segments} "
+                f"steps, got {self.segments}. Write to another file."
+            )
         # The later times count: the machine or its software may have changed since the others.
         new = set(map(_key, other.shapes))
         kept = [time for time in self.shapes if _key(time) not in new]
-        return CostTable(self.num_ns_steps, self.precision, (*kept, *other.shapes))
+        return CostTable(self.num_ns_steps, self.precision, (*kept, *other.shapes), segments)
 
     @classmethod
     def read(cls, path: Path) -> "CostTable":
@@ -160,13 +175,15 @@ class CostTable:
         try:
             stored: Any = json.loads(path.read_text())
             shapes = tuple(ShapeTime(**time) for time in stored["shapes"])
-            return cls(stored["num_ns_steps"], str(stored["precision"]), shapes)
+            segments = tuple(int(steps) for steps in stored.get("segments", ()))
+            return cls(stored["num_ns_steps"], str(stored["precision"]), shapes, segments)
         # A wrong number has raised an error of its own, which names the entry.
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"cost table {path}: expected JSON with num_ns_steps, precision, and shapes of "
-                f"rows, cols, stack and milliseconds, got {type(error).__name__}: {error}. Write "
-                "one with --muon-fsdp-cost-model measure:PATH."
+                "rows, cols, stack, milliseconds and backend, got "
+                f"{type(error).__name__}: {error}. Write one with --muon-fsdp-cost-model "
+                "measure:PATH."
             ) from None
 
     def write(self, path: Path) -> None:
@@ -174,6 +191,7 @@ class CostTable:
         stored = {
             "num_ns_steps": self.num_ns_steps,
             "precision": self.precision,
+            "segments": self.segments,
             "shapes": [dataclasses.asdict(time) for time in self.shapes],
         }
         path.write_text(json.dumps(stored, indent=1) + "\n")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.plan.assignment import Assignment, matrix_seconds
 from megatron_muon.plan.buckets import TravellingMatrix, choose_buckets
 from megatron_muon.plan.cost import CostModel
@@ -151,6 +152,13 @@ class ExchangePlan:
         """Sets of ranks that split a matrix, ascending."""
         return tuple(sorted({owners for owners in self.owners if len(owners) > 1}))
 
+    def backend(self, index: int, block: int) -> str:
+        """Return the name of what orthogonalizes a block of a matrix."""
+        matrix = self.matrices[index]
+        name = self.cost.backend_of(*matrix.blocks[block], len(self.owners[index]))
+        # Equal copies stay equal only by equal operations, so no kernel chosen by timing.
+        return (BACKENDS[name].reference or name) if matrix.has_copies else name
+
     def entries(self) -> list[str]:
         """Describe each matrix by a line, for comparing plans across ranks."""
         # A checksum of the regions: their text would be megabytes for a large model, and the line
@@ -159,7 +167,8 @@ class ExchangePlan:
         return [
             f"{matrix.fqn} {matrix.blocks} owners {owners} bucket {bucket_of.get(index, 'local')} "
             f"layout {zlib.crc32(repr(matrix.regions).encode()):08x}"
-            f"{' with copies' if matrix.has_copies else ''}"
+            f"{' with copies' if matrix.has_copies else ''} "
+            f"by {' '.join(self.backend(index, block) for block in range(len(matrix.blocks)))}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
 

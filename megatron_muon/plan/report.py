@@ -215,10 +215,10 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
         totals["split_groups"] += len(plan.sets_of_owners)
         for rank in (rank for owners in plan.sets_of_owners for rank in owners):
             shares[rank].num_split_groups += 1
-        for matrix, owners in zip(plan.matrices, plan.owners, strict=True):
+        for index, (matrix, owners) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
             who = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
             matrices.append({"index": len(matrices), "fqn": matrix.fqn, **who})
-            num_blocks.update(plan.cost.backend_of(*each, len(owners)) for each in matrix.blocks)
+            num_blocks.update(plan.backend(index, block) for block in range(len(matrix.blocks)))
             totals["elements"] += matrix.num_elements
             totals["norm_bytes"] += wire.norm_bytes * len(matrix.blocks)
             held = matrix.elements_by_rank

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.backend import Backend
 from megatron_muon.newton_schulz.registry import BACKENDS, check_against_reference
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import ExchangePlan
@@ -68,6 +69,7 @@ class Engine:
     _buckets: list[OwnStacks]
     # Stacks of local matrices, by the bucket whose time they fill.
     _local: list[list[OwnStacks]]
+    _backends: dict[tuple[int, int], Backend]  # by matrix and block
     _rows: LocalRows
 
     def __init__(
@@ -91,6 +93,13 @@ class Engine:
         layout = rank_plan.staging(plan.wire)
         self._arena = Arena(layout.num_bytes, device)
         self._lay_out(rank_plan, layout, group)
+        # Chosen once: in a step the host would choose in front of every stack.
+        self._backends = {
+            (part.matrix, part.block): BACKENDS[plan.backend(part.matrix, part.block)]
+            for stacks in (*self._buckets, *(each for local in self._local for each in local))
+            for stack, _ in stacks.stacks
+            for part in stack
+        }
         # Nothing is kept between steps.
         self._arena.free()
 
@@ -154,13 +163,12 @@ class Engine:
         Communication: none.
         Memory: one stack, and what Newton-Schulz needs for it twice, until it returns.
         """
-        cost = self.plan.cost
         checked = set()
         for stacks in (*self._buckets, *(each for local in self._local for each in local)):
             for stack, tensor in stacks.stacks:
                 part = stack[0]
                 shape = self.plan.matrices[part.matrix].blocks[part.block]
-                backend = BACKENDS[cost.backend_of(*shape, len(part.owners))]
+                backend = self._backends[part.matrix, part.block]
                 key = backend.name, tensor.shape, shape
                 if backend.reference is not None and key not in checked:
                     checked.add(key)
@@ -255,12 +263,10 @@ class Engine:
         results = []
         for stack, tensor in stacks.stacks:
             part = stack[0]
-            shape = self.plan.matrices[part.matrix].blocks[part.block]
-            backend = BACKENDS[self.plan.cost.backend_of(*shape, len(part.owners))]
-            result = backend.run(
+            result = self._backends[part.matrix, part.block].run(
                 tensor,
                 settings=self._newton_schulz,
-                whole_shape=shape,
+                whole_shape=self.plan.matrices[part.matrix].blocks[part.block],
                 is_normalized=self.plan.wire.normalizes,
                 parts_group=self._parts_groups[part.owners] if len(part.owners) > 1 else None,
             )

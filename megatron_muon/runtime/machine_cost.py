@@ -86,9 +86,9 @@ def machine_cost(
                 _write(table, source.path)
             elif source.path is not None:
                 table = CostTable.read(source.path)
-                problems += _table_problems(table, shapes, cost.backends)
-        # What one rank raises alone, the others would wait for.
-        except (ValueError, OSError, RuntimeError) as error:
+                problems += _table_problems(table, shapes, cost)
+        # What one rank raises alone, the others would wait for; kernels raise what they like.
+        except Exception as error:
             problems.append(f"cost model: {str(error).partition(chr(10))[0]}")
     raise_where_any_rank_fails(
         problems,
@@ -130,12 +130,17 @@ def _shared_backends(
 
 
 def _table_problems(
-    table: CostTable, shapes: Sequence[tuple[int, int]], backends: Sequence[str]
+    table: CostTable, shapes: Sequence[tuple[int, int]], cost: CostModel
 ) -> list[str]:
     problems = [
         f"cost table: expected a time of {matrices_text(*key)}, got none"
-        for key in table.missing(shapes, backends)
+        for key in table.missing(shapes, cost.backends)
     ]
+    if cost.segments is not None and table.segments != cost.segments:
+        problems.append(
+            f"cost table: expected times of the Gram form in segments of {cost.segments} steps, as "
+            f"these coefficients need, got {table.segments or 'none'}"
+        )
     precision = torch.get_float32_matmul_precision()
     if table.precision != precision:
         problems.append(
@@ -197,7 +202,12 @@ def measure_newton_schulz(
             is_normalized=normalizes,
         )
         times.append(ShapeTime(rows, cols, num_matrices, _milliseconds(call, device), name))
-    return CostTable(ns_settings.steps, torch.get_float32_matmul_precision(), tuple(times))
+    return CostTable(
+        ns_settings.steps,
+        torch.get_float32_matmul_precision(),
+        tuple(times),
+        cost.segments or (),
+    )
 
 
 def _milliseconds(call: Callable[[], object], device: torch.device) -> float:

@@ -66,13 +66,14 @@ class OwnerCompute:
         ValueError: bf16 on the wire with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when parameters are sharded over different groups, have rows
             that are no whole number of query groups, when ranks came to different plans, or when
-            one of them has no memory for the engine.
+            one of them lacks memory for the engine or a kernel for Newton-Schulz.
 
     Communication: at construction an all-gather of 72 bytes a rank, three flags and a hash, lists
         of ranks and of differences as objects, and new process groups where a domain or a split
         matrix needs one. One element is all-reduced in each group of a split matrix. Two
-        collectives send one from each rank to those that it will send to. Measured times take one
-        flag and one broadcast more.
+        collectives send one from each rank to those that it will send to. A choice of
+        Newton-Schulz takes one flag and lists of names more, measured times one flag and one
+        broadcast.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
@@ -147,7 +148,7 @@ class OwnerCompute:
 def _build_together(
     build: Callable[[], Engine], settings: ExchangeSettings, device: torch.device
 ) -> Engine:
-    """Build the engine of each rank, or raise on all ranks where one has no memory for it.
+    """Build the engine of each rank, or raise on all ranks where one lacks memory or a kernel.
 
     Otherwise that rank would end alone, and the others wait for it until their collectives time
     out.
@@ -155,16 +156,19 @@ def _build_together(
     problems = []
     try:
         engine = build()
-    # The arena raises MemoryError, with sizes. Any other allocation of a GPU raises RuntimeError.
-    except (MemoryError, RuntimeError) as error:
-        problems.append(str(error).partition("\n")[0])
+    # The arena raises MemoryError, other allocations RuntimeError: their text is enough. Kernels of
+    # others raise whatever their compilers do.
+    except Exception as error:
+        is_known = isinstance(error, MemoryError | RuntimeError)
+        name = "" if is_known else f"{type(error).__name__}: "
+        problems.append(name + str(error).partition("\n")[0])
     raise_where_any_rank_fails(
         problems,
         None,
         device,
-        f"Lower --muon-fsdp-bucket-size (now {settings.bucket_numel:,} elements; the largest "
-        "matrix is the least), shard over more ranks, or leave more memory free. No optimizer was "
-        "built.",
+        f"If memory is short, lower --muon-fsdp-bucket-size (now {settings.bucket_numel:,} "
+        "elements; the largest matrix is the least), shard over more ranks, or leave more memory "
+        "free. No optimizer was built.",
     )
     return engine
 

@@ -35,8 +35,8 @@ def _spectra(device: torch.device) -> dict[str, torch.Tensor]:
     i = torch.arange(1, n + 1, dtype=torch.float64)
     found = {
         "Gaussian": torch.randn(n, m, generator=generator, dtype=torch.float64),
-        "1 / i": (u / i) @ v.mT,
-        "1 / i^2": (u / i**2) @ v.mT,
+        "falling as 1 / i": (u / i) @ v.mT,
+        "falling as 1 / i^2": (u / i**2) @ v.mT,
         "rank 64": (u * (i <= n // 8)) @ v.mT,
     }
     return {name: matrix.float().to(device) for name, matrix in found.items()}

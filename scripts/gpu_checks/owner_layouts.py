@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron_muon.runtime.newton_schulz import NewtonSchulzSettings
 
 from gpu_checks import reference
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.layout import RowLayout, block_rows
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.owner_compute import OwnedParameter, OwnerCompute

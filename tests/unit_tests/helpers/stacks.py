@@ -39,13 +39,18 @@ def orthogonalized(
 
 @contextmanager
 def fp16_products() -> Iterator[None]:
-    """Round the results of batched products to fp16, sums in fp32: the Gram form as on a GPU."""
+    """Round the results of batched products to fp16, sums in fp32: the Gram form as on a GPU.
+
+    So is what is added in place: the diagonal of Q.
+    """
 
     def rounded(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, **kwargs: function(*args, **kwargs).half().float()
 
+    add_ = torch.Tensor.add_
     with (
         mock.patch.object(torch, "baddbmm", rounded(torch.baddbmm)),
         mock.patch.object(torch.Tensor, "__matmul__", rounded(torch.Tensor.__matmul__)),
+        mock.patch.object(torch.Tensor, "add_", lambda x, y: x.copy_(add_(x, y).half())),
     ):
         yield

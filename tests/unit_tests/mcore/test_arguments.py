@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines: what is accepted, and each refusal with its message and exit code."""
 
+import argparse
 import functools
 
 import pytest
@@ -190,3 +191,23 @@ def test_adam_and_muon_without_megatron_fsdp_are_left_alone():
     assert expected in refusals()[ADAM_FSDP]
     expected = "--ckpt-format fsdp_dtensor is only tested with Megatron FSDP."
     assert expected in refusals()[MUON_DDP]
+
+
+@pytest.mark.parametrize(
+    ("given", "uses_syrk", "expected"),
+    [
+        (None, None, "standard"),
+        (None, True, "symmetric"),
+        (None, False, "standard"),
+        ("standard", True, "standard"),
+        ("gram", True, "gram"),
+    ],
+)
+def test_flag_of_later_megatron_chooses_its_kernels(given, uses_syrk, expected):
+    """--muon-use-syrk; what --muon-fsdp-newton-schulz says, wins."""
+    from megatron_muon.mcore import arguments
+
+    args = argparse.Namespace(muon_fsdp_newton_schulz=given)
+    if uses_syrk is not None:
+        args.muon_use_syrk = uses_syrk
+    assert arguments._newton_schulz(args) == expected

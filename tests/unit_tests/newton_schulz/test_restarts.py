@@ -6,7 +6,7 @@ import pytest
 
 from megatron_muon.newton_schulz.coefficients import coefficients_of
 from megatron_muon.newton_schulz.restarts import MAX_ERROR, segment_error, segments_of
-from megatron_muon.plan.cost import _QUINTIC_SEGMENTS
+from megatron_muon.plan.cost import _QUINTIC_SEGMENTS, CostModel
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,12 @@ def test_plan_knows_the_segments_of_the_default_coefficients():
     """It is made without torch, and so without emerging-optimizers' coefficients."""
     computed = {n: segments_of(coefficients_of(n, "quintic")) for n in _QUINTIC_SEGMENTS}
     assert computed == _QUINTIC_SEGMENTS
+    # Beyond them too, steps are as many as they are.
+    for steps in range(1, 13):
+        cost = CostModel(num_ns_steps=steps)
+        assert cost.work(64, 64).flops == steps * 6 * 64**3
+    with pytest.raises(ValueError, match=r"expected segments of 5 steps, got \(2, 2\)"):
+        CostModel(segments=(2, 2))
 
 
 def test_error_of_a_segment_grows_with_its_length():

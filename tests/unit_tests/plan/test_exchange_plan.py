@@ -307,3 +307,21 @@ def test_plan_that_would_lose_or_repeat_a_matrix_is_refused(change, message):
     assert plan.local == (0,) and plan.buckets == ((1,),)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(plan, **change)
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"),
+    [
+        (("standard", "symmetric"), ["symmetric", "standard"]),
+        (("gram", "gram_shared", "gram_symmetric"), ["gram_symmetric", "gram"]),
+    ],
+)
+def test_copies_are_left_to_torch(backends, expected):
+    """A kernel that chooses its tiles by timing may have other bits on another rank."""
+    whole = whole_matrix("whole", rows_cut_at(4096, 8192, [4096]), [[(0,)]])
+    matrices = [whole, dataclasses.replace(whole, has_copies=True)]
+    cost = CostModel(backends=backends)
+    assignment = assign(matrices, cost, WIRE)
+    plan = ExchangePlan.build(matrices, assignment, cost, WIRE, bucket_numel=2**27)
+    assert [plan.backend(index, 0) for index in (0, 1)] == expected
+    assert all(e.endswith(f"by {name}") for name, e in zip(expected, plan.entries(), strict=True))

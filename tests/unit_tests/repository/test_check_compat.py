@@ -116,6 +116,12 @@ def test_unknown_case_is_refused(capsys):
     assert "expected text of a case, got 0.42" in capsys.readouterr().err
 
 
+def test_smoke_tests_are_there():
+    """A file that moved would fail the step in every environment."""
+    for name in compat_steps.SMOKE_TESTS:
+        assert (ROOT / "tests" / "unit_tests" / f"{name}.py").is_file(), name
+
+
 @pytest.mark.slow
 def test_check_here_trains():
     """The command of docs/compatibility.md, in the environment of the tests."""

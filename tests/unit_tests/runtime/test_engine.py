@@ -287,10 +287,10 @@ def _different_settings() -> str:
 
 
 def test_ranks_with_different_settings_raise_at_construction():
-    """Plans are compared once; a hang in the first step would be the alternative."""
+    """They are compared once; a hang would be the alternative."""
     run = run_ranks(2, _different_settings).check()
     for text in run.results:
-        assert "Muon exchange plan: expected the same on all ranks of the group" in text
+        assert "settings: expected the same on all ranks of the group" in text
         assert "bucket_numel=2000" in text and "bucket_numel=1000" in text
 
 

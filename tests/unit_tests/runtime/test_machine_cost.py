@@ -185,6 +185,7 @@ def test_ranks_use_the_backends_that_all_of_them_have(newton_schulz, rank_withou
     ("newton_schulz", "rank_without", "said"),
     [
         ("symmetric", None, "Newton-Schulz symmetric: expected a GPU, got cpu ranks"),
+        ("gram_symmetric", None, "Newton-Schulz gram_symmetric: expected a GPU, got cpu ranks"),
         ("gram", 1, "rank 1: Newton-Schulz gram: expected a thing, got none"),
     ],
 )
@@ -209,3 +210,50 @@ def test_every_backend_is_timed_on_every_shape():
     """Auto then chooses by times."""
     expected = [[name, *shape] for name in ("gram", "standard") for shape in SHAPES]
     assert run_ranks(2, _measured_backends).check().results == [expected] * 2
+
+
+def _build_differently() -> None:
+    import torch.distributed as dist
+
+    init_group()
+    exchange = {"newton_schulz": ("standard", "gram")[dist.get_rank()]}
+    build_optimizers(2, exchange=exchange, cases=CASES)
+
+
+def test_ranks_with_other_settings_are_an_error_on_all():
+    """Settings decide which collectives follow: each rank would wait in another one."""
+    run = run_ranks(2, _build_differently, timeout_s=60.0)
+    assert run.exit_codes == [1, 1]
+    for output in run.outputs:
+        assert "kinds of Muon parameters, and settings: expected the same on all ranks" in output
+        assert "newton_schulz='gram'" in output
+
+
+def _build_with_a_broken_kernel(fails: bool) -> list[str]:
+    """Build where the Gram form stands for a kernel, which raises on rank 1."""
+    import torch.distributed as dist
+
+    from megatron_muon.newton_schulz.gram import Gram
+
+    class KernelError(Exception):
+        pass
+
+    def run(*_args: Any, **_options: Any) -> None:
+        raise KernelError("strides must be 16-byte aligned")
+
+    init_group()
+    Gram.reference = "standard"
+    if fails and dist.get_rank() == 1:
+        Gram.run = run
+    built = build_optimizers(2, exchange={"newton_schulz": "gram"}, cases=CASES)
+    plan = built.sharded.computes[0].plan
+    return [plan.backend(index, 0) for index, _ in enumerate(plan.matrices)]
+
+
+def test_kernel_that_fails_on_one_rank_is_an_error_on_all():
+    """At construction, where kernels are compared with torch's products."""
+    assert run_ranks(2, _build_with_a_broken_kernel, False).check().results[0] == ["gram"] * 3
+    run = run_ranks(2, _build_with_a_broken_kernel, True, timeout_s=60.0)
+    assert run.exit_codes == [1, 1]
+    for output in run.outputs:
+        assert "rank 1: KernelError: strides must be 16-byte aligned" in output

@@ -35,7 +35,7 @@ def test_other_allocation_that_fails_on_one_rank_is_an_error_on_all():
     assert run.exit_codes == [1, 1]
     for output in run.outputs:
         assert "rank 1: CUDA out of memory." in output
-        assert "Lower --muon-fsdp-bucket-size" in output
+        assert "lower --muon-fsdp-bucket-size" in output
 
 
 def _build_without_memory(is_gpu: bool) -> None:
@@ -82,4 +82,4 @@ def test_allocation_that_fails_on_one_rank_is_an_error_on_all(is_gpu, reason):
         assert re.search(r"rank 1: expected \d[\d,]+ bytes on cpu for messages and stacks", text)
         assert reason in text and "See the documentation" not in text
         assert "rank 0:" not in text
-        assert "Lower --muon-fsdp-bucket-size (now 4,096 elements;" in text
+        assert "lower --muon-fsdp-bucket-size (now 4,096 elements;" in text
