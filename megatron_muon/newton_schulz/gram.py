@@ -61,8 +61,8 @@ class Gram(Backend):
     ) -> "torch.Tensor":
         """Orthogonalize a stack in one call; see :meth:`Backend.run`.
 
-        Memory: beside the result one copy of the stack in the dtype below, and four n x n matrices
-            for each of its matrices.
+        Memory: beside the result two copies of the stack in the dtype below, and five n x n
+            matrices for each of its matrices.
         """
         import torch
 
