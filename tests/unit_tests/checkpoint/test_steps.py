@@ -30,7 +30,7 @@ def _run(is_fused, folder, *flags):
     ("saves_fused", "flags"),
     [
         pytest.param(False, (), id="torch_to_fused"),
-        pytest.param(True, (), id="fused_to_torch"),
+        pytest.param(True, (), id="fused_to_torch", marks=pytest.mark.slow),
         pytest.param(False, ADAM, id="adam_alone_torch_to_fused", marks=pytest.mark.slow),
         pytest.param(True, ADAM, id="adam_alone_fused_to_torch", marks=pytest.mark.slow),
     ],

@@ -93,6 +93,7 @@ def test_failed_make_is_shown(tools, compile_helpers):
         compile_helpers()
 
 
+@pytest.mark.slow
 def test_cpu_ranks_compile_the_helpers_of_a_checkout(tools, tmp_path):
     """A Megatron-LM checkout died with ``No module named 'megatron.core.datasets.helpers_cpp'``."""
     shutil.copytree(

@@ -116,10 +116,18 @@ def _differences(kind: str, settings: dict[str, Any]) -> dict[str, list[float]]:
     ("kind", "settings", "broken"),
     [
         pytest.param(TE, {}, {"optim"}, id="transformer_engine"),
-        pytest.param(EXPERTS, {}, {"optim"}, id="grouped_experts"),
+        pytest.param(EXPERTS, {}, {"optim"}, id="grouped_experts", marks=pytest.mark.slow),
         pytest.param(MEGATRON, {}, {"no_shard", "optim"}, id="megatron"),
-        pytest.param(MEGATRON, {"is_tied": True}, set(ZERO.values()), id="tied_embedding"),
-        pytest.param(MEGATRON, {"mtp_num_layers": 1}, set(ZERO.values()), id="multi_token"),
+        pytest.param(
+            *(MEGATRON, {"is_tied": True}, set(ZERO.values())),
+            id="tied_embedding",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(MEGATRON, {"mtp_num_layers": 1}, set(ZERO.values())),
+            id="multi_token",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_fused_gradients_are_the_unsharded_sum_and_are_not_without_the_repair(

@@ -294,6 +294,7 @@ def test_parts_of_transformer_engine_in_two_versions_are_named(site):
     assert f"in one version, found {CODE} 2.20.2, {CORE} 2.20.2, {TORCH} 2.19.0." in problem
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None,
     reason="Transformer Engine is installed: what the fake lacks is there",

@@ -351,6 +351,7 @@ def test_table_of_backends_compares_with_standard():
     assert len(plans) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "figures"), BACKEND_ROWS, ids=lambda value: value)
 def test_plans_of_newton_schulz_are_those_of_today(flags, figures):
     """Each row of the table of backends, figure by figure."""

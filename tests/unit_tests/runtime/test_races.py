@@ -102,6 +102,7 @@ def _random_layouts(seed: int) -> dict[str, Any]:
     return {"wrong": wrong, "seen": seen}
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_when_messages_are_read_and_arrive():
     """Late, at once or as gloo does it: the same bits, and nobody touches a buffer under way."""
     for result in run_ranks(4, _random_layouts, 1).check().results:
