@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron_muon.newton_schulz.backend import Call
 from megatron_muon.newton_schulz.registry import BACKENDS, usable_backends
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CostModel
@@ -38,6 +39,7 @@ def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[s
     stack = torch.randn(1, *shape, device=device)
     stack /= stack.norm()
     stack = stack.bfloat16() if settings.is_bf16 else stack
+    call = Call(settings, shape, is_normalized=settings.is_bf16)
     names = [
         name
         for name in usable_backends("auto", settings, device)[0]
@@ -49,9 +51,7 @@ def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[s
         for name in names:
             _wait(device)
             start = time.perf_counter()
-            BACKENDS[name].run(
-                stack, settings=settings, whole_shape=shape, is_normalized=settings.is_bf16
-            )
+            BACKENDS[name].run(stack, call)
             _wait(device)
             if number:
                 seconds[name].append(time.perf_counter() - start)

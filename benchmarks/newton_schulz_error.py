@@ -13,14 +13,17 @@ in fp32. With --checkpoint the momentum of a run is measured too, the mean over 
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from megatron_muon.newton_schulz.coefficients import coefficients_of
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+from gpu_checks.exact import exact, relative_error, rounded_products, spectra  # noqa: E402
+
+from megatron_muon.newton_schulz.backend import Call
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
@@ -36,64 +39,18 @@ FORMS = {
 }
 
 
-def spectra() -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield matrices by name, float64."""
-    n, m = SHAPE
-    generator = torch.Generator().manual_seed(0)
-    u, v = (
-        torch.linalg.qr(torch.randn(size, n, generator=generator, dtype=torch.float64))[0]
-        for size in (n, m)
-    )
-    i = torch.arange(1, n + 1, dtype=torch.float64)
-    gauss = torch.randn(n, m, generator=generator, dtype=torch.float64)
-    yield "Gaussian", gauss
-    yield "1 / i", (u / i) @ v.mT
-    yield "1 / i^2", (u / i**2) @ v.mT
-    yield "log-uniform, 1 to 1e-6", (u * 10 ** (-6 * (i - 1) / (n - 1))) @ v.mT
-    yield "rank 32", (u * (i <= 32)) @ v.mT
-    yield "Gaussian times 1e15", gauss * 1e15
-    yield "Gaussian times 1e-5", gauss * 1e-5
-
-
-def exact(x: torch.Tensor, settings: NewtonSchulzSettings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the exact result for a normalized matrix, and its polar factor, float64."""
-    u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
-    image = s
-    for a, b, c in coefficients_of(settings.steps, settings.coefficient_type):
-        image = a * image + b * image**3 + c * image**5
-    is_there = s > 1e-12 * s.max()
-    return (u * image) @ v, (u * is_there) @ v
-
-
 def run(name: str, x: torch.Tensor, settings: NewtonSchulzSettings) -> torch.Tensor:
-    """Run one form on a normalized fp32 matrix."""
+    """Run one form on an fp32 matrix."""
     backend, dtype, restarts = FORMS[name]
-
-    def rounded(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return a product whose results are rounded."""
-        return lambda *args, **kwargs: function(*args, **kwargs).to(dtype).float()
-
     with ExitStack() as stack:
         if dtype is not None:
-            for owner, product in (
-                *((torch, each) for each in ("addmm", "baddbmm")),
-                (torch.Tensor, "__matmul__"),
-            ):
-                stack.enter_context(
-                    mock.patch.object(owner, product, rounded(getattr(owner, product)))
-                )
-            add_ = torch.Tensor.add_
-            # The diagonal of Q.
-            stack.enter_context(
-                mock.patch.object(torch.Tensor, "add_", lambda x, y: x.copy_(add_(x, y).to(dtype)))
-            )
+            stack.enter_context(rounded_products(dtype))
         if not restarts:
             stack.enter_context(
                 mock.patch("megatron_muon.newton_schulz.gram.segments_of", lambda c: (len(c),))
             )
-        return BACKENDS[backend].run(
-            x.unsqueeze(0), settings=settings, whole_shape=tuple(x.shape), is_normalized=False
-        )[0]
+        call = Call(settings, (x.shape[0], x.shape[1]), is_normalized=False)
+        return BACKENDS[backend].run(x.unsqueeze(0), call)[0]
 
 
 def momenta(checkpoint: Path) -> list[torch.Tensor]:
@@ -117,9 +74,9 @@ def row(name: str, matrices: list[torch.Tensor], settings: NewtonSchulzSettings)
         errors, cosines, least, largest = [], [], [], []
         for matrix in matrices:
             x = (matrix / matrix.norm()).bfloat16().float()
-            expected, polar = exact(x / x.norm(), settings)
+            expected, polar = exact(x / x.norm(), settings.steps, settings.coefficient_type)
             found = run(form, x, settings).double()
-            errors.append(float((found - expected).norm() / expected.norm()))
+            errors.append(relative_error(found, expected))
             cosines.append(float((found * polar).sum() / found.norm() / polar.norm()))
             values = torch.linalg.svdvals(torch.nan_to_num(found))
             least.append(float(values.min()))
@@ -148,7 +105,10 @@ def main() -> int:
     print("Error; to polar; singular values\n")
     print("| matrix | " + " | ".join(FORMS) + " |")
     print("| --- | " + " | ".join(["---"] * len(FORMS)) + " |")
-    kinds = [(name, [matrix]) for name, matrix in spectra()]
+    matrices = spectra(*SHAPE)
+    # Of any norm.
+    matrices |= {f"Gaussian times {x:g}": matrices["Gaussian"] * x for x in (1e15, 1e-5)}
+    kinds = [(name, [matrix]) for name, matrix in matrices.items()]
     if options.checkpoint:
         found = momenta(options.checkpoint)
         kinds.append((f"momentum of {len(found)} matrices", found))

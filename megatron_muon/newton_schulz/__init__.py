@@ -19,8 +19,8 @@ gram_symmetric  6 a + 14    the same; quack's kernels compute half of each symme
 Files, each importing only those above it::
 
     settings        steps, coefficients, precision and scale
-    backend         the interface
     coefficients    emerging-optimizers' sets
+    backend         the interface
     normalize       the norm of the fp32 wire
     standard        the steps as they are
     symmetric       half of each symmetric product

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from megatron_muon.newton_schulz.coefficients import Coefficients, coefficients_of
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
 if TYPE_CHECKING:
@@ -29,6 +30,35 @@ class Work:
     num_products: int
     num_all_reduces: int
     num_all_gathers: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a stack of matrices is orthogonalized as.
+
+    Args:
+        settings: Steps, coefficients and precision.
+        whole_shape: Shape of the whole matrices; larger than the stack's only for parts.
+        is_normalized: Whether the norm of each whole matrix is 1. The stack is then bfloat16,
+            otherwise float32.
+        parts_group: Ranks that hold the parts of each matrix; then the stack holds one. None where
+            matrices are whole.
+    """
+
+    settings: NewtonSchulzSettings
+    whole_shape: tuple[int, int]
+    is_normalized: bool
+    parts_group: "dist.ProcessGroup | None" = None
+
+    @property
+    def is_tall(self) -> bool:
+        """Whether the whole matrix is: a part of a tall matrix may itself be wide."""
+        return self.whole_shape[0] > self.whole_shape[1]
+
+    @property
+    def coefficients(self) -> tuple[Coefficients, ...]:
+        """Of each step."""
+        return coefficients_of(self.settings.steps, self.settings.coefficient_type)
 
 
 class Backend(ABC):
@@ -69,29 +99,13 @@ class Backend(ABC):
         return []
 
     @abstractmethod
-    def run(
-        self,
-        stack: "torch.Tensor",
-        *,
-        settings: NewtonSchulzSettings,
-        whole_shape: tuple[int, int],
-        is_normalized: bool,
-        parts_group: "dist.ProcessGroup | None" = None,
-    ) -> "torch.Tensor":
-        """Orthogonalize a stack.
-
-        Args:
-            stack: ``(num_matrices, rows, cols)``; bfloat16 where normalized, otherwise float32.
-            settings: Steps, coefficients and precision.
-            whole_shape: Shape of the whole matrices; larger than the stack's only for parts.
-            is_normalized: Whether the norm of each whole matrix is 1.
-            parts_group: Ranks that hold the parts of each matrix; then the stack holds one. None
-                where matrices are whole.
+    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
+        """Orthogonalize a stack, ``(num_matrices, rows, cols)``.
 
         Returns:
             Same shape and dtype, in new memory; bf16-valued where ``settings.is_bf16``.
 
         Communication: with ``parts_group`` an all-reduce of the norm where the stack is not
-            normalized, and as many of ``n * n`` elements, n the shorter side, as :meth:`work`
-            counts.
+            normalized, and as many exchanges of ``n * n`` elements, n the shorter side, as
+            :meth:`work` counts.
         """

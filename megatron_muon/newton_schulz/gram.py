@@ -22,11 +22,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import Backend, Work
-from megatron_muon.newton_schulz.coefficients import coefficients_of
+from megatron_muon.newton_schulz.backend import Backend, Call, Work
 from megatron_muon.newton_schulz.normalize import normalize
 from megatron_muon.newton_schulz.restarts import segments_of
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
 if TYPE_CHECKING:
     import torch
@@ -50,15 +48,7 @@ class Gram(Backend):
         flops = 4 * m / num_parts * n * n * len(segments) + 2 * n**3 * num_square
         return Work(flops, 2 * len(segments) + num_square, len(segments))
 
-    def run(
-        self,
-        stack: "torch.Tensor",
-        *,
-        settings: NewtonSchulzSettings,
-        whole_shape: tuple[int, int],
-        is_normalized: bool,
-        parts_group: "dist.ProcessGroup | None" = None,
-    ) -> "torch.Tensor":
+    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
         """Orthogonalize a stack in one call; see :meth:`Backend.run`.
 
         Memory: beside the result two copies of the stack in the dtype below, and five n x n
@@ -67,21 +57,19 @@ class Gram(Backend):
         import torch
 
         # CPUs multiply fp16 slowly, or in fp16 sums. In fp32 mode matrices stay in fp32.
-        is_half = settings.is_bf16 and stack.device.type == "cuda"
+        is_half = call.settings.is_bf16 and stack.device.type == "cuda"
         dtype = torch.float16 if is_half else torch.float32
-        is_tall = whole_shape[0] > whole_shape[1]
-        x = stack if is_normalized else normalize(stack, parts_group)
-        x = x.mT if is_tall else x
+        x = stack if call.is_normalized else normalize(stack, call.parts_group)
+        x = x.mT if call.is_tall else x
         # Scaled before it is rounded to fp16: small elements would lose their bits.
         x = x.mul(_SCALE).to(dtype)
-        coefficients = coefficients_of(settings.steps, settings.coefficient_type)
-        first = 0
+        coefficients, first = call.coefficients, 0
         with _fp32_sums(x):
             for steps in segments_of(coefficients):
-                x = self._segment(x, coefficients[first : first + steps], parts_group)
+                x = self._segment(x, coefficients[first : first + steps], call.parts_group)
                 first += steps
-        x = x.mT if is_tall else x
-        result = x.bfloat16() if settings.is_bf16 else x
+        x = x.mT if call.is_tall else x
+        result = x.bfloat16() if call.settings.is_bf16 else x
         return result.mul_(1 / _SCALE).to(stack.dtype)
 
     def _symmetric_product(

@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from megatron_muon.newton_schulz.backend import Backend
+from megatron_muon.newton_schulz.backend import Backend, Call
 from megatron_muon.newton_schulz.gram import Gram
 from megatron_muon.newton_schulz.gram_shared import GramShared
 from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
@@ -76,22 +76,13 @@ def candidates(backends: Sequence[str], n: int, m: int, num_parts: int = 1) -> l
     return [name for name in backends if BACKENDS[name].takes(n, m, num_parts)]
 
 
-def check_against_reference(
-    backend: Backend,
-    stack: "torch.Tensor",
-    settings: NewtonSchulzSettings,
-    *,
-    whole_shape: tuple[int, int],
-    is_normalized: bool,
-) -> None:
+def check_against_reference(backend: Backend, stack: "torch.Tensor", call: Call) -> None:
     """Run a backend on random matrices, and compare it with its reference.
 
     Args:
         backend: One with a reference.
         stack: Of the shape, dtype and device to run on; its values are not read.
-        settings: Steps, coefficients and precision.
-        whole_shape: Shape of the whole matrices, of which the stack may hold parts.
-        is_normalized: Whether matrices come with a norm of 1.
+        call: What it is orthogonalized as, without a group.
 
     Raises:
         RuntimeError: They differ by more than rounding, with figures.
@@ -103,15 +94,8 @@ def check_against_reference(
     generator = torch.Generator(stack.device).manual_seed(0)
     num_rows, num_cols = stack.shape[1:]
     drawn = torch.empty_like(stack).normal_(std=(num_rows * num_cols) ** -0.5, generator=generator)
-    found, expected = (
-        each.run(
-            drawn,
-            settings=settings,
-            whole_shape=whole_shape,
-            is_normalized=is_normalized,
-        ).float()
-        for each in (backend, BACKENDS[backend.reference])
-    )
+    found = backend.run(drawn, call).float()
+    expected = BACKENDS[backend.reference].run(drawn, call).float()
     difference = float((found - expected).norm() / expected.norm())
     # Also where a result is NaN.
     if not difference <= _MAX_DIFFERENCE:

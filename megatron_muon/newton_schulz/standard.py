@@ -9,13 +9,10 @@ view as emerging-optimizers does.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import Backend, Work
-from megatron_muon.newton_schulz.coefficients import coefficients_of
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.backend import Backend, Call, Work
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 
 class Standard(Backend):
@@ -28,29 +25,12 @@ class Standard(Backend):
         steps = sum(segments)
         return Work(steps * (4 * m / num_parts * n * n + 2 * n**3), 3 * steps, steps)
 
-    def run(
-        self,
-        stack: "torch.Tensor",
-        *,
-        settings: NewtonSchulzSettings,
-        whole_shape: tuple[int, int],
-        is_normalized: bool,
-        parts_group: "dist.ProcessGroup | None" = None,
-    ) -> "torch.Tensor":
+    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
         """Orthogonalize a stack; see :meth:`Backend.run`."""
-        # Orientation is that of the whole matrix: a part of a tall matrix may itself be wide.
-        is_tall = whole_shape[0] > whole_shape[1]
-        if is_normalized:
-            return _normalized(stack, settings, is_tall, parts_group)
-        return _one_by_one(stack, settings, is_tall, parts_group)
+        return (_normalized if call.is_normalized else _one_by_one)(stack, call)
 
 
-def _one_by_one(
-    stack: "torch.Tensor",
-    settings: NewtonSchulzSettings,
-    is_tall: bool,
-    parts_group: "dist.ProcessGroup | None",
-) -> "torch.Tensor":
+def _one_by_one(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
     """Call emerging-optimizers' function for each fp32 matrix."""
     import torch
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
@@ -58,22 +38,17 @@ def _one_by_one(
     results = [
         muon_utils.newton_schulz(
             matrix,
-            settings.steps,
-            settings.coefficient_type,  # type: ignore[arg-type]
-            transpose=is_tall,
-            tp_group=parts_group,
+            call.settings.steps,
+            call.settings.coefficient_type,  # type: ignore[arg-type]
+            transpose=call.is_tall,
+            tp_group=call.parts_group,
         )
         for matrix in stack
     ]
     return results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
 
 
-def _normalized(
-    stack: "torch.Tensor",
-    settings: NewtonSchulzSettings,
-    is_tall: bool,
-    parts_group: "dist.ProcessGroup | None",
-) -> "torch.Tensor":
+def _normalized(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
     """Take the steps of "medium" precision on normalized bf16 matrices, in one call.
 
     The norm was taken in float64 before the matrix was assembled. emerging-optimizers' function
@@ -86,8 +61,8 @@ def _normalized(
     # that upstream takes, so that its bits are upstream's.
     x = stack if stack.shape[0] > 1 else stack[0]
     step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
-    x = x.mT if is_tall else x
-    for a, b, c in coefficients_of(settings.steps, settings.coefficient_type):
-        x = step(x, a, b, c, tp_group=parts_group)
-    x = x.mT if is_tall else x
+    x = x.mT if call.is_tall else x
+    for a, b, c in call.coefficients:
+        x = step(x, a, b, c, tp_group=call.parts_group)
+    x = x.mT if call.is_tall else x
     return x if x.ndim == 3 else x.unsqueeze(0)

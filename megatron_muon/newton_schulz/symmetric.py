@@ -8,15 +8,13 @@ X X^T and its square are symmetric: the kernels compute one half and store it tw
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import Backend, Work
-from megatron_muon.newton_schulz.coefficients import coefficients_of
+from megatron_muon.newton_schulz.backend import Backend, Call, Work
 from megatron_muon.newton_schulz.normalize import normalize
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.standard import Standard
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 # Loads of the kernels are of 16 bytes, 8 elements.
 _ALIGNMENT, _MULTIPLE = 16, 8
@@ -67,29 +65,20 @@ class Symmetric(Backend):
             )
         return found
 
-    def run(
-        self,
-        stack: "torch.Tensor",
-        *,
-        settings: NewtonSchulzSettings,
-        whole_shape: tuple[int, int],
-        is_normalized: bool,
-        parts_group: "dist.ProcessGroup | None" = None,
-    ) -> "torch.Tensor":
+    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
         """Orthogonalize a stack, one matrix after the other; see :meth:`Backend.run`."""
         import torch
         from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-        is_tall = whole_shape[0] > whole_shape[1]
-        x = stack if is_normalized else normalize(stack, parts_group)
+        x = stack if call.is_normalized else normalize(stack, call.parts_group)
         results = []
         # The kernels take one matrix.
         for matrix in x.bfloat16():
             # Stacks lie end to end: one may begin where the kernels cannot load.
             aligned = matrix.clone() if matrix.data_ptr() % _ALIGNMENT else matrix
-            each = aligned.mT if is_tall else aligned
-            for a, b, c in coefficients_of(settings.steps, settings.coefficient_type):
-                each = muon_utils.newton_schulz_step_tsyrk(each, a, b, c, tp_group=parts_group)
-            results.append(each.mT if is_tall else each)
+            each = aligned.mT if call.is_tall else aligned
+            for a, b, c in call.coefficients:
+                each = muon_utils.newton_schulz_step_tsyrk(each, a, b, c, tp_group=call.parts_group)
+            results.append(each.mT if call.is_tall else each)
         result = results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
         return result.to(stack.dtype)

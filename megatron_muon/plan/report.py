@@ -201,6 +201,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
         ranks: Ranks of the job, or of the one domain a plan is for.
         plans: Plans of its domains; the load of a later one includes that of those before.
     """
+    # Ranks without a matrix are there too: they wait for the others, and may still send rows.
     shares = {rank: RankReport(rank) for rank in ranks}
     totals: Counter[str] = Counter()
     num_blocks: Counter[str] = Counter()
@@ -221,6 +222,8 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
             num_blocks.update(plan.backend(index, block) for block in range(len(matrix.blocks)))
             totals["elements"] += matrix.num_elements
             totals["norm_bytes"] += wire.norm_bytes * len(matrix.blocks)
+            # An owner saves what it holds itself, so the largest holder saves most. Results go to
+            # every replica, rows come from one of them.
             held = matrix.elements_by_rank
             largest, with_replicas = max(held.values()), sum(held.values())
             totals["lower_bound"] += wire.gather_bytes * (matrix.num_elements - largest)
@@ -244,6 +247,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
 
 def _ideal_seconds(plans: Sequence[ExchangePlan], num_ranks: int) -> float:
     """Spread all matrices, and the load from before the first plan, evenly."""
+    # What ranks had to do before the first plan is known by its ideal alone, which contains it.
     first = plans[0].assignment
     initial_load_s = first.ideal_s * len(first.load_s) - _whole_seconds(plans[0])
     return (initial_load_s + sum(map(_whole_seconds, plans))) / num_ranks
@@ -280,9 +284,11 @@ def _add_traffic(plan: ExchangePlan, ranks: dict[int, RankReport], totals: Count
                     receiver.receive_s += num_bytes * byte_s
                     staged[sender.rank][number][f"{way}_send"] += elements
                     staged[receiver.rank][number][f"{way}_receive"] += elements
+                # Once there: what comes back is as much, times the replicas.
                 totals["moved"] += transfer.gathered
         for rank, stacks in stack_elements(plan, bucket).items():
             staged[rank][number]["stacks"] += sum(stacks)
+    # Stacks of local matrices take turns in one place: the largest decides.
     local = {owner: max(sizes) for owner, sizes in stack_elements(plan, plan.local).items()}
     for rank in {*staged, *local}:
         buckets = [

@@ -20,16 +20,18 @@ Over NCCL collectives run on the process group's own stream, and waiting for the
 host never waits. Over gloo they run on its threads.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.backend import Backend
+from megatron_muon.newton_schulz.backend import Backend, Call
 from megatron_muon.newton_schulz.registry import BACKENDS, check_against_reference
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import RankPlan
+from megatron_muon.plan.routes import Part
 from megatron_muon.plan.staging import StagingLayout
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.exchange import BucketMessages, Exchange
@@ -167,18 +169,20 @@ class Engine:
         for stacks in (*self._buckets, *(each for local in self._local for each in local)):
             for stack, tensor in stacks.stacks:
                 part = stack[0]
-                shape = self.plan.matrices[part.matrix].blocks[part.block]
+                call = self._call(part)
                 backend = self._backends[part.matrix, part.block]
-                key = backend.name, tensor.shape, shape
+                key = backend.name, tensor.shape, call.whole_shape
                 if backend.reference is not None and key not in checked:
                     checked.add(key)
-                    check_against_reference(
-                        backend,
-                        tensor,
-                        self._newton_schulz,
-                        whole_shape=shape,
-                        is_normalized=self.plan.wire.normalizes,
-                    )
+                    check_against_reference(backend, tensor, call)
+
+    def _call(self, part: Part) -> Call:
+        """Return what a stack of such parts is orthogonalized as, without a group."""
+        return Call(
+            self._newton_schulz,
+            self.plan.matrices[part.matrix].blocks[part.block],
+            self.plan.wire.normalizes,
+        )
 
     @property
     def staging_bytes(self) -> int:
@@ -263,14 +267,10 @@ class Engine:
         results = []
         for stack, tensor in stacks.stacks:
             part = stack[0]
-            result = self._backends[part.matrix, part.block].run(
-                tensor,
-                settings=self._newton_schulz,
-                whole_shape=self.plan.matrices[part.matrix].blocks[part.block],
-                is_normalized=self.plan.wire.normalizes,
-                parts_group=self._parts_groups[part.owners] if len(part.owners) > 1 else None,
-            )
-            results.append(result)
+            call = self._call(part)
+            if len(part.owners) > 1:
+                call = dataclasses.replace(call, parts_group=self._parts_groups[part.owners])
+            results.append(self._backends[part.matrix, part.block].run(tensor, call))
         return results
 
     def _start_scatter(self, index: int, results: Sequence[torch.Tensor]) -> dist.Work | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.backend import Call
 from megatron_muon.newton_schulz.coefficients import coefficients_of
 from megatron_muon.newton_schulz.gram import Gram
 from megatron_muon.newton_schulz.registry import BACKENDS, usable_backends
@@ -194,13 +195,7 @@ def measure_newton_schulz(
         )
         # The norm of such a matrix is about 1.
         stack.normal_(std=(rows * cols) ** -0.5, generator=generator)
-        call = partial(
-            BACKENDS[name].run,
-            stack,
-            settings=ns_settings,
-            whole_shape=(rows, cols),
-            is_normalized=normalizes,
-        )
+        call = partial(BACKENDS[name].run, stack, Call(ns_settings, (rows, cols), normalizes))
         times.append(ShapeTime(rows, cols, num_matrices, _milliseconds(call, device), name))
     return CostTable(
         ns_settings.steps,

@@ -12,6 +12,7 @@ bounce                  collectives that gloo lacks for CUDA tensors, through th
 ranks                   ranks of one check, all on the one GPU or on the CPU
 toy_model               a tiny GPT under Megatron-FSDP
 reference               Newton-Schulz of emerging-optimizers on whole matrices
+exact                   float64, matrices that are hard, products as another dtype rounds
 owner_layouts           random layouts, and owner compute over them
 machine                 card, driver and versions
 gradients               1: main gradients against those of the unsharded model

@@ -3,13 +3,15 @@
 """Every way to compute Newton-Schulz that this machine has: against float64, and its time."""
 
 import time
+from functools import partial
 
 import torch
 
 from gpu_checks import reference
+from gpu_checks.exact import exact, relative_error, spectra
 from gpu_checks.newton_schulz_speed import median_seconds
 from gpu_checks.report import Context, Report
-from megatron_muon.newton_schulz.coefficients import coefficients_of
+from megatron_muon.newton_schulz.backend import Call
 from megatron_muon.newton_schulz.registry import BACKENDS, usable_backends
 from megatron_muon.plan.cost import CostModel
 
@@ -24,24 +26,6 @@ _TIMED = (
 _TINY = ((16, 32),)
 
 
-def _spectra(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return matrices of which small singular values are rounded most, fp32."""
-    n, m = _SHAPE
-    generator = torch.Generator().manual_seed(0)
-    u, v = (
-        torch.linalg.qr(torch.randn(size, n, generator=generator, dtype=torch.float64))[0]
-        for size in (n, m)
-    )
-    i = torch.arange(1, n + 1, dtype=torch.float64)
-    found = {
-        "Gaussian": torch.randn(n, m, generator=generator, dtype=torch.float64),
-        "falling as 1 / i": (u / i) @ v.mT,
-        "falling as 1 / i^2": (u / i**2) @ v.mT,
-        "rank 64": (u * (i <= n // 8)) @ v.mT,
-    }
-    return {name: matrix.float().to(device) for name, matrix in found.items()}
-
-
 def check(context: Context, report: Report) -> None:
     """Compare each backend with the exact polynomial of singular values in float64."""
     device = torch.device(context.device)
@@ -51,18 +35,13 @@ def check(context: Context, report: Report) -> None:
         report.leave_out(*reason.removeprefix("Newton-Schulz ").split(": ", 1))
     names = [name for name in usable if name in _LARGEST]
     rows = []
-    for kind, matrix in _spectra(device).items():
-        x = reference.normalized_bf16(matrix)
-        u, s, v = torch.linalg.svd(x.double().cpu(), full_matrices=False)
-        for a, b, c in coefficients_of(settings.steps, settings.coefficient_type):
-            s = a * s + b * s**3 + c * s**5
-        expected = (u * s) @ v
+    for kind, matrix in spectra(*_SHAPE).items():
+        x = reference.normalized_bf16(matrix.float().to(device))
+        expected, _ = exact(x, settings.steps, settings.coefficient_type)
         cells = [kind]
         for name in names:
-            found = BACKENDS[name].run(
-                x.unsqueeze(0), settings=settings, whole_shape=_SHAPE, is_normalized=True
-            )[0]
-            error = float((found.double().cpu() - expected).norm() / expected.norm())
+            call = Call(settings, _SHAPE, is_normalized=True)
+            error = relative_error(BACKENDS[name].run(x.unsqueeze(0), call)[0], expected)
             cells.append(f"{error:.4f}")
             report.expect(
                 error <= _LARGEST[name],
@@ -89,18 +68,13 @@ def check_speed(context: Context, report: Report) -> None:
             continue
         stack = torch.randn(1, *shape, device=device) / (shape[0] * shape[1]) ** 0.5
         stack = stack.bfloat16()
+        call = Call(settings, shape, is_normalized=True)
         seconds = {}
         for name in names:
             if not BACKENDS[name].takes(*shape):
                 continue
-            seconds[name] = median_seconds(
-                lambda name=name: BACKENDS[name].run(  # type: ignore[misc]
-                    stack,  # noqa: B023
-                    settings=settings,
-                    whole_shape=shape,  # noqa: B023
-                    is_normalized=True,
-                )
-            )
+            run = BACKENDS[name].run
+            seconds[name] = median_seconds(partial(run, stack, call))
         flops = {name: cost.work(*shape, 1, name).flops for name in seconds}
         cells = [name_of_shape, f"{seconds['standard'] * 1e3:.2f}"]
         for name in others:

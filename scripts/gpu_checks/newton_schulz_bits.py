@@ -8,6 +8,7 @@ import torch
 
 from gpu_checks import reference
 from gpu_checks.report import Context, Report
+from megatron_muon.newton_schulz.backend import Call
 from megatron_muon.newton_schulz.registry import BACKENDS
 
 # Those of the presets of python -m megatron_muon.plan, and odd ones.
@@ -69,12 +70,8 @@ def _check_shape(shape: tuple[int, int], seed: int, context: Context, report: Re
     is_upstreams = _same(single.float(), expected)
     report.expect(is_upstreams, f"{name}: a stack of one differs from emerging-optimizers' bits")
     with reference.fp32_matmul_precision("highest"):
-        fp32 = BACKENDS["standard"].run(
-            drawn[0].unsqueeze(0),
-            settings=reference.settings(is_bf16=False),
-            whole_shape=shape,
-            is_normalized=False,
-        )[0]
+        call = Call(reference.settings(is_bf16=False), shape, is_normalized=False)
+        fp32 = BACKENDS["standard"].run(drawn[0].unsqueeze(0), call)[0]
     is_fp32 = _same(fp32, reference.orthogonalized(drawn[0], "highest", has_float64_norm=False))
     report.expect(is_fp32, f"{name}: fp32 differs from emerging-optimizers' bits")
     del drawn, fp32, expected
@@ -126,9 +123,7 @@ def _moved(stack: torch.Tensor, shape: tuple[int, int], offset: int) -> torch.Te
 
 
 def _run(stack: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    return BACKENDS["standard"].run(
-        stack, settings=reference.settings(), whole_shape=shape, is_normalized=True
-    )
+    return BACKENDS["standard"].run(stack, Call(reference.settings(), shape, is_normalized=True))
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:

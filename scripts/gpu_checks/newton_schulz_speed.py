@@ -11,6 +11,7 @@ import torch
 
 from gpu_checks import reference
 from gpu_checks.report import Context, Report
+from megatron_muon.newton_schulz.backend import Call
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.plan.cost import CostModel
 
@@ -59,13 +60,8 @@ def _stack(shape: tuple[int, int], batch: int, context: Context) -> torch.Tensor
 
 
 def _seconds(stack: torch.Tensor, shape: tuple[int, int]) -> float:
-    def run() -> torch.Tensor:
-        """Orthogonalize the stack."""
-        return BACKENDS["standard"].run(
-            stack, settings=reference.settings(), whole_shape=shape, is_normalized=True
-        )
-
-    return median_seconds(run)
+    call = Call(reference.settings(), shape, is_normalized=True)
+    return median_seconds(lambda: BACKENDS["standard"].run(stack, call))
 
 
 def median_seconds(run: Callable[[], Any]) -> float:

@@ -51,7 +51,7 @@ def skip_newton_schulz() -> None:
     """Momentum is normalized and used as it is."""
     from megatron_muon.newton_schulz.standard import Standard
 
-    def normalized(self: Any, stack: Any, **kwargs: Any) -> Any:
+    def normalized(self: Any, stack: Any, call: Any) -> Any:
         """Divide each matrix by its norm."""
         return stack / stack.float().norm(dim=(-2, -1), keepdim=True).to(stack.dtype)
 

@@ -2,13 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz on a stack, with settings by name."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
+from megatron_muon.newton_schulz.backend import Call
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
@@ -25,32 +23,10 @@ def orthogonalized(
     backend: str = "standard",
     *,
     of: NewtonSchulzSettings | None = None,
+    whole_shape: tuple[int, int] | None = None,
     is_normalized: bool = True,
-    **options: Any,
+    parts_group: Any = None,
 ) -> torch.Tensor:
-    """Orthogonalize a stack of whole matrices."""
-    return BACKENDS[backend].run(
-        stack,
-        settings=of or settings(),
-        is_normalized=is_normalized,
-        **{"whole_shape": tuple(stack.shape[1:]), **options},
-    )
-
-
-@contextmanager
-def fp16_products() -> Iterator[None]:
-    """Round the results of batched products to fp16, sums in fp32: the Gram form as on a GPU.
-
-    So is what is added in place: the diagonal of Q.
-    """
-
-    def rounded(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda *args, **kwargs: function(*args, **kwargs).half().float()
-
-    add_ = torch.Tensor.add_
-    with (
-        mock.patch.object(torch, "baddbmm", rounded(torch.baddbmm)),
-        mock.patch.object(torch.Tensor, "__matmul__", rounded(torch.Tensor.__matmul__)),
-        mock.patch.object(torch.Tensor, "add_", lambda x, y: x.copy_(add_(x, y).half())),
-    ):
-        yield
+    """Orthogonalize a stack, of whole matrices where no other shape is given."""
+    whole = whole_shape or (stack.shape[1], stack.shape[2])
+    return BACKENDS[backend].run(stack, Call(of or settings(), whole, is_normalized, parts_group))

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from helpers.broken_optimizers import orthogonalize_local_rows, skip_newton_schulz
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import (
@@ -293,16 +294,16 @@ GRAM = ("--muon-fsdp-newton-schulz", "gram")
 
 def _gram_in_fp16() -> None:
     """Round the products of the Gram form as a GPU does: CPU ranks multiply in fp32."""
-    from helpers.stacks import fp16_products
+    from gpu_checks.exact import rounded_products
 
     from megatron_muon.newton_schulz.gram import Gram
 
     original = Gram.run
 
-    def run(self: Any, stack: Any, **options: Any) -> Any:
+    def run(self: Any, stack: Any, call: Any) -> Any:
         """Emulate fp16 while it runs."""
-        with fp16_products():
-            return original(self, stack, **options)
+        with rounded_products(torch.float16):
+            return original(self, stack, call)
 
     Gram.run = run
 

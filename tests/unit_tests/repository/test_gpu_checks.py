@@ -21,6 +21,7 @@ from gpu_checks.tables import Line, document
 from helpers import ranks
 from helpers.ranks import ROOT
 
+from megatron_muon.newton_schulz.backend import Call
 from megatron_muon.newton_schulz.standard import Standard
 
 SCRIPT = ROOT / "scripts" / "gpu_checks.py"
@@ -345,9 +346,9 @@ def test_check_of_bits_fails_for_other_bits(monkeypatch, report, tmp_path, break
     """Of one matrix, of one beside others, of a stack."""
     original = Standard.run
 
-    def broken(self, stack: torch.Tensor, *, is_normalized: bool, **settings) -> torch.Tensor:
-        result = original(self, stack, is_normalized=is_normalized, **settings)
-        return breaks(stack, result) if is_normalized else result
+    def broken(self, stack: torch.Tensor, call: Call) -> torch.Tensor:
+        result = original(self, stack, call)
+        return breaks(stack, result) if call.is_normalized else result
 
     monkeypatch.setattr(Standard, "run", broken)
     newton_schulz_bits.check(CPU, report)

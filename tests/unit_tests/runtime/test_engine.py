@@ -424,9 +424,9 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     log: list[str] = []
     newton_schulz = Standard.run
 
-    def logged(self, stack, **kwargs):
+    def logged(self, stack, call):
         log.append("newton_schulz")
-        return newton_schulz(self, stack, **kwargs)
+        return newton_schulz(self, stack, call)
 
     Standard.run = logged
     settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
