@@ -3,10 +3,14 @@
 """Time every backend of Newton-Schulz on every shape, in one run, as ratios to the standard steps.
 
     .venv/bin/python benchmarks/newton_schulz.py
+    .venv/bin/python benchmarks/newton_schulz.py --memory
 
 On a CPU matrices are fp32, on a GPU bf16. Backends take turns, round after round; a figure is the
 median over rounds. Beside each ratio stands that of their floating-point operations, which is what
 the cost model assumes.
+
+With --memory nothing is timed: printed is the most that is allocated at once, result included, in
+multiples of the matrix. That of the Gram form is the same in fp16, where all of it halves.
 """
 
 import argparse
@@ -18,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_muon.newton_schulz.backend import Call
 from megatron_muon.newton_schulz.registry import BACKENDS, usable_backends
@@ -72,6 +77,28 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def memory(shape: tuple[int, int]) -> dict[str, float]:
+    """Return the peak of each backend on a CPU over the bytes of a normalized matrix."""
+    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
+    call = Call(settings, shape, is_normalized=True)
+    stack = torch.randn(1, *shape).bfloat16() / (shape[0] * shape[1]) ** 0.5
+    found = {}
+    for name in usable_backends("auto", settings, stack.device)[0]:
+        if not BACKENDS[name].takes(*sorted(shape)):
+            continue
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            BACKENDS[name].run(stack, call)
+        events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+        current = peak = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            current += event.nbytes()
+            peak = max(peak, current)
+        # The Gram form works in fp32 here, in 2 bytes on a GPU; the standard steps in bf16.
+        num_bytes = stack.numel() * (4 if "gram" in name else 2)
+        found[name] = peak / num_bytes
+    return found
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the figures as Markdown."""
     names = [name for name in BACKENDS if any(name in row["over_standard"] for row in rows)]
@@ -98,6 +125,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--shapes", nargs="+", metavar="ROWSxCOLS", help="default: by device")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--memory", action="store_true", help="of each backend, on the CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -105,6 +133,11 @@ def main() -> int:
     shapes = SHAPES[device.type]
     if options.shapes:
         shapes = tuple((int(n), int(m)) for n, m in (text.split("x") for text in options.shapes))
+    if options.memory:
+        for shape in shapes:
+            peaks = ", ".join(f"{name} {peak:.1f}" for name, peak in memory(shape).items())
+            print(f"{shape[0]} x {shape[1]}: {peaks}")
+        return 0
     rows = [measure(shape, options.rounds, device) for shape in shapes]
     print(table(rows))
     if options.json:

@@ -126,12 +126,17 @@ class Gram(Backend):
                 if len(coefficients) == 1:
                     return q @ x
                 own_q = self._rows(q, parts_group)
+                del q  # what has a name stays in memory, and each is n x n
             else:
                 own_q = product(own_q, p, own_q, beta=a)
             if number < len(coefficients):
                 half = product(own_r, p, own_r, beta=a)
                 own_r = product(half, p, half, beta=a)
                 r = self._whole(own_r, parts_group)
+                del half
+            del own_p, p
+        # Gone before the product with X, which is the largest.
+        del r, own_r
         assert own_q is not None  # a segment has a step
         return self._whole(own_q, parts_group) @ x
 

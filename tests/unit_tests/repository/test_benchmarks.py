@@ -215,6 +215,12 @@ def test_newton_schulz_times_each_backend_beside_its_operations(tmp_path, monkey
         # a = 2: 8 a + 28 of 20 a + 10.
         assert row["operations_over_standard"]["gram"] == pytest.approx(44 / 50)
     assert "| 16 x 32 |" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["newton_schulz.py", "--memory", "--shapes", "256x256"])
+    assert benchmark.main() == 0
+    found = dict(text.split() for text in capsys.readouterr().out.partition(": ")[2].split(", "))
+    # X and Q X, and of n x n matrices R, P, Q, R P and the next R.
+    assert 6 < float(found["gram"]) < 7.5
+    assert 3 < float(found["standard"]) < 5
 
 
 def test_newton_schulz_error_ranks_the_forms(monkeypatch, capsys):

@@ -72,7 +72,7 @@ COVERED = {
     "test_benchmarks.py::test_optimizer_step_measures_every_peer_and_writes_json",
     ".venv/bin/python benchmarks/checkpoint.py *": "repository/test_benchmarks.py"
     "::test_checkpoint_measures_muon_beside_adam",
-    ".venv/bin/python benchmarks/newton_schulz.py": "repository/test_benchmarks.py"
+    ".venv/bin/python benchmarks/newton_schulz.py*": "repository/test_benchmarks.py"
     "::test_newton_schulz_times_each_backend_beside_its_operations",
     ".venv/bin/python benchmarks/newton_schulz_error.py *": "repository/test_benchmarks.py"
     "::test_newton_schulz_error_ranks_the_forms",
