@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every backend keeps, against the exact polynomial in float64."""
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from emerging_optimizers import triton_kernels
+from emerging_optimizers.utils import fp32_matmul_precision
 from gpu_checks.exact import exact as reference
 from gpu_checks.exact import relative_error, rounded_products
 from helpers.ranks import run_ranks
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from megatron_muon.newton_schulz import gram
 from megatron_muon.newton_schulz.backend import Call
 from megatron_muon.newton_schulz.coefficients import coefficients_of
 from megatron_muon.newton_schulz.gram import Gram
@@ -231,8 +233,8 @@ def test_parts_of_a_split_matrix_are_those_of_the_whole(shape, is_normalized, co
     The collectives are as many as the cost model counts.
     """
     run = run_ranks(2, _run_parts, shape, is_normalized, coefficients).check()
-    for standard, gram, gram_shared in run.results:
-        assert gram < 2.0**-7 and gram_shared < 2.0**-7
+    for standard, whole, shared in run.results:
+        assert whole < 2.0**-7 and shared < 2.0**-7
         # Gram matrices are added in bf16, five times.
         assert standard < 2.0**-5
 
@@ -381,3 +383,35 @@ def test_stack_that_starts_between_loads_of_the_kernels_is_copied():
     with mock.patch.object(triton_kernels, "tsyrk_ex", aligned):
         found = orthogonalized(stack, "symmetric")
     assert torch.equal(found, orthogonalized(stack.clone(), "symmetric"))
+
+
+def test_sums_of_the_gram_form_are_fp32_on_any_machine():
+    """Under "medium", which a step sets, some CPUs multiply fp32 in bf16; a GPU may add in fp16."""
+    seen = []
+
+    def recorded(*args, **kwargs):
+        seen.append(torch.get_float32_matmul_precision())
+        return baddbmm(*args, **kwargs)
+
+    baddbmm = torch.baddbmm
+    with fp32_matmul_precision("medium"), mock.patch.object(torch, "baddbmm", recorded):
+        orthogonalized(normalized(torch.randn(1, 8, 16)).bfloat16(), "gram")
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert set(seen) == {"highest"}
+
+    flags = torch.backends.cuda.matmul
+    names = ("accumulation", "reduced_precision_reduction", "reduced_precision_reduction_split_k")
+
+    def now():
+        return [getattr(flags, f"allow_fp16_{name}") for name in names]
+
+    before = now()
+    try:
+        flags.allow_fp16_reduced_precision_reduction = (True, True)
+        flags.allow_fp16_accumulation = True
+        with gram._fp32_sums(SimpleNamespace(device=torch.device("cuda"))):
+            assert now()[:2] == [False, False]
+        assert now() == [True, True, True]
+    finally:
+        flags.allow_fp16_reduced_precision_reduction = tuple(before[1:])
+        flags.allow_fp16_accumulation = before[0]
