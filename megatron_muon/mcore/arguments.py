@@ -67,8 +67,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="How Newton-Schulz is computed. standard (default): upstream's steps, and bits. "
         "symmetric: Triton kernels compute half of each symmetric product. gram: iterates on the "
         "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
-        "gram_symmetric: the same with quack's kernels. auto: for each shape the cheapest of these "
-        "by the cost model.",
+        "gram_symmetric: the same with quack's kernels. transformer_engine: split matrices by "
+        "cuSOLVERMp. auto: for each shape the cheapest by the cost model.",
     )
     group.add_argument(
         "--muon-fsdp-log-plan",

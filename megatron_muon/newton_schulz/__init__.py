@@ -16,6 +16,8 @@ gram            8 a + 28    iterates on the n x n Gram matrix, and multiplies th
 gram_symmetric  6 a + 14    the same; quack's kernels compute half of each symmetric product
 ==============  ==========  ========================================================================
 
+Of split matrices ``transformer_engine`` leaves the standard steps to cuSOLVERMp.
+
 Files, each importing only those above it::
 
     settings        steps, coefficients, precision and scale
@@ -28,5 +30,6 @@ Files, each importing only those above it::
     gram            the Gram form
     gram_shared     its products shared out among the owners of a split matrix
     gram_symmetric  half of each symmetric product of it
+    transformer_engine  the standard steps of split matrices, by cuSOLVERMp
     registry        all of them by name, and which a job may use
 """

@@ -72,12 +72,14 @@ class Backend(ABC):
             that chooses its tiles by timing may have other bits on another rank.
         is_batched: Whether all matrices of a stack share its launches.
         timed_as: The backend whose measured times of whole matrices stand for it; None for its own.
+        communicates: Whether its kernels do, so that owners of a split matrix must run together.
     """
 
     name: ClassVar[str]
     reference: ClassVar[str | None] = None
     is_batched: ClassVar[bool] = True
     timed_as: ClassVar[str | None] = None
+    communicates: ClassVar[bool] = False
 
     @abstractmethod
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
@@ -97,6 +99,15 @@ class Backend(ABC):
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
         """List what a job lacks for it, a sentence each."""
         return []
+
+    def connect(self, parts_group: "dist.ProcessGroup") -> None:  # noqa: B027
+        """Make what owners of split matrices need to run together, once at construction.
+
+        All ranks of the group call it in the same order.
+
+        Raises:
+            RuntimeError: It cannot be made.
+        """
 
     @abstractmethod
     def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":

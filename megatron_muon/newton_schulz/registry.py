@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All backends by name, and which of them a job may use."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -12,16 +13,25 @@ from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.standard import Standard
 from megatron_muon.newton_schulz.symmetric import Symmetric
+from megatron_muon.newton_schulz.transformer_engine import TransformerEngine
 
 if TYPE_CHECKING:
     import torch
 
-BackendChoice = Literal["standard", "symmetric", "gram", "gram_symmetric", "auto"]
+BackendChoice = Literal[
+    "standard", "symmetric", "gram", "gram_symmetric", "transformer_engine", "auto"
+]
 
-# In the order of preference where two cost the same.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
-    for backend in (Standard(), Symmetric(), Gram(), GramShared(), GramSymmetric())
+    for backend in (
+        Standard(),
+        Symmetric(),
+        Gram(),
+        GramShared(),
+        GramSymmetric(),
+        TransformerEngine(),
+    )
 }
 
 # Of the norm. On random matrices steps in bf16 are off by about 0.005 (docs/newton_schulz.md), and
@@ -30,7 +40,7 @@ _MAX_DIFFERENCE = 0.05
 
 
 def requested_backends(choice: BackendChoice) -> tuple[str, ...]:
-    """Return the backends that a choice lets matrices choose from, by cost.
+    """Return the backends that a choice lets matrices choose from, by cost, then in this order.
 
     Each has one that takes every shape, for those that kernels do not take. The Gram form of split
     matrices may share its products out.
@@ -40,7 +50,9 @@ def requested_backends(choice: BackendChoice) -> tuple[str, ...]:
         "symmetric": (Standard.name, Symmetric.name),
         "gram": (Gram.name, GramShared.name),
         "gram_symmetric": (Gram.name, GramShared.name, GramSymmetric.name),
-        "auto": tuple(BACKENDS),
+        "transformer_engine": (TransformerEngine.name, Standard.name),
+        # What its calls cost is not known: nothing to choose by.
+        "auto": tuple(name for name in BACKENDS if name != TransformerEngine.name),
     }
     return names[choice]
 
@@ -82,18 +94,22 @@ def check_against_reference(backend: Backend, stack: "torch.Tensor", call: Call)
     Args:
         backend: One with a reference.
         stack: Of the shape, dtype and device to run on; its values are not read.
-        call: What it is orthogonalized as, without a group.
+        call: What it is orthogonalized as.
 
     Raises:
         RuntimeError: They differ by more than rounding, with figures.
+
+    Communication: with ``call.parts_group`` that of both backends.
     """
     import torch
+    import torch.distributed as dist
 
     assert backend.reference is not None
     # A generator of its own: Megatron's must be in the same state on tensor-parallel ranks.
-    generator = torch.Generator(stack.device).manual_seed(0)
-    num_rows, num_cols = stack.shape[1:]
-    drawn = torch.empty_like(stack).normal_(std=(num_rows * num_cols) ** -0.5, generator=generator)
+    seed = 0 if call.parts_group is None else dist.get_rank(call.parts_group)
+    generator = torch.Generator(stack.device).manual_seed(seed)
+    std = math.prod(call.whole_shape) ** -0.5
+    drawn = torch.empty_like(stack).normal_(std=std, generator=generator)
     found = backend.run(drawn, call).float()
     expected = BACKENDS[backend.reference].run(drawn, call).float()
     difference = float((found - expected).norm() / expected.norm())
@@ -101,7 +117,7 @@ def check_against_reference(backend: Backend, stack: "torch.Tensor", call: Call)
     if not difference <= _MAX_DIFFERENCE:
         raise RuntimeError(
             f"Newton-Schulz {backend.name}: expected results within {_MAX_DIFFERENCE} of those of "
-            f"{backend.reference} for {num_rows} x {num_cols} matrices, got {difference:.2g} of "
-            f"their norm. Use --muon-fsdp-newton-schulz {backend.reference}, and report it with "
-            "the versions of the kernels."
+            f"{backend.reference} for {stack.shape[1]} x {stack.shape[2]} matrices, got "
+            f"{difference:.2g} of their norm. Use --muon-fsdp-newton-schulz {backend.reference}, "
+            "and report it with the versions of the kernels."
         )

@@ -162,26 +162,46 @@ class Engine:
         Raises:
             RuntimeError: A kernel's results are wrong for a shape, or it fails.
 
-        Communication: none.
+        Communication: none, but for kernels that communicate.
         Memory: one stack, and what Newton-Schulz needs for it twice, until it returns.
         """
-        checked = set()
-        for stacks in (*self._buckets, *(each for local in self._local for each in local)):
-            for stack, tensor in stacks.stacks:
-                part = stack[0]
-                call = self._call(part)
-                backend = self._backends[part.matrix, part.block]
-                key = backend.name, tensor.shape, call.whole_shape
-                if backend.reference is not None and key not in checked:
-                    checked.add(key)
-                    check_against_reference(backend, tensor, call)
+        own_stacks = (*self._buckets, *(each for local in self._local for each in local))
+        stacks = [each for own in own_stacks for each in own.stacks]
+        backends = [self._backends[stack[0].matrix, stack[0].block] for stack, _ in stacks]
+        # By owners: a rank may be in several groups, and all must connect them in one order.
+        for owners, name in sorted(
+            {
+                (stack[0].owners, backend.name)
+                for (stack, _), backend in zip(stacks, backends, strict=True)
+                if len(stack[0].owners) > 1
+            }
+        ):
+            BACKENDS[name].connect(self._parts_groups[owners])
+        checked, problems = set(), []
+        for (stack, tensor), backend in zip(stacks, backends, strict=True):
+            call = self._call(stack[0])
+            # Alone where it can be: a rank whose kernel fails must not leave others waiting.
+            if not backend.communicates:
+                call = dataclasses.replace(call, parts_group=None)
+            key = backend.name, tensor.shape, call.whole_shape, call.parts_group
+            if backend.reference is None or key in checked:
+                continue
+            checked.add(key)
+            try:
+                check_against_reference(backend, tensor, call)
+            except RuntimeError as error:
+                problems.append(str(error))
+        # At the end: the other owners of a split matrix wait for this rank in its next check.
+        if problems:
+            raise RuntimeError(problems[0])
 
     def _call(self, part: Part) -> Call:
-        """Return what a stack of such parts is orthogonalized as, without a group."""
+        """Return what a stack of such parts is orthogonalized as."""
         return Call(
             self._newton_schulz,
             self.plan.matrices[part.matrix].blocks[part.block],
             self.plan.wire.normalizes,
+            self._parts_groups[part.owners] if len(part.owners) > 1 else None,
         )
 
     @property
@@ -267,10 +287,8 @@ class Engine:
         results = []
         for stack, tensor in stacks.stacks:
             part = stack[0]
-            call = self._call(part)
-            if len(part.owners) > 1:
-                call = dataclasses.replace(call, parts_group=self._parts_groups[part.owners])
-            results.append(self._backends[part.matrix, part.block].run(tensor, call))
+            backend = self._backends[part.matrix, part.block]
+            results.append(backend.run(tensor, self._call(part)))
         return results
 
     def _start_scatter(self, index: int, results: Sequence[torch.Tensor]) -> dist.Work | None:

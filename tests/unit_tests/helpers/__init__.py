@@ -12,6 +12,7 @@ toy_gpt             flags of the toy GPT that runs train, by layout
 repairs             runs with and without a repair of upstream's gradients
 checkpoint_runs     runs that save and load
 broken_optimizers   ways to break Muon on purpose
+cusolvermp          a stand-in for Transformer Engine's Newton-Schulz
 forked_losses       short runs with whatever megatron is first on the path
 ==================  ============================================================================
 """

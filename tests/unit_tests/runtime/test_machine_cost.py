@@ -130,6 +130,23 @@ def test_table_that_does_not_fit_is_an_error_on_all(shapes, precision, said, tmp
         assert "rank 0: " in output and said in output
 
 
+def test_table_of_other_segments_does_not_fit():
+    """Another set of coefficients makes the Gram form do other work for the same shape."""
+    import torch
+
+    from megatron_muon.plan.cost import CostModel
+    from megatron_muon.plan.cost_table import CostTable, ShapeTime
+    from megatron_muon.runtime.machine_cost import _table_problems
+
+    cost = CostModel(backends=("gram",), segments=(2, 3))
+    times = (ShapeTime(8, 8, 1, 1.0, "gram"),)
+    precision = torch.get_float32_matmul_precision()
+    for segments, problems in [((2, 3), 0), ((1, 2, 2), 1), ((), 1)]:
+        found = _table_problems(CostTable(5, precision, times, segments), [(8, 8)], cost)
+        assert len(found) == problems
+        assert all(f"got {segments or 'none'}" in problem for problem in found)
+
+
 def _fail_to_measure() -> None:
     import torch
 

@@ -1,0 +1,179 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Split matrices by Transformer Engine, whose function a stand-in replaces: CPU ranks have none."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import cusolvermp
+from helpers.ranks import run_ranks
+from helpers.sharded_muon import build_optimizers, init_group
+from helpers.stacks import orthogonalized, settings
+
+from megatron_muon.newton_schulz.registry import candidates, requested_backends
+from megatron_muon.newton_schulz.transformer_engine import TransformerEngine
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def _split_always() -> None:
+    """Split every matrix, whether it pays or not."""
+    from megatron_muon.plan.assignment import Thresholds, assign
+    from megatron_muon.runtime import owner_compute
+
+    always = Thresholds(longer_than_fair=0, sparse=1e9, worth_splitting=1e9)
+    owner_compute.assign = functools.partial(assign, thresholds=always)
+
+
+def _steps(wire: str, precision: str) -> list[Any]:
+    """Step with torch's products and with the stand-in; return differences and its calls."""
+    import torch.distributed as dist
+
+    _split_always()
+    cusolvermp.install()
+    TransformerEngine.problems = lambda *_: []  # a CPU is one
+    init_group()
+    found = []
+    for backend in ("standard", "transformer_engine"):
+        exchange = {"wire": wire, "newton_schulz": backend}
+        optimizers = build_optimizers(4, {"fp32_matmul_prec": precision}, exchange)
+        for step in range(2):
+            optimizers.set_gradients(step)
+            optimizers.sharded.step()
+        found.append(optimizers.state())
+    differences = sum(
+        not torch.equal(ours, expected)
+        for params, references in zip(found[1], found[0], strict=True)
+        for ours, expected in zip(params, references, strict=True)
+    )
+    plan = optimizers.sharded.computes[0].plan
+    own = [
+        owners
+        for matrix, owners in zip(plan.matrices, plan.owners, strict=True)
+        for shape in matrix.blocks
+        if dist.get_rank() in owners
+        and plan.cost.backend_of(*shape, len(owners)) == "transformer_engine"
+    ]
+    dist.destroy_process_group()
+    return [differences, len(own), len(set(own)), cusolvermp.calls]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("wire", "precision"), [("bf16", "medium"), ("fp32", "highest")])
+def test_split_matrices_go_through_one_call(wire, precision):
+    """With upstream's bits; contexts live from construction to the end of their groups."""
+    for differences, num_own, num_groups, calls in (
+        run_ranks(4, _steps, wire, precision).check().results
+    ):
+        assert differences == 0
+        assert num_own > 0
+        assert calls[:num_groups] == ["create"] * num_groups
+        assert calls[-num_groups:] == ["destroy"] * num_groups
+        # Two steps, and the comparison at construction, which matrices of one shape share.
+        middle = calls[num_groups:-num_groups]
+        assert set(middle) == {"newton_schulz"}
+        assert 2 * num_own < len(middle) <= 3 * num_own
+
+
+def _zeros_and_a_tall_matrix() -> list[bool]:
+    import torch.distributed as dist
+
+    from megatron_muon.newton_schulz.registry import BACKENDS
+
+    cusolvermp.install()
+    init_group()
+    group = dist.group.WORLD
+    # Dense matrices and experts may have the same owners.
+    for _ in range(2):
+        BACKENDS["transformer_engine"].connect(group)
+    options = {"whole_shape": (32, 8), "parts_group": group}
+    zeros = torch.zeros(1, 16, 8, dtype=torch.bfloat16)
+    drawn = torch.randn(1, 16, 8).div(32).bfloat16()
+    before = drawn.clone()
+    found = orthogonalized(drawn, "transformer_engine", **options)
+    broken = drawn * (torch.nan if dist.get_rank() else 1)
+    result = [
+        not orthogonalized(zeros, "transformer_engine", **options).any(),
+        torch.equal(found, orthogonalized(drawn, "standard", **options)),
+        torch.equal(drawn, before),
+        bool(orthogonalized(broken, "transformer_engine", **options).isnan().all()),
+    ]
+    dist.destroy_process_group()
+    return [*result, cusolvermp.calls[:2] == ["create", "newton_schulz"]]
+
+
+@pytest.mark.ranks
+def test_zeros_stay_zeros_and_what_comes_in_stays_as_it_is():
+    """A tall matrix is transposed on the way; NaN is not taken for zero."""
+    assert run_ranks(2, _zeros_and_a_tall_matrix).check().results == [[True] * 5] * 2
+
+
+def _build_without_the_library(fails_on: int | None) -> None:
+    import torch.distributed as dist
+
+    def refuse(self, group):
+        raise RuntimeError("newton_schulz requires building with NVTE_WITH_CUSOLVERMP=1\nC++ trace")
+
+    right = cusolvermp.newton_schulz
+
+    def wrong(part, context, num_iterations, coefficients):
+        right(part, context, num_iterations, coefficients)
+        if dist.get_rank() == fails_on:
+            part.mul_(0.5)
+
+    if fails_on is None:
+        cusolvermp.CusolverMpCtx.__init__ = refuse
+    else:
+        cusolvermp.newton_schulz = wrong
+    _split_always()
+    cusolvermp.install()
+    TransformerEngine.problems = lambda *_: []
+    init_group()
+    build_optimizers(4, exchange={"newton_schulz": "transformer_engine"})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("fails_on", "said"),
+    [
+        (
+            None,
+            "expected Transformer Engine built with NVTE_WITH_CUSOLVERMP=1, and an NCCL process "
+            "group, got newton_schulz requires building with",
+        ),
+        (1, "transformer_engine: expected results within 0.05 of those of standard for "),
+    ],
+    ids=["not_built", "wrong_on_one_rank"],
+)
+def test_library_that_does_not_serve_is_an_error_on_all(fails_on, said):
+    """At construction; a rank with a wrong result first joins the others' comparisons."""
+    run = run_ranks(4, _build_without_the_library, fails_on, timeout_s=60.0)
+    assert run.exit_codes == [1] * 4
+    for output in run.outputs:
+        assert said in output and "No optimizer was built" in output
+
+
+def test_it_takes_matrices_that_are_split_evenly():
+    """All others stay standard; auto leaves it out, as its cost is not known."""
+    backends = requested_backends("transformer_engine")
+    assert candidates(backends, 64, 96, 4) == ["transformer_engine", "standard"]
+    assert candidates(backends, 64, 96) == candidates(backends, 64, 98, 4) == ["standard"]
+    assert "transformer_engine" not in requested_backends("auto")
+
+
+def test_what_a_machine_lacks_is_said():
+    """By name, with what was expected and what came."""
+    lacking = TransformerEngine().problems(settings(), CPU)
+    assert lacking[0].startswith("expected Transformer Engine 2.19 or later, got ModuleNotFound")
+    assert lacking[1] == "expected a GPU, got cpu ranks"
+    with mock.patch.dict("sys.modules"):
+        cusolvermp.install()
+        import transformer_engine
+
+        assert TransformerEngine().problems(settings(), GPU) == []
+        transformer_engine.__version__ = "2.18.1+abc"
+        (old,) = TransformerEngine().problems(settings(), GPU)
+        assert old == "expected Transformer Engine 2.19 or later, got 2.18.1+abc"
