@@ -179,7 +179,7 @@ def count_step() -> dict[str, Any]:
 
 
 def _name(child: Any) -> str:
-    return "Muon" if hasattr(child.optimizer, "computes") else type(child.optimizer).__name__
+    return "Muon" if hasattr(child.optimizer, "compute") else type(child.optimizer).__name__
 
 
 def figures(counted: dict[str, Any], parts: list[str]) -> dict[str, float]:

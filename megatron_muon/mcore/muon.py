@@ -4,7 +4,7 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,16 +60,15 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     Communication: at construction a flag over all ranks and a hash, and see
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: a flag over all
-        ranks, and that of ``orthogonalize`` of each of :attr:`computes`.
+        ranks, and that of ``orthogonalize`` of :attr:`compute`.
     Memory: one momentum element for each local parameter element, in the parameter's dtype; while
-        a step runs, what each :class:`~megatron_muon.runtime.engine.Engine` stages.
+        a step runs, what :class:`~megatron_muon.runtime.engine.Engine` stages.
     """
 
     # Whether step() starts by agreeing that gradients are complete and finite.
     # FSDPMuonChainedOptimizer turns it off, and checks gradients of all its optimizers together.
     checks_gradients: bool
-    # One for experts and one for dense matrices, experts first; a single one with all_gather.
-    computes: list[OwnerCompute | AllGatherCompute]
+    compute: OwnerCompute | AllGatherCompute
     # Estimated Newton-Schulz seconds of this rank, the initial load included.
     load_s: float
     exchange: ExchangeSettings
@@ -110,31 +109,29 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             "kinds of Muon parameters, and settings",
         )
         if self.exchange.mode == "owner":
-            self.computes = [*self._owner_computes(newton_schulz)]
+            self.compute = self._owner_compute(newton_schulz)
+            self.load_s = self.compute.load_s
         else:
             by_param = {param: matrices[param] for param in self._params}
-            self.computes = [AllGatherCompute(by_param, self._orthogonalize_whole, self._device)]
+            self.compute = AllGatherCompute(by_param, self._orthogonalize_whole, self._device)
         for param_group in self.param_groups:
             self._init_group(param_group, skip_non_grad_params=False)
 
-    def _owner_computes(self, newton_schulz: NewtonSchulzSettings) -> Iterator[OwnerCompute]:
+    def _owner_compute(self, newton_schulz: NewtonSchulzSettings) -> OwnerCompute:
         """Plan experts first: they mostly lie whole on a rank, and dense matrices fill the rest.
 
         Without expert parallelism both kinds are in one optimizer, over groups of their own.
         """
-        for params in (self._of_kind(True), self._of_kind(False)):
-            if params:
-                # Shapes may be timed here, which has to be done as a step does it.
-                with fp32_matmul_precision(self.fp32_matmul_prec):
-                    compute = OwnerCompute(
-                        [self._owned(param) for param in params],
-                        newton_schulz,
-                        self.exchange,
-                        initial_load_s=self.load_s,
-                        device=self._device,
-                    )
-                self.load_s = compute.load_s
-                yield compute
+        kinds = [self._of_kind(True), self._of_kind(False)]
+        # Shapes may be timed here, which has to be done as a step does it.
+        with fp32_matmul_precision(self.fp32_matmul_prec):
+            return OwnerCompute(
+                [[self._owned(param) for param in params] for params in kinds if params],
+                newton_schulz,
+                self.exchange,
+                initial_load_s=self.load_s,
+                device=self._device,
+            )
 
     def _of_kind(self, is_expert: bool) -> list[Any]:
         return [p for p in self._params if getattr(p, "expert_tp", False) is is_expert]
@@ -223,9 +220,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             for param, rows in momentum.items()
         }
         with fp32_matmul_precision(self.fp32_matmul_prec):
-            for compute in self.computes:
-                for params in compute.orthogonalize(momentum, results):
-                    self._apply(params)
+            for params in self.compute.orthogonalize(momentum, results):
+                self._apply(params)
 
     def parameter_changes(self) -> list[str]:
         """List what has changed about the parameters since construction, a sentence each."""

@@ -54,12 +54,14 @@ Files, each importing only those above it::
     balance            places matrices on ranks up to a capacity
     assignment         the owners of every matrix
     routes             where each rectangle of a matrix goes
-    pipeline_estimate  how long the buckets take, one behind the other
+    schedule           the order of a step
+    step_estimate      how long a step takes
     buckets            which matrices travel together
     exchange_plan      the plan of a domain, checked
     staging            memory of a step: what is alive when, and where it lies
-    rank_plan          one rank's stacks and messages
-    report             what a plan means for each rank, in numbers
+    rank_plan          one rank's stacks and messages of one plan
+    rank_schedule      what one rank does in a step, over all its plans
+    report             what plans mean for each rank, in numbers
     preview/           plans of jobs that do not run
 """
 

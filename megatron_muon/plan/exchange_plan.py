@@ -3,7 +3,7 @@
 """The plan of a domain: who owns what, and what travels together. Built once, integers only."""
 
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,13 @@ from megatron_muon.plan.buckets import TravellingMatrix, choose_buckets
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import Route, Transfer, routes_of, transfers_of
+from megatron_muon.plan.schedule import Depth
+from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds
 from megatron_muon.plan.wire import Wire
+
+# Buffers of a bucket's size that a step has room for: more gathers and scatters are under way only
+# up to there. One bucket at a time takes up to six, see staging.py.
+STAGED_BUFFERS = 8
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,10 @@ class ExchangePlan:
         local: Indices of the local matrices, ascending.
         buckets: Indices of the matrices of each bucket, ascending.
         max_numel: Most elements that a rank stages in one bucket.
-        predicted_step_s: Estimated seconds of a step.
+        seconds: What each bucket takes.
+        depth: How many buckets are under way.
+        predicted_step_s: Estimated seconds of a step, with what ranks do besides this plan.
+        bound_s: Seconds that it takes at least with these owners, whatever the buckets are.
 
     Raises:
         ValueError: A matrix is in no bucket or in several, has no owner or one outside of its
@@ -46,7 +55,10 @@ class ExchangePlan:
     local: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
     max_numel: int
+    seconds: tuple[BucketSeconds, ...]
+    depth: Depth
     predicted_step_s: float
+    bound_s: float
 
     @classmethod
     def build(
@@ -73,25 +85,38 @@ class ExchangePlan:
         owners = assignment.owners
         local = [i for i, matrix in enumerate(matrices) if _is_local(matrix, owners[i])]
         travelling = [
-            TravellingMatrix.of(index, matrix, owners[index], cost)
+            TravellingMatrix.of(index, matrix, owners[index], cost, wire)
             for index, matrix in enumerate(matrices)
             if not _is_local(matrix, owners[index])
         ]
-        local_load_s: dict[int, float] = defaultdict(float)
-        for index in local:
-            local_load_s[owners[index][0]] += matrix_seconds(matrices[index], cost)
+        # What is left of a rank's load needs no other rank: local matrices, and other plans, whose
+        # rounds come between those of this one.
+        local_load_s = dict(assignment.load_s)
+        for matrix in travelling:
+            for owner in matrix.owners:
+                local_load_s[owner] = max(0.0, local_load_s[owner] - matrix.load_s)
         # No bucket can be smaller than the largest matrix.
         max_numel = max([bucket_numel, *(matrix.staged_elements for matrix in travelling)])
-        buckets, seconds = choose_buckets(travelling, local_load_s, cost, wire, max_numel=max_numel)
+        buckets = choose_buckets(
+            travelling,
+            _ranks_of(matrices),
+            local_load_s,
+            wire,
+            max_numel=max_numel,
+            staging_bytes=STAGED_BUFFERS * bucket_numel * wire.gather_bytes,
+        )
         return cls(
             matrices=tuple(matrices),
             assignment=assignment,
             cost=cost,
             wire=wire,
             local=tuple(local),
-            buckets=tuple(map(tuple, buckets)),
+            buckets=tuple(map(tuple, buckets.matrices)),
             max_numel=max_numel,
-            predicted_step_s=seconds,
+            seconds=buckets.seconds,
+            depth=buckets.depth,
+            predicted_step_s=buckets.step_s,
+            bound_s=buckets.bound_s,
         )
 
     def __post_init__(self) -> None:
@@ -129,6 +154,11 @@ class ExchangePlan:
     def owners(self) -> tuple[tuple[int, ...], ...]:
         """Owners of each matrix."""
         return self.assignment.owners
+
+    @property
+    def plan_seconds(self) -> PlanSeconds:
+        """What the plan takes."""
+        return PlanSeconds(_ranks_of(self.matrices), self.seconds, self.depth)
 
     # Not stored: it follows from the other fields, and a stored copy could disagree with them.
     @cached_property
@@ -171,6 +201,11 @@ class ExchangePlan:
             f"by {' '.join(self.backend(index, block) for block in range(len(matrix.blocks)))}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
+
+
+def _ranks_of(matrices: Sequence[MatrixLayout]) -> list[int]:
+    # Most matrices have one tuple of ranks: thousands of them are not gone through.
+    return sorted(set().union(*{matrix.ranks for matrix in matrices}))
 
 
 def _is_local(matrix: MatrixLayout, owners: tuple[int, ...]) -> bool:

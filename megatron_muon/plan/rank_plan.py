@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Part, Route, parts_of
-from megatron_muon.plan.staging import BucketSizes, StagingLayout
+from megatron_muon.plan.schedule import Depth
+from megatron_muon.plan.staging import BucketSizes, PlanStaging
 from megatron_muon.plan.wire import Wire
 
 # A stack that is padded by more costs more than the call that it saves.
@@ -81,14 +82,19 @@ class RankPlan:
     """What one rank does: its local matrices, and its share of every bucket.
 
     Args:
-        local: Stacks of local matrices to orthogonalize before each bucket, while its rows travel,
-            one by one; one entry where there are no buckets.
+        local: Stacks of local matrices, one by one.
+        local_load_s: Newton-Schulz seconds of each of them.
         buckets: Every bucket of the plan, also those the rank has no part in: it joins all
             collectives.
+        bucket_load_s: Newton-Schulz seconds of what the rank owns of each bucket.
+        depth: How many buckets are under way.
     """
 
-    local: tuple[tuple[OwnedStacks, ...], ...]
+    local: tuple[OwnedStacks, ...]
+    local_load_s: tuple[float, ...]
     buckets: tuple[RankBucket, ...]
+    bucket_load_s: tuple[float, ...]
+    depth: Depth
 
     @classmethod
     def build(cls, plan: ExchangePlan, rank: int) -> "RankPlan":
@@ -98,17 +104,21 @@ class RankPlan:
             plan: The plan of its domain.
             rank: Rank of the job.
         """
+        local = _local_stacks(plan, rank)
         return cls(
-            local=_local_stacks(plan, rank),
+            local=local,
+            local_load_s=tuple(_stack_seconds(plan, owned.stacks[0]) for owned in local),
             buckets=tuple(_rank_bucket(plan, bucket, rank) for bucket in plan.buckets),
+            bucket_load_s=tuple(bucket.load_s.get(rank, 0.0) for bucket in plan.seconds),
+            depth=plan.depth,
         )
 
-    def staging(self, wire: Wire) -> StagingLayout:
-        """Lay out the memory that a step stages in."""
-        local = [owned.num_elements for stacks in self.local for owned in stacks]
-        return StagingLayout.build(
+    def staging(self, wire: Wire) -> PlanStaging:
+        """Return what the plan stages in a step, in bytes."""
+        return PlanStaging(
             [bucket.num_elements.in_bytes(wire) for bucket in self.buckets],
-            max(local, default=0) * wire.gather_bytes,
+            max((owned.num_elements for owned in self.local), default=0) * wire.gather_bytes,
+            self.depth,
         )
 
 
@@ -116,32 +126,20 @@ def _num_elements(messages: Messages) -> int:
     return sum(route.num_elements for routes in messages.values() for route in routes)
 
 
-def _local_stacks(plan: ExchangePlan, rank: int) -> tuple[tuple[OwnedStacks, ...], ...]:
-    """Deal stacks of local matrices out to the buckets in which the rank has the least to do.
-
-    Stacks, not matrices: matrices that were dealt out first would make smaller stacks.
-    """
+def _local_stacks(plan: ExchangePlan, rank: int) -> tuple[OwnedStacks, ...]:
+    """Return the stacks of local matrices one by one, each with its routes."""
     mine = [index for index in plan.local if plan.owners[index] == (rank,)]
-    load_s = [
-        sum(plan.matrix_load_s[index] for index in bucket if rank in plan.owners[index])
-        for bucket in plan.buckets
-    ] or [0.0]
-    dealt: list[list[OwnedStacks]] = [[] for _ in load_s]
     all_stacks = _owned_stacks(plan, mine, rank)
     of_part: dict[tuple[int, int], list[Route]] = defaultdict(list)
     for route in all_stacks.kept:
         of_part[route.matrix, route.block].append(route)
-    for stack, room in sorted(
-        zip(all_stacks.stacks, all_stacks.rooms, strict=True),
-        # Longest first, always to the quietest bucket: the usual greedy rule for even loads.
-        key=lambda item: -_stack_seconds(plan, item[0]),
-    ):
-        quietest = min(range(len(load_s)), key=lambda number: (load_s[number], number))
-        load_s[quietest] += _stack_seconds(plan, stack)
-        kept = [route for part in stack for route in of_part[part.matrix, part.block]]
-        dealt[quietest].append(OwnedStacks((stack,), (room,), tuple(kept)))
     return tuple(
-        tuple(sorted(stacks, key=lambda owned: owned.stacks[0][0][:2])) for stacks in dealt
+        OwnedStacks(
+            (stack,),
+            (room,),
+            tuple(route for part in stack for route in of_part[part.matrix, part.block]),
+        )
+        for stack, room in zip(all_stacks.stacks, all_stacks.rooms, strict=True)
     )
 
 

@@ -2,25 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that a step stages in: which buffer is alive when, and where it lies in one arena.
 
-A step with buckets 0, 1, ... runs in rounds. In round ``i``::
-
-    moment  what happens
-    0       local matrices are orthogonalized, one stack after the other
-    1       the gather of bucket i has arrived; rows of bucket i + 1 are packed, its gather starts
-    2       rows of bucket i are copied to its stacks and orthogonalized, into new memory
-    3       the scatter of bucket i - 1 has arrived, and is applied
-    4       results of bucket i are packed, its scatter starts
-
-Buffers that are not alive at the same moment may lie in the same place.
+Buffers that are not alive at the same moment of a step, see :mod:`megatron_muon.plan.schedule`, may
+lie in the same place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_muon.plan.schedule import Depth, Round, rounds_of
 from megatron_muon.plan.wire import Wire
 
 _MOMENTS = 5  # of a round
+_BEFORE = -1  # the moment in which the first gathers start
 # Source: CUDA's allocations are aligned to 256 bytes. Kernels that read 16 bytes at once, and
 # cuBLAS's fast ones, need less.
 _ALIGNMENT = 256
@@ -61,52 +55,87 @@ class _Lifetime(NamedTuple):
         return self.first <= other.last and other.first <= self.last
 
 
+class PlanStaging(NamedTuple):
+    """What one rank stages for one of its plans.
+
+    Args:
+        buckets: Bytes of the buffers of each bucket.
+        local_bytes: Bytes of the largest stack of local matrices.
+        depth: How many buckets are under way.
+    """
+
+    buckets: Sequence[BucketSizes]
+    local_bytes: int
+    depth: Depth
+
+
 @dataclass(frozen=True)
 class StagingLayout:
     """Places of all buffers of one rank in one arena.
 
     Args:
-        buckets: First byte of each buffer, for each bucket.
-        local: First byte of the stack of local matrices, for each round. Stacks of a round share
-            it: they are orthogonalized one after the other.
+        buckets: First byte of each buffer, for each bucket of each plan.
+        local: First byte of the stack of local matrices, for each round and for the end. Stacks of
+            a round share it: they are orthogonalized one after the other.
         num_bytes: Size of the arena: the most that is alive at one moment, and what buffers of
             different sizes leave unused between them.
     """
 
-    buckets: tuple[BucketSizes, ...]
+    buckets: tuple[tuple[BucketSizes, ...], ...]
     local: tuple[int, ...]
     num_bytes: int
 
     @classmethod
-    def build(cls, buckets: Sequence[BucketSizes], local_bytes: int) -> "StagingLayout":
+    def build(cls, plans: Sequence[PlanStaging]) -> "StagingLayout":
         """Place the buffers.
 
         Args:
-            buckets: Bytes of the buffers of each bucket.
-            local_bytes: Bytes of the largest stack of local matrices, which may be due in any
-                round. Without buckets there is one round.
+            plans: What the rank stages for each of its plans.
         """
-        num_rounds = max(1, len(buckets))
-        sizes = [size for bucket in buckets for size in bucket]
-        lifetimes = [each for index in range(len(buckets)) for each in _lifetimes(index)]
-        lifetimes += [_Lifetime(_MOMENTS * i, _MOMENTS * i) for i in range(num_rounds)]
-        offsets, num_bytes = _place([*sizes, *[local_bytes] * num_rounds], lifetimes)
-        of_buckets, of_local = offsets[: len(sizes)], offsets[len(sizes) :]
+        rounds = rounds_of([len(plan.buckets) for plan in plans])
+        position = {turn: number for number, turn in enumerate(rounds)}
+        buckets = [
+            (number, bucket, plan)
+            for number, plan in enumerate(plans)
+            for bucket in range(len(plan.buckets))
+        ]
+        sizes = [size for _, bucket, plan in buckets for size in plan.buckets[bucket]]
+        lifetimes = [
+            each
+            for number, bucket, plan in buckets
+            for each in _lifetimes(Round(number, bucket), position, plan.depth)
+        ]
+        # Local matrices may be due in any round, and at the end.
+        num_turns = len(rounds) + 1
+        sizes += [max((plan.local_bytes for plan in plans), default=0)] * num_turns
+        lifetimes += [_Lifetime(_MOMENTS * i, _MOMENTS * i) for i in range(num_turns)]
+        offsets, num_bytes = _place(sizes, lifetimes)
         width = len(BucketSizes._fields)
+        places = iter(
+            BucketSizes(*offsets[width * index : width * (index + 1)])
+            for index in range(len(buckets))
+        )
         return cls(
-            tuple(
-                BucketSizes(*of_buckets[start : start + width])
-                for start in range(0, len(of_buckets), width)
-            ),
-            tuple(of_local),
+            tuple(tuple(next(places) for _ in plan.buckets) for plan in plans),
+            tuple(offsets[width * len(buckets) :]),
             num_bytes,
         )
 
 
-def _lifetimes(bucket: int) -> list[_Lifetime]:
-    """Return when the buffers of a bucket are alive, in the order of :class:`BucketSizes`."""
-    now = _MOMENTS * bucket
-    packed, scattered = now - _MOMENTS + 1, now + _MOMENTS + 3
+def _lifetimes(turn: Round, position: Mapping[Round, int], depth: Depth) -> list[_Lifetime]:
+    """Return when the buffers of a bucket are alive, in the order of :class:`BucketSizes`.
+
+    Args:
+        turn: Of the bucket.
+        position: Position of each turn among the rounds.
+        depth: Of its plan.
+    """
+    now = _MOMENTS * position[turn]
+    starting = Round(turn.plan, turn.bucket - depth.ahead)
+    packed = _MOMENTS * position[starting] + 1 if starting in position else _BEFORE
+    finishing = Round(turn.plan, turn.bucket + depth.behind)
+    # What is waited for after the last round outlives the local matrices there.
+    scattered = _MOMENTS * position.get(finishing, len(position)) + 3
     return [
         # Its gather is waited for before the next one is packed, in moment 1.
         _Lifetime(packed, now),

@@ -14,8 +14,9 @@ Files, each importing only those above it::
     stacks              the parts that a rank owns, in memory
     norms               norms of blocks, summed in float64
     local_rows          this rank's rows: read normalized, written scaled
-    engine              runs a plan: local rows in, orthogonalized local rows out
+    plan_buckets        messages and stacks of one plan
+    engine              runs the plans of a rank: local rows in, orthogonalized local rows out
     all_gather_compute  every matrix on every rank: the simple way
-    owner_compute       domain, plan and engine for the parameters of one optimizer
+    owner_compute       domains, plans and engine for the parameters of one optimizer
     dtensor_layout      local rows of a DTensor, and its row shards outside of Megatron-FSDP
 """

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Plan and engine for the parameters of one Muon optimizer."""
+"""Plans and engine for the parameters of one Muon optimizer."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +20,7 @@ from megatron_muon.runtime.domain import Domain, find_domain, new_groups
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.machine_cost import machine_cost
+from megatron_muon.runtime.plan_buckets import PlanOfRank
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class OwnedParameter:
 
 
 class OwnerCompute:
-    """Orthogonalize the parameters of an optimizer, each on one rank of their domain.
+    """Orthogonalize the parameters of an optimizer, each on one rank of its domain.
 
     A parameter that tensor-parallel ranks replicate, such as a router, is one matrix for each of
     them, as it is upstream. Equal gradients keep these copies equal: each is orthogonalized whole
@@ -56,7 +57,8 @@ class OwnerCompute:
     wire may differ, as rarely as docs/numerics.md says.
 
     Args:
-        parameters: In the same order on all ranks.
+        kinds: Parameters of each kind, experts or dense matrices, in the same order on all ranks.
+            Those of one kind are sharded over the same groups.
         newton_schulz: Steps, coefficients, precision and scale.
         settings: Wire, sizes and cost model.
         initial_load_s: Newton-Schulz seconds of this rank in other optimizers.
@@ -68,27 +70,48 @@ class OwnerCompute:
             that are no whole number of query groups, when ranks came to different plans, or when
             one of them lacks memory for the engine or a kernel for Newton-Schulz.
 
-    Communication: at construction an all-gather of 72 bytes a rank, three flags and a hash, lists
-        of ranks and of differences as objects, and new process groups where a domain or a split
-        matrix needs one. One element is all-reduced in each group of a split matrix. Two
-        collectives send one from each rank to those that it will send to. A choice of
+    Communication: at construction a flag, and for each kind an all-gather of 72 bytes a rank, two
+        flags and a hash, lists of ranks and of differences as objects, and new process groups where
+        a domain or a split matrix needs one. One element is all-reduced in each group of a split
+        matrix. Two collectives send one from each rank to those that it will send to. A choice of
         Newton-Schulz takes one flag and lists of names more, measured times one flag and one
         broadcast.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
-    plan: ExchangePlan
+    plans: list[ExchangePlan]  # of each kind
     load_s: float  # Newton-Schulz seconds of this rank, the initial load included
 
     def __init__(
         self,
-        parameters: Sequence[OwnedParameter],
+        kinds: Sequence[Sequence[OwnedParameter]],
         newton_schulz: NewtonSchulzSettings,
         settings: ExchangeSettings,
         *,
         initial_load_s: float,
         device: torch.device,
     ) -> None:
+        self.load_s = initial_load_s
+        of_rank = [self._plan(kind, newton_schulz, settings, device) for kind in kinds]
+        self.plans = [each.plan for each in of_rank]
+
+        def build() -> Engine:
+            """Build the engine of this rank, ready to run."""
+            engine = Engine(of_rank, newton_schulz, rank=dist.get_rank(), device=device)
+            engine.check_kernels()
+            return engine
+
+        self._engine = _build_together(build, settings, device)
+        self._engine.connect()
+
+    def _plan(
+        self,
+        parameters: Sequence[OwnedParameter],
+        newton_schulz: NewtonSchulzSettings,
+        settings: ExchangeSettings,
+        device: torch.device,
+    ) -> PlanOfRank:
+        """Plan the exchange of one kind of parameters, and add its load to this rank's."""
         raise_where_any_rank_fails(_problems(parameters), None, device, "No optimizer was built.")
         # All parameters share these groups, which was just checked. A tensor group is found on
         # those that are joined.
@@ -99,41 +122,24 @@ class OwnerCompute:
             tensor_groups[0] if tensor_groups else None,
             first.replica_group,
             first.holder_group,
-            initial_load_s=initial_load_s,
+            initial_load_s=self.load_s,
             device=device,
         )
         rank = dist.get_rank()
         matrices, own_parameters = _lay_out(parameters, domain)
-        self.plan = _build_plan(matrices, newton_schulz, settings, domain, device)
-        self.load_s = self.plan.assignment.load_s[rank]
+        plan = _build_plan(matrices, newton_schulz, settings, domain, device)
+        self.load_s = plan.assignment.load_s[rank]
         if domain.group is not None:
             # Every rank has built the plan by itself. Comparing hashes here turns what would be a
             # hang in the first step into an error that names the first difference.
-            entries = [f"{settings} {newton_schulz.steps} steps {self.plan.wire}"]
-            entries += self.plan.entries()
+            entries = [f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.depth}"]
+            entries += plan.entries()
             raise_where_ranks_differ(entries, domain.group, device, "Muon exchange plan")
-        parts_groups = _parts_groups(self.plan, rank, device)
-
-        def build() -> Engine:
-            """Build the engine of this rank, ready to run."""
-            engine = Engine(
-                self.plan,
-                newton_schulz,
-                own_parameters,
-                rank=rank,
-                group=domain.group,
-                parts_groups=parts_groups,
-                device=device,
-            )
-            engine.check_kernels()
-            return engine
-
-        self._engine = _build_together(build, settings, device)
-        self._engine.connect()
         # Other ranks have no handler; further domains of the same kind look alike.
         if settings.log_plan and rank == domain.ranks[0]:
-            for line in log_lines(self.plan):
+            for line in log_lines(plan):
                 logger.info("%s", line)
+        return PlanOfRank(plan, own_parameters, domain.group, _parts_groups(plan, rank, device))
 
     @property
     def staging_bytes(self) -> int:

@@ -156,7 +156,7 @@ def _compare(problem: Any, kind: str) -> dict[str, Any]:
                 difference = max(
                     difference, reference.relative_difference(found[step][index], result)
                 )
-    plan = run.compute.plan
+    (plan,) = run.compute.plans
     return {
         "grid": "x".join(map(str, problem.grid)),
         "kind": kind,

@@ -95,7 +95,7 @@ def _measure(device: Device, is_tiny: bool) -> dict[str, float]:
     before = torch.cuda.memory_allocated()
     run = OwnerRun(problem)
     built = torch.cuda.memory_allocated() - before
-    plan = run.compute.plan
+    (plan,) = run.compute.plans
     rows = run.rows(0)
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

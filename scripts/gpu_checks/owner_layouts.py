@@ -168,7 +168,7 @@ class OwnerRun:
             reference.STEPS, reference.COEFFICIENTS, problem.precision == "medium", scale
         )
         self.compute = OwnerCompute(
-            owned,
+            [owned],
             settings,
             ExchangeSettings(**problem.exchange),
             initial_load_s=0.0,
@@ -179,7 +179,7 @@ class OwnerRun:
 
     def _delay(self, before_read: Callable[[], None]) -> None:
         """Call what delays this rank in front of each read of rows."""
-        rows: Any = self.compute._engine._rows
+        rows: Any = self.compute._engine._plans[0]._rows
         read = rows.read
 
         def delayed(targets: Sequence[tuple[Any, torch.Tensor]]) -> None:

@@ -60,9 +60,9 @@ def skip_newton_schulz() -> None:
 
 def orthogonalize_local_rows() -> None:
     """Owners see zeros in place of the rows of other ranks."""
-    from megatron_muon.runtime.engine import Engine
+    from megatron_muon.runtime.plan_buckets import PlanBuckets
 
-    original = Engine._orthogonalize_gathered
+    original = PlanBuckets.orthogonalize
 
     def without_arrivals(self: Any, index: int) -> Any:
         """Clear what arrived."""
@@ -70,4 +70,4 @@ def orthogonalize_local_rows() -> None:
             rows.zero_()
         return original(self, index)
 
-    Engine._orthogonalize_gathered = without_arrivals
+    PlanBuckets.orthogonalize = without_arrivals

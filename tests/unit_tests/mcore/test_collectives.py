@@ -67,9 +67,10 @@ def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
         else:
             optimizer.step()
     (plan,) = (
-        owner_compute.plan
+        plan
         for child in optimizer.chained_optimizers
-        for owner_compute in getattr(child.optimizer, "computes", [])
+        if hasattr(child.optimizer, "compute")
+        for plan in child.optimizer.compute.plans
     )
     return [construction, log, len(plan.buckets), sum(len(m.blocks) for m in plan.matrices)]
 

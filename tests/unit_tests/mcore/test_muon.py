@@ -77,7 +77,7 @@ def test_replicas_and_tensor_parallel_ranks_share_the_work(num_shards, grid, wir
 def _parameters_with_copies(tp_mode: str) -> list[str]:
     init_group()
     built = build_optimizers(2, {"tp_mode": tp_mode}, num_tensor_ranks=2)
-    return [m.fqn for m in built.sharded.computes[0].plan.matrices if m.has_copies]
+    return [m.fqn for m in built.sharded.compute.plans[0].matrices if m.has_copies]
 
 
 @pytest.mark.parametrize(

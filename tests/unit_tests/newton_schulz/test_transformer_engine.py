@@ -49,7 +49,7 @@ def _steps(wire: str, precision: str) -> list[Any]:
         for params, references in zip(found[1], found[0], strict=True)
         for ours, expected in zip(params, references, strict=True)
     )
-    plan = optimizers.sharded.computes[0].plan
+    plan = optimizers.sharded.compute.plans[0]
     own = [
         owners
         for matrix, owners in zip(plan.matrices, plan.owners, strict=True)

@@ -15,7 +15,7 @@ from megatron_muon.plan import ExchangePlan, RankPlan, Route
 from megatron_muon.plan.assignment import Assignment, assign
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
-from megatron_muon.plan.pipeline_estimate import pipeline_seconds
+from megatron_muon.plan.rank_schedule import RankSchedule
 from megatron_muon.plan.report import build_report
 from megatron_muon.plan.routes import parts_of
 from megatron_muon.plan.wire import Wire
@@ -150,8 +150,7 @@ def test_bucket_size_bounds_what_a_rank_owns_at_once(matrices, bucket_numel):
     replicas = max(len(region.holders) for matrix in matrices for region in matrix.regions)
     for rank in matrices[0].ranks:
         rank_plan = RankPlan.build(plan, rank)
-        assert len(rank_plan.local) == max(1, len(plan.buckets))
-        work = [(owned, 0) for groups in rank_plan.local for owned in groups]
+        work = [(owned, 0) for owned in rank_plan.local]
         for bucket in rank_plan.buckets:
             sends = bucket.scatter_sends.values()
             work.append((bucket.owned, sum(r.num_elements for routes in sends for r in routes)))
@@ -175,8 +174,7 @@ def test_every_matrix_is_orthogonalized_by_its_owners_and_nobody_else(matrices, 
     found = Counter()
     for rank in matrices[0].ranks:
         rank_plan = RankPlan.build(plan, rank)
-        local = [owned for groups in rank_plan.local for owned in groups]
-        for owned in (*local, *(bucket.owned for bucket in rank_plan.buckets)):
+        for owned in (*rank_plan.local, *(bucket.owned for bucket in rank_plan.buckets)):
             found.update((p.matrix, p.block, rank) for stack in owned.stacks for p in stack)
     assert found == Counter(
         (index, block, owner)
@@ -193,8 +191,7 @@ def test_matrix_with_copies_is_orthogonalized_whole_and_alone(matrices):
     plan = _plan(matrices)
     for rank in matrices[0].ranks:
         rank_plan = RankPlan.build(plan, rank)
-        local = [owned for groups in rank_plan.local for owned in groups]
-        for owned in (*local, *(bucket.owned for bucket in rank_plan.buckets)):
+        for owned in (*rank_plan.local, *(bucket.owned for bucket in rank_plan.buckets)):
             for stack, room in zip(owned.stacks, owned.rooms, strict=True):
                 if any(matrices[part.matrix].has_copies for part in stack):
                     assert (len(stack), room, len(stack[0].owners)) == (1, 1, 1)
@@ -207,7 +204,7 @@ def test_report_knows_the_memory_of_each_rank(matrices, bucket_numel):
     plan = _plan(matrices, bucket_numel)
     report = build_report(range(1 + max(matrices[0].ranks)), [plan])
     for rank in matrices[0].ranks:
-        staging = RankPlan.build(plan, rank).staging(WIRE)
+        staging = RankSchedule.build([plan], rank).staging
         assert report.ranks[rank].staging_bytes == staging.num_bytes
 
 
@@ -252,24 +249,6 @@ def test_matrix_split_over_the_ranks_that_hold_replicas_of_it_is_not_local():
     (bucket,) = RankPlan.build(plan, 0).buckets
     assert [part.num_rows for stack in bucket.owned.stacks for part in stack] == [4]
     assert not bucket.has_gather and list(bucket.scatter_sends) == [1]
-
-
-def _pipeline_of(local: list[float], work: list[list[float]], traffic: float = 0.0) -> float:
-    buckets = [dict(enumerate(loads)) for loads in work]
-    return pipeline_seconds(buckets, dict(enumerate(local)), [traffic] * len(work))
-
-
-def test_pipeline_of_balanced_buckets_takes_as_long_as_the_work():
-    """Local matrices fill what a rank has less of in a bucket; only the ends of traffic show."""
-    assert _pipeline_of([0, 0], [[1, 1], [1, 1], [1, 1]]) == 3
-    assert _pipeline_of([0, 3], [[1, 0], [1, 0], [1, 0]]) == 3
-    assert _pipeline_of([0, 0], [[1, 1], [1, 1]], traffic=0.5) == 0.5 + 2 + 0.5
-    assert _pipeline_of([2.0, 1.0], []) == 2
-
-
-def test_pipeline_of_unbalanced_buckets_waits_for_the_last_rank():
-    """Three ranks that own one bucket each wait in turn, though each has as much to do."""
-    assert _pipeline_of([0, 0, 0], [[3, 0, 0], [0, 3, 0], [0, 0, 3]]) > 5
 
 
 def _two_matrices() -> ExchangePlan:

@@ -99,11 +99,22 @@ def test_experts_stay_whole_and_dense_matrices_fill_what_they_leave(capsys):
     assert report["busiest_over_ideal"] < 1.25
 
 
-def test_joint_objective_gives_up_balance_for_slow_links(shard_map, capsys):
-    """With links a thousand times slower the largest holders own."""
-    slow = _report(capsys, "--shards", shard_map, "--gbps", "0.0001")
-    assert [matrix["owner"] for matrix in slow["matrices"]] == [0, 1, 2, 1]
-    assert slow["bytes"] == slow["lower_bound_bytes"]
+@pytest.mark.parametrize(
+    ("rows", "owner"),
+    [({"1": 48, "3": 16}, 1), ({"1": 33, "3": 31}, 3)],
+    ids=["largest_holder", "equal_holders"],
+)
+def test_joint_objective_gives_up_balance_for_slow_links(rows, owner, tmp_path, capsys):
+    """With links a thousand times slower the largest holders own.
+
+    Of holders that are about as large the one whose links have less to do.
+    """
+    *others, cut = MAP["matrices"]
+    path = tmp_path / "shards.json"
+    path.write_text(json.dumps({"world_size": 4, "matrices": [*others, {**cut, "rows": rows}]}))
+    slow = _report(capsys, "--shards", str(path), "--gbps", "0.0001")
+    assert [matrix["owner"] for matrix in slow["matrices"]] == [0, 1, 2, owner]
+    assert (slow["bytes"] == slow["lower_bound_bytes"]) == (owner == 1)
 
 
 def test_table_and_plot_for_people(shard_map, capsys, tmp_path):

@@ -6,32 +6,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.plan.rank_plan import stack_rooms
-from megatron_muon.plan.staging import BucketSizes, StagingLayout
+from megatron_muon.plan.schedule import Depth, rounds_of
+from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout
 
 _SIZES = st.integers(0, 3000)
-_BUCKETS = st.lists(st.builds(BucketSizes, *[_SIZES] * 5), max_size=6)
-
-# First and last moment of each buffer of bucket i, told by (round, moment) from the drawing in
-# plan/staging.py.
-_ALIVE = BucketSizes(
-    gather_send=((-1, 1), (0, 0)),
-    gather_receive=((-1, 1), (0, 2)),
-    stacks=((0, 2), (0, 2)),
-    scatter_send=((0, 4), (1, 3)),
-    scatter_receive=((0, 4), (1, 3)),
+_PLANS = st.lists(
+    st.builds(
+        PlanStaging,
+        st.lists(st.builds(BucketSizes, *[_SIZES] * 5), max_size=6),
+        _SIZES,
+        st.builds(Depth, st.integers(1, 3), st.integers(1, 3)),
+    ),
+    max_size=2,
 )
 
 
-def _buffers(
-    buckets: list[BucketSizes], local: int, layout: StagingLayout
-) -> list[tuple[range, range]]:
-    """Return the moments and the bytes of every buffer."""
+def _buffers(plans: list[PlanStaging], layout: StagingLayout) -> list[tuple[range, range]]:
+    """Return the moments and the bytes of every buffer, told from the list in plan/schedule.py."""
+    rounds = rounds_of([len(plan.buckets) for plan in plans])
+    # A step is moment -1, five moments a round, and five at its end.
+    last = 5 * len(rounds) + 3
     found = []
-    for index, (sizes, places) in enumerate(zip(buckets, layout.buckets, strict=True)):
-        for size, place, (first, last) in zip(sizes, places, _ALIVE, strict=True):
-            start, stop = (5 * (index + number) + moment for number, moment in (first, last))
-            found.append((range(start, stop + 1), range(place, place + size)))
-    assert len(layout.local) == max(1, len(buckets))
+    for number, (plan, of_plan) in enumerate(zip(plans, layout.buckets, strict=True)):
+        first = [5 * rounds.index((number, bucket)) for bucket in range(len(plan.buckets))]
+        for bucket, (sizes, places) in enumerate(zip(plan.buckets, of_plan, strict=True)):
+            now, before = first[bucket], bucket - plan.depth.ahead
+            packed = first[before] + 1 if before >= 0 else -1
+            after = first[bucket + plan.depth.behind :]
+            applied = after[0] + 3 if after else last
+            alive = BucketSizes(
+                gather_send=(packed, now),
+                gather_receive=(packed, now + 2),
+                stacks=(now + 2, now + 2),
+                scatter_send=(now + 4, applied),
+                scatter_receive=(now + 4, applied),
+            )
+            for size, place, (start, stop) in zip(sizes, places, alive, strict=True):
+                found.append((range(start, stop + 1), range(place, place + size)))
+    assert len(layout.local) == len(rounds) + 1
+    local = max((plan.local_bytes for plan in plans), default=0)
     for index, place in enumerate(layout.local):
         found.append((range(5 * index, 5 * index + 1), range(place, place + local)))
     return found
@@ -41,19 +54,17 @@ def _overlap(a: range, b: range) -> bool:
     return max(a.start, b.start) < min(a.stop, b.stop)
 
 
-@given(_BUCKETS, _SIZES)
-def test_buffers_that_are_alive_together_lie_apart(buckets, local):
+@given(_PLANS)
+def test_buffers_that_are_alive_together_lie_apart(plans):
     """All of them lie in the arena, aligned; it is as large as the busiest moment at least."""
-    layout = StagingLayout.build(buckets, local)
-    buffers = _buffers(buckets, local, layout)
+    layout = StagingLayout.build(plans)
+    buffers = _buffers(plans, layout)
     for number, (moments, place) in enumerate(buffers):
         assert place.start % 256 == 0 and place.stop <= layout.num_bytes
         for other_moments, other in buffers[:number]:
             assert not (_overlap(moments, other_moments) and _overlap(place, other))
-    busiest = [
-        sum(len(place) for alive, place in buffers if moment in alive)
-        for moment in range(-5, 5 * (len(buckets) + 2))
-    ]
+    moments = {moment for alive, _ in buffers for moment in alive}
+    busiest = [sum(len(place) for alive, place in buffers if moment in alive) for moment in moments]
     assert layout.num_bytes >= max(busiest)
 
 
@@ -63,7 +74,8 @@ def test_equal_buckets_take_six_buffers_however_many_they_are():
     for count in (3, 4, 9):
         # While the stacks are filled: messages of the next gather, rows that arrived, stacks, and
         # messages of the scatter before.
-        assert StagingLayout.build([sizes] * count, 0).num_bytes == 6 * 1024
+        plan = PlanStaging([sizes] * count, 0, Depth(1, 1))
+        assert StagingLayout.build([plan]).num_bytes == 6 * 1024
 
 
 @given(st.integers(0, 500), st.sampled_from([1, 2, 4, 8, 16, 32]))

@@ -263,3 +263,32 @@ def test_backends_train_compares_the_gram_form_with_two_seeds(tmp_path, monkeypa
     assert "| standard, seed 1234 | standard, seed 1235 | gram, seed 1234 |" in (
         capsys.readouterr().out
     )
+
+
+@pytest.mark.slow
+def test_step_estimate_holds_predictions_against_ranks():
+    """Two ranks, one step of two variants; how near the figures are is for people to judge."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "step_estimate.py")]
+    flags = ["--ranks", "2", "--steps", "1", "--variants", "2"]
+    run = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    rows = [line for line in run.stdout.splitlines() if line.startswith("| 2 |")]
+    assert [row.split(" | ")[1] for row in rows] == ["one schedule", "one bucket under way"]
+    assert "of pairs of variants that differ" in run.stdout
+
+
+def test_step_estimate_counts_pairs_in_order(monkeypatch):
+    """Pairs that take nearly as long are left out, and those of other numbers of ranks."""
+    benchmark = _benchmark("step_estimate", monkeypatch)
+    rows = [
+        {"ranks": ranks, "predicted_ms": predicted, "measured_ms": measured}
+        for ranks, predicted, measured in [
+            (2, 1, 10),
+            (2, 2, 20),
+            (2, 3, 20.1),
+            (2, 9, 15),
+            (4, 9, 1),
+        ]
+    ]
+    # 10 < 15 < 20 and 20.1; predicted is 15 behind both.
+    assert benchmark.agreement(rows) == 3 / 5

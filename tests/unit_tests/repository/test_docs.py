@@ -78,6 +78,8 @@ COVERED = {
     "::test_newton_schulz_error_ranks_the_forms",
     ".venv/bin/python benchmarks/backends_train.py *": "repository/test_benchmarks.py"
     "::test_backends_train_compares_the_gram_form_with_two_seeds",
+    ".venv/bin/python benchmarks/step_estimate.py*": "repository/test_benchmarks.py"
+    "::test_step_estimate_holds_predictions_against_ranks",
     ".venv/bin/python benchmarks/step_cost.py*": "repository/test_benchmarks.py"
     "::test_step_cost_stays_within_its_bounds",
     ".venv/bin/python -m megatron_muon.plan --preset qwen3-235b-a22b --dp 2048 *": "plan/"
@@ -332,6 +334,7 @@ def test_plans_of_performance_are_those_of_today(flags, figures):
         f"{report['bytes'] / report['lower_bound_bytes']:.2f}",
         f"{report['newton_schulz_ms']:.1f}",
         f"{report['predicted_step_ms']:.1f}",
+        f"{report['step_bound_ms']:.1f}",
         f"{staging / 1e9:.1f}",
     ]
 

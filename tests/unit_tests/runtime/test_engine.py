@@ -44,8 +44,8 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
     dist.all_to_all_single, dist.all_reduce = counting_all_to_all, counting_all_reduce
     optimizers.set_gradients(0)
     optimizers.sharded.step()
-    (owner_compute,) = optimizers.sharded.computes
-    plan = owner_compute.plan
+    owner_compute = optimizers.sharded.compute
+    (plan,) = owner_compute.plans
     report = build_report(range(4), [plan])
     return {
         **counted,
@@ -92,7 +92,7 @@ def _step_with_cut_matrices(
         exchange["cost_model"] = "gbps=1e9,gbps_between_nodes=1e9,all_reduce_us=0,kernel_us=0"
     num_shards = 4 // math.prod(grid.values())
     optimizers = build_optimizers(num_shards, settings, exchange, **grid)
-    plan = optimizers.sharded.computes[0].plan
+    plan = optimizers.sharded.compute.plans[0]
     step_both(optimizers, wire)
     is_shared = any(
         plan.cost.backend_of(*shape, len(owners)) == "gram_shared"
@@ -151,7 +151,7 @@ def _memory_of_steps(bucket_numel: int) -> list[int]:
     init_group()
     exchange = {"mode": "owner", "wire": "bf16", "bucket_numel": bucket_numel}
     optimizers = build_optimizers(2, {}, exchange)
-    owner_compute = optimizers.sharded.computes[0]
+    owner_compute = optimizers.sharded.compute
     (memory,) = (x for x in vars(owner_compute._engine._arena).values() if torch.is_tensor(x))
     between_steps = memory.untyped_storage().nbytes()
     in_step = 0
@@ -166,7 +166,7 @@ def _memory_of_steps(bucket_numel: int) -> list[int]:
     step_both(optimizers, "bf16")
     assert optimizers.differences() == []
     between_steps = max(between_steps, memory.untyped_storage().nbytes())
-    largest = max(matrix.num_elements for matrix in owner_compute.plan.matrices)
+    largest = max(matrix.num_elements for matrix in owner_compute.plans[0].matrices)
     return [between_steps, in_step, owner_compute.staging_bytes, max(bucket_numel, largest)]
 
 
@@ -176,8 +176,8 @@ def test_staging_memory_lives_in_a_step_alone_and_is_bounded_by_the_bucket_size(
     run = run_ranks(2, _memory_of_steps, bucket_numel).check()
     for between_steps, in_step, staging_bytes, owned in run.results:
         assert between_steps == 0
-        # Six buffers at a time of two bytes an element, and what their alignment takes.
-        assert 0 < in_step == staging_bytes <= 6 * (2 * owned + 256)
+        # Eight buffers of two bytes an element, and what the alignment of up to 16 buckets takes.
+        assert 0 < in_step == staging_bytes <= 8 * 2 * owned + 16 * 5 * 256
 
 
 def _fault(kind: str) -> list[Any]:
@@ -313,9 +313,9 @@ def _padded_stacks() -> list[Any]:
     init_group()
     exchange = {"mode": "owner", "wire": "bf16", "cost_model": "stack_tiles=4"}
     optimizers = build_optimizers(2, {}, exchange)
-    engine = optimizers.sharded.computes[0]._engine
+    engine = optimizers.sharded.compute._engine
     step_both(optimizers, "bf16")
-    work = [*engine._buckets, *(stacks for local in engine._local for stacks in local)]
+    work = [stacks for plan in engine._plans for stacks in (*plan._buckets, *plan._local)]
     owned = sum(len(stack) for each in work for stack, _ in each.stacks)
     room = sum(len(memory) for each in work for _, memory in each.stacks)
     # Three steps of 0.02 times a few units of bf16's last bit.
@@ -330,7 +330,7 @@ def test_what_lies_in_the_padding_of_a_stack_does_not_matter():
 def _step_after_an_abandoned_one() -> list[str]:
     init_group()
     optimizers = build_optimizers(1, {}, {"mode": "owner", "wire": "bf16"})
-    (compute,) = optimizers.sharded.computes
+    compute = optimizers.sharded.compute
     rows = {param: param._local_tensor.detach() + 1 for param, _, _ in optimizers.params}
     abandoned = compute.orthogonalize(rows, rows)
     next(abandoned)
@@ -344,11 +344,11 @@ def test_exception_in_the_callers_loop_leaves_nothing_to_the_next_step():
     assert run_ranks(1, _step_after_an_abandoned_one).check().results == [[]]
 
 
-def _order_of_a_step() -> list[str]:
+def _order_of_a_step(bucket_numel: int) -> list[Any]:
     init_group()
-    exchange = {"mode": "owner", "wire": "bf16", "bucket_numel": 600}
+    exchange = {"mode": "owner", "wire": "bf16", "bucket_numel": bucket_numel}
     optimizers = build_optimizers(4, {}, exchange)
-    built = optimizers.sharded.computes[0]._engine
+    (built,) = optimizers.sharded.compute._engine._plans
     log: list[str] = []
     for kind, part in (("gather", built._gathers), ("scatter", built._scatters)):
 
@@ -374,26 +374,23 @@ def _order_of_a_step() -> list[str]:
     built._orthogonalize = orthogonalize
     optimizers.set_gradients(0)
     optimizers.sharded.step()
-    return log
+    return [built.num_buckets, list(built.plan.depth), log]
 
 
-def test_traffic_of_the_next_and_the_last_bucket_is_under_way_during_newton_schulz():
-    """No rank waits for what it could do without yet."""
-    for log in run_ranks(4, _order_of_a_step).check().results:
-        position = {entry: number for number, entry in enumerate(log)}
-        num_buckets = sum(entry.startswith("start gather") for entry in log)
-        assert num_buckets >= 2
-        for index in range(num_buckets):
-            now = position[f"orthogonalize {index}"]
-            assert position[f"wait gather {index}"] < now < position[f"start scatter {index}"]
-            if index + 1 < num_buckets:
-                # What this gather sends lies where the last one's did, which must have left.
-                assert (
-                    position[f"wait gather {index}"] < position[f"start gather {index + 1}"] < now
-                )
-            if index:
-                assert position[f"start scatter {index - 1}"] < now
-                assert now < position[f"wait scatter {index - 1}"]
+@pytest.mark.parametrize(("bucket_numel", "depths"), [(600, {1, 2}), (3000, {4, 8, 16})])
+def test_traffic_of_other_buckets_is_under_way_during_newton_schulz(bucket_numel, depths):
+    """The order is that of plan/schedule.py; with more memory more buckets are under way."""
+    for count, (ahead, behind), log in run_ranks(4, _order_of_a_step, bucket_numel).check().results:
+        assert count >= 2 and ahead == behind and ahead in depths | {count}
+        expected = [f"start gather {bucket}" for bucket in range(min(ahead, count))]
+        for bucket in range(count):
+            expected.append(f"wait gather {bucket}")
+            expected += [f"start gather {bucket + ahead}"] * (bucket + ahead < count)
+            expected.append(f"orthogonalize {bucket}")
+            expected += [f"wait scatter {bucket - behind}"] * (bucket >= behind)
+            expected.append(f"start scatter {bucket}")
+        expected += [f"wait scatter {bucket}" for bucket in range(max(0, count - behind), count)]
+        assert [entry for entry in log if entry != "orthogonalize local"] == expected
 
 
 def _local_matrix_beside_a_travelling_one() -> list[str]:
@@ -409,6 +406,7 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     from megatron_muon.plan.layout import whole_matrix
     from megatron_muon.plan.wire import Wire
     from megatron_muon.runtime.engine import Engine
+    from megatron_muon.runtime.plan_buckets import PlanOfRank
 
     init_group()
     rank = dist.get_rank()
@@ -432,17 +430,21 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
     shards = {"local": torch.randn(16, 8), "shared": torch.randn(6 if rank == 0 else 10, 8)}
     names = {0: "local", 1: "shared"} if rank == 0 else {1: "shared"}
+    parameters = {index: shards[name] for index, name in names.items()}
     engine = Engine(
-        plan, settings, {index: shards[name] for index, name in names.items()}, rank=rank,
-        group=dist.group.WORLD, parts_groups={}, device=torch.device("cpu"),
-    )  # fmt: skip
-    start = engine._gathers.start
+        [PlanOfRank(plan, parameters, dist.group.WORLD, {})],
+        settings,
+        rank=rank,
+        device=torch.device("cpu"),
+    )
+    gathers = engine._plans[0]._gathers
+    start = gathers.start
 
     def started(index):
         work = start(index)
         return SimpleNamespace(wait=lambda: (log.append("wait"), work.wait()))
 
-    engine._gathers.start = started
+    gathers.start = started
     rows = {shard: shard.clone() for shard in shards.values()}
     for params in engine.orthogonalize(rows, rows):
         log += ["apply local" if each is shards["local"] else "apply shared" for each in params]

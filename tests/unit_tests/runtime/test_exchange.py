@@ -27,11 +27,12 @@ def _connected_and_used(num_shards: int, exchange: dict[str, Any]) -> list[Any]:
     optimizers = build_optimizers(num_shards, exchange=exchange)
     connected = sizes.copy()
     sizes.clear()
-    engine = optimizers.sharded.computes[0]._engine
+    engine = optimizers.sharded.compute._engine
     engine._arena.allocate()
+    (buckets,) = engine._plans
     used = []
-    for part in (engine._gathers, engine._scatters):
-        for index in range(len(engine._buckets)):
+    for part in (buckets._gathers, buckets._scatters):
+        for index in range(buckets.num_buckets):
             part.start(index).wait()
         used.append(_pairs(sizes))
         sizes.clear()

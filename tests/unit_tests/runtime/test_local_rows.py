@@ -17,6 +17,7 @@ from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.runtime.engine import Engine
+from megatron_muon.runtime.plan_buckets import PlanOfRank
 
 NUM_MATRICES, ROWS, COLS = 6, 16, 8
 
@@ -48,9 +49,11 @@ def _orthogonalize(
     )
     params = [torch.empty(ROWS, COLS) for _ in rows]
     engine = Engine(
-        plan, NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7)),
-        dict(enumerate(params)), rank=0, group=None, parts_groups={}, device=torch.device("cpu"),
-    )  # fmt: skip
+        [PlanOfRank(plan, dict(enumerate(params)), None, {})],
+        NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7)),
+        rank=0,
+        device=torch.device("cpu"),
+    )
     by_param = dict(zip(params, rows, strict=True))
     with _Counted() as counted:
         done = [param for params in engine.orthogonalize(by_param, by_param) for param in params]

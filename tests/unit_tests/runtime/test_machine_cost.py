@@ -27,7 +27,7 @@ def _ranks_per_node(cost_model: str, sizes: list[str]) -> int:
     if sizes[dist.get_rank()]:
         os.environ["LOCAL_WORLD_SIZE"] = sizes[dist.get_rank()]
     built = build_optimizers(2, exchange={"cost_model": cost_model}, cases=CASES)
-    return built.sharded.computes[0].plan.cost.ranks_per_node
+    return built.sharded.compute.plans[0].cost.ranks_per_node
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def _measured(cost_model: str, wire: str, precision: str) -> list[Any]:
     # The plan is one that steps.
     built.set_gradients(0)
     built.sharded.step()
-    return [is_untouched, dataclasses.asdict(built.sharded.computes[0].plan.cost.measured)]
+    return [is_untouched, dataclasses.asdict(built.sharded.compute.plans[0].cost.measured)]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_table_decides_who_owns_what(tmp_path):
 def _owners(cost_model: str) -> list[list[int]]:
     init_group()
     built = build_optimizers(2, exchange={"cost_model": cost_model}, cases=CASES)
-    return [list(owners) for owners in built.sharded.computes[0].plan.owners]
+    return [list(owners) for owners in built.sharded.compute.plans[0].owners]
 
 
 def _build_from(path: str) -> None:
@@ -179,7 +179,7 @@ def _build_with(newton_schulz: str, rank_without: int | None) -> list[Any]:
     if dist.get_rank() == rank_without:
         Gram.problems = lambda *_: ["expected a thing, got none"]
     built = build_optimizers(2, exchange={"newton_schulz": newton_schulz}, cases=CASES)
-    cost = built.sharded.computes[0].plan.cost
+    cost = built.sharded.compute.plans[0].cost
     return [list(cost.backends), list(cost.segments or ())]
 
 
@@ -219,7 +219,7 @@ def _measured_backends() -> list[list[Any]]:
     init_group()
     exchange = {"cost_model": "measure", "newton_schulz": "auto"}
     built = build_optimizers(2, exchange=exchange, cases=CASES)
-    table = built.sharded.computes[0].plan.cost.measured
+    table = built.sharded.compute.plans[0].cost.measured
     return sorted([time.backend, time.rows, time.cols] for time in table.shapes)
 
 
@@ -263,7 +263,7 @@ def _build_with_a_broken_kernel(fails: bool) -> list[str]:
     if fails and dist.get_rank() == 1:
         Gram.run = run
     built = build_optimizers(2, exchange={"newton_schulz": "gram"}, cases=CASES)
-    plan = built.sharded.computes[0].plan
+    plan = built.sharded.compute.plans[0]
     return [plan.backend(index, 0) for index, _ in enumerate(plan.matrices)]
 
 

@@ -97,7 +97,7 @@ def _random_layouts(seed: int) -> dict[str, Any]:
         found = _compare(optimizers)
         if found["at_wait"] != [True, []] or found["at_launch"] != [True, []]:
             wrong.append(f"{kind}: {case}: {found}")
-        plan = optimizers.sharded.computes[0].plan
+        plan = optimizers.sharded.compute.plans[0]
         seen.append([kind, found["launched"], max(map(len, plan.owners))])
     return {"wrong": wrong, "seen": seen}
 
@@ -163,14 +163,15 @@ def _one_place_for_all_buckets(buffers: Sequence[str]) -> Iterator[None]:
 
     build = StagingLayout.build
 
-    def built(buckets: Any, local_bytes: int) -> StagingLayout:
+    def built(plans: Any) -> StagingLayout:
         """Lay out with one place more, as large as the largest bucket needs."""
-        layout = build(buckets, local_bytes)
+        layout = build(plans)
         place = -(-layout.num_bytes // 256) * 256
+        (plan,), (buckets,) = plans, layout.buckets
         return StagingLayout(
-            tuple(each._replace(**dict.fromkeys(buffers, place)) for each in layout.buckets),
+            (tuple(each._replace(**dict.fromkeys(buffers, place)) for each in buckets),),
             layout.local,
-            place + max(getattr(each, buffer) for each in buckets for buffer in buffers),
+            place + max(getattr(each, buffer) for each in plan.buckets for buffer in buffers),
         )
 
     with mock.patch.object(StagingLayout, "build", built):

@@ -1,0 +1,355 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Compare predicted steps with measured ones, on gloo ranks with slowed links and slowed ranks.
+
+    .venv/bin/python benchmarks/step_estimate.py
+
+The engine and its collectives are those of a run. Only time is made up: Newton-Schulz sleeps as
+long as the cost model says, and a message is held back until the link of its rank would have
+carried it. So the figures show whether the model of plan/step_estimate.py has the order and the
+waits of the engine right. They say nothing about how fast a machine is.
+
+Ranks have experts, which some share in twos, and dense matrices. Variants change the schedule (one
+bucket; one bucket under way; the rounds of one kind after those of the other; or no dense matrix
+before the last expert is done, of which there is no prediction), the links (a tenth of the rate) or
+the ranks (the last one takes twice as long, which the plan does not know).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.standard import Standard
+from megatron_muon.plan import buckets, rank_schedule, staging, step_estimate
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import RowLayout
+from megatron_muon.plan.schedule import Depth, Round
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.step_estimate import PlanSeconds, step_seconds
+from megatron_muon.runtime.owner_compute import OwnedParameter, OwnerCompute
+from megatron_muon.runtime.sharded_matrix import ShardedMatrix
+
+COLS = 64
+# Rows of the dense matrices, and of the experts of the first and of the second domain, or of each
+# rank where none share any: a rank with few experts owns more dense matrices.
+DENSE = (256, 192, 192, 128, 128, 128, 96, 96, 64, 64, 64, 64)
+EXPERTS = ((192, 128, 128, 96, 96, 64, 64), (96, 64))
+SLOW_RANK = 2.0  # times as long
+# With these rates the largest matrix takes 140 ms, and its rows 12 ms over the link of its owner.
+TFLOPS, GBPS = 1.7e-4, 2e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What one row of the table changes.
+
+    Args:
+        name: Of the row.
+        depth: Buckets under way; None for as many as fit.
+        is_in_turn: Whether the rounds of one kind come after those of the other.
+        is_apart: Whether one kind starts when the other has ended.
+        num_buckets: Buckets of each kind; None for those of the shortest step.
+        link: Factor of the rate of links.
+        has_slow_rank: Whether the last rank is slow.
+    """
+
+    name: str
+    depth: Depth | None = None
+    is_in_turn: bool = False
+    is_apart: bool = False
+    num_buckets: int | None = None
+    link: float = 1.0
+    has_slow_rank: bool = False
+
+
+VARIANTS = tuple(
+    Variant(f"{name}{suffix}", link=link, has_slow_rank=has_slow_rank, **changes)
+    for suffix, link, has_slow_rank in (
+        ("", 1.0, False),
+        (", links at a tenth", 0.1, False),
+        (", slow rank", 1.0, True),
+    )
+    for name, changes in (
+        ("one schedule", {}),
+        ("one bucket under way", {"depth": Depth(1, 1)}),
+        ("one bucket", {"num_buckets": 1}),
+        ("kinds in turn, one under way", {"depth": Depth(1, 1), "is_in_turn": True}),
+        ("kinds apart, one under way", {"depth": Depth(1, 1), "is_apart": True}),
+    )
+)
+
+
+def in_turn(num_buckets: Sequence[int]) -> list[Round]:
+    """Return the rounds of a step in which one plan follows the other."""
+    return [Round(plan, i) for plan, number in enumerate(num_buckets) for i in range(number)]
+
+
+class Links:
+    """Hold messages back until the link of this rank would have carried them."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._link = threading.Lock()
+        self._queues: dict[Any, SimpleQueue[Any]] = {}
+        self._all_to_all = dist.all_to_all_single
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        sent: torch.Tensor,
+        receives: Any,
+        sends: Any,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Launch, and let a thread wait; collectives of a group end in their order."""
+        work = self._all_to_all(output, sent, receives, sends, group=group, async_op=True)
+        if not async_op:
+            return work.wait()
+        if group not in self._queues:
+            self._queues[group] = SimpleQueue()
+            threading.Thread(target=self._carry, args=(self._queues[group],), daemon=True).start()
+        seconds = max(sent.nbytes, output.nbytes) * self._cost.seconds_per_byte(0, 0)
+        done = threading.Event()
+        self._queues[group].put((work, seconds, done))
+        return _Held(done)
+
+    def _carry(self, queue: "SimpleQueue[Any]") -> None:
+        while True:
+            work, seconds, done = queue.get()
+            work.wait()
+            # The model adds up what a rank sends or receives as an owner.
+            with self._link:
+                time.sleep(seconds)
+            done.set()
+
+
+class _Held:
+    def __init__(self, done: threading.Event) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        """Wait until the link would have carried it."""
+        self._done.wait()
+
+
+def owned(name: str, rows: Sequence[int], group: Any) -> OwnedParameter:
+    """Make a parameter of which each rank of a group holds some rows."""
+    ends = list(itertools.accumulate(rows, initial=0))
+    layout = RowLayout(ends[-1], COLS, tuple(zip(ends, ends[1:], strict=False)))
+    matrix = ShardedMatrix(name, layout, group)
+    return OwnedParameter(torch.zeros(matrix.local_shape), matrix, None, None, None)
+
+
+def even_rows(num_rows: int, num_ranks: int) -> list[int]:
+    """Share rows out."""
+    ends = [num_rows * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+def build(variant: Variant) -> list[OwnerCompute]:
+    """Plan experts and dense matrices; what is returned runs one after the other."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Two ranks and three have experts of their own, four ranks share them in twos.
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])] if size == 4 else []
+    group = pairs[rank // 2] if pairs else None
+    shapes = EXPERTS[rank // 2 if pairs else min(rank, 1)]
+    num_holders = 2 if pairs else 1
+    experts = [owned(f"expert.{i}", even_rows(n, num_holders), group) for i, n in enumerate(shapes)]
+    dense = [owned(f"dense.{i}", even_rows(n, size), dist.group.WORLD) for i, n in enumerate(DENSE)]
+    rates = f"tflops={TFLOPS},gbps={GBPS * variant.link},gbps_between_nodes={GBPS * variant.link}"
+    computes: list[OwnerCompute] = []
+    for kinds in [[experts], [dense]] if variant.is_apart else [[experts, dense]]:
+        computes.append(
+            OwnerCompute(
+                kinds,
+                NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,)),
+                ExchangeSettings(
+                    bucket_numel=20_000,
+                    max_parts=1,
+                    cost_model=f"{rates},kernel_us=0,stack_tiles=1",
+                ),
+                initial_load_s=computes[-1].load_s if computes else 0.0,
+                device=torch.device("cpu"),
+            )
+        )
+    return computes
+
+
+def predict(compute: OwnerCompute, variant: Variant) -> float:
+    """Return the seconds of a step of all ranks."""
+    experts, dense = compute.plans
+    gathered: list[Any] = [None] * dist.get_world_size()
+    # Of each rank, its experts and their load.
+    dist.all_gather_object(gathered, (experts.plan_seconds, dict(experts.assignment.load_s)))
+    slow = {dist.get_world_size() - 1: SLOW_RANK} if variant.has_slow_rank else {}
+    plans = {tuple(plan.ranks): plan for plan, _ in gathered}
+    local_s = dict(dense.assignment.load_s)
+    all_plans = [*plans.values(), dense.plan_seconds]
+    for plan in all_plans:
+        for bucket in plan.buckets:
+            for rank, seconds in bucket.load_s.items():
+                local_s[rank] -= seconds
+    return max(
+        step_seconds(
+            [_slowed(plan, slow) for plan in all_plans],
+            {rank: max(0.0, seconds) * slow.get(rank, 1.0) for rank, seconds in local_s.items()},
+        ).values()
+    )
+
+
+def _slowed(plan: PlanSeconds, factors: Mapping[int, float]) -> PlanSeconds:
+    buckets_of = [
+        dataclasses.replace(
+            bucket,
+            load_s={rank: s * factors.get(rank, 1.0) for rank, s in bucket.load_s.items()},
+        )
+        for bucket in plan.buckets
+    ]
+    return dataclasses.replace(plan, buckets=buckets_of)
+
+
+def measure(computes: Sequence[OwnerCompute], variant: Variant, num_steps: int) -> float:
+    """Return the median seconds of a step."""
+    cost = computes[-1].plans[-1].cost
+    links = Links(cost)
+    is_slow = variant.has_slow_rank and dist.get_rank() == dist.get_world_size() - 1
+    factor = SLOW_RANK if is_slow else 1.0
+
+    def run(_self: Standard, stack: torch.Tensor, _call: Any) -> torch.Tensor:
+        """Take the time of Newton-Schulz."""
+        time.sleep(factor * len(stack) * cost.newton_schulz_seconds(*stack.shape[1:]))
+        return stack.clone()
+
+    plans = [plan for compute in computes for plan in compute._engine._plans]
+    parameters = [param for plan in plans for param in plan._rows._parameters.values()]
+    rows = {param: torch.ones_like(param) for param in parameters}
+    found = []
+    with (
+        mock.patch.object(Standard, "run", run),
+        mock.patch.object(dist, "all_to_all_single", links.all_to_all_single),
+    ):
+        for _ in range(num_steps):
+            dist.barrier()
+            start = time.perf_counter()
+            for compute in computes:
+                for _ in compute.orthogonalize(rows, rows):
+                    pass
+            dist.barrier()
+            found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def run_rank(rank: int, size: int, store: str, output: str, num_steps: int, count: int) -> None:
+    """Run all variants on one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    rows = []
+    for variant in VARIANTS[:count]:
+        with contextlib.ExitStack() as changes:
+            for module, name, value in _changes(variant):
+                changes.enter_context(mock.patch.object(module, name, value))
+            computes = build(variant)
+            predicted_s = None if variant.is_apart else predict(computes[0], variant)
+            measured_s = measure(computes, variant, num_steps)
+        plans = [plan for compute in computes for plan in compute.plans]
+        rows.append(
+            {
+                "ranks": size,
+                "variant": variant.name,
+                "buckets": [len(plan.buckets) for plan in plans],
+                "predicted_ms": None if predicted_s is None else predicted_s * 1e3,
+                "measured_ms": measured_s * 1e3,
+            }
+        )
+    if rank == 0:
+        Path(output).write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _changes(variant: Variant) -> Iterator[tuple[Any, str, Any]]:
+    """Yield module, name and value of what a variant changes in the planner."""
+    if variant.depth is not None:
+        yield buckets, "_DEPTHS", (variant.depth,)
+    if variant.num_buckets is not None:
+        yield buckets, "_NUM_BUCKETS", (variant.num_buckets,)
+    if variant.is_in_turn:
+        for module in (rank_schedule, staging, step_estimate):
+            yield module, "rounds_of", in_turn
+
+
+def agreement(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of pairs of variants, of as many ranks, that both put in one order.
+
+    Pairs whose measured times differ by less than 3 % are left out: either order is right.
+    """
+    pairs = [
+        (a, b)
+        for a, b in itertools.combinations(rows, 2)
+        if a["ranks"] == b["ranks"]
+        and abs(a["measured_ms"] - b["measured_ms"]) > 0.03 * a["measured_ms"]
+    ]
+    same = sum(
+        (a["measured_ms"] < b["measured_ms"]) == (a["predicted_ms"] < b["predicted_ms"])
+        for a, b in pairs
+    )
+    return same / max(1, len(pairs))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], choices=[2, 3, 4])
+    parser.add_argument("--steps", type=int, default=3, help="steps of each variant")
+    parser.add_argument("--variants", type=int, default=len(VARIANTS), help="so many of them")
+    options = parser.parse_args(arguments)
+    rows = []
+    for size in options.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "rows.json"
+            mp.spawn(
+                run_rank,
+                (size, f"{folder}/store", str(output), options.steps, options.variants),
+                nprocs=size,
+            )
+            rows += json.loads(output.read_text())
+    print("| ranks | variant | buckets | predicted ms | measured ms | error |")
+    print("| ---: | --- | --- | ---: | ---: | ---: |")
+    for row in rows:
+        predicted, error = "-", "-"
+        if row["predicted_ms"] is not None:
+            predicted = f"{row['predicted_ms']:.0f}"
+            error = f"{row['predicted_ms'] / row['measured_ms'] - 1:+.1%}"
+        counts = " + ".join(map(str, row["buckets"]))
+        print(
+            f"| {row['ranks']} | {row['variant']} | {counts} | {predicted} | "
+            f"{row['measured_ms']:.0f} | {error} |"
+        )
+    rows = [row for row in rows if row["predicted_ms"] is not None]
+    errors = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows]
+    print(
+        f"\nLargest error {max(errors):.1%}, mean {statistics.mean(errors):.1%}; of pairs of "
+        f"variants that differ, {agreement(rows):.0%} are in the same order"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The buckets of one plan on this rank: what each moment of a round does with one of them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.newton_schulz.backend import Backend, Call
+from megatron_muon.newton_schulz.registry import BACKENDS, check_against_reference
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.rank_plan import RankPlan
+from megatron_muon.plan.routes import Part
+from megatron_muon.plan.staging import BucketSizes
+from megatron_muon.runtime.arena import Arena
+from megatron_muon.runtime.exchange import BucketMessages, Exchange
+from megatron_muon.runtime.local_rows import LocalRows, Rows
+from megatron_muon.runtime.stacks import OwnStacks
+
+
+class PlanOfRank(NamedTuple):
+    """A plan, and what this rank needs to run it.
+
+    Args:
+        plan: The plan, equal on all ranks of the group.
+        parameters: By matrix of the plan, the parameters of which this rank holds rows.
+        group: Ranks of the plan; None where nothing travels.
+        parts_groups: By owners, the group of each set of ranks that split a matrix and that this
+            rank is one of.
+    """
+
+    plan: ExchangePlan
+    parameters: Mapping[int, torch.Tensor]
+    group: dist.ProcessGroup | None
+    parts_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
+
+
+class PlanBuckets:
+    """Messages and stacks of one plan, in an arena.
+
+    Args:
+        of_rank: The plan.
+        rank_plan: What this rank does of it.
+        places: Where the buffers of each bucket lie in the arena.
+        local_places: Where each stack of local matrices lies there.
+        newton_schulz: Steps, coefficients, precision and scale.
+        arena: Memory of a step.
+        rank: This rank of the job.
+        device: Where shards live.
+
+    Communication: see :class:`~megatron_muon.runtime.engine.Engine`.
+    """
+
+    plan: ExchangePlan
+    num_buckets: int
+    _gathers: Exchange  # rows, in the gather dtype
+    _scatters: Exchange  # results, in the scatter dtype
+    _buckets: list[OwnStacks]
+    _local: list[OwnStacks]
+    _backends: dict[tuple[int, int], Backend]  # by matrix and block
+    _rows: LocalRows
+    # What is under way, by bucket; None where a bucket sends nothing.
+    _gathering: dict[int, dist.Work | None]
+    _scattering: dict[int, dist.Work | None]
+
+    def __init__(
+        self,
+        of_rank: PlanOfRank,
+        rank_plan: RankPlan,
+        places: Sequence[BucketSizes],
+        local_places: Sequence[int],
+        newton_schulz: NewtonSchulzSettings,
+        arena: Arena,
+        *,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self.plan, parameters, group, self._parts_groups = of_rank
+        self.num_buckets = len(rank_plan.buckets)
+        self._newton_schulz = newton_schulz
+        self._rows = LocalRows(
+            self.plan, newton_schulz, parameters, rank=rank, group=group, device=device
+        )
+        self._lay_out(rank_plan, places, local_places, group, arena)
+        # Chosen once: in a step the host would choose in front of every stack.
+        self._backends = {
+            (part.matrix, part.block): BACKENDS[self.plan.backend(part.matrix, part.block)]
+            for stacks in (*self._buckets, *self._local)
+            for stack, _ in stacks.stacks
+            for part in stack
+        }
+        self._gathering, self._scattering = {}, {}
+
+    def _lay_out(
+        self,
+        rank_plan: RankPlan,
+        places: Sequence[BucketSizes],
+        local_places: Sequence[int],
+        group: dist.ProcessGroup | None,
+        arena: Arena,
+    ) -> None:
+        """View messages and stacks in the arena."""
+        row_dtype = getattr(torch, self.plan.wire.gather_dtype)
+        result_dtype = getattr(torch, self.plan.wire.scatter_dtype)
+        view = arena.view
+        sizes = [bucket.num_elements for bucket in rank_plan.buckets]
+        found = list(zip(places, sizes, strict=True))
+        self._gathers = Exchange(
+            group,
+            [
+                BucketMessages(bucket.gather_sends, bucket.gather_receives, bucket.has_gather)
+                for bucket in rank_plan.buckets
+            ],
+            [view(at.gather_send, size.gather_send, row_dtype) for at, size in found],
+            [view(at.gather_receive, size.gather_receive, row_dtype) for at, size in found],
+        )
+        self._scatters = Exchange(
+            group,
+            # Something always travels back: otherwise the matrix would be local.
+            [
+                BucketMessages(bucket.scatter_sends, bucket.scatter_receives, True)
+                for bucket in rank_plan.buckets
+            ],
+            [view(at.scatter_send, size.scatter_send, result_dtype) for at, size in found],
+            [view(at.scatter_receive, size.scatter_receive, result_dtype) for at, size in found],
+        )
+        self._buckets = [
+            OwnStacks(bucket.owned, view(at.stacks, size.stacks, row_dtype))
+            for bucket, (at, size) in zip(rank_plan.buckets, found, strict=True)
+        ]
+        self._local = [
+            OwnStacks(owned, view(at, owned.num_elements, row_dtype))
+            for owned, at in zip(rank_plan.local, local_places, strict=True)
+        ]
+
+    def connect(self) -> None:
+        """Connect the ranks that will exchange; see :meth:`Engine.connect`."""
+        self._gathers.connect()
+        self._scatters.connect()
+
+    def check_kernels(self) -> list[str]:
+        """List what is wrong with kernels; see :meth:`Engine.check_kernels`."""
+        stacks = [each for own in (*self._buckets, *self._local) for each in own.stacks]
+        backends = [self._backends[stack[0].matrix, stack[0].block] for stack, _ in stacks]
+        # By owners: a rank may be in several groups, and all must connect them in one order.
+        for owners, name in sorted(
+            {
+                (stack[0].owners, backend.name)
+                for (stack, _), backend in zip(stacks, backends, strict=True)
+                if len(stack[0].owners) > 1
+            }
+        ):
+            BACKENDS[name].connect(self._parts_groups[owners])
+        checked, problems = set(), []
+        for (stack, tensor), backend in zip(stacks, backends, strict=True):
+            call = self._call(stack[0])
+            # Alone where it can be: a rank whose kernel fails must not leave others waiting.
+            if not backend.communicates:
+                call = dataclasses.replace(call, parts_group=None)
+            key = backend.name, tensor.shape, call.whole_shape, call.parts_group
+            if backend.reference is None or key in checked:
+                continue
+            checked.add(key)
+            try:
+                check_against_reference(backend, tensor, call)
+            except RuntimeError as error:
+                problems.append(str(error))
+        return problems
+
+    def _call(self, part: Part) -> Call:
+        """Return what a stack of such parts is orthogonalized as."""
+        return Call(
+            self._newton_schulz,
+            self.plan.matrices[part.matrix].blocks[part.block],
+            self.plan.wire.normalizes,
+            self._parts_groups[part.owners] if len(part.owners) > 1 else None,
+        )
+
+    def begin(self, momentum: Rows, results: Rows) -> None:
+        """Take the rows of a step, and their norms."""
+        self._rows.begin(momentum, results)
+        # A step that ended with an exception leaves some behind.
+        self._gathering, self._scattering = {}, {}
+
+    def end(self) -> None:
+        """Drop the rows, which may be memory of the caller's."""
+        self._rows.end()
+
+    def orthogonalize_local(self, number: int) -> list[torch.Tensor]:
+        """Orthogonalize a stack of local matrices, and return the parameters that are complete."""
+        stacks = self._local[number]
+        self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
+        return self._write_kept(stacks, self._orthogonalize(stacks))
+
+    def start_gather(self, index: int) -> None:
+        """Pack and send rows."""
+        self._rows.read(self._gathers.packing(index))
+        self._gathering[index] = self._gathers.start(index)
+
+    def wait_for_gather(self, index: int) -> None:
+        """Wait for rows; their messages may be written again."""
+        gathering = self._gathering.pop(index)
+        if gathering is not None:
+            gathering.wait()
+
+    def orthogonalize(self, index: int) -> list[torch.Tensor]:
+        """Orthogonalize what this rank owns of a bucket whose rows have arrived."""
+        stacks = self._buckets[index]
+        arrived = self._gathers.unpacking(index)
+        if arrived:
+            # Messages hold routes one behind the other; a matrix needs them row by row.
+            torch._foreach_copy_(
+                [stacks.place(route) for route, _ in arrived], [sent for _, sent in arrived]
+            )
+        # Not with the gather, though they are here: the stacks may lie where its messages were.
+        self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
+        # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
+        # copies their rows into messages; strided rows would take a kernel each.
+        return [result.contiguous() for result in self._orthogonalize(stacks)]
+
+    def _orthogonalize(self, stacks: OwnStacks) -> list[torch.Tensor]:
+        """Return one tensor for each stack, in new memory."""
+        results = []
+        for stack, tensor in stacks.stacks:
+            part = stack[0]
+            backend = self._backends[part.matrix, part.block]
+            results.append(backend.run(tensor, self._call(part)))
+        return results
+
+    def start_scatter(self, index: int, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Pack and send results.
+
+        Returns:
+            Parameters that are complete: what stays here is written while the rest travels.
+        """
+        stacks, packing = self._buckets[index], self._scatters.packing(index)
+        if packing:
+            torch._foreach_copy_(
+                [target for _, target in packing],
+                [stacks.result(results, route) for route, _ in packing],
+            )
+        self._scattering[index] = self._scatters.start(index)
+        return self._write_kept(stacks, results)
+
+    def finish_scatter(self, index: int) -> list[torch.Tensor]:
+        """Wait for results, write them, and return the parameters that are complete."""
+        scattering = self._scattering.pop(index)
+        if scattering is not None:
+            scattering.wait()
+        return self._rows.write(self._scatters.unpacking(index))
+
+    def _write_kept(self, stacks: OwnStacks, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Write the results that stay on this rank."""
+        return self._rows.write([(route, stacks.result(results, route)) for route in stacks.kept])

@@ -1,0 +1,151 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The order of a step, what of it is the same on all ranks, and how long it takes."""
+
+from collections import Counter
+
+import pytest
+from helpers.layouts import matrix_lists
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_muon.plan import ExchangePlan
+from megatron_muon.plan.assignment import assign
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.rank_schedule import RankSchedule
+from megatron_muon.plan.schedule import (
+    Depth,
+    finished_after,
+    finished_in_round,
+    rounds_of,
+    started_before,
+    started_in_round,
+)
+from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds, step_seconds
+from megatron_muon.plan.wire import Wire
+
+_DEPTHS = st.builds(Depth, st.integers(1, 5), st.integers(1, 5))
+_WIRE = Wire.of("bf16", is_bf16=True)
+
+
+def _collectives(num_buckets: list[int], depths: list[Depth], plan: int) -> list[str]:
+    """Return the collectives of one plan, in the order in which a rank of it launches them."""
+    log = [f"gather {i}" for i in started_before(num_buckets[plan], depths[plan])]
+    for turn in rounds_of(num_buckets):
+        if turn.plan == plan:
+            started = started_in_round(turn.bucket, num_buckets[plan], depths[plan])
+            log += [f"gather {started}"] * (started is not None)
+            log.append(f"scatter {turn.bucket}")
+    return log
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=3), st.data())
+def test_order_of_a_plans_collectives_does_not_depend_on_other_plans(num_buckets, data):
+    """Ranks of one plan may have other plans besides: otherwise they would wait for ever."""
+    depths = [data.draw(_DEPTHS) for _ in num_buckets]
+    for plan, number in enumerate(num_buckets):
+        log = _collectives(num_buckets, depths, plan)
+        assert log == _collectives([number], [depths[plan]], 0)
+        # Each gather starts once, before its bucket is orthogonalized and its results leave.
+        assert Counter(log) == Counter(
+            f"{kind} {bucket}" for kind in ("gather", "scatter") for bucket in range(number)
+        )
+        for bucket in range(number):
+            assert log.index(f"gather {bucket}") < log.index(f"scatter {bucket}")
+
+
+@given(st.integers(0, 9), _DEPTHS)
+def test_each_scatter_is_waited_for_once(num_buckets, depth):
+    """After it was launched; no more are under way than the depth says."""
+    waited = []
+    for bucket in range(num_buckets):
+        finished = finished_in_round(bucket, depth)
+        waited += [] if finished is None else [finished]
+        assert bucket - len(waited) < depth.behind
+    assert [*waited, *finished_after(num_buckets, depth)] == list(range(num_buckets))
+
+
+def test_plans_get_through_their_buckets_evenly():
+    """Two buckets of one plan come at a quarter and three quarters of the other's."""
+    assert rounds_of([4, 2]) == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
+    assert rounds_of([0, 2]) == [(1, 0), (1, 1)] and rounds_of([0]) == []
+
+
+@settings(deadline=None)
+@given(st.lists(matrix_lists(max_matrices=8), min_size=1, max_size=2))
+def test_every_local_stack_has_one_turn(lists):
+    """In a round, or at the end; with its memory."""
+    cost = CostModel(stack_tiles=4)
+    plans = [
+        ExchangePlan.build(matrices, assign(matrices, cost, _WIRE), cost, _WIRE, bucket_numel=500)
+        for matrices in lists
+    ]
+    for rank in plans[0].matrices[0].ranks:
+        schedule = RankSchedule.build(plans, rank)
+        assert len(schedule.local) == len(schedule.rounds) + 1 == len(schedule.staging.local)
+        assert Counter(stack for stacks in schedule.local for stack in stacks) == Counter(
+            (plan, number)
+            for plan, rank_plan in enumerate(schedule.rank_plans)
+            for number, _ in enumerate(rank_plan.local)
+        )
+
+
+def _step(
+    local: list[float], work: list[list[float]], traffic: float = 0.0, depth: int = 1
+) -> float:
+    """Estimate a plan of several ranks, each of which has so much traffic in each bucket."""
+    ranks = range(len(local))
+    traffic_s = dict.fromkeys(ranks, traffic)
+    buckets = [BucketSeconds(dict(enumerate(loads)), traffic_s, traffic_s) for loads in work]
+    plan = PlanSeconds(ranks, buckets, Depth(depth, depth))
+    return max(step_seconds([plan], dict(enumerate(local))).values())
+
+
+def test_step_of_balanced_buckets_takes_as_long_as_the_work():
+    """Local matrices fill what a rank has less of in a bucket; only the ends of traffic show."""
+    assert _step([0, 0], [[1, 1], [1, 1], [1, 1]]) == 3
+    assert _step([0, 3], [[1, 0], [1, 0], [1, 0]]) == 3
+    assert _step([0, 0], [[1, 1], [1, 1]], traffic=0.5) == 0.5 + 2 + 0.5
+    assert _step([2.0, 1.0], []) == 2
+
+
+def test_step_of_unbalanced_buckets_waits_for_the_last_rank():
+    """Three ranks that own one bucket each wait in turn, though each has as much to do.
+
+    With all gathers and scatters under way, none waits.
+    """
+    work = [[3, 0, 0], [0, 3, 0], [0, 0, 3]]
+    assert _step([0, 0, 0], work) > 5
+    assert _step([0, 0, 0], work, depth=3) == 3
+
+
+def test_links_carry_one_collective_at_a_time():
+    """Two gathers at once take as long as one after the other; by hand."""
+    # Gathers end at 2 and 4; the first result leaves at 3, when the link is busy until 4.
+    assert _step([0], [[1], [1]], traffic=2.0, depth=2) == 2 + 2 + 2 + 2
+    # Gathers end at 0.5 and 1, results leave at 1.5 and 2.5.
+    assert _step([0], [[1], [1]], traffic=0.5, depth=2) == 0.5 + 1 + 1 + 0.5
+
+
+@pytest.mark.parametrize(("experts", "expected"), [([4.0, 0.0], 4.0), ([2.0, 2.0], 4.0)])
+def test_kinds_share_one_schedule(experts, expected):
+    """Rank 0 has experts, rank 1 dense matrices: neither waits for the other.
+
+    One kind after the other would take eight where rank 1 cannot start before rank 0 is done.
+    """
+    dense = [4.0 - seconds for seconds in experts]
+    halves = {rank: seconds / 2 for rank, seconds in enumerate(dense)}
+    plan = PlanSeconds([0, 1], [BucketSeconds(halves, {}, {})] * 2, Depth(1, 1))
+    assert max(step_seconds([plan], dict(enumerate(experts))).values()) == expected
+
+
+def test_plans_of_other_ranks_do_not_wait_for_each_other():
+    """Two expert domains and a dense one: a rank without experts is not held up."""
+    experts = [
+        PlanSeconds([2 * i, 2 * i + 1], [BucketSeconds({2 * i: load}, {}, {})], Depth(1, 1))
+        for i, load in enumerate((5.0, 1.0))
+    ]
+    # Buckets come at half and half: experts first, where both are one.
+    dense = PlanSeconds(range(4), [BucketSeconds({3: 2.0}, {}, {})], Depth(1, 1))
+    seconds = step_seconds([*experts, dense], {})
+    assert seconds[0] == 5.0 and max(seconds.values()) == 5.0

@@ -1,0 +1,101 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Experts and dense matrices in one schedule: two domains of experts, one of all ranks."""
+
+from typing import Any
+
+import pytest
+from helpers.layouts import rows_cut_at
+from helpers.ranks import run_ranks
+from helpers.sharded_muon import init_group, whole_matrix
+
+pytestmark = pytest.mark.ranks
+
+COLS = 12
+
+
+def _owned(name: str, rows: list[int], group: Any, seed: int) -> tuple[Any, Any]:
+    """Make a parameter of this rank, and draw the whole matrix that its momentum is rows of."""
+    import torch
+
+    from megatron_muon.runtime.owner_compute import OwnedParameter
+    from megatron_muon.runtime.sharded_matrix import ShardedMatrix
+
+    matrix = ShardedMatrix(name, rows_cut_at(sum(rows), COLS, rows), group)
+    param = torch.empty(matrix.local_shape)
+    return OwnedParameter(param, matrix, None, None, None), whole_matrix(
+        (sum(rows), COLS), seed, block=0
+    )
+
+
+def _two_kinds(num_experts: list[int], num_dense: int, bucket_numel: int) -> dict[str, Any]:
+    """Orthogonalize with late and with early messages, and compare with whole matrices."""
+    import torch
+    import torch.distributed as dist
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+    from helpers.collective_timing import collectives_run
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+    from megatron_muon.plan.settings import ExchangeSettings
+    from megatron_muon.runtime.owner_compute import OwnerCompute
+
+    init_group()
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("domain", "shard"))
+    domain = rank // 2
+    experts = [
+        _owned(f"expert.{i}", [13 + i, 19 - i], mesh["shard"].get_group(), 100 * domain + i)
+        for i in range(num_experts[domain])
+    ]
+    dense = [
+        _owned(f"dense.{i}", [7 + i, 0, 16 - i, 9], dist.group.WORLD, 1000 + i)
+        for i in range(num_dense)
+    ]
+    torch.set_float32_matmul_precision("highest")
+    compute = OwnerCompute(
+        [[owned for owned, _ in kind] for kind in (experts, dense)],
+        NewtonSchulzSettings(5, "quintic", False, lambda rows, cols: (1.0,)),
+        ExchangeSettings(bucket_numel=bucket_numel),
+        initial_load_s=0.0,
+        device=torch.device("cpu"),
+    )
+    wrong = []
+    for when in ("at_wait", "at_launch", "at_wait"):
+        momentum = {
+            owned.param: whole[slice(*owned.matrix.local_range)].clone()
+            for owned, whole in (*experts, *dense)
+        }
+        with collectives_run(when) as timing:
+            done = [p for params in compute.orthogonalize(momentum, momentum) for p in params]
+        wrong += timing.breaches
+        held = [owned for owned, _ in (*experts, *dense) if owned.param.numel()]
+        if sorted(map(id, done)) != sorted(id(owned.param) for owned in held):
+            wrong.append(f"{when}: {len(done)} results of {len(held)}")
+        for owned, whole in (*experts, *dense):
+            expected = muon_utils.newton_schulz(whole, 5, "quintic")
+            rows = slice(*owned.matrix.local_range)
+            if not torch.equal(momentum[owned.param], expected[rows]):
+                wrong.append(f"{when}: {owned.matrix.fqn}")
+    return {
+        "wrong": wrong,
+        "buckets": [len(plan.buckets) for plan in compute.plans],
+        "rounds": [list(turn) for turn in compute._engine._schedule.rounds],
+    }
+
+
+@pytest.mark.parametrize("bucket_numel", [800, 10**6], ids=["many_buckets", "few_buckets"])
+def test_ranks_with_other_experts_share_the_schedule_of_dense_matrices(bucket_numel):
+    """Their buckets are more or fewer, and come in another order between those of all ranks.
+
+    A rank that waited for another in a circle would wait for ever.
+    """
+    found = run_ranks(4, _two_kinds, [3, 14], 6, bucket_numel, timeout_s=120.0).check().results
+    assert [each["wrong"] for each in found] == [[]] * 4
+    assert found[0]["buckets"][1] == found[3]["buckets"][1]
+    if bucket_numel == 800:
+        assert found[0]["buckets"][0] != found[3]["buckets"][0]
+        assert found[0]["rounds"] != found[3]["rounds"]
+        for each in found:
+            kinds = [plan for plan, _ in each["rounds"]]
+            assert kinds != sorted(kinds), "one kind after the other"
