@@ -206,11 +206,11 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         """
         self._raise_where_gradients_fail()
         with _timed(self.config, "optimizer-inner-step"):
-            for child in self.chained_optimizers:
-                if not child.is_stub_optimizer:
-                    # The inner step alone: the wrapper's would install weights, see above.
-                    child.optimizer.step()
-                    optimizer_state.count_step_of_empty_shards(child.optimizer)
+            # The inner step alone: the wrapper's would install weights, see above.
+            inner = [c.optimizer for c in self.chained_optimizers if not c.is_stub_optimizer]
+            for optimizer in sorted(inner, key=_comes_later):
+                optimizer.step()
+                optimizer_state.count_step_of_empty_shards(optimizer)
         with _timed(self.config, "optimizer-copy-main-to-model-params"):
             for chunk in self.model_chunks:
                 chunk.module.install_optimized_model_weights()
@@ -309,6 +309,14 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 "--ckpt-format fsdp_dtensor."
             )
         return self.state_dict()
+
+
+def _comes_later(optimizer: Any) -> bool:
+    """Return whether an optimizer is stepped after Muon's of the experts, whose step it completes.
+
+    Otherwise the order does not matter.
+    """
+    return not (isinstance(optimizer, FSDPZeROTensorParallelMuon) and optimizer.is_stepped_first)
 
 
 @contextmanager

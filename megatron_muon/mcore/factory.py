@@ -97,8 +97,8 @@ def build_megatron_fsdp_emerging_optimizer(
             )
 
     children: dict[tuple[str, bool], DistributedOptimizer] = {}
-    load_s = 0.0
-    # Experts first: they mostly lie whole on a rank, and dense matrices fill what they leave.
+    muon: FSDPZeROTensorParallelMuon | None = None
+    # Experts first: the optimizer of the dense matrices plans both.
     for name, is_expert in sorted(groups_by_child, key=lambda key: not key[1]):
         groups = groups_by_child[name, is_expert]
         if name == "muon":
@@ -109,9 +109,9 @@ def build_megatron_fsdp_emerging_optimizer(
                 pg_collection,
                 fqns,
                 exchange=exchange or requested_exchange(),
-                initial_load_s=load_s,
+                experts=muon,
+                is_planned_later=is_expert and ("muon", False) in groups_by_child,
             )
-            load_s = muon.load_s
             child = _wrapped(muon, config, model_chunks, pg_collection)
         elif name == "lion":
             child = _wrapped(_inner_lion(config, groups), config, model_chunks, pg_collection)
@@ -165,7 +165,8 @@ def _inner_muon(
     fqns: dict[FSDPParameter, str],
     *,
     exchange: ExchangeSettings,
-    initial_load_s: float,
+    experts: FSDPZeROTensorParallelMuon | None,
+    is_planned_later: bool,
 ) -> FSDPZeROTensorParallelMuon:
     matrices: dict[torch.Tensor, ShardedMatrix] = {}
     problems = []
@@ -182,7 +183,8 @@ def _inner_muon(
         groups,
         matrices=matrices,
         exchange=exchange,
-        initial_load_s=initial_load_s,
+        experts=experts,
+        is_planned_later=is_planned_later,
         **_muon_config_to_kwargs(config, model_chunks, pg_collection),
     )
 

@@ -4,7 +4,7 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,8 +48,10 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         params: DTensor parameters or parameter groups, in the same order on all ranks.
         matrices: What each parameter is a shard of.
         exchange: Who orthogonalizes what, and what travels; None for the defaults.
-        initial_load_s: Estimated Newton-Schulz seconds of this rank in other optimizers of the
-            model.
+        experts: The optimizer of the experts, where they have one of their own. Its matrices share
+            a schedule with those of this one: it is stepped first, and advances its momentum; the
+            step of this one does the rest for both.
+        is_planned_later: Whether this is that optimizer of experts, and another will plan for it.
         **muon_kwargs: Arguments of :class:`TensorParallelMuon`.
 
     Raises:
@@ -68,13 +70,14 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     # Whether step() starts by agreeing that gradients are complete and finite.
     # FSDPMuonChainedOptimizer turns it off, and checks gradients of all its optimizers together.
     checks_gradients: bool
-    compute: OwnerCompute | AllGatherCompute
-    # Estimated Newton-Schulz seconds of this rank, the initial load included.
-    load_s: float
+    # None until the optimizer of the dense matrices has planned this one's.
+    compute: OwnerCompute | AllGatherCompute | None
     exchange: ExchangeSettings
     _matrices: Mapping[torch.Tensor, ShardedMatrix]
     _params: list[Any]  # as at construction
     _group_of: dict[Any, dict[str, Any]]  # parameter group of each parameter, in this step
+    # What this step orthogonalizes, and where results go, until they are there.
+    _begun: tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]] | None
 
     def __init__(
         self,
@@ -82,13 +85,13 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         *,
         matrices: Mapping[torch.Tensor, ShardedMatrix],
         exchange: ExchangeSettings | None = None,
-        initial_load_s: float = 0.0,
+        experts: "FSDPZeROTensorParallelMuon | None" = None,
+        is_planned_later: bool = False,
         **muon_kwargs: Any,
     ) -> None:
         super().__init__(params, **muon_kwargs)
         self.exchange = exchange or ExchangeSettings()
         self.checks_gradients = True
-        self.load_s = initial_load_s
         self._matrices = matrices
         self._params = self._all_params()
         raise_where_any_rank_fails(
@@ -108,10 +111,16 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             self._device,
             "kinds of Muon parameters, and settings",
         )
+        self._experts = experts
+        self._is_planned_later = is_planned_later
+        self._begun = None
+        self.compute = None
         if self.exchange.mode == "owner":
-            self.compute = self._owner_compute(newton_schulz)
-            self.load_s = self.compute.load_s
+            if not is_planned_later:
+                self.compute = self._owner_compute(newton_schulz)
         else:
+            # Each gathers its own matrices.
+            self._experts, self._is_planned_later = None, False
             by_param = {param: matrices[param] for param in self._params}
             self.compute = AllGatherCompute(by_param, self._orthogonalize_whole, self._device)
         for param_group in self.param_groups:
@@ -122,16 +131,20 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
         Without expert parallelism both kinds are in one optimizer, over groups of their own.
         """
-        kinds = [self._of_kind(True), self._of_kind(False)]
+        optimizers = [each for each in (self._experts, self) if each is not None]
+        kinds = [kind for optimizer in optimizers for kind in optimizer._kinds()]
         # Shapes may be timed here, which has to be done as a step does it.
         with fp32_matmul_precision(self.fp32_matmul_prec):
-            return OwnerCompute(
-                [[self._owned(param) for param in params] for params in kinds if params],
-                newton_schulz,
-                self.exchange,
-                initial_load_s=self.load_s,
-                device=self._device,
-            )
+            compute = OwnerCompute(kinds, newton_schulz, self.exchange, device=self._device)
+        if self._experts is not None:
+            self._experts.compute = compute
+        return compute
+
+    def _kinds(self) -> Iterator[list[OwnedParameter]]:
+        """Yield the parameters of each kind that there is, experts first."""
+        for params in (self._of_kind(True), self._of_kind(False)):
+            if params:
+                yield [self._owned(param) for param in params]
 
     def _of_kind(self, is_expert: bool) -> list[Any]:
         return [p for p in self._params if getattr(p, "expert_tp", False) is is_expert]
@@ -161,6 +174,11 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     def _all_params(self) -> list[Any]:
         return [param for group in self.param_groups for param in group["params"]]
+
+    @property
+    def is_stepped_first(self) -> bool:
+        """Whether another optimizer's step completes that of this one."""
+        return self._is_planned_later
 
     @property
     def _device(self) -> torch.device:
@@ -200,9 +218,39 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             ValueError: A closure was passed.
             RuntimeError: On all ranks, when a non-empty shard of one has no gradient or one that
                 is not finite, or when parameters have changed; parameters and momentum have not.
+                Also when the experts' optimizer has not been stepped before.
         """
         if closure is not None:
             raise ValueError("closure: expected None, got one. Compute the loss before step().")
+        if self._experts is not None and self._experts._begun is None:
+            raise RuntimeError(
+                "step: expected the optimizer of the experts to be stepped before that of the "
+                "dense matrices, got a step of the second alone. Step FSDPMuonChainedOptimizer."
+            )
+        self._begun = self._begin_step()
+        if self._is_planned_later:
+            return
+        optimizers = [each for each in (self._experts, self) if each is not None]
+        momentum: dict[Any, torch.Tensor] = {}
+        results: dict[Any, torch.Tensor] = {}
+        for optimizer in optimizers:
+            assert optimizer._begun is not None
+            momentum |= optimizer._begun[0]
+            results |= optimizer._begun[1]
+            optimizer._begun = None
+        assert self.compute is not None  # only an optimizer that is planned later has none
+        with fp32_matmul_precision(self.fp32_matmul_prec):
+            for params in self.compute.orthogonalize(momentum, results):
+                for optimizer in optimizers:
+                    optimizer._apply(params)
+
+    def _begin_step(self) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
+        """Check gradients, and advance the momentum.
+
+        Returns:
+            By parameter, what is orthogonalized and where the result goes, as
+            :meth:`Engine.orthogonalize` takes them.
+        """
         if self.checks_gradients:
             raise_where_gradients_fail(
                 {param: self._matrices[param].fqn for param in self._params},
@@ -214,14 +262,11 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         momentum = self._advance_momentum()
         # Gradients have been read: their memory takes the result. Nobody reads them after a step;
         # the training loop zeroes them before the next backward pass.
-        results = {
+        return momentum, {
             # Without a gradient the shard is empty, and so is its momentum.
             param: rows if param.grad is None else local_tensor(param.grad)
             for param, rows in momentum.items()
         }
-        with fp32_matmul_precision(self.fp32_matmul_prec):
-            for params in self.compute.orthogonalize(momentum, results):
-                self._apply(params)
 
     def parameter_changes(self) -> list[str]:
         """List what has changed about the parameters since construction, a sentence each."""
@@ -282,8 +327,9 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         """Subtract the local rows of the results from parameters, with upstream's hooks."""
         by_group: dict[int, list[Any]] = defaultdict(list)
         for param in params:
-            # An empty shard has no gradient, and nothing to subtract.
-            if param.grad is not None:
+            # An empty shard has no gradient, and nothing to subtract. Others are another
+            # optimizer's.
+            if param.grad is not None and param in self._group_of:
                 by_group[id(self._group_of[param])].append(param)
         for held in by_group.values():
             if self._has_hooks:

@@ -118,7 +118,7 @@ class _BucketDraft:
             for owner in matrix.owners:
                 gather_s[owner] += matrix.gather_s[owner]
                 scatter_s[owner] += matrix.scatter_s[owner]
-        return BucketSeconds(self.load_s, gather_s, scatter_s)
+        return BucketSeconds(self.load_s, dict(gather_s), dict(scatter_s))
 
     def add(self, matrix: TravellingMatrix) -> None:
         """Put a matrix in."""
@@ -229,7 +229,10 @@ def _fullest_ranks(travelling: Sequence[TravellingMatrix], staged: Mapping[int, 
 def _deepest(
     drafts: Sequence[_BucketDraft], ranks: Sequence[int], wire: Wire, staging_bytes: int
 ) -> Depth:
-    """Return the largest depth of which all messages and stacks fit into a rank's memory."""
+    """Return the first depth of which messages and stacks fit into the memory of some ranks.
+
+    About: alignment, padding of stacks and the memory between buffers are left out.
+    """
     row_bytes, result_bytes = wire.gather_bytes, wire.scatter_bytes
     # By rank and bucket: what it holds of it, and what it owns of it.
     held = [

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a domain: who owns what, and what travels together. Built once, integers only."""
+"""The plan of a domain: who owns what, and what travels together. Built once, without torch."""
 
 import zlib
 from collections import Counter
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_muon.newton_schulz.registry import BACKENDS
-from megatron_muon.plan.assignment import Assignment, matrix_seconds
+from megatron_muon.plan.assignment import Assignment
 from megatron_muon.plan.buckets import TravellingMatrix, choose_buckets
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
@@ -19,7 +19,7 @@ from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds
 from megatron_muon.plan.wire import Wire
 
 # Buffers of a bucket's size that a step has room for: more gathers and scatters are under way only
-# up to there. One bucket at a time takes up to six, see staging.py.
+# up to there. One bucket under way beside the one in work takes up to six.
 STAGED_BUFFERS = 8
 
 
@@ -69,6 +69,7 @@ class ExchangePlan:
         wire: Wire,
         *,
         bucket_numel: int,
+        num_kinds: int = 1,
     ) -> "ExchangePlan":
         """Sort matrices into local ones and buckets.
 
@@ -80,6 +81,7 @@ class ExchangePlan:
             bucket_numel: Most elements that a rank owns in one bucket, or sends back where shards
                 have replicas. One larger matrix raises the bound for all buckets: see
                 ``max_numel``.
+            num_kinds: Plans of a rank: experts and dense matrices share its memory.
         """
         # Nothing here depends on the rank that builds the plan: every rank must come to the same.
         owners = assignment.owners
@@ -89,8 +91,9 @@ class ExchangePlan:
             for index, matrix in enumerate(matrices)
             if not _is_local(matrix, owners[index])
         ]
-        # What is left of a rank's load needs no other rank: local matrices, and other plans, whose
-        # rounds come between those of this one.
+        # What is left of a rank's load: local matrices, which need no other rank, and earlier
+        # plans, whose rounds come between those of this one. That these wait for others is left
+        # out here; the report has all plans.
         local_load_s = dict(assignment.load_s)
         for matrix in travelling:
             for owner in matrix.owners:
@@ -103,7 +106,7 @@ class ExchangePlan:
             local_load_s,
             wire,
             max_numel=max_numel,
-            staging_bytes=STAGED_BUFFERS * bucket_numel * wire.gather_bytes,
+            staging_bytes=STAGED_BUFFERS * bucket_numel * wire.gather_bytes // num_kinds,
         )
         return cls(
             matrices=tuple(matrices),
@@ -159,15 +162,6 @@ class ExchangePlan:
     def plan_seconds(self) -> PlanSeconds:
         """What the plan takes."""
         return PlanSeconds(_ranks_of(self.matrices), self.seconds, self.depth)
-
-    # Not stored: it follows from the other fields, and a stored copy could disagree with them.
-    @cached_property
-    def matrix_load_s(self) -> tuple[float, ...]:
-        """Newton-Schulz seconds of each matrix on each of its owners."""
-        return tuple(
-            matrix_seconds(matrix, self.cost, len(owners))
-            for matrix, owners in zip(self.matrices, self.owners, strict=True)
-        )
 
     def routes(self, index: int) -> Iterator[Route]:
         """Yield the routes of a matrix."""

@@ -19,11 +19,14 @@ from waiting for each other for ever:
 
 - The collectives of a plan come in one order on all ranks, whatever other plans there are: gathers
   0 to ahead - 1, then gather i + ahead and scatter i in turn.
-- Bucket i of n has its turn when the rank is (i + 1/2) / n through the step. What a rank waits for
-  was launched by all ranks in an earlier turn of the same plan. So of all ranks that wait, the one
-  that is least far never waits for another that waits.
+- Bucket i of n has its turn when the rank is (i + 1/2) / n through the step; of equal turns that of
+  the earlier plan comes first, and ranks have their plans in one order. What a rank waits for was
+  launched by all ranks in an earlier turn of the same plan. Owners of a split matrix wait for each
+  other in the same turn. So of all ranks that wait, the one that is least far never waits for
+  another that waits elsewhere.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -54,7 +57,7 @@ class Round(NamedTuple):
     bucket: int
 
 
-def rounds_of(num_buckets: Sequence[int]) -> list[Round]:
+def rounds_of(num_buckets: Sequence[int]) -> Sequence[Round]:
     """Return the rounds of a step, in order.
 
     Every plan gets through its buckets evenly. One plan after the other would be worse: where a
@@ -64,12 +67,18 @@ def rounds_of(num_buckets: Sequence[int]) -> list[Round]:
     Args:
         num_buckets: Buckets of each plan of the rank.
     """
+    return _rounds_of(tuple(num_buckets))
+
+
+# Thousands of ranks have the same numbers of buckets.
+@functools.cache
+def _rounds_of(num_buckets: tuple[int, ...]) -> tuple[Round, ...]:
     turns: list[tuple[Fraction, Round]] = [
         (Fraction(2 * bucket + 1, 2 * number), Round(plan, bucket))
         for plan, number in enumerate(num_buckets)
         for bucket in range(number)
     ]
-    return [each for _, each in sorted(turns)]
+    return tuple(each for _, each in sorted(turns))
 
 
 def finished_in_round(bucket: int, depth: Depth) -> int | None:

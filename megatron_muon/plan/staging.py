@@ -14,6 +14,7 @@ from megatron_muon.plan.schedule import Depth, Round, rounds_of
 from megatron_muon.plan.wire import Wire
 
 _MOMENTS = 5  # of a round
+_NUM_TRIES = 4  # from each order; more gain nothing on the plans of docs/performance.md
 _BEFORE = -1  # the moment in which the first gathers start
 # Source: CUDA's allocations are aligned to 256 bytes. Kernels that read 16 bytes at once, and
 # cuBLAS's fast ones, need less.
@@ -150,33 +151,40 @@ def _lifetimes(turn: Round, position: Mapping[Round, int], depth: Depth) -> list
 def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[int], int]:
     """Place buffers of known lifetimes, in the best of several orders, each as low as it fits.
 
-    The best placement is NP-hard. No order is the best for all plans of docs/performance.md: by
-    size Llama-70B on 64 ranks takes 4.8 GB, by the end of a lifetime 5.1, and the best for each
-    rank 4.5, which is what is alive at once.
+    The best placement is NP-hard. No order is the best for all plans of docs/performance.md. What
+    ends highest in one order is placed first in the next try: that comes to what is alive at once
+    for a rank of Llama-70B on 64 where the orders alone take 4.8 GB instead of 4.1.
     """
     aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    # A rank takes part in few buckets: most buffers are empty, and lie anywhere.
+    used = [index for index, size in enumerate(aligned) if size]
+    beside = {
+        index: [other for other in used if lifetimes[index].overlaps(lifetimes[other])]
+        for index in used
+    }
     # What is alive only grows where a lifetime begins.
     busiest = max(
         (
             sum(
-                size
-                for size, other in zip(aligned, lifetimes, strict=True)
-                if other.first <= lifetime.first <= other.last
+                aligned[other]
+                for other in beside[index]
+                if lifetimes[other].first <= lifetimes[index].first
             )
-            for lifetime in lifetimes
+            for index in used
         ),
         default=0,
     )
     best: tuple[list[int], int] = [], 0
-    for order in _ORDERS:
-        in_order = sorted(
-            range(len(sizes)), key=lambda index: order(aligned[index], lifetimes[index])
-        )
-        offsets, end = _place_in_order(aligned, lifetimes, in_order)
-        if not best[0] or end < best[1]:
-            best = offsets, end
-        if end == busiest:
-            break
+    for rule in _ORDERS:
+        order = sorted(used, key=lambda index: rule(aligned[index], lifetimes[index]))
+        for _ in range(_NUM_TRIES):
+            offsets, end = _place_in_order(aligned, beside, order)
+            if not best[0] or end < best[1]:
+                best = offsets, end
+            if end == busiest:
+                return best
+            highest = next(index for index in order if offsets[index] + aligned[index] == end)
+            order = [highest, *(index for index in order if index != highest)]
     return best
 
 
@@ -191,20 +199,21 @@ _ORDERS: tuple[Callable[[int, _Lifetime], tuple[int, ...]], ...] = (
 
 
 def _place_in_order(
-    sizes: Sequence[int], lifetimes: Sequence[_Lifetime], order: Sequence[int]
+    sizes: Sequence[int], beside: Mapping[int, Sequence[int]], order: Sequence[int]
 ) -> tuple[list[int], int]:
     """Place each buffer at the lowest gap between those that are placed and alive beside it."""
     offsets = [0] * len(sizes)
-    placed: list[int] = []
+    placed: set[int] = set()
     end = 0
     for index in order:
-        beside = [i for i in placed if lifetimes[i].overlaps(lifetimes[index])]
         offset = 0
-        for start, stop in sorted((offsets[i], offsets[i] + sizes[i]) for i in beside):
+        for start, stop in sorted(
+            (offsets[i], offsets[i] + sizes[i]) for i in beside[index] if i in placed
+        ):
             if offset + sizes[index] <= start:
                 break
             offset = max(offset, stop)
         offsets[index] = offset
-        placed.append(index)
+        placed.add(index)
         end = max(end, offset + sizes[index])
     return offsets, end

@@ -8,15 +8,18 @@ event is as late as the last of those it needs.
 
 - A collective starts when all ranks of its plan have launched it, and have ended the one before it
   in that plan: a message needs both of its ranks.
-- It ends on a rank when the rank's own messages have passed its link, which carries one collective
-  at a time.
+- A gather ends on a rank when the rows that it owns have passed its link, a scatter on all ranks
+  when the results of all owners have passed theirs. A link carries one collective at a time, in the
+  order in which they start.
 - Local matrices fill the rounds in which a rank has least to do, and the end of the step, where the
   last scatters travel.
 
-What it leaves out: that Newton-Schulz and traffic slow each other down, and copies in memory.
+What it leaves out: the links of ranks that hold rows and own none of a bucket, norms, copies in
+memory, and that Newton-Schulz and traffic slow each other down.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -80,14 +83,16 @@ class _Collective:
 
     Args:
         plan: Number of its plan.
-        seconds: Of each rank's messages over its link.
+        seconds: Of each owner's messages over its link.
+        is_scatter: Whether all ranks wait for the last owner.
         num_launched: Ranks that have launched it.
-        ended_s: When it ended on each rank; empty until the last rank has launched it.
+        ended_s: When it ended on each rank; empty until it has started.
         waiting: Ranks that wait for it.
     """
 
     plan: int
     seconds: Mapping[int, float]
+    is_scatter: bool
     num_launched: int = 0
     ended_s: dict[int, float] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
@@ -117,61 +122,84 @@ class _Simulation:
             for rank in plan.ranks:
                 self._plans_of.setdefault(rank, []).append(number)
         self._gathers = [
-            [_Collective(number, bucket.gather_s) for bucket in plan.buckets]
+            [_Collective(number, bucket.gather_s, False) for bucket in plan.buckets]
             for number, plan in enumerate(plans)
         ]
         self._scatters = [
-            [_Collective(number, bucket.scatter_s) for bucket in plan.buckets]
+            [_Collective(number, bucket.scatter_s, True) for bucket in plan.buckets]
             for number, plan in enumerate(plans)
         ]
         self._link_free_s = dict.fromkeys(self._plans_of, 0.0)
-        # When the last collective of each plan ended on each rank.
-        self._last_ended_s: list[Mapping[int, float]] = [
-            dict.fromkeys(plan.ranks, 0.0) for plan in plans
-        ]
-        # When ranks that do not wait go on.
-        self._resuming: list[tuple[float, int]] = []
+        # Of each plan: when its last collective ended, and those that all ranks have launched and
+        # that have not started, the first of them due at a time that is known.
+        self._last_ended_s = [0.0] * len(plans)
+        self._launched: list[deque[_Collective]] = [deque() for _ in plans]
+        # What comes next, by time: ranks that go on, and plans (as ~plan) whose collective starts,
+        # which of equal times comes first.
+        self._due: list[tuple[float, int]] = []
 
     def run(self) -> dict[int, float]:
         """Run all ranks to their end."""
         programs = {rank: self._program(rank) for rank in sorted(self._plans_of)}
-        ended_s = dict.fromkeys(programs, 0.0)
-        # Always the earliest first: a link serves collectives in the order in which they start.
-        self._resuming = [(0.0, rank) for rank in programs]
-        while self._resuming:
-            now, rank = heapq.heappop(self._resuming)
-            ended_s[rank] = now
-            for event in programs[rank]:
-                if isinstance(event, _Launch):
-                    self._launch(event.collective, rank, now)
-                    continue
-                if isinstance(event, _Work):
-                    heapq.heappush(self._resuming, (now + event.seconds, rank))
-                elif event.collective.ended_s:
-                    resumes_s = max(now, event.collective.ended_s[rank])
-                    heapq.heappush(self._resuming, (resumes_s, rank))
-                else:
-                    event.collective.waiting.append(rank)
-                break
+        ended_s: dict[int, float] = {}
+        self._due = [(0.0, rank) for rank in programs]
+        while self._due:
+            now, number = heapq.heappop(self._due)
+            if number < 0:
+                self._start(~number, now)
+            elif self._advance(programs[number], number, now):
+                ended_s[number] = now
+        # A schedule in which ranks wait for each other in a circle would end early.
+        if len(ended_s) < len(programs):
+            raise ValueError(
+                f"step estimate: expected {len(programs)} ranks to end, got {len(ended_s)}. Check "
+                "that every plan has a depth of 1 or more."
+            )
         return ended_s
 
-    def _launch(self, collective: _Collective, rank: int, now: float) -> None:
-        """Launch a collective on a rank; on the last one it is decided when it ends."""
+    def _advance(self, program: Iterator[_Event], rank: int, now: float) -> bool:
+        """Let a rank go on until it has to wait, and return whether it has ended."""
+        for event in program:
+            if isinstance(event, _Launch):
+                self._launch(event.collective, now)
+                continue
+            if isinstance(event, _Work):
+                heapq.heappush(self._due, (now + event.seconds, rank))
+            elif event.collective.ended_s:
+                heapq.heappush(self._due, (max(now, event.collective.ended_s[rank]), rank))
+            else:
+                event.collective.waiting.append(rank)
+            return False
+        return True
+
+    def _launch(self, collective: _Collective, now: float) -> None:
+        """Launch a collective on one more rank."""
         collective.num_launched += 1
-        ranks = self._plans[collective.plan].ranks
-        if collective.num_launched < len(ranks):
-            return
-        last_s = self._last_ended_s[collective.plan]
-        start = max(now, max(last_s.values()))
-        for each in ranks:
-            seconds = collective.seconds.get(each, 0.0)
-            collective.ended_s[each] = start
+        if collective.num_launched == len(self._plans[collective.plan].ranks):
+            self._launched[collective.plan].append(collective)
+            if len(self._launched[collective.plan]) == 1:
+                self._schedule_start(collective.plan, now)
+
+    def _schedule_start(self, plan: int, now: float) -> None:
+        heapq.heappush(self._due, (max(now, self._last_ended_s[plan]), ~plan))
+
+    def _start(self, plan: int, now: float) -> None:
+        """Start the first collective of a plan that is due, and work out when it ends."""
+        collective = self._launched[plan].popleft()
+        ended_s = collective.ended_s
+        for rank in self._plans[plan].ranks:
+            ended_s[rank] = now
+            seconds = collective.seconds.get(rank, 0.0)
             if seconds:
-                end = max(start, self._link_free_s[each]) + seconds
-                collective.ended_s[each] = self._link_free_s[each] = end
-        self._last_ended_s[collective.plan] = collective.ended_s
-        for each in collective.waiting:
-            heapq.heappush(self._resuming, (collective.ended_s[each], each))
+                ended_s[rank] = max(now, self._link_free_s[rank]) + seconds
+                self._link_free_s[rank] = ended_s[rank]
+        self._last_ended_s[plan] = max(ended_s.values())
+        if collective.is_scatter:
+            ended_s.update(dict.fromkeys(ended_s, self._last_ended_s[plan]))
+        for rank in collective.waiting:
+            heapq.heappush(self._due, (ended_s[rank], rank))
+        if self._launched[plan]:
+            self._schedule_start(plan, now)
 
     def _program(self, rank: int) -> Iterator[_Event]:
         """Yield what a rank does, in order."""

@@ -105,3 +105,10 @@ def raise_where_ranks_differ(
         + "; ".join(lines[:8])
         + f". {advice}"
     )
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, with its class where that says more than the text."""
+    is_known = isinstance(error, MemoryError | RuntimeError)
+    name = "" if is_known else f"{type(error).__name__}: "
+    return name + str(error).partition("\n")[0]

@@ -143,6 +143,8 @@ class Engine:
             Lists of parameters whose results are complete. Each parameter of which this rank holds
             rows is yielded once.
         """
+        for plan in self._plans:
+            plan.wait_for_leftovers()
         # Before anything is sent: a rank without memory ends before it has joined a collective.
         self._arena.allocate()
         for plan in self._plans:

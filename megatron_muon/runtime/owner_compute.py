@@ -15,7 +15,11 @@ from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout, block_rows, whole_matrix
 from megatron_muon.plan.report import log_lines
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+from megatron_muon.runtime.agreement import (
+    first_line,
+    raise_where_any_rank_fails,
+    raise_where_ranks_differ,
+)
 from megatron_muon.runtime.domain import Domain, find_domain, new_groups
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
@@ -61,8 +65,8 @@ class OwnerCompute:
             Those of one kind are sharded over the same groups.
         newton_schulz: Steps, coefficients, precision and scale.
         settings: Wire, sizes and cost model.
-        initial_load_s: Newton-Schulz seconds of this rank in other optimizers.
         device: Where shards live.
+        initial_load_s: Newton-Schulz seconds of this rank in other optimizers.
 
     Raises:
         ValueError: bf16 on the wire with Newton-Schulz in fp32.
@@ -88,27 +92,31 @@ class OwnerCompute:
         newton_schulz: NewtonSchulzSettings,
         settings: ExchangeSettings,
         *,
-        initial_load_s: float,
         device: torch.device,
+        initial_load_s: float = 0.0,
     ) -> None:
         self.load_s = initial_load_s
-        of_rank = [self._plan(kind, newton_schulz, settings, device) for kind in kinds]
+        rank = dist.get_rank()
+        of_rank = [self._plan(kind, newton_schulz, settings, len(kinds), device) for kind in kinds]
         self.plans = [each.plan for each in of_rank]
-
-        def build() -> Engine:
-            """Build the engine of this rank, ready to run."""
-            engine = Engine(of_rank, newton_schulz, rank=dist.get_rank(), device=device)
-            engine.check_kernels()
-            return engine
-
-        self._engine = _build_together(build, settings, device)
+        self._engine = _together(
+            lambda: Engine(of_rank, newton_schulz, rank=rank, device=device), settings, device
+        )
+        # Apart: owners of a split matrix may wait for each other here, so all must have an engine.
+        _together(self._engine.check_kernels, settings, device)
         self._engine.connect()
+        # Other ranks have no handler; further domains of the same kind look alike.
+        for plan in self.plans if settings.log_plan else ():
+            if rank == plan.plan_seconds.ranks[0]:
+                for line in log_lines(plan):
+                    logger.info("%s", line)
 
     def _plan(
         self,
         parameters: Sequence[OwnedParameter],
         newton_schulz: NewtonSchulzSettings,
         settings: ExchangeSettings,
+        num_kinds: int,
         device: torch.device,
     ) -> PlanOfRank:
         """Plan the exchange of one kind of parameters, and add its load to this rank's."""
@@ -127,7 +135,7 @@ class OwnerCompute:
         )
         rank = dist.get_rank()
         matrices, own_parameters = _lay_out(parameters, domain)
-        plan = _build_plan(matrices, newton_schulz, settings, domain, device)
+        plan = _build_plan(matrices, newton_schulz, settings, num_kinds, domain, device)
         self.load_s = plan.assignment.load_s[rank]
         if domain.group is not None:
             # Every rank has built the plan by itself. Comparing hashes here turns what would be a
@@ -135,10 +143,6 @@ class OwnerCompute:
             entries = [f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.depth}"]
             entries += plan.entries()
             raise_where_ranks_differ(entries, domain.group, device, "Muon exchange plan")
-        # Other ranks have no handler; further domains of the same kind look alike.
-        if settings.log_plan and rank == domain.ranks[0]:
-            for line in log_lines(plan):
-                logger.info("%s", line)
         return PlanOfRank(plan, own_parameters, domain.group, _parts_groups(plan, rank, device))
 
     @property
@@ -151,23 +155,19 @@ class OwnerCompute:
         return self._engine.orthogonalize(momentum, results)
 
 
-def _build_together(
-    build: Callable[[], Engine], settings: ExchangeSettings, device: torch.device
-) -> Engine:
-    """Build the engine of each rank, or raise on all ranks where one lacks memory or a kernel.
+def _together[T](build: Callable[[], T], settings: ExchangeSettings, device: torch.device) -> T:
+    """Call a function on each rank, or raise on all ranks where one lacks memory or a kernel.
 
     Otherwise that rank would end alone, and the others wait for it until their collectives time
     out.
     """
     problems = []
     try:
-        engine = build()
+        built = build()
     # The arena raises MemoryError, other allocations RuntimeError: their text is enough. Kernels of
     # others raise whatever their compilers do.
     except Exception as error:
-        is_known = isinstance(error, MemoryError | RuntimeError)
-        name = "" if is_known else f"{type(error).__name__}: "
-        problems.append(name + str(error).partition("\n")[0])
+        problems.append(first_line(error))
     raise_where_any_rank_fails(
         problems,
         None,
@@ -176,13 +176,14 @@ def _build_together(
         "elements; the largest matrix is the least), shard over more ranks, or leave more memory "
         "free. No optimizer was built.",
     )
-    return engine
+    return built
 
 
 def _build_plan(
     matrices: Sequence[MatrixLayout],
     newton_schulz: NewtonSchulzSettings,
     settings: ExchangeSettings,
+    num_kinds: int,
     domain: Domain,
     device: torch.device,
 ) -> ExchangePlan:
@@ -196,7 +197,14 @@ def _build_plan(
         max_parts=settings.max_parts,
         initial_load_s=domain.initial_load_s,
     )
-    return ExchangePlan.build(matrices, assignment, cost, wire, bucket_numel=settings.bucket_numel)
+    return ExchangePlan.build(
+        matrices,
+        assignment,
+        cost,
+        wire,
+        bucket_numel=settings.bucket_numel,
+        num_kinds=num_kinds,
+    )
 
 
 def _parts_groups(

@@ -3,7 +3,8 @@
 """The buckets of one plan on this rank: what each moment of a round does with one of them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import RankPlan
 from megatron_muon.plan.routes import Part
 from megatron_muon.plan.staging import BucketSizes
+from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.exchange import BucketMessages, Exchange
 from megatron_muon.runtime.local_rows import LocalRows, Rows
@@ -147,28 +149,26 @@ class PlanBuckets:
         stacks = [each for own in (*self._buckets, *self._local) for each in own.stacks]
         backends = [self._backends[stack[0].matrix, stack[0].block] for stack, _ in stacks]
         # By owners: a rank may be in several groups, and all must connect them in one order.
-        for owners, name in sorted(
+        connections = sorted(
             {
                 (stack[0].owners, backend.name)
                 for (stack, _), backend in zip(stacks, backends, strict=True)
                 if len(stack[0].owners) > 1
             }
-        ):
-            BACKENDS[name].connect(self._parts_groups[owners])
-        checked, problems = set(), []
+        )
+        problems: list[str] = []
+        for owners, name in connections:
+            _attempt(problems, partial(BACKENDS[name].connect, self._parts_groups[owners]))
+        checked = set()
         for (stack, tensor), backend in zip(stacks, backends, strict=True):
             call = self._call(stack[0])
             # Alone where it can be: a rank whose kernel fails must not leave others waiting.
             if not backend.communicates:
                 call = dataclasses.replace(call, parts_group=None)
             key = backend.name, tensor.shape, call.whole_shape, call.parts_group
-            if backend.reference is None or key in checked:
-                continue
-            checked.add(key)
-            try:
-                check_against_reference(backend, tensor, call)
-            except RuntimeError as error:
-                problems.append(str(error))
+            if backend.reference is not None and key not in checked:
+                checked.add(key)
+                _attempt(problems, partial(check_against_reference, backend, tensor, call))
         return problems
 
     def _call(self, part: Part) -> Call:
@@ -183,7 +183,12 @@ class PlanBuckets:
     def begin(self, momentum: Rows, results: Rows) -> None:
         """Take the rows of a step, and their norms."""
         self._rows.begin(momentum, results)
-        # A step that ended with an exception leaves some behind.
+
+    def wait_for_leftovers(self) -> None:
+        """Wait for what a step left behind that ended with an exception; it may use the memory."""
+        for work in (*self._gathering.values(), *self._scattering.values()):
+            if work is not None:
+                work.wait()
         self._gathering, self._scattering = {}, {}
 
     def end(self) -> None:
@@ -256,3 +261,12 @@ class PlanBuckets:
     def _write_kept(self, stacks: OwnStacks, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Write the results that stay on this rank."""
         return self._rows.write([(route, stacks.result(results, route)) for route in stacks.kept])
+
+
+def _attempt(problems: list[str], call: Callable[[], None]) -> None:
+    """Call a function, and note an exception: other ranks wait for what comes after it."""
+    try:
+        call()
+    # Kernels of others raise whatever their compilers do.
+    except Exception as error:
+        problems.append(first_line(error))

@@ -167,10 +167,12 @@ def simulate(
         )
     plans: list[ExchangePlan] = []
     load_s = dict.fromkeys(range(parallel.stage_size), 0.0)
-    for is_expert in (True, False):
-        units = _units(model, parallel, is_expert=is_expert, splits_qkv=splits_qkv)
-        if not any(units):
-            continue
+    kinds = {
+        is_expert: _units(model, parallel, is_expert=is_expert, splits_qkv=splits_qkv)
+        for is_expert in (True, False)
+    }
+    kinds = {is_expert: units for is_expert, units in kinds.items() if any(units)}
+    for is_expert, units in kinds.items():
         # The assignment is worked out once for domains that look alike: their ranks lie alike over
         # nodes, and start with the same loads. DeepSeek-V3 over 512 ranks has 64 expert domains.
         known: dict[tuple[tuple[int, float], ...], tuple[list[int], Assignment]] = {}
@@ -184,7 +186,7 @@ def simulate(
             if alike not in known:
                 known[alike] = (ranks, _assign(matrices, machine, settings, objective, load_s))
             assignment = _renamed(*known[alike], ranks)
-            plans.append(_plan(matrices, assignment, machine, settings))
+            plans.append(_plan(matrices, assignment, machine, settings, len(kinds)))
         # Dense matrices are placed on top of what experts take, as FSDPZeROTensorParallelMuon does.
         for plan in plans:
             load_s.update(plan.assignment.load_s)
@@ -213,9 +215,15 @@ def _plan(
     assignment: Assignment,
     machine: Machine,
     settings: ExchangeSettings,
+    num_kinds: int = 1,
 ) -> ExchangePlan:
     return ExchangePlan.build(
-        matrices, assignment, machine.cost, machine.wire, bucket_numel=settings.bucket_numel
+        matrices,
+        assignment,
+        machine.cost,
+        machine.wire,
+        bucket_numel=settings.bucket_numel,
+        num_kinds=num_kinds,
     )
 
 

@@ -64,7 +64,7 @@ def build_gpt(*, is_tied: bool = False, **config_settings: Any) -> Any:
         hidden_dropout=0.0,
         **config_settings,
     )
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
     mtp = get_gpt_mtp_block_spec(config, layer, False) if config.mtp_num_layers else None
     return GPTModel(
         config,

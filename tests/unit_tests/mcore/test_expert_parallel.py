@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Under expert parallelism experts have an optimizer of their own, and share a schedule."""
+
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.toy_fsdp import build_gpt, build_optimizer, run_backward, wrap_gpt
+
+pytestmark = pytest.mark.ranks
+
+
+def _step_with_experts() -> dict[str, Any]:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    import megatron_muon
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.runtime.dtensor_layout import local_tensor
+
+    megatron_muon.enable()
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    gpt = build_gpt(
+        num_moe_experts=4,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type="alltoall",
+        moe_ffn_hidden_size=16,
+        moe_router_load_balancing_type="none",
+    )
+    model = wrap_gpt(gpt, "optim_grads_params")
+    optimizer = build_optimizer(model)
+    muons = [
+        child.optimizer
+        for child in optimizer.chained_optimizers
+        if isinstance(child.optimizer, FSDPZeROTensorParallelMuon)
+    ]
+    params = [param for muon in muons for param in muon._all_params()]
+    before = [local_tensor(param).clone() for param in params]
+    optimizer.zero_grad()
+    run_backward(model)
+    model.finish_grad_sync()
+    optimizer.step()
+    moved = [
+        bool((local_tensor(param) != old).any())
+        for param, old in zip(params, before, strict=True)
+        if old.numel()
+    ]
+    dense = next(muon for muon in muons if not muon.is_stepped_first)
+    try:
+        dense.step()
+        error = ""
+    except RuntimeError as raised:
+        error = str(raised)
+    compute = muons[0].compute
+    return {
+        "optimizers": len(muons),
+        "is_shared": all(muon.compute is compute for muon in muons),
+        "plans": [len(plan.matrices) for plan in compute.plans],
+        "ranks": [len(plan.plan_seconds.ranks) for plan in compute.plans],
+        "has_moved": all(moved) and bool(moved),
+        "error": error,
+    }
+
+
+def test_experts_and_dense_matrices_share_one_engine():
+    """Two optimizers, as Megatron has them, and one schedule; neither is stepped alone."""
+    for found in run_ranks(4, _step_with_experts).check().results:
+        assert found["optimizers"] == 2 and found["is_shared"]
+        # Two experts on each expert-parallel rank, of two matrices in each of two layers; query,
+        # key and value, projection and router in each layer, and the table of positions.
+        assert found["plans"] == [8, 7] and found["ranks"] == [2, 4]
+        assert found["has_moved"]
+        assert found["error"].startswith(
+            "step: expected the optimizer of the experts to be stepped"
+        )
