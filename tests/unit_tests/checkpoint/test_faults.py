@@ -176,6 +176,7 @@ def _save_alone(folder: str) -> list[Any]:
     return sorted(path.name for path in Path(folder).glob("*.distcp"))
 
 
+@pytest.mark.slow
 def test_saves_of_others_are_left_alone(tmp_path):
     """The writer of this package is torch's for everybody but Megatron's save of this format."""
     names = ["__0_0.distcp", "__1_0.distcp"]

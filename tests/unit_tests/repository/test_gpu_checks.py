@@ -166,7 +166,12 @@ def runner() -> Runner:
         ("has_ranks_as_on_a_gpu", "passed", ""),
         ("replaces_collectives", "passed", ""),
         ("has_a_rank_that_hangs", "failed", "within 2 s, got ranks [1] still running"),
-        ("has_a_rank_that_fails", "failed", "rank 1 of 2: RuntimeError: rank 1 has had enough"),
+        pytest.param(
+            "has_a_rank_that_fails",
+            "failed",
+            "rank 1 of 2: RuntimeError: rank 1 has had enough",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_runner_has_a_line_for_each_end_of_a_check(runner, function, word, text):
