@@ -96,9 +96,9 @@ VARIANTS = tuple(
 )
 
 
-def in_turn(num_buckets: Sequence[int]) -> list[Round]:
+def in_turn(num_buckets: Sequence[int]) -> tuple[Round, ...]:
     """Return the rounds of a step in which one plan follows the other."""
-    return [Round(plan, i) for plan, number in enumerate(num_buckets) for i in range(number)]
+    return tuple(Round(plan, i) for plan, number in enumerate(num_buckets) for i in range(number))
 
 
 class Links:

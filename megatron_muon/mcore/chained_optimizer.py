@@ -312,9 +312,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
 
 def _comes_later(optimizer: Any) -> bool:
-    """Return whether an optimizer is stepped after Muon's of the experts, whose step it completes.
+    """Return whether an optimizer is stepped after Muon's of the experts.
 
-    Otherwise the order does not matter.
+    The dense matrices' Muon completes the step of that one. Of others the order does not matter.
     """
     return not (isinstance(optimizer, FSDPZeROTensorParallelMuon) and optimizer.is_stepped_first)
 

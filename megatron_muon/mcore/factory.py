@@ -110,7 +110,7 @@ def build_megatron_fsdp_emerging_optimizer(
                 fqns,
                 exchange=exchange or requested_exchange(),
                 experts=muon,
-                is_planned_later=is_expert and ("muon", False) in groups_by_child,
+                is_stepped_first=is_expert and ("muon", False) in groups_by_child,
             )
             child = _wrapped(muon, config, model_chunks, pg_collection)
         elif name == "lion":
@@ -166,7 +166,7 @@ def _inner_muon(
     *,
     exchange: ExchangeSettings,
     experts: FSDPZeROTensorParallelMuon | None,
-    is_planned_later: bool,
+    is_stepped_first: bool,
 ) -> FSDPZeROTensorParallelMuon:
     matrices: dict[torch.Tensor, ShardedMatrix] = {}
     problems = []
@@ -184,7 +184,7 @@ def _inner_muon(
         matrices=matrices,
         exchange=exchange,
         experts=experts,
-        is_planned_later=is_planned_later,
+        is_stepped_first=is_stepped_first,
         **_muon_config_to_kwargs(config, model_chunks, pg_collection),
     )
 

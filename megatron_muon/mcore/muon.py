@@ -51,7 +51,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         experts: The optimizer of the experts, where they have one of their own. Its matrices share
             a schedule with those of this one: it is stepped first, and advances its momentum; the
             step of this one does the rest for both.
-        is_planned_later: Whether this is that optimizer of experts, and another will plan for it.
+        is_stepped_first: Whether this is that optimizer of experts: another one plans its matrices,
+            and completes its step.
         **muon_kwargs: Arguments of :class:`TensorParallelMuon`.
 
     Raises:
@@ -70,6 +71,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     # Whether step() starts by agreeing that gradients are complete and finite.
     # FSDPMuonChainedOptimizer turns it off, and checks gradients of all its optimizers together.
     checks_gradients: bool
+    is_stepped_first: bool  # never with all_gather, where each gathers its own matrices
     # None until the optimizer of the dense matrices has planned this one's.
     compute: OwnerCompute | AllGatherCompute | None
     exchange: ExchangeSettings
@@ -86,7 +88,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         matrices: Mapping[torch.Tensor, ShardedMatrix],
         exchange: ExchangeSettings | None = None,
         experts: "FSDPZeROTensorParallelMuon | None" = None,
-        is_planned_later: bool = False,
+        is_stepped_first: bool = False,
         **muon_kwargs: Any,
     ) -> None:
         super().__init__(params, **muon_kwargs)
@@ -112,15 +114,15 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             "kinds of Muon parameters, and settings",
         )
         self._experts = experts
-        self._is_planned_later = is_planned_later
+        self.is_stepped_first = is_stepped_first
         self._begun = None
         self.compute = None
         if self.exchange.mode == "owner":
-            if not is_planned_later:
+            if not is_stepped_first:
                 self.compute = self._owner_compute(newton_schulz)
         else:
             # Each gathers its own matrices.
-            self._experts, self._is_planned_later = None, False
+            self._experts, self.is_stepped_first = None, False
             by_param = {param: matrices[param] for param in self._params}
             self.compute = AllGatherCompute(by_param, self._orthogonalize_whole, self._device)
         for param_group in self.param_groups:
@@ -176,11 +178,6 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         return [param for group in self.param_groups for param in group["params"]]
 
     @property
-    def is_stepped_first(self) -> bool:
-        """Whether another optimizer's step completes that of this one."""
-        return self._is_planned_later
-
-    @property
     def _device(self) -> torch.device:
         param = self._all_params()[0]
         return local_tensor(param).device
@@ -228,7 +225,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                 "dense matrices, got a step of the second alone. Step FSDPMuonChainedOptimizer."
             )
         self._begun = self._begin_step()
-        if self._is_planned_later:
+        if self.is_stepped_first:
             return
         optimizers = [each for each in (self._experts, self) if each is not None]
         momentum: dict[Any, torch.Tensor] = {}
@@ -238,7 +235,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             momentum |= optimizer._begun[0]
             results |= optimizer._begun[1]
             optimizer._begun = None
-        assert self.compute is not None  # only an optimizer that is planned later has none
+        assert self.compute is not None  # only an optimizer that is stepped first may have none
         with fp32_matmul_precision(self.fp32_matmul_prec):
             for params in self.compute.orthogonalize(momentum, results):
                 for optimizer in optimizers:

@@ -17,10 +17,9 @@ from megatron_muon.plan.wire import Wire
 
 type Owners = tuple[int, ...]
 
-# Limits of the local search. With them the owners of a 235 B mixture of experts on 2,048 ranks are
-# found in about 3 s on one core. Ten times larger limits change busiest / ideal and elements
-# moved in none of the measured plans, to four digits, and take up to 18 times as long (Llama-3-70B,
-# 64 ranks). Measured: four presets at dp 64, Llama-3-8B on 512 ranks, and a real shard map.
+# Limits of the local search. Ten times larger ones change busiest / ideal and elements moved in
+# none of the measured plans, to four digits, and take up to 18 times as long (Llama-3-70B, 64
+# ranks). Measured: four presets at dp 64, Llama-3-8B on 512 ranks, and a real shard map.
 _MAX_RELIEFS = 2000
 _MAX_TARGETS = 16
 _MAX_PASSES = 5

@@ -229,9 +229,9 @@ def _fullest_ranks(travelling: Sequence[TravellingMatrix], staged: Mapping[int, 
 def _deepest(
     drafts: Sequence[_BucketDraft], ranks: Sequence[int], wire: Wire, staging_bytes: int
 ) -> Depth:
-    """Return the first depth of which messages and stacks fit into the memory of some ranks.
+    """Return the first depth whose messages and stacks fit into the memory of some ranks.
 
-    About: alignment, padding of stacks and the memory between buffers are left out.
+    The sum is approximate: it leaves out alignment, padding of stacks and gaps between buffers.
     """
     row_bytes, result_bytes = wire.gather_bytes, wire.scatter_bytes
     # By rank and bucket: what it holds of it, and what it owns of it.

@@ -49,7 +49,7 @@ class RankSchedule:
             rank: Rank of the job.
         """
         rank_plans = tuple(RankPlan.build(plan, rank) for plan in plans)
-        rounds = tuple(rounds_of([len(each.buckets) for each in rank_plans]))
+        rounds = rounds_of([len(each.buckets) for each in rank_plans])
         staging = [each.staging(plan.wire) for each, plan in zip(rank_plans, plans, strict=True)]
         return cls(rank_plans, rounds, _deal(rank_plans, rounds), StagingLayout.build(staging))
 

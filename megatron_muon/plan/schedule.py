@@ -57,7 +57,7 @@ class Round(NamedTuple):
     bucket: int
 
 
-def rounds_of(num_buckets: Sequence[int]) -> Sequence[Round]:
+def rounds_of(num_buckets: Sequence[int]) -> tuple[Round, ...]:
     """Return the rounds of a step, in order.
 
     Every plan gets through its buckets evenly. One plan after the other would be worse: where a

@@ -3,8 +3,8 @@
 """How long a step takes: every rank goes through its rounds, and waits for the others.
 
 A model of discrete events. A rank computes, launches collectives and waits for them in the order of
-:mod:`megatron_muon.plan.schedule`. That order is fixed, so nothing has to be drawn or queued: an
-event is as late as the last of those it needs.
+:mod:`megatron_muon.plan.schedule`. That order is fixed, so nothing is drawn at random: an event is
+as late as the last of those it needs.
 
 - A collective starts when all ranks of its plan have launched it, and have ended the one before it
   in that plan: a message needs both of its ranks.
@@ -130,12 +130,12 @@ class _Simulation:
             for number, plan in enumerate(plans)
         ]
         self._link_free_s = dict.fromkeys(self._plans_of, 0.0)
-        # Of each plan: when its last collective ended, and those that all ranks have launched and
-        # that have not started, the first of them due at a time that is known.
+        # Of each plan: when its last collective ended; and the collectives that all ranks have
+        # launched and that have not started. It is known when the first of them starts.
         self._last_ended_s = [0.0] * len(plans)
         self._launched: list[deque[_Collective]] = [deque() for _ in plans]
-        # What comes next, by time: ranks that go on, and plans (as ~plan) whose collective starts,
-        # which of equal times comes first.
+        # What comes next, by time: a rank goes on, or a collective of a plan starts. Plans are
+        # numbered ~plan, which is negative: of equal times a collective comes first.
         self._due: list[tuple[float, int]] = []
 
     def run(self) -> dict[int, float]:

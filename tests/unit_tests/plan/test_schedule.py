@@ -204,3 +204,32 @@ def test_more_buckets_are_under_way_only_where_they_fit(matrices, bucket_numel, 
             # Five buffers a bucket, each aligned; parts of split matrices are rounded to rows.
             rounding = len(plan.buckets) * 5 * 256 + 2000
             assert staged <= 8 * 2 * bucket_numel // num_kinds + rounding
+
+
+@settings(deadline=None)
+@given(matrix_lists(max_matrices=10), matrix_lists(max_matrices=10), st.sampled_from([200, 5000]))
+def test_two_kinds_stage_no_more_than_the_document_says(experts, dense, bucket_numel):
+    """README: 24 bytes for each of max_numel elements, without replicas; less where more fit."""
+    cost = CostModel(stack_tiles=1)
+    plans = [
+        ExchangePlan.build(
+            matrices, assign(matrices, cost, _WIRE), cost, _WIRE,
+            bucket_numel=bucket_numel, num_kinds=2,
+        )
+        for matrices in (experts, dense)
+    ]  # fmt: skip
+    if any(len(region.holders) > 1 for m in (*experts, *dense) for region in m.regions):
+        return
+    max_numel = max(plan.max_numel for plan in plans)
+    for rank in {*experts[0].ranks, *dense[0].ranks}:
+        # What a rank holds of a bucket may exceed what it owns of it: its rows are in max_numel
+        # only where owners are as many as holders.
+        held = max(
+            sum(plan.matrices[i].elements_by_rank.get(rank, 0) for i in bucket)
+            for plan in plans
+            for bucket in plan.buckets or [()]
+        )
+        rounding = sum(len(plan.buckets) for plan in plans) * 5 * 256 + 4000
+        of_plans = [plan for plan in plans if rank in plan.matrices[0].ranks]
+        staged = RankSchedule.build(of_plans, rank).staging.num_bytes
+        assert staged <= 24 * max(max_numel, held) + rounding

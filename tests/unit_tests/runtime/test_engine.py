@@ -344,6 +344,29 @@ def test_exception_in_the_callers_loop_leaves_nothing_to_the_next_step():
     assert run_ranks(1, _step_after_an_abandoned_one).check().results == [[]]
 
 
+def _step_after_messages_were_left() -> list[Any]:
+    """Abandon a step whose gathers are under way, and step again."""
+    from helpers.collective_timing import collectives_run
+
+    init_group()
+    exchange = {"mode": "owner", "wire": "bf16", "bucket_numel": 400}
+    optimizers = build_optimizers(2, {}, exchange, cases=[*[(12, [12, 12])] * 8, (12, [16, 16])])
+    compute = optimizers.sharded.compute
+    rows = {param: param._local_tensor.detach() + 1 for param, _, _ in optimizers.params}
+    with collectives_run("at_wait") as timing:
+        abandoned = compute.orthogonalize(rows, rows)
+        next(abandoned)
+        abandoned.close()
+        step_both(optimizers, "bf16")
+    return [compute.plans[0].depth.ahead, optimizers.differences(), timing.breaches]
+
+
+def test_messages_of_an_abandoned_step_are_waited_for_before_their_memory_is_used():
+    """They may still read and write it."""
+    for ahead, different, breaches in run_ranks(2, _step_after_messages_were_left).check().results:
+        assert ahead >= 2 and different == [] and breaches == []
+
+
 def _order_of_a_step(bucket_numel: int) -> list[Any]:
     init_group()
     exchange = {"mode": "owner", "wire": "bf16", "bucket_numel": bucket_numel}
