@@ -30,7 +30,8 @@ def _step_with_experts() -> dict[str, Any]:
         moe_router_load_balancing_type="none",
     )
     model = wrap_gpt(gpt, "optim_grads_params")
-    optimizer = build_optimizer(model)
+    # Without decay, which would move weights that get no update.
+    optimizer = build_optimizer(model, weight_decay=0.0)
     muons = [
         child.optimizer
         for child in optimizer.chained_optimizers

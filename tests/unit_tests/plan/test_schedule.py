@@ -3,17 +3,21 @@
 """The order of a step, what of it is the same on all ranks, and how long it takes."""
 
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from helpers.layouts import matrix_lists
+from helpers.layouts import matrix_lists, rows_cut_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_muon.plan import ExchangePlan, step_estimate
+from megatron_muon.plan import ExchangePlan, rank_schedule, step_estimate
 from megatron_muon.plan.assignment import assign
+from megatron_muon.plan.buckets import TravellingMatrix
 from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.plan.rank_schedule import RankSchedule
+from megatron_muon.plan.routes import transfers_of
 from megatron_muon.plan.schedule import (
     Depth,
     Round,
@@ -233,3 +237,51 @@ def test_two_kinds_stage_no_more_than_the_document_says(experts, dense, bucket_n
         of_plans = [plan for plan in plans if rank in plan.matrices[0].ranks]
         staged = RankSchedule.build(of_plans, rank).staging.num_bytes
         assert staged <= 24 * max(max_numel, held) + rounding
+
+
+def test_kinds_share_the_memory_for_what_is_under_way():
+    """With two kinds a plan has half of it, so fewer of its buckets are under way."""
+    matrices = [
+        whole_matrix(f"{index}.weight", rows_cut_at(48, 64, [24, 24]), [[(0,), (1,)]])
+        for index in range(32)
+    ]
+    cost = CostModel(stack_tiles=1)
+    assignment = assign(matrices, cost, _WIRE)
+    one, two = (
+        ExchangePlan.build(
+            matrices, assignment, cost, _WIRE, bucket_numel=2 * 48 * 64, num_kinds=num_kinds
+        )
+        for num_kinds in (1, 2)
+    )
+    assert one.buckets == two.buckets and one.depth > two.depth
+
+
+def test_plans_of_a_rank_share_its_link():
+    """Two gathers and two scatters of a second each, and nothing to compute."""
+    plan = PlanSeconds([0], [BucketSeconds({}, {0: 1.0}, {0: 1.0})], Depth(1, 1))
+    assert step_seconds([plan, plan], {}) == {0: 4.0}
+
+
+def test_local_matrices_fill_the_end_too():
+    """There the last results travel."""
+    rank_plan = SimpleNamespace(bucket_load_s=(2.0, 1.0), local_load_s=(1.5, 1.0, 0.5))
+    rounds = rounds_of([2])
+    first, second, end = rank_schedule._deal([rank_plan], rounds)
+    assert first == () and second == ((0, 1),) and end == ((0, 0), (0, 2))
+
+
+@settings(deadline=None)
+@given(matrix_lists(max_matrices=6))
+def test_traffic_of_an_owner_is_that_of_the_routes(matrices):
+    """Replicas included: the nearest sends rows, all receive results."""
+    cost = CostModel(ranks_per_node=2)
+    owners = assign(matrices, cost, _WIRE, max_parts=1).owners
+    for index, (matrix, (owner,)) in enumerate(zip(matrices, owners, strict=True)):
+        found = TravellingMatrix.of(index, matrix, (owner,), cost, _WIRE)
+        gather_s = scatter_s = 0.0
+        for transfer in transfers_of(index, matrix, (owner,), cost):
+            byte_s = cost.seconds_per_byte(transfer.holder, owner)
+            gather_s += 2 * transfer.gathered * byte_s
+            scatter_s += 2 * transfer.scattered * byte_s
+        assert found.gather_s[owner] == pytest.approx(gather_s)
+        assert found.scatter_s[owner] == pytest.approx(scatter_s)
