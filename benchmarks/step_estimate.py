@@ -12,7 +12,8 @@ waits of the engine right. They say nothing about how fast a machine is.
 Ranks have experts, which some share in twos, and dense matrices. Variants change the schedule (one
 bucket; one bucket under way; the rounds of one kind after those of the other; or no dense matrix
 before the last expert is done, of which there is no prediction), the links (a tenth of the rate) or
-the ranks (the last one takes twice as long, which the plan does not know).
+the ranks (the last one takes twice as long, which the plan does not know). In the variants with
+replicas all ranks hold all dense matrices, as under ZeRO-0, and pass results on.
 """
 
 import argparse
@@ -37,7 +38,7 @@ import torch.multiprocessing as mp
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.standard import Standard
-from megatron_muon.plan import buckets, rank_schedule, staging, step_estimate
+from megatron_muon.plan import buckets, schedule
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import RowLayout
 from megatron_muon.plan.schedule import Depth, Round
@@ -66,6 +67,8 @@ class Variant:
         is_in_turn: Whether the rounds of one kind come after those of the other.
         is_apart: Whether one kind starts when the other has ended.
         num_buckets: Buckets of each kind; None for those of the shortest step.
+        num_scatters: Scatters of each bucket, where all ranks hold all rows; 0 where they share
+            experts and dense matrices out.
         link: Factor of the rate of links.
         has_slow_rank: Whether the last rank is slow.
     """
@@ -75,6 +78,7 @@ class Variant:
     is_in_turn: bool = False
     is_apart: bool = False
     num_buckets: int | None = None
+    num_scatters: int = 0
     link: float = 1.0
     has_slow_rank: bool = False
 
@@ -92,6 +96,9 @@ VARIANTS = tuple(
         ("one bucket", {"num_buckets": 1}),
         ("kinds in turn, one under way", {"depth": Depth(1, 1), "is_in_turn": True}),
         ("kinds apart, one under way", {"depth": Depth(1, 1), "is_apart": True}),
+        ("replicas", {"num_scatters": 4}),
+        ("replicas, one bucket", {"num_scatters": 4, "num_buckets": 1}),
+        ("replicas, one bucket, one scatter", {"num_scatters": 1, "num_buckets": 1}),
     )
 )
 
@@ -106,9 +113,11 @@ class Links:
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._link = threading.Lock()
+        # As in the model, what replicas pass on does not slow messages down.
+        self._links = {"messages": threading.Lock(), "spread": threading.Lock()}
         self._queues: dict[Any, SimpleQueue[Any]] = {}
         self._all_to_all = dist.all_to_all_single
+        self._all_gather = dist.all_gather_into_tensor
 
     def all_to_all_single(
         self,
@@ -123,20 +132,37 @@ class Links:
         work = self._all_to_all(output, sent, receives, sends, group=group, async_op=True)
         if not async_op:
             return work.wait()
-        if group not in self._queues:
-            self._queues[group] = SimpleQueue()
-            threading.Thread(target=self._carry, args=(self._queues[group],), daemon=True).start()
-        seconds = max(sent.nbytes, output.nbytes) * self._cost.seconds_per_byte(0, 0)
+        # What a replica sends to itself does not leave it.
+        stays = sends[dist.get_rank(group)] * sent.element_size()
+        num_bytes = max(sent.nbytes, output.nbytes) - stays
+        return self._hold(work, (group, "messages"), num_bytes * self._cost.seconds_per_byte(0, 0))
+
+    def all_gather_into_tensor(
+        self, output: torch.Tensor, sent: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        """Launch as above: what replicas pass on has an order of its own."""
+        work = self._all_gather(output, sent, group=group, async_op=True)
+        if not async_op:
+            return work.wait()
+        seconds = self._cost.all_gather_seconds(range(dist.get_world_size(group)), output.nbytes)
+        return self._hold(work, (group, "spread"), seconds)
+
+    def _hold(self, work: Any, channel: Any, seconds: float) -> "_Held":
+        if channel not in self._queues:
+            self._queues[channel] = SimpleQueue()
+            queue = self._queues[channel]
+            arguments = queue, self._links[channel[1]]
+            threading.Thread(target=self._carry, args=arguments, daemon=True).start()
         done = threading.Event()
-        self._queues[group].put((work, seconds, done))
+        self._queues[channel].put((work, seconds, done))
         return _Held(done)
 
-    def _carry(self, queue: "SimpleQueue[Any]") -> None:
+    def _carry(self, queue: "SimpleQueue[Any]", link: Any) -> None:
         while True:
             work, seconds, done = queue.get()
             work.wait()
             # The model adds up what a rank sends or receives as an owner.
-            with self._link:
+            with link:
                 time.sleep(seconds)
             done.set()
 
@@ -158,6 +184,13 @@ def owned(name: str, rows: Sequence[int], group: Any) -> OwnedParameter:
     return OwnedParameter(torch.zeros(matrix.local_shape), matrix, None, None, None)
 
 
+def replicated(name: str, num_rows: int) -> OwnedParameter:
+    """Make a parameter of which all ranks hold all rows."""
+    layout = RowLayout(num_rows, COLS, ((0, num_rows),))
+    matrix = ShardedMatrix(name, layout, None, dist.group.WORLD)
+    return OwnedParameter(torch.zeros(matrix.local_shape), matrix, None, None, None)
+
+
 def even_rows(num_rows: int, num_ranks: int) -> list[int]:
     """Share rows out."""
     ends = [num_rows * rank // num_ranks for rank in range(num_ranks + 1)]
@@ -167,6 +200,8 @@ def even_rows(num_rows: int, num_ranks: int) -> list[int]:
 def build(variant: Variant) -> list[OwnerCompute]:
     """Plan experts and dense matrices; what is returned runs one after the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    if variant.num_scatters:
+        return [_compute(variant, [[replicated(f"dense.{i}", n) for i, n in enumerate(DENSE)]])]
     # Two ranks and three have experts of their own, four ranks share them in twos.
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])] if size == 4 else []
     group = pairs[rank // 2] if pairs else None
@@ -174,33 +209,34 @@ def build(variant: Variant) -> list[OwnerCompute]:
     num_holders = 2 if pairs else 1
     experts = [owned(f"expert.{i}", even_rows(n, num_holders), group) for i, n in enumerate(shapes)]
     dense = [owned(f"dense.{i}", even_rows(n, size), dist.group.WORLD) for i, n in enumerate(DENSE)]
-    rates = f"tflops={TFLOPS},gbps={GBPS * variant.link},gbps_between_nodes={GBPS * variant.link}"
-    computes: list[OwnerCompute] = []
-    for kinds in [[experts], [dense]] if variant.is_apart else [[experts, dense]]:
-        computes.append(
-            OwnerCompute(
-                kinds,
-                NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,)),
-                ExchangeSettings(
-                    bucket_numel=20_000,
-                    max_parts=1,
-                    cost_model=f"{rates},kernel_us=0,stack_tiles=1",
-                ),
-                initial_load_s=computes[-1].load_s if computes else 0.0,
-                device=torch.device("cpu"),
-            )
-        )
-    return computes
+    if not variant.is_apart:
+        return [_compute(variant, [experts, dense])]
+    first = _compute(variant, [experts])
+    return [first, _compute(variant, [dense], first.load_s)]
+
+
+def _compute(
+    variant: Variant, kinds: Sequence[Sequence[OwnedParameter]], initial_load_s: float = 0.0
+) -> OwnerCompute:
+    rate = GBPS * variant.link
+    rates = f"tflops={TFLOPS},gbps={rate},gbps_between_nodes={rate},kernel_us=0"
+    return OwnerCompute(
+        kinds,
+        NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,)),
+        ExchangeSettings(max_parts=1, cost_model=f"{rates},stack_tiles=1"),
+        initial_load_s=initial_load_s,
+        device=torch.device("cpu"),
+    )
 
 
 def predict(compute: OwnerCompute, variant: Variant) -> float:
     """Return the seconds of a step of all ranks."""
-    experts, dense = compute.plans
-    gathered: list[Any] = [None] * dist.get_world_size()
-    # Of each rank, its experts and their load.
-    dist.all_gather_object(gathered, (experts.plan_seconds, dict(experts.assignment.load_s)))
+    *experts, dense = compute.plans
+    gathered: list[Any] = [[] for _ in range(dist.get_world_size())]
+    # Of each rank, its experts.
+    dist.all_gather_object(gathered, [plan.plan_seconds for plan in experts])
     slow = {dist.get_world_size() - 1: SLOW_RANK} if variant.has_slow_rank else {}
-    plans = {tuple(plan.ranks): plan for plan, _ in gathered}
+    plans = {tuple(plan.ranks): plan for of_rank in gathered for plan in of_rank}
     local_s = dict(dense.assignment.load_s)
     all_plans = [*plans.values(), dense.plan_seconds]
     for plan in all_plans:
@@ -245,6 +281,7 @@ def measure(computes: Sequence[OwnerCompute], variant: Variant, num_steps: int) 
     with (
         mock.patch.object(Standard, "run", run),
         mock.patch.object(dist, "all_to_all_single", links.all_to_all_single),
+        mock.patch.object(dist, "all_gather_into_tensor", links.all_gather_into_tensor),
     ):
         for _ in range(num_steps):
             dist.barrier()
@@ -266,6 +303,7 @@ def run_rank(rank: int, size: int, store: str, output: str, num_steps: int, coun
         with contextlib.ExitStack() as changes:
             for module, name, value in _changes(variant):
                 changes.enter_context(mock.patch.object(module, name, value))
+            schedule._actions_of.cache_clear()
             computes = build(variant)
             predicted_s = None if variant.is_apart else predict(computes[0], variant)
             measured_s = measure(computes, variant, num_steps)
@@ -290,9 +328,10 @@ def _changes(variant: Variant) -> Iterator[tuple[Any, str, Any]]:
         yield buckets, "_DEPTHS", (variant.depth,)
     if variant.num_buckets is not None:
         yield buckets, "_NUM_BUCKETS", (variant.num_buckets,)
+    if variant.num_scatters:
+        yield buckets, "_NUM_SCATTERS", (variant.num_scatters,)
     if variant.is_in_turn:
-        for module in (rank_schedule, staging, step_estimate):
-            yield module, "rounds_of", in_turn
+        yield schedule, "rounds_of", in_turn
 
 
 def agreement(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -39,11 +39,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--muon-fp32-matmul-prec medium, otherwise fp32.",
     )
     group.add_argument(
-        "--muon-fsdp-bucket-size",
+        "--muon-fsdp-staging-bytes",
         type=int,
-        default=defaults.bucket_numel,
-        help="Most elements of the matrices that a rank owns in one bucket. It bounds the memory "
-        "of staging buffers.",
+        default=defaults.staging_bytes,
+        help="Most bytes of messages and stacks on a rank, while a step runs. Default: 4 GB, or "
+        "what the largest matrices take.",
     )
     group.add_argument(
         "--muon-fsdp-max-parts",
@@ -213,7 +213,7 @@ def _exchange_settings(args: Any) -> ExchangeSettings:
     return ExchangeSettings(
         mode=args.muon_fsdp_exchange,
         wire=args.muon_fsdp_wire,
-        bucket_numel=args.muon_fsdp_bucket_size,
+        staging_bytes=args.muon_fsdp_staging_bytes,
         max_parts=args.muon_fsdp_max_parts,
         cost_model=args.muon_fsdp_cost_model,
         newton_schulz=_newton_schulz(args),

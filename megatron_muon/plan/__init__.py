@@ -34,9 +34,9 @@ region            the rectangle of a block that lies in one shard
 owner             a rank that orthogonalizes a matrix; each matrix has one, or a few that split it
 part              what one owner orthogonalizes of a block: all of it, or a slice of its longer side
 route             a region and a part overlap in a rectangle; it is gathered from its source to the
-                  owner, and its result is scattered from the owner to every holder
+                  owner, and its result is scattered to a holder, which spreads it to replicas
 local matrix      a matrix whose owner holds all its rows, and nobody else any: nothing travels
-bucket            matrices that are gathered, orthogonalized and scattered together
+bucket            matrices that are gathered and orthogonalized together
 stack             parts of one shape on one owner, contiguous; one call on the bf16 wire
 message           all routes from one rank to another in one bucket
 load              estimated Newton-Schulz seconds of a rank, or what one matrix adds to them
@@ -54,11 +54,12 @@ Files, each importing only those above it::
     balance            places matrices on ranks up to a capacity
     assignment         the owners of every matrix
     routes             where each rectangle of a matrix goes
+    scatter            how results come back, to replicas too
     schedule           the order of a step
+    staging            memory of a step: what is alive when, and where it lies
     step_estimate      how long a step takes
     buckets            which matrices travel together
     exchange_plan      the plan of a domain, checked
-    staging            memory of a step: what is alive when, and where it lies
     rank_plan          one rank's stacks and messages of one plan
     rank_schedule      what one rank does in a step, over all its plans
     report             what plans mean for each rank, in numbers

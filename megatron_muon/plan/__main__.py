@@ -91,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--ranks-per-node", type=int, default=rates.ranks_per_node)
     plan.add_argument("--cost-model", default="", help="more rates, as --muon-fsdp-cost-model")
-    plan.add_argument("--bucket-size", type=int, default=defaults.bucket_numel)
+    plan.add_argument(
+        "--staging-bytes", type=int, help="most memory of a rank for messages and stacks"
+    )
     plan.add_argument("--max-parts", type=int, default=defaults.max_parts)
     output = parser.add_argument_group("output: a table, unless")
     output.add_argument("--json", action="store_true", help="print JSON instead")
@@ -102,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 def _settings(options: argparse.Namespace) -> ExchangeSettings:
     """Return the settings of a live run, checked as there."""
     return ExchangeSettings(
-        bucket_numel=options.bucket_size,
+        staging_bytes=options.staging_bytes,
         max_parts=options.max_parts,
         cost_model=options.cost_model,
         newton_schulz=options.muon_fsdp_newton_schulz,

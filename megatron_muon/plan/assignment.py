@@ -10,6 +10,7 @@ Rejected: the largest holder owns. It moves the fewest bytes. But a layout repea
 the largest holders are the same few ranks in all of them (docs/performance.md).
 """
 
+import functools
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,10 +112,15 @@ def assign(
     ideal_s = (sum(load_s.values()) + sum(whole_s)) / max(1, len(ranks))
     room_s = thresholds.longer_than_fair * ideal_s - sum(load_s.values()) / max(1, len(ranks))
     num_parts = _choose_parts(matrices, whole_s, room_s, cost, max_parts, thresholds)
-    tasks = [
-        Task(matrix, eligible[matrix.ranks], n, matrix_seconds(matrix, cost, n), cost, wire)
-        for matrix, n in zip(matrices, num_parts, strict=True)
-    ]
+    tasks: list[Task] = []
+    # One task for matrices that lie alike, as those of all layers do.
+    known: dict[tuple[int, int, int], Task] = {}
+    for matrix, n in zip(matrices, num_parts, strict=True):
+        key = id(matrix.regions), id(eligible[matrix.ranks]), n
+        if key not in known:
+            load = matrix_seconds(matrix, cost, n)
+            known[key] = Task(matrix, eligible[matrix.ranks], n, load, cost, wire)
+        tasks.append(known[key])
     # A baseline that anybody would try first.
     round_robin = LoadBalancer(tasks, load_s)
     round_robin.place_in_turn()
@@ -172,10 +178,19 @@ def matrix_seconds(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) ->
     Owners that share a matrix are consecutive ranks of its domain. Where one such set spans nodes,
     as under tensor parallelism, all sets are taken to span nodes.
     """
-    starts = range(0, len(matrix.ranks) - num_parts + 1, num_parts) if num_parts > 1 else ()
-    is_near = all(cost.share_a_node(matrix.ranks[i : i + num_parts]) for i in starts)
+    is_near = num_parts == 1 or _are_near(matrix.ranks, num_parts, cost.ranks_per_node)
     return sum(
         cost.newton_schulz_seconds(*shape, num_parts, is_near=is_near) for shape in matrix.blocks
+    )
+
+
+# Most matrices have one tuple of ranks, which may be thousands.
+@functools.lru_cache(maxsize=256)
+def _are_near(ranks: tuple[int, ...], num_parts: int, ranks_per_node: int) -> bool:
+    """Return whether each set of consecutive ranks, of so many, is within a node."""
+    return all(
+        ranks[start] // ranks_per_node == ranks[start + num_parts - 1] // ranks_per_node
+        for start in range(0, len(ranks) - num_parts + 1, num_parts)
     )
 
 

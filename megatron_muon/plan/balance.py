@@ -36,7 +36,9 @@ _SMALLEST_GAIN = 1e-9
 
 
 class Task:
-    """One matrix to place: its load, and the traffic that each choice of owners causes.
+    """A matrix to place: its load, and the traffic that each choice of owners causes.
+
+    Matrices that lie alike may share one.
 
     Args:
         matrix: Its layout.
@@ -65,10 +67,8 @@ class Task:
         self.num_parts = num_parts
         self.load_s = load_s
         self.held = matrix.elements_by_rank
-        self._elements = HeldElements(self.held, cost)
-        # One of several replicas sends its rows; results go back to all of them.
-        sent = wire.gather_bytes * matrix.num_elements / self._elements.num_elements_with_replicas
-        self._element_bytes = sent + wire.scatter_bytes
+        self._elements = HeldElements(self.held, matrix.num_elements, cost)
+        self._element_bytes = wire.gather_bytes + wire.scatter_bytes
         self._traffic_s: dict[Owners, float] = {}
 
     @property

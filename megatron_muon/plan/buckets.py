@@ -3,8 +3,9 @@
 """Which matrices travel together.
 
 Buckets are slices of time: what a rank owns is dealt out longest first, so that each bucket holds
-about the same share of its time. There are as many buckets as memory asks for, or more where the
-step is then estimated to be shorter. As many of them are under way as memory allows.
+about the same share of its time. Of the numbers of buckets whose messages fit into memory the one
+with the shortest estimated step is taken. As much of it is under way as memory allows and the step
+gains by.
 
 Rejected: a bucket for each layer, or slices in parameter order. A layer has a handful of matrices,
 and in each bucket most ranks would wait for the few that own some
@@ -13,25 +14,40 @@ and in each bucket most ranks would wait for the few that own some
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from megatron_muon.plan.assignment import matrix_seconds
 from megatron_muon.plan.cost import CostModel, HeldElements
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import transfers_of
-from megatron_muon.plan.schedule import Depth
+from megatron_muon.plan.schedule import Depth, PlanShape
+from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, most_alive
 from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds, step_seconds
 from megatron_muon.plan.wire import Wire
 
-# Numbers of buckets to try, besides the fewest that memory allows. One bucket overlaps nothing;
-# with many, ranks wait for each other more often than they hide traffic.
-_NUM_BUCKETS = (1, 2, 4, 8, 16)
-# Depths to try. The first that fits into memory is taken: the deeper, the less a rank waits for
-# others. The last one takes the least, and is taken in any case.
+# Numbers of buckets to try. One bucket overlaps nothing; with many, ranks wait for each other more
+# often than they hide traffic, but messages are small.
+_NUM_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+# Scatters of a bucket to try where shards have replicas: each has to hold what all owners send it.
+_NUM_SCATTERS = (1, 2, 4, 8, 16, 32, 64)
+# Twice as many scatters are tried while they shorten the step by so much.
+_WORTH_SCATTERS = 0.99
+# No more buckets are tried when the step is so near to what no schedule can beat.
+_NEAR_BOUND = 1.002
+# Depths to try. The deeper, the less a rank waits for others; the last one takes the least memory.
 _DEPTHS = (*(Depth(each, each) for each in (16, 8, 4, 2)), Depth(1, 2), Depth(2, 1), Depth(1, 1))
+# Memory is given back where the step is estimated to take at most so many times as long. Not below
+# this depth, though: the estimate knows of no rank that is late by chance.
+_WORTH_DEPTH = 1.005
+_LEAST_FREE_DEPTH = 2
 # Ranks whose memory is looked at: those with most to stage over all buckets.
 _NUM_FULLEST = 16
+# What gaps between buffers and padding of stacks add to what is alive at once. The most on the
+# plans of docs/performance.md is 1.06.
+_GAPS = 1.1
 
 
 @dataclass(frozen=True)
@@ -43,53 +59,64 @@ class TravellingMatrix:
         layout: Its layout.
         owners: Its owners.
         load_s: Newton-Schulz seconds on each owner.
-        staged_elements: What an owner has in its buffers of it: its part, or what it sends back
-            where replicas get a copy each.
         gather_s: Seconds of its rows over the link of each owner.
         scatter_s: Seconds of its results over the link of each owner.
+        sent: Elements that each holder sends to owners; None where each sends what it holds and
+            does not own.
     """
 
     index: int
     layout: MatrixLayout
     owners: tuple[int, ...]
     load_s: float
-    staged_elements: int
     gather_s: Mapping[int, float]
     scatter_s: Mapping[int, float]
+    sent: Mapping[int, int] | None
 
     @classmethod
     def of(
         cls, index: int, layout: MatrixLayout, owners: tuple[int, ...], cost: CostModel, wire: Wire
     ) -> "TravellingMatrix":
         """Work out what a matrix costs its owners."""
-        # Results are staged once for each replica that they are sent to.
-        with_replicas = sum(layout.elements_by_rank.values())
         load_s = matrix_seconds(layout, cost, len(owners))
-        gather_s, scatter_s = _traffic_seconds(index, layout, owners, cost, wire)
-        staged = -(-with_replicas // len(owners))
-        return cls(index, layout, owners, load_s, staged, gather_s, scatter_s)
+        # Every owner has an equal part of each holder's rows, or nearly.
+        elements = HeldElements(layout.elements_by_rank, layout.num_elements, cost)
+        one_byte_s = {owner: elements.one_byte_seconds(owner) / len(owners) for owner in owners}
+        sent: Counter[int] | None = None
+        if elements.has_replicas:
+            # The nearest replica sends, and gets results.
+            one_byte_s, sent = dict.fromkeys(owners, 0.0), Counter()
+            for owner, source, _, num_elements in transfers_of(index, layout, owners, cost):
+                if source != owner:
+                    one_byte_s[owner] += num_elements * cost.seconds_per_byte(source, owner)
+                    sent[source] += num_elements
+        return cls(
+            index,
+            layout,
+            owners,
+            load_s,
+            {owner: wire.gather_bytes * seconds for owner, seconds in one_byte_s.items()},
+            {owner: wire.scatter_bytes * seconds for owner, seconds in one_byte_s.items()},
+            sent,
+        )
 
+    @property
+    def part_elements(self) -> int:
+        """Elements that each owner orthogonalizes."""
+        return -(-self.layout.num_elements // len(self.owners))
 
-def _traffic_seconds(
-    index: int, layout: MatrixLayout, owners: tuple[int, ...], cost: CostModel, wire: Wire
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the seconds of a matrix over the link of each owner: of its rows, of its results."""
-    gather_s, scatter_s = dict.fromkeys(owners, 0.0), dict.fromkeys(owners, 0.0)
-    held = layout.elements_by_rank
-    if sum(held.values()) == layout.num_elements:
-        elements = HeldElements(held, cost)
-        for owner in owners:
-            # Every owner has an equal part of each holder's rows, or nearly.
-            one_byte_s = elements.one_byte_seconds(owner) / len(owners)
-            gather_s[owner] = wire.gather_bytes * one_byte_s
-            scatter_s[owner] = wire.scatter_bytes * one_byte_s
-        return gather_s, scatter_s
-    # Of replicas the nearest sends and all receive: the two ways differ by more than their bytes.
-    for transfer in transfers_of(index, layout, owners, cost):
-        byte_s = cost.seconds_per_byte(transfer.holder, transfer.owner)
-        gather_s[transfer.owner] += transfer.gathered * wire.gather_bytes * byte_s
-        scatter_s[transfer.owner] += transfer.scattered * wire.scatter_bytes * byte_s
-    return gather_s, scatter_s
+    def sizes(self, rank: int) -> tuple[int, int, int, int, int]:
+        """Return elements that a rank stages, in the order of the fields of the two sizes.
+
+        Those of the scatter are of all scatters of its bucket together.
+        """
+        held = self.layout.elements_by_rank.get(rank, 0)
+        part = self.part_elements if rank in self.owners else 0
+        kept = held // len(self.owners) if part else 0
+        if self.sent is None:
+            return held - kept, part - kept, part, part - kept, held - kept
+        # With replicas, results come back with all others, also to an owner that holds the rows.
+        return self.sent.get(rank, 0), max(0, part - kept), part, part, held
 
 
 @dataclass
@@ -98,35 +125,49 @@ class _BucketDraft:
 
     matrices: list[TravellingMatrix] = field(default_factory=list)
     load_s: dict[int, float] = field(default_factory=dict)  # by rank
-    staged_elements: dict[int, int] = field(default_factory=dict)  # by rank
 
     def load_of(self, owners: Sequence[int]) -> float:
         """Return the load of the busiest of some ranks."""
         return max([self.load_s.get(owner, 0.0) for owner in owners])
-
-    def has_room(self, matrix: TravellingMatrix, max_numel: int) -> bool:
-        """Return whether a matrix fits into the buffers of all its owners."""
-        filled = max([self.staged_elements.get(owner, 0) for owner in matrix.owners])
-        return filled + matrix.staged_elements <= max_numel
-
-    def seconds(self) -> BucketSeconds:
-        """Add up what its matrices take on each rank."""
-        gather_s: dict[int, float] = defaultdict(float)
-        scatter_s: dict[int, float] = defaultdict(float)
-        # In parameter order: sums of floats depend on it, and plans are compared across versions.
-        for matrix in sorted(self.matrices, key=lambda matrix: matrix.index):
-            for owner in matrix.owners:
-                gather_s[owner] += matrix.gather_s[owner]
-                scatter_s[owner] += matrix.scatter_s[owner]
-        return BucketSeconds(self.load_s, dict(gather_s), dict(scatter_s))
 
     def add(self, matrix: TravellingMatrix) -> None:
         """Put a matrix in."""
         self.matrices.append(matrix)
         for owner in matrix.owners:
             self.load_s[owner] = self.load_s.get(owner, 0.0) + matrix.load_s
-            staged = self.staged_elements.get(owner, 0)
-            self.staged_elements[owner] = staged + matrix.staged_elements
+
+    def seconds(self, cost: CostModel, wire: Wire) -> BucketSeconds:
+        """Add up what its matrices take on each rank."""
+        gather_s: dict[int, float] = defaultdict(float)
+        scatter_s: dict[int, float] = defaultdict(float)
+        spread: Counter[tuple[int, ...]] = Counter()  # elements by holders
+        # In parameter order: sums of floats depend on it, and plans are compared across versions.
+        for matrix in sorted(self.matrices, key=lambda matrix: matrix.index):
+            for owner in matrix.owners:
+                gather_s[owner] += matrix.gather_s[owner]
+                scatter_s[owner] += matrix.scatter_s[owner]
+            if matrix.sent is not None:
+                for region in matrix.layout.regions:
+                    spread[region.holders] += region.num_rows * region.num_cols
+        spread_s = {
+            rank: cost.all_gather_seconds(holders, elements * wire.scatter_bytes)
+            for holders, elements in spread.items()
+            for rank in holders
+        }
+        return BucketSeconds(self.load_s, dict(gather_s), dict(scatter_s), spread_s)
+
+
+class _Dealt(NamedTuple):
+    """All matrices, dealt out to buckets.
+
+    Args:
+        drafts: The buckets.
+        staged: Elements of each bucket, in the order of :meth:`TravellingMatrix.sizes`, and bytes
+            of local matrices; of the fullest ranks, many of which have equal ones.
+    """
+
+    drafts: Sequence[_BucketDraft]
+    staged: Set[tuple[tuple[tuple[int, ...], ...], int]]
 
 
 @dataclass(frozen=True)
@@ -136,139 +177,197 @@ class Buckets:
     Args:
         matrices: Indices of the matrices of each bucket, ascending.
         seconds: What each takes.
-        depth: How many are under way.
+        shape: What of them decides the order of a step.
         step_s: Estimated seconds of a step.
-        bound_s: Seconds that a step takes at least with these owners, whatever the buckets are.
+        staging_bytes: Memory that they take on the fullest rank, and some room.
     """
 
     matrices: list[list[int]]
     seconds: tuple[BucketSeconds, ...]
-    depth: Depth
+    shape: PlanShape
     step_s: float
-    bound_s: float
+    staging_bytes: int
 
 
-def choose_buckets(
-    travelling: Sequence[TravellingMatrix],
-    ranks: Sequence[int],
-    local_load_s: Mapping[int, float],
-    wire: Wire,
-    *,
-    max_numel: int,
-    staging_bytes: int,
-) -> Buckets:
-    """Deal matrices out to the number of buckets with the shortest step.
+@dataclass(frozen=True)
+class BucketChooser:
+    """Deal matrices out to buckets.
 
     Args:
         travelling: Matrices of which rows travel.
         ranks: Ranks of the domain.
         local_load_s: Newton-Schulz seconds by rank of what needs no other rank.
+        local_bytes: Bytes of the largest stack of local matrices, by rank.
+        cost: Rates of the machine.
         wire: Bytes an element takes.
-        max_numel: Most elements that a rank may stage in one bucket.
-        staging_bytes: Memory of a rank up to which more buckets are under way.
     """
-    bound_s = _bound_seconds(travelling, local_load_s)
-    if not travelling:
-        return Buckets([], (), Depth(1, 1), bound_s, bound_s)
-    staged: dict[int, int] = defaultdict(int)
-    for matrix in travelling:
-        for owner in matrix.owners:
-            staged[owner] += matrix.staged_elements
-    # A lower bound: the rank with most to stage needs at least so many.
-    fewest = max(-(-elements // max_numel) for elements in staged.values())
-    fullest = _fullest_ranks(travelling, staged)
-    # Longest first: the short ones then even out what the long ones left uneven.
-    longest_first = sorted(travelling, key=lambda matrix: (-matrix.load_s, matrix.index))
-    found = []
-    for num_buckets in sorted({fewest, *(max(fewest, number) for number in _NUM_BUCKETS)}):
-        drafts = _deal(longest_first, num_buckets, max_numel)
-        depth = _deepest(drafts, fullest, wire, staging_bytes)
-        seconds = tuple(draft.seconds() for draft in drafts)
-        step_s = max(step_seconds([PlanSeconds(ranks, seconds, depth)], local_load_s).values())
-        indices = [sorted(matrix.index for matrix in draft.matrices) for draft in drafts]
-        found.append(Buckets(indices, seconds, depth, step_s, bound_s))
-    # Of equal ones the one with the fewest buckets.
-    return min(found, key=lambda buckets: buckets.step_s)
 
+    travelling: Sequence[TravellingMatrix]
+    ranks: Sequence[int]
+    local_load_s: Mapping[int, float]
+    local_bytes: Mapping[int, int]
+    cost: CostModel
+    wire: Wire
 
-def _bound_seconds(
-    travelling: Sequence[TravellingMatrix], local_load_s: Mapping[int, float]
-) -> float:
-    """Return the time that no schedule of these owners can beat.
+    def choose(self, staging_bytes: int) -> Buckets:
+        """Return the buckets with the shortest step that fit, or those that take the least memory.
 
-    A rank works from when its first rows have arrived until it sends its last results. Only what
-    needs no other rank can hide that.
-    """
-    work_s = dict.fromkeys(local_load_s, 0.0)
-    shortest_s: dict[int, tuple[float, float]] = {}
-    for matrix in travelling:
-        for owner in matrix.owners:
-            work_s[owner] += matrix.load_s
-            gather_s, scatter_s = shortest_s.get(owner, (math.inf, math.inf))
-            shortest_s[owner] = (
-                min(gather_s, matrix.gather_s[owner]),
-                min(scatter_s, matrix.scatter_s[owner]),
-            )
-    return max(
-        (
-            seconds + max(local_load_s[rank], sum(shortest_s.get(rank, ())))
+        Args:
+            staging_bytes: Memory of a rank.
+        """
+        if not self.travelling:
+            most = max(self.local_bytes.values(), default=0)
+            return Buckets([], (), PlanShape(0, 1, Depth(1, 1), False), self.bound_s, most)
+        best: tuple[Buckets, _Dealt] | None = None
+        too_large = []
+        for dealt in self._deal():
+            last_s = math.inf
+            for num_scatters in _NUM_SCATTERS if self.has_replicas else (1,):
+                shape, needed = self._deepest(dealt, num_scatters, staging_bytes)
+                if needed > staging_bytes:
+                    too_large.append((needed, dealt, shape))
+                    continue
+                found = self._estimate(dealt, shape, needed)
+                # Of equal ones the one with the fewest buckets.
+                if best is None or found.step_s < best[0].step_s:
+                    best = found, dealt
+                if found.step_s > _WORTH_SCATTERS * last_s:
+                    break
+                last_s = found.step_s
+            # More buckets could only gain what is not worth the time of more estimates.
+            if best is not None and best[0].step_s <= _NEAR_BOUND * self.bound_s:
+                break
+        if best is not None:
+            return self._leaner(*best)
+        needed, dealt, shape = min(too_large, key=lambda each: each[0])
+        return self._estimate(dealt, shape, needed)
+
+    def _leaner(self, best: Buckets, dealt: _Dealt) -> Buckets:
+        """Return buckets of which no more is under way than shortens the step."""
+        for deepest in reversed([each for each in _DEPTHS if min(each) >= _LEAST_FREE_DEPTH]):
+            shape = self._shape(dealt, best.shape.num_scatters, deepest)
+            needed = self._needed_bytes(dealt, shape)
+            if needed >= best.staging_bytes:
+                break
+            found = self._estimate(dealt, shape, needed)
+            if found.step_s <= _WORTH_DEPTH * best.step_s:
+                return found
+        return best
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks hold the same rows."""
+        return any(matrix.sent is not None for matrix in self.travelling)
+
+    @cached_property
+    def bound_s(self) -> float:
+        """Seconds that no schedule of these owners can beat.
+
+        A rank works from when its first rows have arrived until it sends its last results. Only
+        what needs no other rank can hide that. And links carry all that it owns, and all that it
+        passes on.
+        """
+        work_s = dict.fromkeys(self.local_load_s, 0.0)
+        shortest_s: dict[int, tuple[float, float]] = {}
+        for matrix in self.travelling:
+            for owner in matrix.owners:
+                work_s[owner] += matrix.load_s
+                gather_s, scatter_s = shortest_s.get(owner, (math.inf, math.inf))
+                shortest_s[owner] = (
+                    min(gather_s, matrix.gather_s[owner]),
+                    min(scatter_s, matrix.scatter_s[owner]),
+                )
+        work_s = {
+            rank: seconds + max(self.local_load_s[rank], sum(shortest_s.get(rank, ())))
             for rank, seconds in work_s.items()
-        ),
-        default=0.0,
-    )
+        }
+        all_in_one = _BucketDraft(list(self.travelling)).seconds(self.cost, self.wire)
+        return max(
+            (
+                max(
+                    seconds,
+                    all_in_one.gather_s.get(rank, 0.0) + all_in_one.scatter_s.get(rank, 0.0),
+                    all_in_one.spread_s.get(rank, 0.0),
+                )
+                for rank, seconds in work_s.items()
+            ),
+            default=0.0,
+        )
 
+    @cached_property
+    def _fullest_ranks(self) -> list[int]:
+        """Return the ranks that stage most over all buckets, as owners and as holders."""
+        total: Counter[int] = Counter()
+        for matrix in self.travelling:
+            total.update(matrix.layout.elements_by_rank)
+            total.update(dict.fromkeys(matrix.owners, matrix.part_elements))
+        return sorted(total, key=lambda rank: (-total[rank], rank))[:_NUM_FULLEST]
 
-def _fullest_ranks(travelling: Sequence[TravellingMatrix], staged: Mapping[int, int]) -> list[int]:
-    """Return the ranks that stage most over all buckets, as owners and as holders."""
-    total = Counter(staged)
-    for matrix in travelling:
-        total.update(matrix.layout.elements_by_rank)
-    return sorted(total, key=lambda rank: (-total[rank], rank))[:_NUM_FULLEST]
+    def _deal(self) -> Iterator[_Dealt]:
+        """Yield the matrices in several numbers of buckets, ascending."""
+        # Longest first: the short ones then even out what the long ones left uneven.
+        longest_first = sorted(self.travelling, key=lambda matrix: (-matrix.load_s, matrix.index))
+        for num_buckets in _NUM_BUCKETS:
+            drafts = [_BucketDraft() for _ in range(num_buckets)]
+            for matrix in longest_first:
+                # The first of equal ones, so that every rank finds the same.
+                min(drafts, key=lambda draft: draft.load_of(matrix.owners)).add(matrix)
+            used = [draft for draft in drafts if draft.matrices]
+            yield _Dealt(used, {self._staged(used, rank) for rank in self._fullest_ranks})
+            if not drafts[-1].matrices:
+                return
 
+    def _staged(
+        self, drafts: Sequence[_BucketDraft], rank: int
+    ) -> tuple[tuple[tuple[int, ...], ...], int]:
+        """Return what a rank stages, as in :class:`_Dealt`."""
+        elements = (
+            tuple(map(sum, zip(*(m.sizes(rank) for m in draft.matrices), strict=True)))
+            for draft in drafts
+        )
+        return tuple(elements), self.local_bytes.get(rank, 0)
 
-def _deepest(
-    drafts: Sequence[_BucketDraft], ranks: Sequence[int], wire: Wire, staging_bytes: int
-) -> Depth:
-    """Return the first depth whose messages and stacks fit into the memory of some ranks.
+    def _deepest(
+        self, dealt: _Dealt, num_scatters: int, staging_bytes: int
+    ) -> tuple[PlanShape, int]:
+        """Return the first depth that fits into memory, or the last one, and the bytes it takes."""
+        for deepest in _DEPTHS:
+            shape = self._shape(dealt, num_scatters, deepest)
+            needed = self._needed_bytes(dealt, shape)
+            if needed <= staging_bytes:
+                break
+        return shape, needed
 
-    The sum is approximate: it leaves out alignment, padding of stacks and gaps between buffers.
-    """
-    row_bytes, result_bytes = wire.gather_bytes, wire.scatter_bytes
-    # By rank and bucket: what it holds of it, and what it owns of it.
-    held = [
-        [sum(m.layout.elements_by_rank.get(rank, 0) for m in draft.matrices) for draft in drafts]
-        for rank in ranks
-    ]
-    owned = [[draft.staged_elements.get(rank, 0) for draft in drafts] for rank in ranks]
-    for deepest in _DEPTHS:
-        depth = Depth(*(min(each, len(drafts)) for each in deepest))
-        most = 0
-        for of_holder, of_owner in zip(held, owned, strict=True):
-            # Rows leave its shard and arrive at its stacks; results go the other way.
-            messages = [sum(pair) for pair in zip(of_holder, of_owner, strict=True)]
-            for index, in_work in enumerate(of_owner):
-                gathers = sum(messages[index + 1 : index + 1 + depth.ahead]) + 2 * in_work
-                scatters = sum(messages[max(0, index - depth.behind) : index])
-                most = max(most, gathers * row_bytes + scatters * result_bytes)
-        if most <= staging_bytes:
-            break
-    return depth
+    def _shape(self, dealt: _Dealt, num_scatters: int, deepest: Depth) -> PlanShape:
+        """Return the shape with a depth, or with all buckets under way if they are fewer."""
+        count = len(dealt.drafts)
+        depth = Depth(min(deepest.ahead, count), min(deepest.behind, count * num_scatters))
+        return PlanShape(count, num_scatters, depth, self.has_replicas)
 
+    def _needed_bytes(self, dealt: _Dealt, shape: PlanShape) -> int:
+        """Return the bytes that the fullest of some ranks stages, and some room."""
+        alive = (most_alive([self._staging(shape, *each)]) for each in dealt.staged)
+        return math.ceil(max(alive) * _GAPS)
 
-def _deal(
-    longest_first: Sequence[TravellingMatrix], num_buckets: int, max_numel: int
-) -> list[_BucketDraft]:
-    """Put each matrix into the bucket in which its owners have the least to do.
+    def _staging(
+        self, shape: PlanShape, sizes: Sequence[Sequence[int]], local_bytes: int
+    ) -> PlanStaging:
+        """Return what a rank stages, from the elements of each bucket."""
+        scatters = [
+            ScatterSizes(*(-(-size // shape.num_scatters) for size in of_bucket[3:]))
+            for of_bucket in sizes
+            for _ in range(shape.num_scatters)
+        ]
+        return PlanStaging(
+            shape,
+            [BucketSizes(*of_bucket[:3]).in_bytes(self.wire) for of_bucket in sizes],
+            [each.in_bytes(self.wire) for each in scatters],
+            local_bytes,
+        )
 
-    A bucket more is opened where a matrix fits into none: rooms of several owners may not coincide.
-    Buckets that stay empty are left out.
-    """
-    drafts = [_BucketDraft() for _ in range(num_buckets)]
-    for matrix in longest_first:
-        with_room = [draft for draft in drafts if draft.has_room(matrix, max_numel)]
-        if not with_room:
-            drafts.append(_BucketDraft())
-            with_room = drafts[-1:]
-        # The first of equal ones, so that every rank finds the same.
-        min(with_room, key=lambda draft: draft.load_of(matrix.owners)).add(matrix)
-    return [draft for draft in drafts if draft.matrices]
+    def _estimate(self, dealt: _Dealt, shape: PlanShape, staging_bytes: int) -> Buckets:
+        seconds = tuple(draft.seconds(self.cost, self.wire) for draft in dealt.drafts)
+        plan = PlanSeconds(self.ranks, seconds, shape, self.cost.latency_seconds(self.ranks))
+        step_s = max(step_seconds([plan], self.local_load_s).values())
+        indices = [sorted(matrix.index for matrix in draft.matrices) for draft in dealt.drafts]
+        return Buckets(indices, seconds, shape, step_s, staging_bytes)

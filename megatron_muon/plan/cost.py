@@ -7,7 +7,7 @@ Only ratios decide who owns what, so the rates need not be exact.
 
 import dataclasses
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,8 @@ from megatron_muon.plan.cost_table import CostTable
 _QUINTIC_SEGMENTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2), 5: (2, 3), 6: (2, 2, 2), 7: (2, 3, 2)}
 # At 32, launches cost a 32nd of what single calls would.
 _MAX_STACK_SIZE = 32
+# 268 MB of bf16: a larger stack would take memory, and launches are few already.
+_MAX_STACK_NUMEL = 2**27
 # Side of the tile of a matrix product that one multiprocessor works on at a time.
 _TILE = 128
 
@@ -108,20 +110,13 @@ class CostModel:
                 ) from None
         return dataclasses.replace(base or cls(), **changes)  # type: ignore[arg-type]
 
-    def stack_size(self, num_rows: int, num_cols: int, max_numel: int | None = None) -> int:
-        """Return how many matrices of a shape fill a rank: a power of two, the largest stack.
-
-        Args:
-            num_rows: Rows.
-            num_cols: Columns.
-            max_numel: Most elements of a stack of several matrices; None for any number.
-        """
+    def stack_size(self, num_rows: int, num_cols: int) -> int:
+        """Return how many matrices of a shape fill a rank: a power of two, the largest stack."""
         num_tiles = math.ceil(min(num_rows, num_cols) / _TILE) ** 2
         # The nearest power of two: a bit too few or too many makes little difference.
         size = 2 ** round(math.log2(self.stack_tiles / num_tiles)) if self.stack_tiles > 1 else 1
         size = max(1, min(_MAX_STACK_SIZE, int(size)))
-        # What fills a GPU may be more than the user allows to stage.
-        while max_numel is not None and size > 1 and size * num_rows * num_cols > max_numel:
+        while size > 1 and size * num_rows * num_cols > _MAX_STACK_NUMEL:
             size //= 2
         return size
 
@@ -210,6 +205,22 @@ class CostModel:
         """Return the node of a rank."""
         return rank // self.ranks_per_node
 
+    def latency_seconds(self, ranks: Sequence[int]) -> float:
+        """Estimate a collective of some ranks, ascending, that carries nothing."""
+        return self.all_reduce_us * 1e-6 * (1 if self.share_a_node(ranks) else 2)
+
+    def all_gather_seconds(self, ranks: Sequence[int], num_bytes: int) -> float:
+        """Estimate an all-gather after which each of some ranks has so many bytes.
+
+        Every byte enters each node once, over the links of all ranks there.
+        Source: "bus bandwidth" of doc/PERFORMANCE.md of NVIDIA/nccl-tests.
+        """
+        on_node = Counter(self.node(rank) for rank in ranks)
+        gbps = self.gbps
+        if len(on_node) > 1:
+            gbps = min(gbps, min(on_node.values()) * self.gbps_between_nodes)
+        return num_bytes * (len(ranks) - 1) / len(ranks) / (gbps * 1e9)
+
     def seconds_per_byte(self, rank: int, peer: int) -> float:
         """Return the seconds that one byte takes between two ranks."""
         is_near = self.node(rank) == self.node(peer)
@@ -231,15 +242,19 @@ class HeldElements:
 
     Args:
         held: Elements by rank; replicas count each.
+        num_elements: Elements of the matrix.
         cost: Rates of the machine.
     """
 
-    num_elements_with_replicas: int
-
-    def __init__(self, held: Mapping[int, int], cost: CostModel) -> None:
+    def __init__(self, held: Mapping[int, int], num_elements: int, cost: CostModel) -> None:
         self._held = held
         self._cost = cost
-        self.num_elements_with_replicas = sum(held.values())
+        with_replicas = sum(held.values())
+        self.has_replicas = with_replicas != num_elements
+        # One of several replicas sends, and one gets results: the nearest, here taken for an
+        # average one.
+        self._share = num_elements / with_replicas
+        self._total = with_replicas
         # Summed by node once: a matrix over 2,048 ranks is asked for each of its holders.
         self._by_node: dict[int, int] = defaultdict(int)
         for rank, elements in held.items():
@@ -249,8 +264,8 @@ class HeldElements:
         """Estimate the seconds to receive one byte of every element that the owner lacks."""
         in_node = self._by_node.get(self._cost.node(owner), 0)
         near = (in_node - self._held.get(owner, 0)) / self._cost.gbps
-        far = (self.num_elements_with_replicas - in_node) / self._cost.gbps_between_nodes
-        return (near + far) * 1e-9
+        far = (self._total - in_node) / self._cost.gbps_between_nodes
+        return (near + far) * self._share * 1e-9
 
 
 # The machine the tests run on: one core a rank, gloo over the loopback. Matrices are not stacked:

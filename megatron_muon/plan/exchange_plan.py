@@ -10,17 +10,13 @@ from functools import cached_property
 
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.plan.assignment import Assignment
-from megatron_muon.plan.buckets import TravellingMatrix, choose_buckets
+from megatron_muon.plan.buckets import BucketChooser, TravellingMatrix
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import Route, Transfer, routes_of, transfers_of
-from megatron_muon.plan.schedule import Depth
+from megatron_muon.plan.schedule import PlanShape
 from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds
 from megatron_muon.plan.wire import Wire
-
-# Buffers of a bucket's size that a step has room for: more gathers and scatters are under way only
-# up to there. One bucket under way beside the one in work takes up to six.
-STAGED_BUFFERS = 8
 
 
 @dataclass(frozen=True)
@@ -37,15 +33,17 @@ class ExchangePlan:
         wire: What travels.
         local: Indices of the local matrices, ascending.
         buckets: Indices of the matrices of each bucket, ascending.
-        max_numel: Most elements that a rank stages in one bucket.
         seconds: What each bucket takes.
-        depth: How many buckets are under way.
+        shape: What of the plan decides the order of a step.
+        staging_bytes: Memory of messages and stacks on the fullest rank; a few percent less in
+            fact.
         predicted_step_s: Estimated seconds of a step, with what ranks do besides this plan.
         bound_s: Seconds that it takes at least with these owners, whatever the buckets are.
 
     Raises:
         ValueError: A matrix is in no bucket or in several, has no owner or one outside of its
-            domain, or counts as local although rows of it would travel.
+            domain, or counts as local although rows of it would travel. A rank has other replicas
+            in one matrix than in another.
     """
 
     matrices: tuple[MatrixLayout, ...]
@@ -54,9 +52,9 @@ class ExchangePlan:
     wire: Wire
     local: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
-    max_numel: int
     seconds: tuple[BucketSeconds, ...]
-    depth: Depth
+    shape: PlanShape
+    staging_bytes: int
     predicted_step_s: float
     bound_s: float
 
@@ -68,8 +66,7 @@ class ExchangePlan:
         cost: CostModel,
         wire: Wire,
         *,
-        bucket_numel: int,
-        num_kinds: int = 1,
+        staging_bytes: int,
     ) -> "ExchangePlan":
         """Sort matrices into local ones and buckets.
 
@@ -78,10 +75,8 @@ class ExchangePlan:
             assignment: Their owners.
             cost: Rates of the machine, and sizes of stacks.
             wire: What travels.
-            bucket_numel: Most elements that a rank owns in one bucket, or sends back where shards
-                have replicas. One larger matrix raises the bound for all buckets: see
-                ``max_numel``.
-            num_kinds: Plans of a rank: experts and dense matrices share its memory.
+            staging_bytes: Memory of a rank for messages and stacks. Where no plan fits into it, the
+                one that takes the least is returned: compare ``staging_bytes``.
         """
         # Nothing here depends on the rank that builds the plan: every rank must come to the same.
         owners = assignment.owners
@@ -98,16 +93,11 @@ class ExchangePlan:
         for matrix in travelling:
             for owner in matrix.owners:
                 local_load_s[owner] = max(0.0, local_load_s[owner] - matrix.load_s)
-        # No bucket can be smaller than the largest matrix.
-        max_numel = max([bucket_numel, *(matrix.staged_elements for matrix in travelling)])
-        buckets = choose_buckets(
-            travelling,
-            _ranks_of(matrices),
-            local_load_s,
-            wire,
-            max_numel=max_numel,
-            staging_bytes=STAGED_BUFFERS * bucket_numel * wire.gather_bytes // num_kinds,
+        local_bytes = _largest_local_stacks(matrices, owners, local, cost, wire)
+        chooser = BucketChooser(
+            travelling, _ranks_of(matrices), local_load_s, local_bytes, cost, wire
         )
+        buckets = chooser.choose(staging_bytes)
         return cls(
             matrices=tuple(matrices),
             assignment=assignment,
@@ -115,11 +105,11 @@ class ExchangePlan:
             wire=wire,
             local=tuple(local),
             buckets=tuple(map(tuple, buckets.matrices)),
-            max_numel=max_numel,
             seconds=buckets.seconds,
-            depth=buckets.depth,
+            shape=buckets.shape,
+            staging_bytes=buckets.staging_bytes,
             predicted_step_s=buckets.step_s,
-            bound_s=buckets.bound_s,
+            bound_s=chooser.bound_s,
         )
 
     def __post_init__(self) -> None:
@@ -153,19 +143,27 @@ class ExchangePlan:
                     "bucket."
                 )
 
+        _check_replicas(self.matrices)
+
     @property
     def owners(self) -> tuple[tuple[int, ...], ...]:
         """Owners of each matrix."""
         return self.assignment.owners
 
     @property
+    def num_scatters(self) -> int:
+        """Scatters of each bucket."""
+        return self.shape.num_scatters
+
+    @property
     def plan_seconds(self) -> PlanSeconds:
         """What the plan takes."""
-        return PlanSeconds(_ranks_of(self.matrices), self.seconds, self.depth)
+        ranks = _ranks_of(self.matrices)
+        return PlanSeconds(ranks, self.seconds, self.shape, self.cost.latency_seconds(ranks))
 
-    def routes(self, index: int) -> Iterator[Route]:
-        """Yield the routes of a matrix."""
-        return routes_of(index, self.matrices[index], self.owners[index], self.cost)
+    def routes(self, index: int, holder: int | None = None) -> Iterator[Route]:
+        """Yield the routes of a matrix, or those of which a rank is a holder."""
+        return routes_of(index, self.matrices[index], self.owners[index], self.cost, holder)
 
     def transfers(self, index: int) -> Iterator[Transfer]:
         """Yield what travels of a matrix."""
@@ -182,6 +180,25 @@ class ExchangePlan:
         name = self.cost.backend_of(*matrix.blocks[block], len(self.owners[index]))
         # Equal copies stay equal only by equal operations, so no kernel chosen by timing.
         return (BACKENDS[name].reference or name) if matrix.has_copies else name
+
+    def staging_problem(self, staging_bytes: int | None, num_kinds: int) -> str | None:
+        """Describe a limit of memory that this plan does not keep, or return None.
+
+        Args:
+            staging_bytes: The limit; None for none.
+            num_kinds: Plans of a rank that share it: experts and dense matrices.
+        """
+        if staging_bytes is None or num_kinds * self.staging_bytes <= staging_bytes:
+            return None
+        largest = max(self.matrices, key=lambda matrix: matrix.num_elements)
+        share = f", 1 / {num_kinds} of them for each kind of parameters" if num_kinds > 1 else ""
+        return (
+            f"staging memory: expected a plan within {staging_bytes:,} bytes a rank{share}, got "
+            f"{num_kinds * self.staging_bytes:,} for the one that takes the least; "
+            f"{largest.fqn} has {largest.num_elements * self.wire.gather_bytes:,}. Set "
+            f"--muon-fsdp-staging-bytes to {num_kinds * self.staging_bytes} or more, or shard "
+            "the model over more ranks."
+        )
 
     def entries(self) -> list[str]:
         """Describe each matrix by a line, for comparing plans across ranks."""
@@ -200,6 +217,36 @@ class ExchangePlan:
 def _ranks_of(matrices: Sequence[MatrixLayout]) -> list[int]:
     # Most matrices have one tuple of ranks: thousands of them are not gone through.
     return sorted(set().union(*{matrix.ranks for matrix in matrices}))
+
+
+def _largest_local_stacks(
+    matrices: Sequence[MatrixLayout],
+    owners: Sequence[tuple[int, ...]],
+    local: Sequence[int],
+    cost: CostModel,
+    wire: Wire,
+) -> dict[int, int]:
+    """Return the bytes of the largest stack of local matrices, by rank, without padding."""
+    counts = Counter((owners[i][0], shape) for i in local for shape in matrices[i].blocks)
+    most: dict[int, int] = {}
+    for (owner, (rows, cols)), count in counts.items():
+        stacked = min(count, cost.stack_size(rows, cols) if wire.normalizes else 1)
+        most[owner] = max(most.get(owner, 0), stacked * rows * cols * wire.gather_bytes)
+    return most
+
+
+def _check_replicas(matrices: Sequence[MatrixLayout]) -> None:
+    """Check that a rank passes results on among the same ranks in all matrices."""
+    replicas: dict[int, tuple[int, ...]] = {}
+    for matrix in matrices:
+        for holders in {region.holders for region in matrix.regions}:
+            for rank in holders:
+                known = replicas.setdefault(rank, holders)
+                if known != holders or list(holders) != sorted(holders):
+                    raise ValueError(
+                        f"{matrix.fqn}: expected the replicas of rank {rank} to be {known}, "
+                        f"ascending, got {holders}. Plan matrices of other process groups apart."
+                    )
 
 
 def _is_local(matrix: MatrixLayout, owners: tuple[int, ...]) -> bool:

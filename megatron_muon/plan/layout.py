@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank holds which rows of a matrix: integers only, no tensors, no communication."""
 
+import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -278,6 +279,25 @@ def whole_matrix(
             f"{fqn}: expected the ranks of {len(layout.shards)} shards, got "
             f"{[len(shards) for shards in ranks]}. Pass the ranks that the rows are sharded over."
         )
+    holders = tuple(tuple(tuple(cell) for cell in shards) for shards in ranks)
+    blocks, regions = _tiling(
+        layout, holders, partition_dim, None if split_shapes is None else tuple(split_shapes)
+    )
+    if domain is None:
+        domain = tuple(sorted({rank for shards in holders for cell in shards for rank in cell}))
+    return MatrixLayout(fqn, blocks, regions, domain, has_copies)
+
+
+# All layers of a kind have equal layouts: they share the regions, of which a matrix over 16,384
+# ranks has thousands, and what is worked out from them.
+@functools.lru_cache(maxsize=256)
+def _tiling(
+    layout: RowLayout,
+    ranks: tuple[tuple[tuple[int, ...], ...], ...],
+    partition_dim: int | None,
+    split_shapes: tuple[int, ...] | None,
+) -> tuple[tuple[tuple[int, int], ...], tuple[Region, ...]]:
+    """Return blocks and regions; arguments as for :func:`whole_matrix`."""
     shapes: list[tuple[int, int]] = []
     regions: list[Region] = []
     for block, row_ranges in enumerate(block_rows(layout.num_rows, split_shapes)):
@@ -292,9 +312,7 @@ def whole_matrix(
             regions += _regions_of_block(block, row, col, row_ranges, layout, holders)
             shape = (max(shape[0], row + local_rows), max(shape[1], col + layout.num_cols))
         shapes.append(shape)
-    if domain is None:
-        domain = tuple(sorted({rank for shards in ranks for holders in shards for rank in holders}))
-    return MatrixLayout(fqn, tuple(shapes), tuple(regions), domain, has_copies)
+    return tuple(shapes), tuple(regions)
 
 
 def _regions_of_block(

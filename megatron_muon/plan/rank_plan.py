@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank sends, receives and orthogonalizes, in which order."""
 
+import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Part, Route, parts_of
-from megatron_muon.plan.schedule import Depth
-from megatron_muon.plan.staging import BucketSizes, PlanStaging
+from megatron_muon.plan.scatter import ShardScatter, routes_of_share, scatters_of
+from megatron_muon.plan.schedule import PlanShape
+from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes
 from megatron_muon.plan.wire import Wire
 
 # A stack that is padded by more costs more than the call that it saves.
@@ -19,6 +22,18 @@ _MAX_PADDING = 1.25
 type Stack = tuple[Part, ...]
 # The routes of a message, by the rank at its other end. Both ends list them in plan order.
 type Messages = Mapping[int, Sequence[Route]]
+
+
+class Arrival(NamedTuple):
+    """Results for this rank's rows, and where they lie.
+
+    Args:
+        route: The rectangle, whole or a part of one.
+        offset: Its first element in the memory of the scatter.
+    """
+
+    route: Route
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -36,12 +51,40 @@ class OwnedStacks:
     kept: tuple[Route, ...]
 
     @property
+    def staying(self) -> tuple[Route, ...]:
+        """Kept routes whose results stay too: with replicas they come back with all others."""
+        return tuple(route for route in self.kept if len(route.holders) == 1)
+
+    @property
     def num_elements(self) -> int:
         """Elements of all stacks, padding included."""
         return sum(
             room * stack[0].num_rows * stack[0].num_cols
             for stack, room in zip(self.stacks, self.rooms, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class RankScatter:
+    """What one rank does in one scatter.
+
+    Args:
+        sends: Results for each holder, itself included where others hold the same rows.
+        receives: Elements from each owner.
+        arrivals: Results for its rows, once replicas have passed them on.
+        shard: What the replicas of its shard get; None where it gets nothing in this bucket.
+    """
+
+    sends: Messages
+    receives: Mapping[int, int]
+    arrivals: tuple[Arrival, ...]
+    shard: ShardScatter | None
+
+    @property
+    def num_elements(self) -> ScatterSizes:
+        """Elements of its messages."""
+        received = self.shard.num_elements if self.shard is not None else 0
+        return ScatterSizes(_num_elements(self.sends), received)
 
 
 @dataclass(frozen=True)
@@ -52,28 +95,24 @@ class RankBucket:
         owned: What it orthogonalizes.
         gather_sends: Rows for each other owner.
         gather_receives: Rows from each other source.
-        scatter_sends: Results for each other holder.
-        scatter_receives: Results from each other owner.
         has_gather: Whether any rank of the domain has rows to send. Where none has, as with
             replicas of a whole matrix, all ranks leave the gather out.
+        scatters: How results come back.
     """
 
     owned: OwnedStacks
     gather_sends: Messages
     gather_receives: Messages
-    scatter_sends: Messages
-    scatter_receives: Messages
     has_gather: bool
+    scatters: tuple[RankScatter, ...]
 
     @property
     def num_elements(self) -> BucketSizes:
-        """Elements of its messages and stacks."""
+        """Elements of its gather and its stacks."""
         return BucketSizes(
             gather_send=_num_elements(self.gather_sends),
             gather_receive=_num_elements(self.gather_receives),
             stacks=self.owned.num_elements,
-            scatter_send=_num_elements(self.scatter_sends),
-            scatter_receive=_num_elements(self.scatter_receives),
         )
 
 
@@ -87,14 +126,14 @@ class RankPlan:
         buckets: Every bucket of the plan, also those the rank has no part in: it joins all
             collectives.
         bucket_load_s: Newton-Schulz seconds of what the rank owns of each bucket.
-        depth: How many buckets are under way.
+        shape: What of the plan decides the order of a step.
     """
 
     local: tuple[OwnedStacks, ...]
     local_load_s: tuple[float, ...]
     buckets: tuple[RankBucket, ...]
     bucket_load_s: tuple[float, ...]
-    depth: Depth
+    shape: PlanShape
 
     @classmethod
     def build(cls, plan: ExchangePlan, rank: int) -> "RankPlan":
@@ -110,16 +149,29 @@ class RankPlan:
             local_load_s=tuple(_stack_seconds(plan, owned.stacks[0]) for owned in local),
             buckets=tuple(_rank_bucket(plan, bucket, rank) for bucket in plan.buckets),
             bucket_load_s=tuple(bucket.load_s.get(rank, 0.0) for bucket in plan.seconds),
-            depth=plan.depth,
+            shape=plan.shape,
         )
+
+    @property
+    def scatters(self) -> list[RankScatter]:
+        """Scatters of all buckets, in order."""
+        return [scatter for bucket in self.buckets for scatter in bucket.scatters]
 
     def staging(self, wire: Wire) -> PlanStaging:
         """Return what the plan stages in a step, in bytes."""
         return PlanStaging(
+            self.shape,
             [bucket.num_elements.in_bytes(wire) for bucket in self.buckets],
+            [scatter.num_elements.in_bytes(wire) for scatter in self.scatters],
             max((owned.num_elements for owned in self.local), default=0) * wire.gather_bytes,
-            self.depth,
         )
+
+    def num_results(self) -> Counter[int]:
+        """Count how many pieces the results for this rank's rows arrive in, by matrix."""
+        owned = [*self.local, *(bucket.owned for bucket in self.buckets)]
+        counts = Counter(route.matrix for each in owned for route in each.staying)
+        counts.update(each.route.matrix for scatter in self.scatters for each in scatter.arrivals)
+        return counts
 
 
 def _num_elements(messages: Messages) -> int:
@@ -165,40 +217,85 @@ def _owned_stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> Owne
 def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBucket:
     gather_sends: dict[int, list[Route]] = defaultdict(list)
     gather_receives: dict[int, list[Route]] = defaultdict(list)
-    scatter_sends: dict[int, list[Route]] = defaultdict(list)
-    scatter_receives: dict[int, list[Route]] = defaultdict(list)
+    # Of each shard that this rank holds or sends results to, by owner.
+    results: dict[tuple[int, ...], dict[int, list[Route]]] = defaultdict(lambda: defaultdict(list))
     for index in bucket:
-        # Without joining, each tensor-parallel rank has a matrix of its own; others neither hold
-        # nor own any of it.
+        # Without joining, each tensor-parallel rank has a matrix of its own.
         if rank not in plan.matrices[index].ranks:
             continue
-        for route in plan.routes(index):
+        # Of thousands of ranks most neither hold nor own any of a matrix. With replicas it matters
+        # all the same: what others send them decides where this rank's results have room.
+        sees_all = plan.shape.has_replicas or rank in plan.owners[index]
+        if not sees_all and rank not in plan.matrices[index].elements_by_rank:
+            continue
+        for route in plan.routes(index, None if sees_all else rank):
             is_holder = rank in route.holders
-            if route.owner == rank:
-                if route.source != rank:
-                    gather_receives[route.source].append(route)
-                # Also where the owner holds all rows itself: replicas need the result.
-                for holder in route.holders:
-                    if holder != rank:
-                        scatter_sends[holder].append(route)
-            elif is_holder:
-                scatter_receives[route.owner].append(route)
-                # Every replica gets the result, but only one of them sends its rows.
-                if route.source == rank:
-                    gather_sends[route.owner].append(route)
+            if route.owner == rank and route.source != rank:
+                gather_receives[route.source].append(route)
+            # Of several replicas, only one sends its rows.
+            if route.source == rank and route.owner != rank:
+                gather_sends[route.owner].append(route)
+            # Where other holders are in between, each owner must know what the others send them.
+            if len(route.holders) > 1 or (is_holder != (route.owner == rank)):
+                results[route.holders][route.owner].append(route)
     return RankBucket(
         owned=_owned_stacks(plan, bucket, rank),
         gather_sends=dict(gather_sends),
         gather_receives=dict(gather_receives),
-        scatter_sends=dict(scatter_sends),
-        scatter_receives=dict(scatter_receives),
         has_gather=any(
             owner not in region.holders
             for index in bucket
             for region in plan.matrices[index].regions
             for owner in plan.owners[index]
         ),
+        scatters=_rank_scatters(plan, results, rank),
     )
+
+
+def _rank_scatters(
+    plan: ExchangePlan,
+    results: Mapping[tuple[int, ...], Mapping[int, Sequence[Route]]],
+    rank: int,
+) -> tuple[RankScatter, ...]:
+    """Return the scatters of a bucket.
+
+    Args:
+        plan: The plan.
+        results: Routes by holders and owner.
+        rank: This rank.
+    """
+    count = plan.num_scatters
+    sends: list[dict[int, list[Route]]] = [defaultdict(list) for _ in range(count)]
+    own: list[RankScatter] = [RankScatter({}, {}, (), None)] * count
+    for holders, by_owner in results.items():
+        if rank not in holders and rank not in by_owner:
+            continue
+        elements = {
+            owner: sum(route.num_elements for route in routes) for owner, routes in by_owner.items()
+        }
+        for number, shard in enumerate(scatters_of(holders, elements, count, plan.cost)):
+            for share in shard.shares:
+                if share.owner == rank:
+                    sends[number][share.holder] += routes_of_share(by_owner[rank], share)
+            if rank in holders:
+                own[number] = _received(shard, by_owner, rank)
+    return tuple(
+        dataclasses.replace(each, sends=dict(sent)) for each, sent in zip(own, sends, strict=True)
+    )
+
+
+def _received(
+    shard: ShardScatter, by_owner: Mapping[int, Sequence[Route]], rank: int
+) -> RankScatter:
+    """Return what a rank gets in a scatter to its shard."""
+    arrivals = []
+    for share in shard.shares:
+        offset = share.offset
+        for route in routes_of_share(by_owner[share.owner], share):
+            arrivals.append(Arrival(route, offset))
+            offset += route.num_elements
+    receives = {each.owner: each.num_elements for each in shard.shares if each.holder == rank}
+    return RankScatter({}, receives, tuple(arrivals), shard)
 
 
 def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[tuple[Stack, int]]:
@@ -220,7 +317,7 @@ def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[tuple
                 by_shape[shape].append(part)
     for shape, parts in by_shape.items():
         first = 0
-        for room in stack_rooms(len(parts), plan.cost.stack_size(*shape, plan.max_numel)):
+        for room in stack_rooms(len(parts), plan.cost.stack_size(*shape)):
             stacks.append((tuple(parts[first : first + room]), room))
             first += room
     # Ranks that share several split blocks must come to them in the same order, and before
@@ -257,7 +354,7 @@ def stack_elements(plan: ExchangePlan, indices: Sequence[int]) -> dict[int, list
                 counts[part.owner, shape, _is_stackable(plan, index)] += 1
     elements: dict[int, list[int]] = defaultdict(list)
     for (owner, shape, is_stacked), count in counts.items():
-        largest = plan.cost.stack_size(*shape, plan.max_numel) if is_stacked else 1
+        largest = plan.cost.stack_size(*shape) if is_stacked else 1
         elements[owner] += [room * math.prod(shape) for room in stack_rooms(count, largest)]
     return elements
 

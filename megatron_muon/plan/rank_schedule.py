@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import RankPlan
-from megatron_muon.plan.schedule import Round, rounds_of
+from megatron_muon.plan.schedule import Action, actions_of
 from megatron_muon.plan.staging import StagingLayout
 
 
@@ -26,17 +26,17 @@ class LocalStack(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """The rounds of one rank.
+    """The step of one rank.
 
     Args:
         rank_plans: What the rank does of each plan.
-        rounds: Turns of the buckets of all plans.
+        actions: What it does, in order.
         local: Local matrices to orthogonalize at the beginning of each round, and at the end.
         staging: Memory of messages and stacks.
     """
 
     rank_plans: tuple[RankPlan, ...]
-    rounds: tuple[Round, ...]
+    actions: tuple[Action, ...]
     local: tuple[tuple[LocalStack, ...], ...]
     staging: StagingLayout
 
@@ -49,19 +49,24 @@ class RankSchedule:
             rank: Rank of the job.
         """
         rank_plans = tuple(RankPlan.build(plan, rank) for plan in plans)
-        rounds = rounds_of([len(each.buckets) for each in rank_plans])
+        actions = actions_of([each.shape for each in rank_plans])
         staging = [each.staging(plan.wire) for each, plan in zip(rank_plans, plans, strict=True)]
-        return cls(rank_plans, rounds, _deal(rank_plans, rounds), StagingLayout.build(staging))
+        return cls(rank_plans, actions, _deal(rank_plans, actions), StagingLayout.build(staging))
 
 
 def _deal(
-    rank_plans: Sequence[RankPlan], rounds: Sequence[Round]
+    rank_plans: Sequence[RankPlan], actions: Sequence[Action]
 ) -> tuple[tuple[LocalStack, ...], ...]:
     """Deal local matrices out to the rounds in which the rank has the least to do, and the end.
 
     There they fill the time in which the last results travel.
     """
-    load_s = [rank_plans[turn.plan].bucket_load_s[turn.bucket] for turn in rounds] + [0.0]
+    load_s = [
+        rank_plans[plan].bucket_load_s[number]
+        for kind, plan, number in actions
+        if kind == "orthogonalize"
+    ]
+    load_s.append(0.0)
     local = [
         (seconds, LocalStack(plan, number))
         for plan, rank_plan in enumerate(rank_plans)

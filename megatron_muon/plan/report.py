@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import stack_elements
-from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout
+from megatron_muon.plan.scatter import ShardScatter, scatters_of
+from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, StagingLayout
 from megatron_muon.plan.step_estimate import step_seconds
 
 _MAX_RANKS_SHOWN = 16
@@ -281,6 +282,19 @@ def _whole_seconds(plan: ExchangePlan) -> float:
     )
 
 
+@dataclass
+class _Staged:
+    """Elements that a rank stages for one bucket."""
+
+    bucket: Counter[str]  # by field of BucketSizes
+    scatters: list[Counter[str]]  # by field of ScatterSizes
+
+    @classmethod
+    def empty(cls, plan: ExchangePlan) -> "_Staged":
+        """Return nothing for a bucket of a plan."""
+        return cls(Counter(), [Counter() for _ in range(plan.num_scatters)])
+
+
 def _add_traffic(
     plan: ExchangePlan,
     ranks: dict[int, RankReport],
@@ -288,40 +302,88 @@ def _add_traffic(
     staging: dict[int, list[PlanStaging]],
 ) -> None:
     """Add what each rank sends and receives, and what it stages."""
-    wire = plan.wire
-    staged: dict[int, list[Counter[str]]] = defaultdict(lambda: [Counter() for _ in plan.buckets])
+    staged: dict[int, list[_Staged]] = defaultdict(
+        lambda: [_Staged.empty(plan) for _ in plan.buckets]
+    )
     for number, bucket in enumerate(plan.buckets):
+        rows: Counter[tuple[int, int]] = Counter()  # elements by source and owner
+        results: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)  # by holders, by owner
         for index in bucket:
-            for transfer in plan.transfers(index):
-                holder, owner = ranks[transfer.holder], ranks[transfer.owner]
-                gather_bytes = transfer.gathered * wire.gather_bytes
-                scatter_bytes = transfer.scattered * wire.scatter_bytes
-                # Each direction of a link has the full rate, so they are added up apart.
-                byte_s = plan.cost.seconds_per_byte(transfer.holder, transfer.owner)
-                for way, sender, receiver, elements, num_bytes in (
-                    ("gather", holder, owner, transfer.gathered, gather_bytes),
-                    ("scatter", owner, holder, transfer.scattered, scatter_bytes),
-                ):
-                    sender.elements_sent += elements
-                    sender.bytes_sent += num_bytes
-                    sender.send_s += num_bytes * byte_s
-                    receiver.bytes_received += num_bytes
-                    receiver.receive_s += num_bytes * byte_s
-                    staged[sender.rank][number][f"{way}_send"] += elements
-                    staged[receiver.rank][number][f"{way}_receive"] += elements
-                # Once there: what comes back is as much, times the replicas.
-                totals["moved"] += transfer.gathered
+            for owner, source, holders, elements in plan.transfers(index):
+                if source != owner:
+                    rows[source, owner] += elements
+                if len(holders) > 1 or source != owner:
+                    results[holders][owner] += elements
+        for (source, owner), elements in rows.items():
+            _add_message(plan, ranks[source], ranks[owner], elements, plan.wire.gather_bytes)
+            staged[source][number].bucket["gather_send"] += elements
+            staged[owner][number].bucket["gather_receive"] += elements
+            # Once there: what comes back is as much, times the replicas.
+            totals["moved"] += elements
+        for holders, by_owner in results.items():
+            for k, shard in enumerate(scatters_of(holders, by_owner, plan.num_scatters, plan.cost)):
+                for share in shard.shares:
+                    staged[share.owner][number].scatters[k]["send"] += share.num_elements
+                _add_scatter(plan, ranks, shard)
+                for holder in holders:
+                    staged[holder][number].scatters[k]["receive"] += shard.num_elements
         for rank, stacks in stack_elements(plan, bucket).items():
-            staged[rank][number]["stacks"] += sum(stacks)
+            staged[rank][number].bucket["stacks"] += sum(stacks)
     # Stacks of local matrices take turns in one place: the largest decides.
     local = {owner: max(sizes) for owner, sizes in stack_elements(plan, plan.local).items()}
+    wire = plan.wire
     for rank in {*staged, *local}:
-        buckets = [
-            BucketSizes(*(sizes[field] for field in BucketSizes._fields)).in_bytes(wire)
-            for sizes in staged[rank]
-        ]
-        local_bytes = local.get(rank, 0) * wire.gather_bytes
-        staging[rank].append(PlanStaging(buckets, local_bytes, plan.depth))
+        staging[rank].append(
+            PlanStaging(
+                plan.shape,
+                [
+                    BucketSizes(*(each.bucket[field] for field in BucketSizes._fields)).in_bytes(
+                        wire
+                    )
+                    for each in staged[rank]
+                ],
+                [
+                    ScatterSizes(*(sizes[field] for field in ScatterSizes._fields)).in_bytes(wire)
+                    for each in staged[rank]
+                    for sizes in each.scatters
+                ],
+                local.get(rank, 0) * wire.gather_bytes,
+            )
+        )
+
+
+def _add_scatter(plan: ExchangePlan, ranks: dict[int, RankReport], shard: ShardScatter) -> None:
+    """Add the traffic of one scatter, from owners and between replicas."""
+    for share in shard.shares:
+        if share.owner != share.holder:
+            owner, holder = ranks[share.owner], ranks[share.holder]
+            _add_message(plan, owner, holder, share.num_elements, plan.wire.scatter_bytes)
+    if shard.num_spread:
+        num_bytes = shard.num_spread * plan.wire.scatter_bytes
+        seconds = plan.cost.all_gather_seconds(
+            shard.holders, shard.num_elements * plan.wire.scatter_bytes
+        )
+        # Each chunk goes from replica to replica.
+        for holder in (ranks[rank] for rank in shard.holders):
+            holder.elements_sent += shard.num_spread
+            holder.bytes_sent += num_bytes
+            holder.bytes_received += num_bytes
+            holder.send_s += seconds
+            holder.receive_s += seconds
+
+
+def _add_message(
+    plan: ExchangePlan, sender: RankReport, receiver: RankReport, elements: int, width: int
+) -> None:
+    """Add a message of so many elements, of so many bytes each."""
+    num_bytes = elements * width
+    # Each direction of a link has the full rate, so they are added up apart.
+    seconds = num_bytes * plan.cost.seconds_per_byte(sender.rank, receiver.rank)
+    sender.elements_sent += elements
+    sender.bytes_sent += num_bytes
+    sender.send_s += seconds
+    receiver.bytes_received += num_bytes
+    receiver.receive_s += seconds
 
 
 def log_lines(plan: ExchangePlan) -> list[str]:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each rectangle of a matrix goes: from its source to its owner, and back to all holders.
 
-One list of routes serves both ways: the scatter sends back what the gather brought, and to replicas
-besides. The way back is never computed a second time, so the two cannot disagree.
+One list of routes serves both ways: the scatter sends back what the gather brought. The way back is
+never computed a second time, so the two cannot disagree.
 """
 
 from collections.abc import Iterator
@@ -73,19 +73,20 @@ class Route(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What travels between a holder and an owner, in elements.
+    """What travels between an owner and the holders of a region, in elements.
 
     Args:
-        holder: Rank that holds the rows.
-        owner: Rank that orthogonalizes them.
-        gathered: Elements sent to the owner; 0 where another replica sends them.
-        scattered: Elements sent back.
+        owner: Rank that orthogonalizes the rows.
+        source: Holder that sends them, and is the nearest to send the results to; the owner itself
+            where it holds them.
+        holders: Ranks that hold them.
+        num_elements: Elements.
     """
 
-    holder: int
     owner: int
-    gathered: int
-    scattered: int
+    source: int
+    holders: tuple[int, ...]
+    num_elements: int
 
 
 def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, ...]) -> list[Part]:
@@ -117,7 +118,11 @@ def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, 
 
 
 def routes_of(
-    index: int, matrix: MatrixLayout, owners: tuple[int, ...], cost: CostModel
+    index: int,
+    matrix: MatrixLayout,
+    owners: tuple[int, ...],
+    cost: CostModel,
+    holder: int | None = None,
 ) -> Iterator[Route]:
     """Yield the routes of a matrix: together they tile it, each element once.
 
@@ -126,14 +131,15 @@ def routes_of(
         matrix: Its layout.
         owners: Ranks of the job that own it.
         cost: Knows which ranks share a node; the replica nearest to the owner sends.
+        holder: Only the routes of which this rank is a holder; None for all.
     """
-    for overlap in _overlaps(index, matrix, owners):
+    for overlap in _overlaps(index, matrix, owners, holder):
         region, part = overlap.region, overlap.part
         yield Route(
             matrix=index,
             block=region.block,
             owner=part.owner,
-            source=_source(region.holders, part.owner, cost),
+            source=nearest_holder(region.holders, part.owner, cost),
             holders=region.holders,
             row=overlap.row - part.row,
             num_rows=overlap.num_rows,
@@ -147,15 +153,47 @@ def routes_of(
 def transfers_of(
     index: int, matrix: MatrixLayout, owners: tuple[int, ...], cost: CostModel
 ) -> Iterator[Transfer]:
-    """Yield what travels of a matrix, by holder and owner; arguments as for :func:`routes_of`."""
+    """Yield what travels of a matrix, or stays; arguments as for :func:`routes_of`."""
     for overlap in _overlaps(index, matrix, owners):
-        elements = overlap.num_rows * overlap.num_cols
         owner, holders = overlap.part.owner, overlap.region.holders
-        source = _source(holders, owner, cost)
-        # Every replica gets the result: otherwise the replicas would drift apart.
-        for holder in holders:
-            if holder != owner:
-                yield Transfer(holder, owner, elements if holder == source else 0, elements)
+        source = nearest_holder(holders, owner, cost)
+        yield Transfer(owner, source, holders, overlap.num_rows * overlap.num_cols)
+
+
+def cut(route: Route, start: int, stop: int) -> Iterator[Route]:
+    """Yield the rectangles that some elements of a route form, in order.
+
+    Args:
+        route: The route, as it lies in a message: row by row.
+        start: First element.
+        stop: Element after the last one.
+    """
+    if stop - start == route.num_elements:
+        yield route
+        return
+    row, col = divmod(start, route.num_cols)
+    last_row, last_col = divmod(stop, route.num_cols)
+    if row == last_row:
+        yield _rectangle(route, row, 1, col, last_col - col)
+        return
+    if col:
+        yield _rectangle(route, row, 1, col, route.num_cols - col)
+        row += 1
+    if row < last_row:
+        yield _rectangle(route, row, last_row - row, 0, route.num_cols)
+    if last_col:
+        yield _rectangle(route, last_row, 1, 0, last_col)
+
+
+def _rectangle(route: Route, row: int, num_rows: int, col: int, num_cols: int) -> Route:
+    return route._replace(
+        row=route.row + row,
+        num_rows=num_rows,
+        col=route.col + col,
+        num_cols=num_cols,
+        local_row=route.local_row + row,
+        local_col=route.local_col + col,
+    )
 
 
 class _Overlap(NamedTuple):
@@ -169,11 +207,15 @@ class _Overlap(NamedTuple):
     num_cols: int
 
 
-def _overlaps(index: int, matrix: MatrixLayout, owners: tuple[int, ...]) -> Iterator[_Overlap]:
-    """Yield each region with each part that it meets."""
+def _overlaps(
+    index: int, matrix: MatrixLayout, owners: tuple[int, ...], holder: int | None = None
+) -> Iterator[_Overlap]:
+    """Yield each region with each part that it meets; with a holder, the regions that it holds."""
     parts = [parts_of(index, block, shape, owners) for block, shape in enumerate(matrix.blocks)]
     for region in matrix.regions:
-        _, _, row, num_rows, col, num_cols, _ = region
+        holders, _, row, num_rows, col, num_cols, _ = region
+        if holder is not None and holder not in holders:
+            continue
         if len(owners) == 1:
             # A shortcut: most matrices have one owner, whose part is the whole block.
             (part,) = parts[region.block]
@@ -187,8 +229,8 @@ def _overlaps(index: int, matrix: MatrixLayout, owners: tuple[int, ...]) -> Iter
                 yield _Overlap(region, part, top, height, left, width)
 
 
-def _source(holders: tuple[int, ...], owner: int, cost: CostModel) -> int:
-    """Return the holder that sends: the owner itself where it holds rows, or the nearest one."""
+def nearest_holder(holders: tuple[int, ...], owner: int, cost: CostModel) -> int:
+    """Return the owner itself where it is one of some holders, or the nearest of them."""
     if len(holders) == 1 or owner in holders:
         return owner if owner in holders else holders[0]
     # By node first, since only that changes the link. Then by distance, so that different owners

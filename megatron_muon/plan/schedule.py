@@ -1,24 +1,27 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a step: how many buckets are under way, and how the plans of a rank take turns.
+"""The order of a step: one list of actions, which is run, estimated and given memory.
 
-A step is a list of rounds, each for one bucket. The round of bucket i of a plan::
+A step is a list of rounds, each for one bucket of one plan. The round of bucket i::
 
-    moment  what happens
-    0       local matrices are orthogonalized, one stack after the other
-    1       the gather of bucket i has arrived; that of bucket i + ahead is packed, and starts
-    2       rows of bucket i are copied to its stacks and orthogonalized, into new memory
-    3       the scatter of bucket i - behind has arrived, and is applied
-    4       results of bucket i are packed, its scatter starts
+    local             local matrices are orthogonalized, one stack after the other
+    wait_for_gather   the rows of bucket i have arrived
+    start_gather      the gather of bucket i + ahead is packed, and starts
+    orthogonalize     rows of bucket i are copied to its stacks and orthogonalized, into new memory
+
+    and for each scatter j of the bucket:
+    spread            results of scatter j - 1 have arrived; replicas start to pass them on
+    finish_scatter    scatter j - behind has ended, and is applied
+    start_scatter     results of scatter j are packed, and start to travel
 
 Before the first round the first ``ahead`` gathers of every plan start. After the last one come the
-local matrices that are left, and the scatters that are still under way.
+local matrices that are left, and what is still under way. Without replicas nothing is spread, and a
+bucket has one scatter.
 
 Ranks of one plan may differ in their other plans, as with expert parallelism. Two things keep them
 from waiting for each other for ever:
 
-- The collectives of a plan come in one order on all ranks, whatever other plans there are: gathers
-  0 to ahead - 1, then gather i + ahead and scatter i in turn.
+- The collectives of a plan come in one order on all ranks, whatever other plans there are.
 - Bucket i of n has its turn when the rank is (i + 1/2) / n through the step; of equal turns that of
   the earlier plan comes first, and ranks have their plans in one order. What a rank waits for was
   launched by all ranks in an earlier turn of the same plan. Owners of a split matrix wait for each
@@ -29,20 +32,36 @@ from waiting for each other for ever:
 import functools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Depth(NamedTuple):
-    """How many buckets of a plan are under way.
+    """How much of a plan is under way.
 
     Args:
         ahead: Gathers that may have started when a bucket is orthogonalized, its own left out. With
             more, a rank waits less for others that come to their gathers late.
-        behind: Scatters that may still travel when a bucket has been orthogonalized.
+        behind: Scatters that may still travel when the next one starts.
     """
 
     ahead: int
     behind: int
+
+
+class PlanShape(NamedTuple):
+    """What of a plan decides the order of a step.
+
+    Args:
+        num_buckets: Buckets.
+        num_scatters: Scatters of each bucket.
+        depth: How much is under way.
+        has_replicas: Whether replicas pass results on.
+    """
+
+    num_buckets: int
+    num_scatters: int
+    depth: Depth
+    has_replicas: bool
 
 
 class Round(NamedTuple):
@@ -57,6 +76,85 @@ class Round(NamedTuple):
     bucket: int
 
 
+ActionKind = Literal[
+    "local",
+    "start_gather",
+    "wait_for_gather",
+    "orthogonalize",
+    "start_scatter",
+    "spread",
+    "finish_scatter",
+]
+
+
+class Action(NamedTuple):
+    """One thing that a rank does.
+
+    Args:
+        kind: What it does.
+        plan: Position of its plan among those of the rank; 0 for local matrices, which may be of
+            any plan.
+        number: Of the bucket; of the scatter, counted over all buckets; for local matrices of the
+            round, where the end counts as one more.
+    """
+
+    kind: ActionKind
+    plan: int
+    number: int
+
+
+def actions_of(plans: Sequence[PlanShape]) -> tuple[Action, ...]:
+    """Return what a rank does in a step, in order.
+
+    Args:
+        plans: Plans of the rank.
+    """
+    return _actions_of(tuple(plans))
+
+
+# Thousands of ranks have plans of the same shape.
+@functools.cache
+def _actions_of(plans: tuple[PlanShape, ...]) -> tuple[Action, ...]:
+    return tuple(_step(plans))
+
+
+def _step(plans: Sequence[PlanShape]) -> Iterator[Action]:
+    for plan, shape in enumerate(plans):
+        for bucket in range(min(shape.depth.ahead, shape.num_buckets)):
+            yield Action("start_gather", plan, bucket)
+    rounds = rounds_of([shape.num_buckets for shape in plans])
+    for number, turn in enumerate(rounds):
+        yield Action("local", 0, number)
+        yield from _round(turn, plans[turn.plan])
+    # While the last results travel.
+    yield Action("local", 0, len(rounds))
+    ends = [shape.num_buckets * shape.num_scatters for shape in plans]
+    # The last ones of all plans are passed on before any is waited for: they travel together.
+    for plan, shape in enumerate(plans):
+        if shape.has_replicas and ends[plan]:
+            yield Action("spread", plan, ends[plan] - 1)
+    for plan, shape in enumerate(plans):
+        for scatter in range(max(0, ends[plan] - shape.depth.behind), ends[plan]):
+            yield Action("finish_scatter", plan, scatter)
+
+
+def _round(turn: Round, shape: PlanShape) -> Iterator[Action]:
+    plan, bucket = turn
+    depth = shape.depth
+    yield Action("wait_for_gather", plan, bucket)
+    if bucket + depth.ahead < shape.num_buckets:
+        yield Action("start_gather", plan, bucket + depth.ahead)
+    yield Action("orthogonalize", plan, bucket)
+    # Earlier results are only waited for now: they had all of this bucket's Newton-Schulz to
+    # travel. Their memory may serve this bucket's results.
+    for scatter in range(bucket * shape.num_scatters, (bucket + 1) * shape.num_scatters):
+        if shape.has_replicas and scatter > 0:
+            yield Action("spread", plan, scatter - 1)
+        if scatter >= depth.behind:
+            yield Action("finish_scatter", plan, scatter - depth.behind)
+        yield Action("start_scatter", plan, scatter)
+
+
 def rounds_of(num_buckets: Sequence[int]) -> tuple[Round, ...]:
     """Return the rounds of a step, in order.
 
@@ -67,35 +165,9 @@ def rounds_of(num_buckets: Sequence[int]) -> tuple[Round, ...]:
     Args:
         num_buckets: Buckets of each plan of the rank.
     """
-    return _rounds_of(tuple(num_buckets))
-
-
-# Thousands of ranks have the same numbers of buckets.
-@functools.cache
-def _rounds_of(num_buckets: tuple[int, ...]) -> tuple[Round, ...]:
     turns: list[tuple[Fraction, Round]] = [
         (Fraction(2 * bucket + 1, 2 * number), Round(plan, bucket))
         for plan, number in enumerate(num_buckets)
         for bucket in range(number)
     ]
     return tuple(each for _, each in sorted(turns))
-
-
-def finished_in_round(bucket: int, depth: Depth) -> int | None:
-    """Return the bucket whose scatter is waited for in the round of a bucket, or None."""
-    return bucket - depth.behind if bucket >= depth.behind else None
-
-
-def started_in_round(bucket: int, num_buckets: int, depth: Depth) -> int | None:
-    """Return the bucket whose gather starts in the round of a bucket, or None."""
-    return bucket + depth.ahead if bucket + depth.ahead < num_buckets else None
-
-
-def started_before(num_buckets: int, depth: Depth) -> Iterator[int]:
-    """Yield the buckets whose gathers start before the first round."""
-    yield from range(min(depth.ahead, num_buckets))
-
-
-def finished_after(num_buckets: int, depth: Depth) -> Iterator[int]:
-    """Yield the buckets whose scatters are waited for after the last round."""
-    yield from range(max(0, num_buckets - depth.behind), num_buckets)

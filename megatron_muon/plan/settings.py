@@ -13,6 +13,10 @@ from megatron_muon.plan.wire import Wire
 ExchangeMode = Literal["owner", "all_gather"]
 WireChoice = Literal["auto", "bf16", "fp32"]
 
+# With 6 GB the predicted step of no plan of docs/performance.md that fits is shorter by 1 %, with
+# 2 GB that of DeepSeek-V3 on 64 ranks is longer by 2 %. When a step runs, activations are gone.
+_WANTED_STAGING_BYTES = 4 * 10**9
+
 
 @dataclass(frozen=True)
 class ExchangeSettings:
@@ -26,8 +30,8 @@ class ExchangeSettings:
             upstream would spread it over tensor-parallel ranks with other rounding
             (``--muon-tp-mode distributed``). ``auto``: bf16 where Newton-Schulz runs in bf16
             (matmul precision medium), otherwise fp32.
-        bucket_numel: Most elements of the matrices that a rank owns in one bucket; bounds staging
-            memory. A larger matrix raises it.
+        staging_bytes: Most bytes of messages and stacks on a rank, while a step runs; experts and
+            dense matrices have an equal share each. None: 4 GB, or what the largest matrices take.
         max_parts: Most owners of one matrix once ranks outnumber matrices, a power of two. 1 keeps
             each matrix whole, and results the same bits on any number of ranks.
         cost_model: Rates of the machine, as ``name=value,...`` for
@@ -48,10 +52,7 @@ class ExchangeSettings:
 
     mode: ExchangeMode = "owner"
     wire: WireChoice = "auto"
-    # 2**27 elements are 268 MB of bf16: eight matrices of 4096 x 4096. The largest matrix of
-    # Llama-3-8B has 1.2e8 elements; those of Llama-3-70B (4.7e8) and DeepSeek-V3 (2.6e8) raise the
-    # bound.
-    bucket_numel: int = 2**27
+    staging_bytes: int | None = None
     # Each part repeats the cubic term of its matrix, and parts all-reduce inside a node of 8.
     max_parts: int = 8
     cost_model: str = ""
@@ -76,10 +77,10 @@ class ExchangeSettings:
                 f"upstream's own function, got {self.newton_schulz}. Use --muon-fsdp-exchange "
                 "owner."
             )
-        if self.bucket_numel < 1:
+        if self.staging_bytes is not None and self.staging_bytes < 1:
             raise ValueError(
-                f"bucket size: expected a positive number of elements, got {self.bucket_numel}. "
-                "Set --muon-fsdp-bucket-size accordingly."
+                f"staging memory: expected a positive number of bytes, got {self.staging_bytes}. "
+                "Set --muon-fsdp-staging-bytes accordingly."
             )
         # A power of two: parts are doubled until a matrix is short enough.
         if self.max_parts < 1 or self.max_parts & (self.max_parts - 1):
@@ -94,6 +95,11 @@ class ExchangeSettings:
                 "Set --muon-num-ns-steps for the number of steps."
             )
         CostModel.parse(self.cost_source.rates)
+
+    @property
+    def wanted_staging_bytes(self) -> int:
+        """Staging memory that a plan stays within if it can."""
+        return _WANTED_STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
 
     @property
     def cost_source(self) -> CostSource:

@@ -2,20 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that a step stages in: which buffer is alive when, and where it lies in one arena.
 
-Buffers that are not alive at the same moment of a step, see :mod:`megatron_muon.plan.schedule`, may
+Buffers that are not alive at the same action of a step, see :mod:`megatron_muon.plan.schedule`, may
 lie in the same place.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_muon.plan.schedule import Depth, Round, rounds_of
+from megatron_muon.plan.schedule import Action, PlanShape, actions_of
 from megatron_muon.plan.wire import Wire
 
-_MOMENTS = 5  # of a round
 _NUM_TRIES = 4  # from each order; more gain nothing on the plans of docs/performance.md
-_BEFORE = -1  # the moment in which the first gathers start
 # Source: CUDA's allocations are aligned to 256 bytes. Kernels that read 16 bytes at once, and
 # cuBLAS's fast ones, need less.
 _ALIGNMENT = 256
@@ -28,31 +26,41 @@ class BucketSizes(NamedTuple):
         gather_send: Rows for other owners.
         gather_receive: Rows from other ranks.
         stacks: What it owns, padding included.
-        scatter_send: Results for other holders.
-        scatter_receive: Results from other owners.
     """
 
     gather_send: int
     gather_receive: int
     stacks: int
-    scatter_send: int
-    scatter_receive: int
 
     def in_bytes(self, wire: Wire) -> "BucketSizes":
         """Convert elements to bytes."""
-        gather, scatter = wire.gather_bytes, wire.scatter_bytes
-        each = (gather, gather, gather, scatter, scatter)
-        return BucketSizes(*(size * width for size, width in zip(self, each, strict=True)))
+        return BucketSizes(*(size * wire.gather_bytes for size in self))
+
+
+class ScatterSizes(NamedTuple):
+    """What one rank stages for a scatter, in elements or in bytes; or the first byte of each.
+
+    Args:
+        send: Results for other holders.
+        receive: Results of its own rows; with replicas, the chunks of all of them.
+    """
+
+    send: int
+    receive: int
+
+    def in_bytes(self, wire: Wire) -> "ScatterSizes":
+        """Convert elements to bytes."""
+        return ScatterSizes(*(size * wire.scatter_bytes for size in self))
 
 
 class _Lifetime(NamedTuple):
-    """First and last moment of a buffer, both included, counted over all rounds."""
+    """First and last action of a buffer, both included, by their positions in the step."""
 
     first: int
     last: int
 
     def overlaps(self, other: "_Lifetime") -> bool:
-        """Return whether both are alive at some moment."""
+        """Return whether both are alive at some action."""
         return self.first <= other.last and other.first <= self.last
 
 
@@ -60,14 +68,28 @@ class PlanStaging(NamedTuple):
     """What one rank stages for one of its plans.
 
     Args:
+        shape: What decides the order of a step.
         buckets: Bytes of the buffers of each bucket.
+        scatters: Bytes of the buffers of each scatter, over all buckets.
         local_bytes: Bytes of the largest stack of local matrices.
-        depth: How many buckets are under way.
     """
 
+    shape: PlanShape
     buckets: Sequence[BucketSizes]
+    scatters: Sequence[ScatterSizes]
     local_bytes: int
-    depth: Depth
+
+
+class PlanPlaces(NamedTuple):
+    """Where the buffers of one plan lie.
+
+    Args:
+        buckets: First byte of each buffer, for each bucket.
+        scatters: First byte of each buffer, for each scatter.
+    """
+
+    buckets: tuple[BucketSizes, ...]
+    scatters: tuple[ScatterSizes, ...]
 
 
 @dataclass(frozen=True)
@@ -75,14 +97,14 @@ class StagingLayout:
     """Places of all buffers of one rank in one arena.
 
     Args:
-        buckets: First byte of each buffer, for each bucket of each plan.
+        plans: Places of each plan.
         local: First byte of the stack of local matrices, for each round and for the end. Stacks of
             a round share it: they are orthogonalized one after the other.
-        num_bytes: Size of the arena: the most that is alive at one moment, and what buffers of
+        num_bytes: Size of the arena: the most that is alive at one action, and what buffers of
             different sizes leave unused between them.
     """
 
-    buckets: tuple[tuple[BucketSizes, ...], ...]
+    plans: tuple[PlanPlaces, ...]
     local: tuple[int, ...]
     num_bytes: int
 
@@ -93,59 +115,79 @@ class StagingLayout:
         Args:
             plans: What the rank stages for each of its plans.
         """
-        rounds = rounds_of([len(plan.buckets) for plan in plans])
-        position = {turn: number for number, turn in enumerate(rounds)}
-        buckets = [
-            (number, bucket, plan)
-            for number, plan in enumerate(plans)
-            for bucket in range(len(plan.buckets))
-        ]
-        sizes = [size for _, bucket, plan in buckets for size in plan.buckets[bucket]]
-        lifetimes = [
-            each
-            for number, bucket, plan in buckets
-            for each in _lifetimes(Round(number, bucket), position, plan.depth)
-        ]
-        # Local matrices may be due in any round, and at the end.
-        num_turns = len(rounds) + 1
-        sizes += [max((plan.local_bytes for plan in plans), default=0)] * num_turns
-        lifetimes += [_Lifetime(_MOMENTS * i, _MOMENTS * i) for i in range(num_turns)]
-        offsets, num_bytes = _place(sizes, lifetimes)
-        width = len(BucketSizes._fields)
-        places = iter(
-            BucketSizes(*offsets[width * index : width * (index + 1)])
-            for index in range(len(buckets))
+        buffers = list(_buffers(plans))
+        places, num_bytes = _place(
+            [size for size, _ in buffers], [lifetime for _, lifetime in buffers]
         )
+        rest = iter(places)
         return cls(
-            tuple(tuple(next(places) for _ in plan.buckets) for plan in plans),
-            tuple(offsets[width * len(buckets) :]),
+            tuple(
+                PlanPlaces(
+                    tuple(BucketSizes(*(next(rest) for _ in each)) for each in plan.buckets),
+                    tuple(ScatterSizes(*(next(rest) for _ in each)) for each in plan.scatters),
+                )
+                for plan in plans
+            ),
+            tuple(rest),
             num_bytes,
         )
 
 
-def _lifetimes(turn: Round, position: Mapping[Round, int], depth: Depth) -> list[_Lifetime]:
-    """Return when the buffers of a bucket are alive, in the order of :class:`BucketSizes`.
+def most_alive(plans: Sequence[PlanStaging]) -> int:
+    """Return the most bytes that are alive at one action: no placement takes less."""
+    used = [(_aligned(size), lifetime) for size, lifetime in _buffers(plans) if size]
+    change: dict[int, int] = {}
+    for size, alive in used:
+        change[alive.first] = change.get(alive.first, 0) + size
+        change[alive.last + 1] = change.get(alive.last + 1, 0) - size
+    most = now = 0
+    for position in sorted(change):
+        now += change[position]
+        most = max(most, now)
+    return most
 
-    Args:
-        turn: Of the bucket.
-        position: Position of each turn among the rounds.
-        depth: Of its plan.
-    """
-    now = _MOMENTS * position[turn]
-    starting = Round(turn.plan, turn.bucket - depth.ahead)
-    packed = _MOMENTS * position[starting] + 1 if starting in position else _BEFORE
-    finishing = Round(turn.plan, turn.bucket + depth.behind)
-    # What is waited for after the last round outlives the local matrices there.
-    scattered = _MOMENTS * position.get(finishing, len(position)) + 3
-    return [
-        # Its gather is waited for before the next one is packed, in moment 1.
-        _Lifetime(packed, now),
-        _Lifetime(packed, now + 2),
-        # Newton-Schulz writes its first step elsewhere; upstream refuses to take none.
-        _Lifetime(now + 2, now + 2),
-        _Lifetime(now + 4, scattered),
-        _Lifetime(now + 4, scattered),
-    ]
+
+def _buffers(plans: Sequence[PlanStaging]) -> Iterator[tuple[int, _Lifetime]]:
+    """Yield size and lifetime of every buffer, in the order of :class:`StagingLayout`."""
+    actions = actions_of([plan.shape for plan in plans])
+    position = {action: number for number, action in enumerate(actions)}
+    for number, plan in enumerate(plans):
+        for bucket, bucket_sizes in enumerate(plan.buckets):
+            yield from zip(bucket_sizes, _of_bucket(number, bucket, position), strict=True)
+        for scatter, scatter_sizes in enumerate(plan.scatters):
+            of_scatter = _of_scatter(number, scatter, plan.shape, position)
+            yield from zip(scatter_sizes, of_scatter, strict=True)
+    # Local matrices may be due in any round, and at the end.
+    local_bytes = max((plan.local_bytes for plan in plans), default=0)
+    for number, action in enumerate(actions):
+        if action.kind == "local":
+            yield local_bytes, _Lifetime(number, number)
+
+
+def _of_bucket(plan: int, bucket: int, position: Mapping[Action, int]) -> tuple[_Lifetime, ...]:
+    packed = position[Action("start_gather", plan, bucket)]
+    arrived = position[Action("wait_for_gather", plan, bucket)]
+    # Newton-Schulz writes its first step elsewhere; upstream refuses to take none.
+    orthogonalized = position[Action("orthogonalize", plan, bucket)]
+    return (
+        _Lifetime(packed, arrived),
+        _Lifetime(packed, orthogonalized),
+        _Lifetime(orthogonalized, orthogonalized),
+    )
+
+
+def _of_scatter(
+    plan: int, scatter: int, shape: PlanShape, position: Mapping[Action, int]
+) -> tuple[_Lifetime, ...]:
+    packed = position[Action("start_scatter", plan, scatter)]
+    applied = position[Action("finish_scatter", plan, scatter)]
+    # What replicas pass on has left its owner.
+    left = position[Action("spread", plan, scatter)] if shape.has_replicas else applied
+    return _Lifetime(packed, left), _Lifetime(packed, applied)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[int], int]:
@@ -155,7 +197,7 @@ def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[i
     ends highest in one order is placed first in the next try: that comes to what is alive at once
     for a rank of Llama-70B on 64 where the orders alone take 4.8 GB instead of 4.1.
     """
-    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    aligned = [_aligned(size) for size in sizes]
     # A rank takes part in few buckets: most buffers are empty, and lie anywhere.
     used = [index for index, size in enumerate(aligned) if size]
     beside = {

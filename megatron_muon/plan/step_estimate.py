@@ -7,10 +7,13 @@ A model of discrete events. A rank computes, launches collectives and waits for 
 as late as the last of those it needs.
 
 - A collective starts when all ranks of its plan have launched it, and have ended the one before it
-  in that plan: a message needs both of its ranks.
+  of its channel: a message needs both of its ranks. A plan has one channel between owners and
+  holders, and one between replicas.
 - A gather ends on a rank when the rows that it owns have passed its link, a scatter on all ranks
-  when the results of all owners have passed theirs. A link carries one collective at a time, in the
-  order in which they start.
+  when the results of all owners have passed theirs; when replicas pass results on, they end
+  together. A link carries one collective at a time, in the order in which they start. What replicas
+  pass on does not slow messages down: under HSDP it takes other links, and under ZeRO-0 owners send
+  little.
 - Local matrices fill the rounds in which a rank has least to do, and the end of the step, where the
   last scatters travel.
 
@@ -24,14 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_muon.plan.schedule import (
-    Depth,
-    finished_after,
-    finished_in_round,
-    rounds_of,
-    started_before,
-    started_in_round,
-)
+from megatron_muon.plan.schedule import Action, ActionKind, PlanShape, actions_of
 
 
 @dataclass(frozen=True)
@@ -41,12 +37,14 @@ class BucketSeconds:
     Args:
         load_s: Newton-Schulz.
         gather_s: Its rows, over the link of an owner.
-        scatter_s: Its results, over the link of an owner.
+        scatter_s: Its results, over the link of an owner, in all scatters of the bucket.
+        spread_s: What replicas pass on, over the link of each.
     """
 
     load_s: Mapping[int, float]
     gather_s: Mapping[int, float]
     scatter_s: Mapping[int, float]
+    spread_s: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,12 +54,14 @@ class PlanSeconds:
     Args:
         ranks: Ranks that join its collectives.
         buckets: Its buckets.
-        depth: How many of them are under way.
+        shape: What of it decides the order of a step.
+        latency_s: Seconds of a collective that carries nothing.
     """
 
     ranks: Sequence[int]
     buckets: Sequence[BucketSeconds]
-    depth: Depth
+    shape: PlanShape
+    latency_s: float = 0.0
 
 
 def step_seconds(
@@ -82,17 +82,19 @@ class _Collective:
     """A collective, and what is known of it so far.
 
     Args:
-        plan: Number of its plan.
-        seconds: Of each owner's messages over its link.
-        is_scatter: Whether all ranks wait for the last owner.
+        channel: Number of its channel: collectives of one come one after the other.
+        plan: Its plan, whose ranks join it.
+        seconds: Of each rank's messages over its link.
+        ends_together: Whether all ranks wait for the last one.
         num_launched: Ranks that have launched it.
         ended_s: When it ended on each rank; empty until it has started.
         waiting: Ranks that wait for it.
     """
 
-    plan: int
+    channel: int
+    plan: PlanSeconds
     seconds: Mapping[int, float]
-    is_scatter: bool
+    ends_together: bool
     num_launched: int = 0
     ended_s: dict[int, float] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
@@ -113,6 +115,46 @@ class _Wait(NamedTuple):
 type _Event = _Work | _Launch | _Wait
 
 
+class _PlanEvents:
+    """What the actions of one plan mean in the model."""
+
+    def __init__(self, number: int, plan: PlanSeconds) -> None:
+        num_scatters = plan.shape.num_scatters
+        self._plan = plan
+        self._gathers, self._scatters, self._spreads = [], [], []
+        for bucket in plan.buckets:
+            self._gathers.append(_Collective(2 * number, plan, bucket.gather_s, False))
+            # Each scatter of a bucket has an equal share of every owner's results.
+            scatter_s, spread_s = (
+                {rank: seconds / num_scatters for rank, seconds in of_bucket.items()}
+                for of_bucket in (bucket.scatter_s, bucket.spread_s)
+            )
+            for _ in range(num_scatters):
+                self._scatters.append(_Collective(2 * number, plan, scatter_s, True))
+                self._spreads.append(_Collective(2 * number + 1, plan, spread_s, True))
+
+    def of_action(self, kind: ActionKind, number: int, rank: int) -> Iterator[_Event]:
+        """Yield what an action is on a rank."""
+        has_replicas = self._plan.shape.has_replicas
+        if kind == "start_gather":
+            yield _Launch(self._gathers[number])
+        elif kind == "wait_for_gather":
+            yield _Wait(self._gathers[number])
+        elif kind == "orthogonalize":
+            yield _Work(self.load_s(number, rank))
+        elif kind == "start_scatter":
+            yield _Launch(self._scatters[number])
+        elif kind == "spread":
+            yield _Wait(self._scatters[number])
+            yield _Launch(self._spreads[number])
+        elif kind == "finish_scatter":
+            yield _Wait((self._spreads if has_replicas else self._scatters)[number])
+
+    def load_s(self, bucket: int, rank: int) -> float:
+        """Return the Newton-Schulz seconds of a rank in a bucket."""
+        return self._plan.buckets[bucket].load_s.get(rank, 0.0)
+
+
 class _Simulation:
     def __init__(self, plans: Sequence[PlanSeconds], local_load_s: Mapping[int, float]) -> None:
         self._plans = plans
@@ -121,21 +163,16 @@ class _Simulation:
         for number, plan in enumerate(plans):
             for rank in plan.ranks:
                 self._plans_of.setdefault(rank, []).append(number)
-        self._gathers = [
-            [_Collective(number, bucket.gather_s, False) for bucket in plan.buckets]
-            for number, plan in enumerate(plans)
-        ]
-        self._scatters = [
-            [_Collective(number, bucket.scatter_s, True) for bucket in plan.buckets]
-            for number, plan in enumerate(plans)
-        ]
-        self._link_free_s = dict.fromkeys(self._plans_of, 0.0)
-        # Of each plan: when its last collective ended; and the collectives that all ranks have
+        self._events = [_PlanEvents(number, plan) for number, plan in enumerate(plans)]
+        # Of messages, and of what replicas pass on.
+        self._links_free_s = [dict.fromkeys(self._plans_of, 0.0) for _ in range(2)]
+        # Of each channel: when its last collective ended; and the collectives that all ranks have
         # launched and that have not started. It is known when the first of them starts.
-        self._last_ended_s = [0.0] * len(plans)
-        self._launched: list[deque[_Collective]] = [deque() for _ in plans]
-        # What comes next, by time: a rank goes on, or a collective of a plan starts. Plans are
-        # numbered ~plan, which is negative: of equal times a collective comes first.
+        num_channels = 2 * len(plans)
+        self._last_ended_s = [0.0] * num_channels
+        self._launched: list[deque[_Collective]] = [deque() for _ in range(num_channels)]
+        # What comes next, by time: a rank goes on, or a collective of a channel starts. Channels
+        # are numbered ~channel, which is negative: of equal times a collective comes first.
         self._due: list[tuple[float, int]] = []
 
     def run(self) -> dict[int, float]:
@@ -164,6 +201,8 @@ class _Simulation:
                 self._launch(event.collective, now)
                 continue
             if isinstance(event, _Work):
+                if not event.seconds:
+                    continue
                 heapq.heappush(self._due, (now + event.seconds, rank))
             elif event.collective.ended_s:
                 heapq.heappush(self._due, (max(now, event.collective.ended_s[rank]), rank))
@@ -175,59 +214,54 @@ class _Simulation:
     def _launch(self, collective: _Collective, now: float) -> None:
         """Launch a collective on one more rank."""
         collective.num_launched += 1
-        if collective.num_launched == len(self._plans[collective.plan].ranks):
-            self._launched[collective.plan].append(collective)
-            if len(self._launched[collective.plan]) == 1:
-                self._schedule_start(collective.plan, now)
+        if collective.num_launched == len(collective.plan.ranks):
+            self._launched[collective.channel].append(collective)
+            if len(self._launched[collective.channel]) == 1:
+                self._schedule_start(collective.channel, now)
 
-    def _schedule_start(self, plan: int, now: float) -> None:
-        heapq.heappush(self._due, (max(now, self._last_ended_s[plan]), ~plan))
+    def _schedule_start(self, channel: int, now: float) -> None:
+        heapq.heappush(self._due, (max(now, self._last_ended_s[channel]), ~channel))
 
-    def _start(self, plan: int, now: float) -> None:
-        """Start the first collective of a plan that is due, and work out when it ends."""
-        collective = self._launched[plan].popleft()
+    def _start(self, channel: int, now: float) -> None:
+        """Start the first collective of a channel that is due, and work out when it ends."""
+        collective = self._launched[channel].popleft()
         ended_s = collective.ended_s
-        for rank in self._plans[plan].ranks:
-            ended_s[rank] = now
+        link_free_s = self._links_free_s[channel % 2]
+        latency_s = collective.plan.latency_s
+        for rank in collective.plan.ranks:
+            ended_s[rank] = now + latency_s
             seconds = collective.seconds.get(rank, 0.0)
             if seconds:
-                ended_s[rank] = max(now, self._link_free_s[rank]) + seconds
-                self._link_free_s[rank] = ended_s[rank]
-        self._last_ended_s[plan] = max(ended_s.values())
-        if collective.is_scatter:
-            ended_s.update(dict.fromkeys(ended_s, self._last_ended_s[plan]))
+                link_free_s[rank] = max(now, link_free_s[rank]) + seconds
+                ended_s[rank] = link_free_s[rank] + latency_s
+        self._last_ended_s[channel] = max(ended_s.values())
+        if collective.ends_together:
+            ended_s.update(dict.fromkeys(ended_s, self._last_ended_s[channel]))
         for rank in collective.waiting:
             heapq.heappush(self._due, (ended_s[rank], rank))
-        if self._launched[plan]:
-            self._schedule_start(plan, now)
+        if self._launched[channel]:
+            self._schedule_start(channel, now)
 
     def _program(self, rank: int) -> Iterator[_Event]:
         """Yield what a rank does, in order."""
         numbers = self._plans_of[rank]
-        plans = [self._plans[number] for number in numbers]
-        counts = [len(plan.buckets) for plan in plans]
-        rounds = rounds_of(counts)
-        loads = [plans[turn.plan].buckets[turn.bucket].load_s.get(rank, 0.0) for turn in rounds]
-        *fillers, last = _fill([*loads, 0.0], self._local_load_s.get(rank, 0.0))
-        for number, plan in zip(numbers, plans, strict=True):
-            for bucket in started_before(len(plan.buckets), plan.depth):
-                yield _Launch(self._gathers[number][bucket])
-        for turn, load_s, filler in zip(rounds, loads, fillers, strict=True):
-            number, depth = numbers[turn.plan], plans[turn.plan].depth
-            yield _Work(filler)
-            yield _Wait(self._gathers[number][turn.bucket])
-            started = started_in_round(turn.bucket, counts[turn.plan], depth)
-            if started is not None:
-                yield _Launch(self._gathers[number][started])
-            yield _Work(load_s)
-            finished = finished_in_round(turn.bucket, depth)
-            if finished is not None:
-                yield _Wait(self._scatters[number][finished])
-            yield _Launch(self._scatters[number][turn.bucket])
-        yield _Work(last)
-        for number, plan in zip(numbers, plans, strict=True):
-            for bucket in finished_after(len(plan.buckets), plan.depth):
-                yield _Wait(self._scatters[number][bucket])
+        actions = actions_of([self._plans[number].shape for number in numbers])
+        fillers = self._fillers(rank, actions)
+        for kind, plan, number in actions:
+            if kind == "local":
+                yield _Work(fillers[number])
+            else:
+                yield from self._events[numbers[plan]].of_action(kind, number, rank)
+
+    def _fillers(self, rank: int, actions: Sequence[Action]) -> list[float]:
+        """Share out the rank's local load over its rounds and the end."""
+        numbers = self._plans_of[rank]
+        loads = [
+            self._events[numbers[plan]].load_s(number, rank)
+            for kind, plan, number in actions
+            if kind == "orthogonalize"
+        ]
+        return _fill([*loads, 0.0], self._local_load_s.get(rank, 0.0))
 
 
 def _fill(loads: Sequence[float], filler: float) -> list[float]:

@@ -108,6 +108,7 @@ def find_domain(
     problems = []
     try:
         holders = _grid(rows, ranks)
+        _check_replica_group(holders, replica_group)
     except ValueError as error:
         problems.append(str(error))
     # Ranks of other domains may be fine: all of them stop together.
@@ -180,6 +181,18 @@ def _grid(rows: Sequence[_Row], ranks: Sequence[int]) -> Holders:
         tuple(tuple(cells[tensor_rank, shard]) for shard in range(num_shards))
         for tensor_rank in range(num_tensor_ranks)
     )
+
+
+def _check_replica_group(holders: Holders, replica_group: dist.ProcessGroup | None) -> None:
+    """Check that this rank's replicas are those that results will be passed on among."""
+    rank = dist.get_rank()
+    (replicas,) = (cell for shards in holders for cell in shards if rank in cell)
+    found = tuple(dist.get_process_group_ranks(replica_group)) if replica_group else (rank,)
+    if found != replicas:
+        raise ValueError(
+            f"rank {rank}: expected the replica group to be the ranks with its shard, {replicas}, "
+            f"got {found}"
+        )
 
 
 def _group_of(

@@ -23,13 +23,7 @@ import torch
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.rank_schedule import LocalStack, RankSchedule
-from megatron_muon.plan.schedule import (
-    Round,
-    finished_after,
-    finished_in_round,
-    started_before,
-    started_in_round,
-)
+from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_buckets import PlanBuckets, PlanOfRank
@@ -48,9 +42,10 @@ class Engine:
 
     Communication: a step is, for each plan, one all-reduce of 8 bytes a block (where rows travel in
         bf16), and for each bucket one ``all_to_all_single`` to the owners and one back, of the
-        plan's routes without padding. Owners of a split matrix also exchange n x n matrices in
-        Newton-Schulz, n the shorter side, as often as their backend says, and all-reduce its norm
-        where rows travel in fp32.
+        plan's routes without padding. With replicas there may be several back, each to one replica,
+        and an ``all_gather_into_tensor`` between replicas follows each. Owners of a split matrix
+        also exchange n x n matrices in Newton-Schulz, n the shorter side, as often as their backend
+        says, and all-reduce its norm where rows travel in fp32.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it the results of one bucket, and
         what Newton-Schulz needs for one stack. Between steps a few bytes a block.
@@ -79,7 +74,7 @@ class Engine:
             PlanBuckets(
                 each,
                 rank_plan,
-                schedule.staging.buckets[number],
+                schedule.staging.plans[number],
                 [place_of[LocalStack(number, i)] for i, _ in enumerate(rank_plan.local)],
                 newton_schulz,
                 self._arena,
@@ -149,40 +144,34 @@ class Engine:
         self._arena.allocate()
         for plan in self._plans:
             plan.begin(momentum, results)
-        for plan in self._plans:
-            for bucket in started_before(plan.num_buckets, plan.plan.depth):
-                plan.start_gather(bucket)
-        *in_rounds, last = self._schedule.local
-        for turn, local in zip(self._schedule.rounds, in_rounds, strict=True):
-            yield from self._orthogonalize_local(local)
-            yield from self._run(turn)
-        # While the last results travel.
-        yield from self._orthogonalize_local(last)
-        for plan in self._plans:
-            for bucket in finished_after(plan.num_buckets, plan.plan.depth):
-                yield plan.finish_scatter(bucket)
+        for action in self._schedule.actions:
+            yield from self._run(action)
         # Not after an exception: a collective that was not waited for may still use the memory.
         self._arena.free()
         for plan in self._plans:
             plan.end()
+
+    def _run(self, action: Action) -> Iterator[list[torch.Tensor]]:
+        """Run one action of :mod:`megatron_muon.plan.schedule`."""
+        kind, number = action.kind, action.number
+        plan = self._plans[action.plan]
+        if kind == "local":
+            yield from self._orthogonalize_local(self._schedule.local[number])
+        elif kind == "start_gather":
+            plan.start_gather(number)
+        elif kind == "wait_for_gather":
+            plan.wait_for_gather(number)
+        elif kind == "orthogonalize":
+            plan.orthogonalize(number)
+        elif kind == "start_scatter":
+            yield plan.start_scatter(number)
+        elif kind == "spread":
+            plan.spread(number)
+        elif kind == "finish_scatter":
+            yield plan.finish_scatter(number)
 
     def _orthogonalize_local(self, local: Sequence[LocalStack]) -> Iterator[list[torch.Tensor]]:
         # One stack after the other: they lie in one place, and each is written back before the next
         # is read.
         for stack in local:
             yield self._plans[stack.plan].orthogonalize_local(stack.number)
-
-    def _run(self, turn: Round) -> Iterator[list[torch.Tensor]]:
-        """Run the round of one bucket, in the moments of :mod:`megatron_muon.plan.schedule`."""
-        plan, bucket = self._plans[turn.plan], turn.bucket
-        plan.wait_for_gather(bucket)
-        started = started_in_round(bucket, plan.num_buckets, plan.plan.depth)
-        if started is not None:
-            plan.start_gather(started)
-        orthogonal = plan.orthogonalize(bucket)
-        # Results of an earlier bucket are only waited for now: they had all of this bucket's
-        # Newton-Schulz to travel. Their memory may serve this bucket's results.
-        finished = finished_in_round(bucket, plan.plan.depth)
-        if finished is not None:
-            yield plan.finish_scatter(finished)
-        yield plan.start_scatter(bucket, orthogonal)

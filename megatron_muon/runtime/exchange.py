@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives that move rows and results, and nothing else."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -71,61 +72,82 @@ class BucketMessages(NamedTuple):
 
     Args:
         sends: For each receiver its routes, in an order that both know.
-        receives: For each sender its routes, in the same order.
+        receives: For each sender the elements of its message.
         is_used: Whether any rank of the group has something to send.
     """
 
     sends: Mapping[int, Sequence[Route]]
-    receives: Mapping[int, Sequence[Route]]
+    receives: Mapping[int, int]
     is_used: bool
 
 
+class Placed(NamedTuple):
+    """A route in memory.
+
+    Args:
+        route: The route.
+        rows: Its rectangle, ``(num_rows, num_cols)``.
+    """
+
+    route: Route
+    rows: torch.Tensor
+
+
+def place(route: Route, flat: torch.Tensor, offset: int) -> Placed:
+    """View a route that lies row by row from an element of flat memory on."""
+    memory = flat[offset : offset + route.num_elements]
+    return Placed(route, memory.view(route.num_rows, route.num_cols))
+
+
 class Exchange:
-    """Send the routes of one bucket after the other, and receive others.
+    """Send messages of one bucket or scatter after the other, and receive others.
 
     Args:
         group: Ranks that exchange; None where nothing travels.
-        buckets: Messages of this rank for each bucket; a rank without any has empty ones.
-        sends: For each bucket, flat memory for what is sent, as many elements as its routes have.
-        receives: The same for what is received. Memory of different buckets may overlap where the
-            caller is done with one before it starts the other.
+        messages: Of this rank for each of them; a rank without any has empty ones.
+        sends: For each, flat memory for what is sent, as many elements as its routes have.
+        receives: The same for what is received, by sender in the order of the group. Memory may
+            overlap where the caller is done with one before it starts the other.
 
     Communication: :meth:`start` is one ``all_to_all_single`` over the group: one message for each
-        peer, exactly the rectangles, no padding. All ranks leave it out where a bucket is not used.
+        peer, exactly the rectangles, no padding. All ranks leave it out where it is not used.
     """
-
-    _is_used: list[bool]  # by bucket
-    _sends: "list[_Messages]"
-    _receives: "list[_Messages]"
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        buckets: Sequence[BucketMessages],
+        messages: Sequence[BucketMessages],
         sends: Sequence[torch.Tensor],
         receives: Sequence[torch.Tensor],
     ) -> None:
         self._group = group
-        self._is_used = [bucket.is_used for bucket in buckets]
         ranks = dist.get_process_group_ranks(group) if group is not None else []
-        self._sends = [
-            _Messages.of(bucket.sends, ranks, memory)
-            for bucket, memory in zip(buckets, sends, strict=True)
+        self._is_used = [each.is_used for each in messages]
+        self._sends = list(sends)
+        self._receives = list(receives)
+        self._send_sizes = [
+            [sum(r.num_elements for r in each.sends.get(rank, ())) for rank in ranks]
+            for each in messages
         ]
-        self._receives = [
-            _Messages.of(bucket.receives, ranks, memory)
-            for bucket, memory in zip(buckets, receives, strict=True)
+        self._receive_sizes = [[each.receives.get(rank, 0) for rank in ranks] for each in messages]
+        # Views are made once, not in front of every copy. In the order of the group:
+        # all_to_all_single sends consecutive ranges.
+        self._packing = [
+            one_behind_the_other([r for rank in ranks for r in each.sends.get(rank, ())], flat)
+            for each, flat in zip(messages, sends, strict=True)
         ]
 
     def connect(self) -> None:
-        """Send one element to each rank that any bucket sends to.
+        """Send one element to each other rank that any message goes to.
 
-        Communication: one ``all_to_all_single``, left out where no bucket is used.
+        Communication: one ``all_to_all_single``, left out where nothing is used.
         """
         if not any(self._is_used):
             return
-        sends, receives = _peers(self._sends), _peers(self._receives)
-        device = self._sends[0].flat.device
+        sends, receives = _peers(self._send_sizes), _peers(self._receive_sizes)
+        # A replica may have a message for itself.
+        sends[dist.get_rank(self._group)] = receives[dist.get_rank(self._group)] = 0
+        device = self._sends[0].device
         dist.all_to_all_single(
             torch.zeros(sum(receives), device=device),
             torch.zeros(sum(sends), device=device),
@@ -134,60 +156,73 @@ class Exchange:
             group=self._group,
         )
 
-    def packing(self, index: int) -> Sequence[tuple[Route, torch.Tensor]]:
-        """Return where each route of a bucket must be written before :meth:`start`."""
-        return self._sends[index].views
+    def packing(self, index: int) -> Sequence[Placed]:
+        """Return where each route must be written before :meth:`start`."""
+        return self._packing[index]
 
     def start(self, index: int) -> dist.Work | None:
-        """Launch a bucket, and return what to wait for before reading :meth:`unpacking`."""
+        """Launch messages, and return what to wait for before reading what is received."""
         if not self._is_used[index]:
             return None
-        sends, receives = self._sends[index], self._receives[index]
         # Over NCCL this runs on the group's own stream, after what this stream has packed.
         # wait() makes the current stream wait; the host does not.
         return dist.all_to_all_single(
-            receives.flat,
-            sends.flat,
-            receives.split_sizes,
-            sends.split_sizes,
+            self._receives[index],
+            self._sends[index],
+            self._receive_sizes[index],
+            self._send_sizes[index],
             group=self._group,
             async_op=True,
         )
 
-    def unpacking(self, index: int) -> Sequence[tuple[Route, torch.Tensor]]:
-        """Return where each route of a bucket lies after it arrived."""
-        return self._receives[index].views
 
-
-class _Messages(NamedTuple):
-    """All messages of one bucket in one direction, as they lie in memory.
+class Spread:
+    """Pass on between replicas what each has received.
 
     Args:
-        flat: All of them, one behind the other in the order of the group.
-        split_sizes: Elements of each.
-        views: Each route, ``(num_rows, num_cols)``.
+        group: The replicas of this rank's shard.
+        chunks: For each scatter, flat memory for what all of them have, in the order of the group,
+            as many elements of each. This rank's own chunk lies there already when it starts.
+
+    Communication: :meth:`start` is one ``all_gather_into_tensor`` over the group, in place. All
+        replicas leave it out where they get nothing.
     """
 
-    flat: torch.Tensor
-    split_sizes: list[int]
-    views: list[tuple[Route, torch.Tensor]]
+    def __init__(self, group: dist.ProcessGroup, chunks: Sequence[torch.Tensor]) -> None:
+        self._group = group
+        self._all = list(chunks)
+        self._own = [each.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+                     if each.numel() else each for each in chunks]  # fmt: skip
 
-    @classmethod
-    def of(
-        cls, by_peer: Mapping[int, Sequence[Route]], ranks: Sequence[int], flat: torch.Tensor
-    ) -> "_Messages":
-        """Lay the routes out; views are made once, not in front of every copy."""
-        views, offset = [], 0
-        # In the order of the group: all_to_all_single sends consecutive ranges.
-        for route in (route for rank in ranks for route in by_peer.get(rank, ())):
-            memory = flat[offset : offset + route.num_elements]
-            views.append((route, memory.view(route.num_rows, route.num_cols)))
-            offset += route.num_elements
-        sizes = [sum(route.num_elements for route in by_peer.get(rank, ())) for rank in ranks]
-        return cls(flat, sizes, views)
+    def own_chunk(self, index: int) -> torch.Tensor:
+        """Return this rank's chunk."""
+        return self._own[index]
+
+    def connect(self) -> None:
+        """Connect the replicas.
+
+        Communication: one ``all_gather_into_tensor`` of one element a rank.
+        """
+        own = torch.zeros(1, device=self._all[0].device)
+        dist.all_gather_into_tensor(
+            own.new_empty(dist.get_world_size(self._group)), own, group=self._group
+        )
+
+    def start(self, index: int) -> dist.Work | None:
+        """Launch a scatter's all-gather, and return what to wait for."""
+        if not self._all[index].numel():
+            return None
+        return dist.all_gather_into_tensor(
+            self._all[index], self._own[index], group=self._group, async_op=True
+        )
 
 
-def _peers(buckets: Sequence[_Messages]) -> list[int]:
+def one_behind_the_other(routes: Sequence[Route], flat: torch.Tensor) -> list[Placed]:
+    """View routes that lie one behind the other from the beginning of flat memory on."""
+    ends = itertools.accumulate((route.num_elements for route in routes), initial=0)
+    return [place(route, flat, offset) for route, offset in zip(routes, ends, strict=False)]
+
+
+def _peers(sizes: Sequence[Sequence[int]]) -> list[int]:
     """Return 1 for each rank of the group at the other end of a message, otherwise 0."""
-    sizes = zip(*(messages.split_sizes for messages in buckets), strict=True)
-    return [int(any(of_rank)) for of_rank in sizes]
+    return [int(any(of_rank)) for of_rank in zip(*sizes, strict=True)]

@@ -29,6 +29,7 @@ class LocalRows:
         plan: The plan, equal on all ranks of the group.
         newton_schulz: The scale of results.
         parameters: By matrix of the plan, the parameters of which this rank holds rows.
+        num_results: By matrix, how many pieces their results arrive in.
         rank: This rank of the job.
         group: Ranks of the plan; None where nothing travels.
         device: Where shards live.
@@ -40,8 +41,8 @@ class LocalRows:
     _momentum: dict[int, torch.Tensor]  # by matrix, in this step
     _results: dict[int, torch.Tensor]  # by matrix, in this step; may be the same memory
     _norms: BlockNorms
-    _num_routes: Counter[int]  # of which this rank gets the result, by matrix
-    _missing: Counter[int]  # of them, those whose results have yet to come in this step
+    _num_results: Mapping[int, int]  # pieces that results arrive in, by matrix
+    _missing: dict[int, int]  # of them, those that have yet to come in this step
     _factors: dict[float, torch.Tensor]  # (1, 1) float32 on the device, by value
 
     def __init__(
@@ -49,6 +50,7 @@ class LocalRows:
         plan: ExchangePlan,
         newton_schulz: NewtonSchulzSettings,
         parameters: Mapping[int, torch.Tensor],
+        num_results: Mapping[int, int],
         *,
         rank: int,
         group: dist.ProcessGroup | None,
@@ -59,9 +61,7 @@ class LocalRows:
         self._parameters = parameters
         self._device = device
         self._norms = BlockNorms(plan, rank, group, device)
-        self._num_routes = Counter(
-            index for index in parameters for route in plan.routes(index) if rank in route.holders
-        )
+        self._num_results = num_results
         self._factors = {}
 
     def begin(self, momentum: Rows, results: Rows) -> None:
@@ -71,7 +71,7 @@ class LocalRows:
         """
         self._momentum = {index: momentum[param] for index, param in self._parameters.items()}
         self._results = {index: results[param] for index, param in self._parameters.items()}
-        self._missing = Counter(self._num_routes)
+        self._missing = dict(self._num_results)
         # fp32 rows are not normalized before they travel.
         if self._plan.wire.normalizes:
             self._norms.reduce(self._momentum)

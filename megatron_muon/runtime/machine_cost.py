@@ -80,7 +80,6 @@ def machine_cost(
                     shapes,
                     ns_settings,
                     cost,
-                    max_numel=max(settings.bucket_numel, *(rows * cols for rows, cols in shapes)),
                     normalizes=settings.wire_for(ns_settings.is_bf16).normalizes,
                     device=device,
                 )
@@ -163,7 +162,6 @@ def measure_newton_schulz(
     ns_settings: NewtonSchulzSettings,
     cost: CostModel,
     *,
-    max_numel: int,
     normalizes: bool,
     device: torch.device,
 ) -> CostTable:
@@ -175,7 +173,6 @@ def measure_newton_schulz(
         shapes: Rows and columns, with repetitions.
         ns_settings: Steps, coefficients and precision.
         cost: Sizes of stacks.
-        max_numel: Most elements of a stack.
         normalizes: Whether rows travel normalized in bf16; otherwise matrices are orthogonalized
             one by one, in fp32 memory.
         device: Where to run.
@@ -187,7 +184,7 @@ def measure_newton_schulz(
     # A generator of its own: Megatron's must be in the same state on tensor-parallel ranks.
     generator = torch.Generator(device).manual_seed(0)
     for name, rows, cols in timed_shapes(shapes, cost.backends):
-        num_matrices = cost.stack_size(rows, cols, max_numel) if normalizes else 1
+        num_matrices = cost.stack_size(rows, cols) if normalizes else 1
         stack = torch.empty(
             *(num_matrices, rows, cols),
             dtype=torch.bfloat16 if normalizes else torch.float32,

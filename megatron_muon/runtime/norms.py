@@ -86,8 +86,8 @@ class BlockNorms:
         self._routes = [
             route
             for index, matrix in enumerate(plan.matrices)
-            if rank in matrix.ranks
-            for route in plan.routes(index)
+            if rank in matrix.elements_by_rank
+            for route in plan.routes(index, rank)
             # Replicas hold the same rows: the first of them counts.
             if route.holders[0] == rank
         ]

@@ -71,13 +71,15 @@ class OwnerCompute:
     Raises:
         ValueError: bf16 on the wire with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when parameters are sharded over different groups, have rows
-            that are no whole number of query groups, when ranks came to different plans, or when
-            one of them lacks memory for the engine or a kernel for Newton-Schulz.
+            that are no whole number of query groups, when no plan fits into the staging memory,
+            when ranks came to different plans, or when one of them lacks memory for the engine or a
+            kernel for Newton-Schulz.
 
-    Communication: at construction a flag, and for each kind an all-gather of 72 bytes a rank, two
+    Communication: at construction a flag, and for each kind an all-gather of 72 bytes a rank, three
         flags and a hash, lists of ranks and of differences as objects, and new process groups where
         a domain or a split matrix needs one. One element is all-reduced in each group of a split
-        matrix. Two collectives send one from each rank to those that it will send to. A choice of
+        matrix. Two collectives send one from each rank to those that it will send to, and one
+        gathers one from each replica. A choice of
         Newton-Schulz takes one flag and lists of names more, measured times one flag and one
         broadcast.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
@@ -99,9 +101,19 @@ class OwnerCompute:
         rank = dist.get_rank()
         of_rank = [self._plan(kind, newton_schulz, settings, len(kinds), device) for kind in kinds]
         self.plans = [each.plan for each in of_rank]
-        self._engine = _together(
-            lambda: Engine(of_rank, newton_schulz, rank=rank, device=device), settings, device
-        )
+        limit = settings.staging_bytes
+
+        def build_engine() -> Engine:
+            """Build it within the limit, which plans keep but for gaps between buffers."""
+            engine = Engine(of_rank, newton_schulz, rank=rank, device=device)
+            if limit is not None and engine.staging_bytes > limit:
+                raise MemoryError(
+                    f"staging memory: expected at most {limit:,} bytes, got "
+                    f"{engine.staging_bytes:,}; raise --muon-fsdp-staging-bytes to that"
+                )
+            return engine
+
+        self._engine = _together(build_engine, settings, device)
         # Apart: owners of a split matrix may wait for each other here, so all must have an engine.
         _together(self._engine.check_kernels, settings, device)
         self._engine.connect()
@@ -137,13 +149,24 @@ class OwnerCompute:
         matrices, own_parameters = _lay_out(parameters, domain)
         plan = _build_plan(matrices, newton_schulz, settings, num_kinds, domain, device)
         self.load_s = plan.assignment.load_s[rank]
+        # Ranks of other domains may have smaller matrices: all of them stop together.
+        problem = plan.staging_problem(settings.staging_bytes, num_kinds)
+        raise_where_any_rank_fails(
+            [problem] if problem is not None else [], None, device, "No optimizer was built."
+        )
         if domain.group is not None:
             # Every rank has built the plan by itself. Comparing hashes here turns what would be a
             # hang in the first step into an error that names the first difference.
-            entries = [f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.depth}"]
+            entries = [f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.shape}"]
             entries += plan.entries()
             raise_where_ranks_differ(entries, domain.group, device, "Muon exchange plan")
-        return PlanOfRank(plan, own_parameters, domain.group, _parts_groups(plan, rank, device))
+        return PlanOfRank(
+            plan,
+            own_parameters,
+            domain.group,
+            first.replica_group,
+            _parts_groups(plan, rank, device),
+        )
 
     @property
     def staging_bytes(self) -> int:
@@ -172,9 +195,9 @@ def _together[T](build: Callable[[], T], settings: ExchangeSettings, device: tor
         problems,
         None,
         device,
-        f"If memory is short, lower --muon-fsdp-bucket-size (now {settings.bucket_numel:,} "
-        "elements; the largest matrix is the least), shard over more ranks, or leave more memory "
-        "free. No optimizer was built.",
+        "If memory is short, lower --muon-fsdp-staging-bytes (now "
+        f"{settings.wanted_staging_bytes:,}), shard over more ranks, or leave more memory free. No "
+        "optimizer was built.",
     )
     return built
 
@@ -202,8 +225,7 @@ def _build_plan(
         assignment,
         cost,
         wire,
-        bucket_numel=settings.bucket_numel,
-        num_kinds=num_kinds,
+        staging_bytes=settings.wanted_staging_bytes // num_kinds,
     )
 
 

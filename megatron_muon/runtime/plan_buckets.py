@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The buckets of one plan on this rank: what each moment of a round does with one of them."""
+"""The buckets of one plan on this rank: what each action of a step does with one of them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +16,17 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import RankPlan
 from megatron_muon.plan.routes import Part
-from megatron_muon.plan.staging import BucketSizes
+from megatron_muon.plan.staging import PlanPlaces
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
-from megatron_muon.runtime.exchange import BucketMessages, Exchange
+from megatron_muon.runtime.exchange import (
+    BucketMessages,
+    Exchange,
+    Placed,
+    Spread,
+    one_behind_the_other,
+    place,
+)
 from megatron_muon.runtime.local_rows import LocalRows, Rows
 from megatron_muon.runtime.stacks import OwnStacks
 
@@ -31,6 +38,7 @@ class PlanOfRank(NamedTuple):
         plan: The plan, equal on all ranks of the group.
         parameters: By matrix of the plan, the parameters of which this rank holds rows.
         group: Ranks of the plan; None where nothing travels.
+        replica_group: Ranks that hold the same rows; None where nobody else does.
         parts_groups: By owners, the group of each set of ranks that split a matrix and that this
             rank is one of.
     """
@@ -38,6 +46,7 @@ class PlanOfRank(NamedTuple):
     plan: ExchangePlan
     parameters: Mapping[int, torch.Tensor]
     group: dist.ProcessGroup | None
+    replica_group: dist.ProcessGroup | None
     parts_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
@@ -47,7 +56,7 @@ class PlanBuckets:
     Args:
         of_rank: The plan.
         rank_plan: What this rank does of it.
-        places: Where the buffers of each bucket lie in the arena.
+        places: Where the buffers of all buckets and scatters lie in the arena.
         local_places: Where each stack of local matrices lies there.
         newton_schulz: Steps, coefficients, precision and scale.
         arena: Memory of a step.
@@ -58,22 +67,26 @@ class PlanBuckets:
     """
 
     plan: ExchangePlan
-    num_buckets: int
     _gathers: Exchange  # rows, in the gather dtype
     _scatters: Exchange  # results, in the scatter dtype
+    _spread: Spread | None  # results, between replicas
+    _arrivals: list[list[Placed]]  # results for this rank's rows, by scatter
+    _arrived_rows: list[list[Placed]]  # of what this rank owns, by bucket
     _buckets: list[OwnStacks]
     _local: list[OwnStacks]
     _backends: dict[tuple[int, int], Backend]  # by matrix and block
     _rows: LocalRows
-    # What is under way, by bucket; None where a bucket sends nothing.
+    _results: Sequence[torch.Tensor]  # of the stacks of the bucket in work
+    # What is under way, by bucket and by scatter; None where nothing is sent.
     _gathering: dict[int, dist.Work | None]
     _scattering: dict[int, dist.Work | None]
+    _spreading: dict[int, dist.Work | None]
 
     def __init__(
         self,
         of_rank: PlanOfRank,
         rank_plan: RankPlan,
-        places: Sequence[BucketSizes],
+        places: PlanPlaces,
         local_places: Sequence[int],
         newton_schulz: NewtonSchulzSettings,
         arena: Arena,
@@ -81,13 +94,20 @@ class PlanBuckets:
         rank: int,
         device: torch.device,
     ) -> None:
-        self.plan, parameters, group, self._parts_groups = of_rank
-        self.num_buckets = len(rank_plan.buckets)
+        self.plan = of_rank.plan
+        self._parts_groups = of_rank.parts_groups
         self._newton_schulz = newton_schulz
         self._rows = LocalRows(
-            self.plan, newton_schulz, parameters, rank=rank, group=group, device=device
+            self.plan,
+            newton_schulz,
+            of_rank.parameters,
+            rank_plan.num_results(),
+            rank=rank,
+            group=of_rank.group,
+            device=device,
         )
-        self._lay_out(rank_plan, places, local_places, group, arena)
+        self._lay_out(of_rank, rank_plan, places, local_places, arena)
+        self._lay_out_scatters(of_rank, rank_plan, places, arena)
         # Chosen once: in a step the host would choose in front of every stack.
         self._backends = {
             (part.matrix, part.block): BACKENDS[self.plan.backend(part.matrix, part.block)]
@@ -95,41 +115,46 @@ class PlanBuckets:
             for stack, _ in stacks.stacks
             for part in stack
         }
-        self._gathering, self._scattering = {}, {}
+        self._results = ()
+        self._gathering, self._scattering, self._spreading = {}, {}, {}
 
     def _lay_out(
         self,
+        of_rank: PlanOfRank,
         rank_plan: RankPlan,
-        places: Sequence[BucketSizes],
+        places: PlanPlaces,
         local_places: Sequence[int],
-        group: dist.ProcessGroup | None,
         arena: Arena,
     ) -> None:
-        """View messages and stacks in the arena."""
+        """View gathers and stacks in the arena."""
         row_dtype = getattr(torch, self.plan.wire.gather_dtype)
-        result_dtype = getattr(torch, self.plan.wire.scatter_dtype)
         view = arena.view
         sizes = [bucket.num_elements for bucket in rank_plan.buckets]
-        found = list(zip(places, sizes, strict=True))
+        found = list(zip(places.buckets, sizes, strict=True))
+        receives = [view(at.gather_receive, size.gather_receive, row_dtype) for at, size in found]
         self._gathers = Exchange(
-            group,
+            of_rank.group,
             [
-                BucketMessages(bucket.gather_sends, bucket.gather_receives, bucket.has_gather)
+                BucketMessages(
+                    bucket.gather_sends,
+                    {
+                        source: sum(route.num_elements for route in routes)
+                        for source, routes in bucket.gather_receives.items()
+                    },
+                    bucket.has_gather,
+                )
                 for bucket in rank_plan.buckets
             ],
             [view(at.gather_send, size.gather_send, row_dtype) for at, size in found],
-            [view(at.gather_receive, size.gather_receive, row_dtype) for at, size in found],
+            receives,
         )
-        self._scatters = Exchange(
-            group,
-            # Something always travels back: otherwise the matrix would be local.
-            [
-                BucketMessages(bucket.scatter_sends, bucket.scatter_receives, True)
-                for bucket in rank_plan.buckets
-            ],
-            [view(at.scatter_send, size.scatter_send, result_dtype) for at, size in found],
-            [view(at.scatter_receive, size.scatter_receive, result_dtype) for at, size in found],
-        )
+        # By source: that is the order in which all_to_all_single delivers.
+        self._arrived_rows = [
+            one_behind_the_other(
+                [r for _, routes in sorted(bucket.gather_receives.items()) for r in routes], flat
+            )
+            for bucket, flat in zip(rank_plan.buckets, receives, strict=True)
+        ]
         self._buckets = [
             OwnStacks(bucket.owned, view(at.stacks, size.stacks, row_dtype))
             for bucket, (at, size) in zip(rank_plan.buckets, found, strict=True)
@@ -139,10 +164,40 @@ class PlanBuckets:
             for owned, at in zip(rank_plan.local, local_places, strict=True)
         ]
 
+    def _lay_out_scatters(
+        self, of_rank: PlanOfRank, rank_plan: RankPlan, places: PlanPlaces, arena: Arena
+    ) -> None:
+        """View scatters in the arena."""
+        dtype = getattr(torch, self.plan.wire.scatter_dtype)
+        scatters = rank_plan.scatters
+        sizes = [scatter.num_elements for scatter in scatters]
+        found = list(zip(places.scatters, sizes, strict=True))
+        sends = [arena.view(at.send, size.send, dtype) for at, size in found]
+        arrived = [arena.view(at.receive, size.receive, dtype) for at, size in found]
+        self._spread = None
+        receives = arrived
+        if rank_plan.shape.has_replicas:
+            assert of_rank.replica_group is not None
+            self._spread = Spread(of_rank.replica_group, arrived)
+            # The last elements of a chunk may be unused.
+            receives = [
+                self._spread.own_chunk(number)[: sum(scatter.receives.values())]
+                for number, scatter in enumerate(scatters)
+            ]
+        # Something always travels back: otherwise the matrix would be local.
+        messages = [BucketMessages(each.sends, each.receives, True) for each in scatters]
+        self._scatters = Exchange(of_rank.group, messages, sends, receives)
+        self._arrivals = [
+            [place(route, flat, offset) for route, offset in scatter.arrivals]
+            for scatter, flat in zip(scatters, arrived, strict=True)
+        ]
+
     def connect(self) -> None:
         """Connect the ranks that will exchange; see :meth:`Engine.connect`."""
         self._gathers.connect()
         self._scatters.connect()
+        if self._spread is not None:
+            self._spread.connect()
 
     def check_kernels(self) -> list[str]:
         """List what is wrong with kernels; see :meth:`Engine.check_kernels`."""
@@ -186,10 +241,10 @@ class PlanBuckets:
 
     def wait_for_leftovers(self) -> None:
         """Wait for what a step left behind that ended with an exception; it may use the memory."""
-        for work in (*self._gathering.values(), *self._scattering.values()):
-            if work is not None:
-                work.wait()
-        self._gathering, self._scattering = {}, {}
+        for under_way in (self._gathering, self._scattering, self._spreading):
+            for work in under_way.values():
+                _wait(work)
+            under_way.clear()
 
     def end(self) -> None:
         """Drop the rows, which may be memory of the caller's."""
@@ -199,7 +254,7 @@ class PlanBuckets:
         """Orthogonalize a stack of local matrices, and return the parameters that are complete."""
         stacks = self._local[number]
         self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
-        return self._write_kept(stacks, self._orthogonalize(stacks))
+        return self._write_staying(stacks, self._orthogonalize(stacks))
 
     def start_gather(self, index: int) -> None:
         """Pack and send rows."""
@@ -208,14 +263,12 @@ class PlanBuckets:
 
     def wait_for_gather(self, index: int) -> None:
         """Wait for rows; their messages may be written again."""
-        gathering = self._gathering.pop(index)
-        if gathering is not None:
-            gathering.wait()
+        _wait(self._gathering.pop(index))
 
-    def orthogonalize(self, index: int) -> list[torch.Tensor]:
+    def orthogonalize(self, index: int) -> None:
         """Orthogonalize what this rank owns of a bucket whose rows have arrived."""
         stacks = self._buckets[index]
-        arrived = self._gathers.unpacking(index)
+        arrived = self._arrived_rows[index]
         if arrived:
             # Messages hold routes one behind the other; a matrix needs them row by row.
             torch._foreach_copy_(
@@ -225,7 +278,7 @@ class PlanBuckets:
         self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
         # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
         # copies their rows into messages; strided rows would take a kernel each.
-        return [result.contiguous() for result in self._orthogonalize(stacks)]
+        self._results = [result.contiguous() for result in self._orthogonalize(stacks)]
 
     def _orthogonalize(self, stacks: OwnStacks) -> list[torch.Tensor]:
         """Return one tensor for each stack, in new memory."""
@@ -236,31 +289,48 @@ class PlanBuckets:
             results.append(backend.run(tensor, self._call(part)))
         return results
 
-    def start_scatter(self, index: int, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def start_scatter(self, number: int) -> list[torch.Tensor]:
         """Pack and send results.
 
         Returns:
             Parameters that are complete: what stays here is written while the rest travels.
         """
-        stacks, packing = self._buckets[index], self._scatters.packing(index)
+        bucket, position = divmod(number, self.plan.num_scatters)
+        stacks, packing = self._buckets[bucket], self._scatters.packing(number)
         if packing:
             torch._foreach_copy_(
                 [target for _, target in packing],
-                [stacks.result(results, route) for route, _ in packing],
+                [stacks.result(self._results, route) for route, _ in packing],
             )
-        self._scattering[index] = self._scatters.start(index)
-        return self._write_kept(stacks, results)
+        self._scattering[number] = self._scatters.start(number)
+        if position < self.plan.num_scatters - 1:
+            return []
+        # The last scatter of the bucket: its results have left, or are written now.
+        results, self._results = self._results, ()
+        return self._write_staying(stacks, results)
 
-    def finish_scatter(self, index: int) -> list[torch.Tensor]:
+    def spread(self, number: int) -> None:
+        """Wait for results, and pass them on to the other replicas."""
+        assert self._spread is not None
+        _wait(self._scattering.pop(number))
+        self._spreading[number] = self._spread.start(number)
+
+    def finish_scatter(self, number: int) -> list[torch.Tensor]:
         """Wait for results, write them, and return the parameters that are complete."""
-        scattering = self._scattering.pop(index)
-        if scattering is not None:
-            scattering.wait()
-        return self._rows.write(self._scatters.unpacking(index))
+        under_way = self._scattering if self._spread is None else self._spreading
+        _wait(under_way.pop(number))
+        return self._rows.write(self._arrivals[number])
 
-    def _write_kept(self, stacks: OwnStacks, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Write the results that stay on this rank."""
-        return self._rows.write([(route, stacks.result(results, route)) for route in stacks.kept])
+    def _write_staying(
+        self, stacks: OwnStacks, results: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Write the results that do not travel."""
+        return self._rows.write([(r, stacks.result(results, r)) for r in stacks.staying])
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _attempt(problems: list[str], call: Callable[[], None]) -> None:

@@ -20,11 +20,13 @@ class OwnStacks:
     """
 
     kept: tuple[Route, ...]  # routes of which this rank is owner and holder
+    staying: tuple[Route, ...]  # of them, those whose results need not travel
     stacks: list[tuple[Stack, torch.Tensor]]  # with its tensor, (room, rows, cols)
     _position: dict[tuple[int, int], tuple[int, int]]  # (matrix, block) -> (stack, index in it)
 
     def __init__(self, owned: OwnedStacks, memory: torch.Tensor) -> None:
         self.kept = owned.kept
+        self.staying = owned.staying
         self.stacks = []
         self._position = {}
         offset = 0

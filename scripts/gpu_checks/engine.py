@@ -115,13 +115,11 @@ def _problems(grid: tuple[int, int, int], device: Any) -> Iterator[tuple[str, An
         count = max(16, 6 * world_size)
         rows, cols = (384, 320) if device.type == "cuda" else (48, 40)
         cases = random_cases(rng, ranks, count, max_rows=rows, max_cols=cols)
-        # The bound of a bucket is its largest matrix; one for each rank fills it.
-        exact = {"wire": wire, "bucket_numel": 1, "max_parts": 1, "cost_model": "stack_tiles=1"}
-        yield "exact", Problem(ranks, cases, exact, precision, device)
+        exact = {"wire": wire, "max_parts": 1, "cost_model": "stack_tiles=1"}
+        yield "exact", Problem(ranks, cases, exact, precision, device, num_buckets=6)
     cases = random_cases(rng, ranks, 6 * world_size, max_rows=8, max_cols=6)
-    stacks = {"wire": "bf16", "bucket_numel": 500, "max_parts": 1,
-              "cost_model": "stack_tiles=4"}  # fmt: skip
-    yield "stacks", Problem(ranks, cases, stacks, "medium", device)
+    stacks = {"wire": "bf16", "max_parts": 1, "cost_model": "stack_tiles=4"}
+    yield "stacks", Problem(ranks, cases, stacks, "medium", device, num_buckets=2)
     # Free launches and traffic: splitting pays whenever it shortens the products.
     free = "kernel_us=0,all_reduce_us=0,gbps=1e9,gbps_between_nodes=1e9,stack_tiles=1"
     for wire, precision in (WIRES[0], WIRES[2]):

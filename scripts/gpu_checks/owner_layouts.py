@@ -7,12 +7,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from gpu_checks import reference
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.plan import buckets
 from megatron_muon.plan.layout import RowLayout, block_rows
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.owner_compute import OwnedParameter, OwnerCompute
@@ -60,6 +62,8 @@ class Problem:
         exchange: Arguments of ``ExchangeSettings``.
         precision: ``medium`` for Newton-Schulz in bf16, ``highest`` for fp32.
         device: Of this rank's tensors.
+        num_buckets: Buckets of the plan, if ranks have as many matrices; None for those of the
+            shortest step, which are few where matrices are small.
     """
 
     grid: Grid
@@ -67,6 +71,7 @@ class Problem:
     exchange: dict[str, Any]
     precision: str
     device: torch.device
+    num_buckets: int | None = None
 
 
 def random_cases(
@@ -167,13 +172,15 @@ class OwnerRun:
         settings = NewtonSchulzSettings(
             reference.STEPS, reference.COEFFICIENTS, problem.precision == "medium", scale
         )
-        self.compute = OwnerCompute(
-            [owned],
-            settings,
-            ExchangeSettings(**problem.exchange),
-            initial_load_s=0.0,
-            device=problem.device,
-        )
+        tried = buckets._NUM_BUCKETS if problem.num_buckets is None else (problem.num_buckets,)
+        with mock.patch.object(buckets, "_NUM_BUCKETS", tried):
+            self.compute = OwnerCompute(
+                [owned],
+                settings,
+                ExchangeSettings(**problem.exchange),
+                initial_load_s=0.0,
+                device=problem.device,
+            )
         if before_read is not None:
             self._delay(before_read)
 

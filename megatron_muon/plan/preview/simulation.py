@@ -146,6 +146,7 @@ def simulate(
     *,
     objective: Objective = "joint",
     splits_qkv: bool = True,
+    rank: int | None = None,
 ) -> Simulation:
     """Plan a model as a live run would: experts first, dense matrices fill what they leave.
 
@@ -156,9 +157,11 @@ def simulate(
         settings: Sizes of buckets and numbers of parts; the rest is the machine's.
         objective: How owners are chosen; a live run takes ``joint``.
         splits_qkv: Whether query, key and value are orthogonalized apart.
+        rank: The only rank whose plans are wanted, as a live rank plans no other domain than its
+            own; None for the plans of all domains.
 
     Raises:
-        ValueError: Experts or layers do not divide.
+        ValueError: Experts or layers do not divide, or no plan fits into the staging memory.
     """
     if model.num_experts % parallel.ep or (parallel.ep > 1 and not model.num_experts):
         raise ValueError(
@@ -176,21 +179,33 @@ def simulate(
         # The assignment is worked out once for domains that look alike: their ranks lie alike over
         # nodes, and start with the same loads. DeepSeek-V3 over 512 ranks has 64 expert domains.
         known: dict[tuple[tuple[int, float], ...], tuple[list[int], Assignment]] = {}
+        placed_s: dict[int, float] = {}
         for rank_grid in _rank_grids(parallel, is_expert):
-            matrices = _matrices(units, rank_grid, parallel, is_expert=is_expert)
-            ranks = sorted(rank for row in rank_grid for rank in row)
-            nodes = [machine.cost.node(rank) for rank in ranks]
-            alike = tuple(
-                (nodes.index(node), load_s[rank]) for node, rank in zip(nodes, ranks, strict=True)
-            )
+            ranks = sorted(each for row in rank_grid for each in row)
+            alike = _alike(ranks, load_s, machine.cost)
+            is_wanted = rank is None or rank in ranks
+            if is_wanted or alike not in known:
+                matrices = _matrices(units, rank_grid, parallel, is_expert=is_expert)
             if alike not in known:
                 known[alike] = (ranks, _assign(matrices, machine, settings, objective, load_s))
             assignment = _renamed(*known[alike], ranks)
-            plans.append(_plan(matrices, assignment, machine, settings, len(kinds)))
+            placed_s.update(assignment.load_s)
+            if is_wanted:
+                plans.append(_plan(matrices, assignment, machine, settings, len(kinds)))
         # Dense matrices are placed on top of what experts take, as FSDPZeROTensorParallelMuon does.
-        for plan in plans:
-            load_s.update(plan.assignment.load_s)
+        load_s.update(placed_s)
     return Simulation(parallel.stage_size, tuple(plans))
+
+
+def _alike(
+    ranks: Sequence[int], load_s: Mapping[int, float], cost: CostModel
+) -> tuple[tuple[int, float], ...]:
+    """Return what is equal for domains that lie alike: nodes, as they follow, and loads."""
+    first_of_node: dict[int, int] = {}
+    return tuple(
+        (first_of_node.setdefault(cost.node(rank), position), load_s[rank])
+        for position, rank in enumerate(ranks)
+    )
 
 
 def _assign(
@@ -217,14 +232,17 @@ def _plan(
     settings: ExchangeSettings,
     num_kinds: int = 1,
 ) -> ExchangePlan:
-    return ExchangePlan.build(
+    plan = ExchangePlan.build(
         matrices,
         assignment,
         machine.cost,
         machine.wire,
-        bucket_numel=settings.bucket_numel,
-        num_kinds=num_kinds,
+        staging_bytes=settings.wanted_staging_bytes // num_kinds,
     )
+    problem = plan.staging_problem(settings.staging_bytes, num_kinds)
+    if problem is not None:
+        raise ValueError(problem)
+    return plan
 
 
 def _renamed(ranks: Sequence[int], assignment: Assignment, targets: Sequence[int]) -> Assignment:

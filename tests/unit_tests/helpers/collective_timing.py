@@ -131,7 +131,12 @@ class _Late:
         self._received = _tensors(arguments[received])
         self._before = [tensor.clone() for tensor in self._sent]
         self._arrived: list[torch.Tensor] | None = None
+        self._sent_name = sent
         self._is_in_place = sent == received
+        # As an in-place all-gather does: its own chunk lies in what it receives.
+        self._shares_memory = not self._is_in_place and any(
+            _overlap(a, b) for a in self._sent for b in self._received
+        )
 
     def wait(self, _timeout: object = None) -> bool:
         """Wait for what was received."""
@@ -147,7 +152,11 @@ class _Late:
         self._arrived = [tensor.clone() for tensor in source]
         is_list = isinstance(self._arguments[self._received_name], list | tuple)
         into = self._arrived if is_list else self._arrived[0]
-        self._original(**{**self._arguments, self._received_name: into})
+        arguments = {**self._arguments, self._received_name: into}
+        if self._shares_memory:
+            # What it sends is poisoned with what it receives.
+            arguments[self._sent_name] = self._before[0]
+        self._original(**arguments)
 
     def poison(self) -> None:
         """Fill the receive buffers with what nobody expects."""
@@ -157,7 +166,8 @@ class _Late:
     def breaches(self) -> list[str]:
         """List what was done to the buffers since the launch."""
         found = []
-        if not self._is_in_place and not all(map(_same_bits, self._sent, self._before)):
+        is_apart = not self._is_in_place and not self._shares_memory
+        if is_apart and not all(map(_same_bits, self._sent, self._before)):
             found.append(f"{self.label}: its send buffer was written before wait()")
         poisoned = [torch.full_like(each, _poison(each.dtype)) for each in self._received]
         if not all(map(_same_bits, self._received, poisoned)):
@@ -173,6 +183,11 @@ class _Late:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    first, second = sorted((a, b), key=torch.Tensor.data_ptr)
+    return second.data_ptr() < first.data_ptr() + first.nbytes
 
 
 def _poison(dtype: torch.dtype) -> float:

@@ -38,7 +38,10 @@ REFUSALS = [
     (("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"), "need float32 main parameters"),
     (("--bf16", "--megatron-fsdp-main-params-dtype", "auto"), "need float32 main parameters"),
     (("--muon-fsdp-exchange", "nobody"), "invalid choice: 'nobody' (choose from 'owner', "),
-    (("--muon-fsdp-bucket-size", "0"), "bucket size: expected a positive number of elements, got"),
+    (
+        ("--muon-fsdp-staging-bytes", "0"),
+        "staging memory: expected a positive number of bytes, got",
+    ),
     (("--muon-fsdp-max-parts", "3"), "max parts: expected a power of two, got 3."),
     (
         ("--muon-fsdp-newton-schulz", "gram", "--muon-fsdp-exchange", "all_gather"),

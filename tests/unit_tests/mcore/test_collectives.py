@@ -72,35 +72,42 @@ def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
         if hasattr(child.optimizer, "compute")
         for plan in child.optimizer.compute.plans
     )
-    return [construction, log, len(plan.buckets), sum(len(m.blocks) for m in plan.matrices)]
+    num_blocks = sum(len(matrix.blocks) for matrix in plan.matrices)
+    return [construction, log, len(plan.buckets), plan.num_scatters, num_blocks]
 
 
 HSDP = {"num_distributed_optimizer_instances": 2}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sharding", "settings", "num_norm_ranks"),
+    ("world_size", "sharding", "settings", "num_norm_ranks", "num_replicas"),
     [
-        pytest.param(2, "optim_grads_params", {}, 2, id="zero3"),
-        pytest.param(2, "no_shard", {}, 1, id="zero0"),
-        pytest.param(4, "optim_grads_params", HSDP, 2, id="hsdp"),
+        pytest.param(2, "optim_grads_params", {}, 2, 0, id="zero3"),
+        pytest.param(2, "no_shard", {}, 1, 2, id="zero0"),
+        pytest.param(4, "optim_grads_params", HSDP, 2, 2, id="hsdp"),
     ],
 )
-def test_collectives_are_those_of_the_document(world_size, sharding, settings, num_norm_ranks):
+def test_collectives_are_those_of_the_document(
+    world_size, sharding, settings, num_norm_ranks, num_replicas
+):
     """One more in a step, or another group, is a change that docs/communication.md must say."""
     run = run_ranks(world_size, _trace, sharding, settings).check()
-    for construction, step, num_buckets, num_blocks in run.results:
-        exchange = [entry for entry in step if entry[0] == "all_to_all_single"]
-        num_collectives = num_buckets if sharding == "no_shard" else 2 * num_buckets
-        assert [entry[1::2] for entry in exchange] == [["bfloat16", world_size]] * num_collectives
-        assert step[: 3 + num_collectives] == [
+    for construction, step, num_buckets, num_scatters, num_blocks in run.results:
+        num_gathers = 0 if sharding == "no_shard" else num_buckets
+        messages = [["all_to_all_single", "bfloat16", world_size]]
+        spread = [["all_gather_into_tensor", "bfloat16", num_replicas]] if num_replicas else []
+        count = num_gathers + num_buckets * num_scatters * (1 + len(spread))
+        assert step[:3] == [
             ["all_reduce", "int32", 1, world_size],
             ["all_reduce", "float32", 1, num_norm_ranks],
             ["all_reduce", "float64", num_blocks, world_size],
-            *exchange,
         ]
+        exchange = [[name, dtype, ranks] for name, dtype, _, ranks in step[3 : 3 + count]]
+        assert sorted(exchange) == sorted(
+            messages * num_gathers + (messages + spread) * num_buckets * num_scatters
+        )
         # Megatron-FSDP's, of weights.
-        assert {entry[0] for entry in step[3 + num_collectives :]} <= {"all_gather_into_tensor"}
+        assert {entry[0] for entry in step[3 + count :]} <= {"all_gather_into_tensor"}
         # One element for each rank that rows go to, and results; under ZeRO-0 no rows travel.
         connect = [entry for entry in construction if entry[0] == "all_to_all_single"]
         assert len(connect) == (1 if sharding == "no_shard" else 2)
@@ -115,9 +122,11 @@ def test_collectives_are_those_of_the_document(world_size, sharding, settings, n
             ["all_gather_into_tensor", "int64", 9, world_size],
             ["all_reduce", "int32", 1, world_size],
             ["all_gather_object", "", 0, world_size],
+            ["all_reduce", "int32", 1, world_size],
             ["all_gather_into_tensor", "int64", 1, world_size],
             ["all_gather_object", "", 0, world_size],
             ["all_reduce", "int32", 1, world_size],
             ["all_reduce", "int32", 1, world_size],
             *connect,
+            *([["all_gather_into_tensor", "float32", 1, num_replicas]] if num_replicas else []),
         ]

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from helpers.planned import planned_in
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import LAYOUTS, QKV_ROWS, build_optimizers, init_group, step_both
 
@@ -22,9 +23,9 @@ SETTINGS = [
 EXCHANGES = [
     {"mode": "all_gather"},
     {"mode": "owner", "wire": "fp32"},
-    {"mode": "owner", "wire": "fp32", "bucket_numel": 1500, "cost_model": "stack_tiles=4"},
+    {"mode": "owner", "wire": "fp32", "buckets": 3, "cost_model": "stack_tiles=4"},
     {"mode": "owner", "wire": "bf16"},
-    {"mode": "owner", "wire": "bf16", "bucket_numel": 1, "cost_model": "stack_tiles=4"},
+    {"mode": "owner", "wire": "bf16", "buckets": 16, "cost_model": "stack_tiles=4"},
     {"mode": "owner", "wire": "bf16", "cost_model": "gbps=1000,gbps_between_nodes=1000"},
 ]
 NUM_STEPS = 3
@@ -34,10 +35,12 @@ def _step_and_compare(num_shards: int, exchange: dict[str, Any], grid: dict[str,
     init_group()
     different = []
     wire = exchange.get("wire", "")
+    num_buckets, num_scatters = exchange.pop("buckets", None), exchange.pop("scatters", None)
     for settings in SETTINGS:
         if wire == "bf16" and settings.get("fp32_matmul_prec") == "highest":
             continue
-        optimizers = build_optimizers(num_shards, settings, exchange, **grid)
+        with planned_in(num_buckets=num_buckets, num_scatters=num_scatters):
+            optimizers = build_optimizers(num_shards, settings, exchange, **grid)
         step_both(optimizers, wire)
         different += [f"{settings} {each}" for each in optimizers.differences()]
     return different
@@ -69,7 +72,7 @@ def test_step_equals_upstream_muon_on_whole_matrices(world_size, exchange):
 def test_replicas_and_tensor_parallel_ranks_share_the_work(num_shards, grid, wire):
     """The bits of upstream where copies and blocks of a matrix are spread over other ranks."""
     world_size = num_shards * grid.get("num_replicas", 1) * grid.get("num_tensor_ranks", 1)
-    exchange = {"mode": "owner", "wire": wire, "bucket_numel": 2000}
+    exchange = {"mode": "owner", "wire": wire, "buckets": 3, "scatters": 3}
     run = run_ranks(world_size, _step_and_compare, num_shards, exchange, grid).check()
     assert run.results == [[]] * world_size
 

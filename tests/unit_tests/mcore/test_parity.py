@@ -164,16 +164,19 @@ def test_medium_precision_trains_like_ddp():
 
 
 FP32_WIRE = ("--muon-fsdp-wire", "fp32")
-SMALL_BUCKETS = ("--muon-fsdp-bucket-size", "4096")
+# With nearly the least that works there are many buckets, and scatters of replicas.
+LITTLE_MEMORY = "--muon-fsdp-staging-bytes"
 
 
 @pytest.mark.parametrize(
     ("world_size", "zero", "flags", "tolerance"),
     [
         pytest.param(4, 3, FP32_WIRE, MEDIUM_TOLERANCE, id="fp32_wire"),
-        pytest.param(3, 1, (*FP32_WIRE, *SMALL_BUCKETS), MEDIUM_TOLERANCE, id="fp32_wire_buckets"),
-        pytest.param(4, 3, (*HSDP, *SMALL_BUCKETS), MEDIUM_TOLERANCE, id="bf16_wire_hsdp"),
-        pytest.param(4, 0, SMALL_BUCKETS, MEDIUM_TOLERANCE, id="bf16_wire_replicas"),
+        pytest.param(
+            3, 1, (*FP32_WIRE, LITTLE_MEMORY, "25000"), MEDIUM_TOLERANCE, id="fp32_wire_buckets"
+        ),
+        pytest.param(4, 3, (*HSDP, LITTLE_MEMORY, "12000"), MEDIUM_TOLERANCE, id="bf16_wire_hsdp"),
+        pytest.param(4, 0, (LITTLE_MEMORY, "8000"), MEDIUM_TOLERANCE, id="bf16_wire_replicas"),
     ],
 )
 @pytest.mark.slow

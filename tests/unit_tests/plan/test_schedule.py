@@ -3,6 +3,7 @@
 """The order of a step, what of it is the same on all ranks, and how long it takes."""
 
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,7 +12,7 @@ from helpers.layouts import matrix_lists, rows_cut_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_muon.plan import ExchangePlan, rank_schedule, step_estimate
+from megatron_muon.plan import ExchangePlan, rank_schedule, schedule
 from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.buckets import TravellingMatrix
 from megatron_muon.plan.cost import CostModel
@@ -19,56 +20,71 @@ from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.plan.rank_schedule import RankSchedule
 from megatron_muon.plan.routes import transfers_of
 from megatron_muon.plan.schedule import (
+    Action,
     Depth,
+    PlanShape,
     Round,
-    finished_after,
-    finished_in_round,
+    actions_of,
     rounds_of,
-    started_before,
-    started_in_round,
 )
 from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds, step_seconds
 from megatron_muon.plan.wire import Wire
 
-_DEPTHS = st.builds(Depth, st.integers(1, 5), st.integers(1, 5))
 _WIRE = Wire.of("bf16", is_bf16=True)
+_SHAPES = st.builds(
+    PlanShape,
+    num_buckets=st.integers(0, 6),
+    num_scatters=st.integers(1, 3),
+    depth=st.builds(Depth, st.integers(1, 5), st.integers(1, 5)),
+    has_replicas=st.just(True),
+) | st.builds(
+    PlanShape,
+    num_buckets=st.integers(0, 6),
+    num_scatters=st.just(1),
+    depth=st.builds(Depth, st.integers(1, 5), st.integers(1, 5)),
+    has_replicas=st.just(False),
+)
 
 
-def _collectives(num_buckets: list[int], depths: list[Depth], plan: int) -> list[str]:
-    """Return the collectives of one plan, in the order in which a rank of it launches them."""
-    log = [f"gather {i}" for i in started_before(num_buckets[plan], depths[plan])]
-    for turn in rounds_of(num_buckets):
-        if turn.plan == plan:
-            started = started_in_round(turn.bucket, num_buckets[plan], depths[plan])
-            log += [f"gather {started}"] * (started is not None)
-            log.append(f"scatter {turn.bucket}")
-    return log
+def _of_plan(shapes: list[PlanShape], plan: int) -> list[tuple[str, int]]:
+    """Return what a rank does for one of its plans, in order."""
+    actions = [action for action in actions_of(shapes) if action.kind != "local"]
+    return [(action.kind, action.number) for action in actions if action.plan == plan]
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=3), st.data())
-def test_order_of_a_plans_collectives_does_not_depend_on_other_plans(num_buckets, data):
-    """Ranks of one plan may have other plans besides: otherwise they would wait for ever."""
-    depths = [data.draw(_DEPTHS) for _ in num_buckets]
-    for plan, number in enumerate(num_buckets):
-        log = _collectives(num_buckets, depths, plan)
-        assert log == _collectives([number], [depths[plan]], 0)
-        # Each gather starts once, before its bucket is orthogonalized and its results leave.
-        assert Counter(log) == Counter(
-            f"{kind} {bucket}" for kind in ("gather", "scatter") for bucket in range(number)
-        )
-        for bucket in range(number):
-            assert log.index(f"gather {bucket}") < log.index(f"scatter {bucket}")
+@given(st.lists(_SHAPES, min_size=1, max_size=3))
+def test_order_of_a_plans_actions_does_not_depend_on_other_plans(shapes):
+    """Ranks of one plan may have other plans besides: otherwise they would wait for ever.
+
+    At the end all plans pass their last results on before any is waited for.
+    """
+    for plan, shape in enumerate(shapes):
+        assert _of_plan(shapes, plan) == _of_plan([shape], 0)
 
 
-@given(st.integers(0, 9), _DEPTHS)
-def test_each_scatter_is_waited_for_once(num_buckets, depth):
-    """After it was launched; no more are under way than the depth says."""
-    waited = []
-    for bucket in range(num_buckets):
-        finished = finished_in_round(bucket, depth)
-        waited += [] if finished is None else [finished]
-        assert bucket - len(waited) < depth.behind
-    assert [*waited, *finished_after(num_buckets, depth)] == list(range(num_buckets))
+@given(_SHAPES)
+def test_each_action_comes_once_and_after_what_it_needs(shape):
+    """Rows arrive, are orthogonalized, results leave, are passed on and arrive."""
+    log = _of_plan([shape], 0)
+    num_scatters = shape.num_buckets * shape.num_scatters
+    of_bucket = ["start_gather", "wait_for_gather", "orthogonalize"]
+    of_scatter = ["start_scatter", *["spread"] * shape.has_replicas, "finish_scatter"]
+    assert Counter(log) == Counter(
+        [(kind, bucket) for kind in of_bucket for bucket in range(shape.num_buckets)]
+        + [(kind, scatter) for kind in of_scatter for scatter in range(num_scatters)]
+    )
+    for bucket in range(shape.num_buckets):
+        positions = [log.index((kind, bucket)) for kind in of_bucket]
+        scatters = range(bucket * shape.num_scatters, (bucket + 1) * shape.num_scatters)
+        for scatter in scatters:
+            found = positions + [log.index((kind, scatter)) for kind in of_scatter]
+            assert found == sorted(found)
+    # No more are under way than the depth says.
+    ahead = behind = 0
+    for kind, _ in log:
+        ahead += (kind == "start_gather") - (kind == "wait_for_gather")
+        behind += (kind == "start_scatter") - (kind == "finish_scatter")
+        assert ahead <= shape.depth.ahead and behind <= shape.depth.behind
 
 
 def test_plans_get_through_their_buckets_evenly():
@@ -83,17 +99,27 @@ def test_every_local_stack_has_one_turn(lists):
     """In a round, or at the end; with its memory."""
     cost = CostModel(stack_tiles=4)
     plans = [
-        ExchangePlan.build(matrices, assign(matrices, cost, _WIRE), cost, _WIRE, bucket_numel=500)
+        ExchangePlan.build(matrices, assign(matrices, cost, _WIRE), cost, _WIRE, staging_bytes=1)
         for matrices in lists
     ]
     for rank in plans[0].matrices[0].ranks:
-        schedule = RankSchedule.build(plans, rank)
-        assert len(schedule.local) == len(schedule.rounds) + 1 == len(schedule.staging.local)
-        assert Counter(stack for stacks in schedule.local for stack in stacks) == Counter(
+        built = RankSchedule.build(plans, rank)
+        turns = [action.number for action in built.actions if action.kind == "local"]
+        assert turns == list(range(len(built.local)))
+        assert len(built.local) == len(built.staging.local)
+        assert Counter(stack for stacks in built.local for stack in stacks) == Counter(
             (plan, number)
-            for plan, rank_plan in enumerate(schedule.rank_plans)
+            for plan, rank_plan in enumerate(built.rank_plans)
             for number, _ in enumerate(rank_plan.local)
         )
+
+
+def _seconds(
+    ranks: Sequence[int], buckets: Sequence[BucketSeconds], depth: int = 1, num_scatters: int = 0
+) -> PlanSeconds:
+    """Return what a plan takes; with scatters given, replicas pass results on."""
+    shape = PlanShape(len(buckets), num_scatters or 1, Depth(depth, depth), num_scatters > 0)
+    return PlanSeconds(ranks, buckets, shape)
 
 
 def _step(
@@ -103,7 +129,7 @@ def _step(
     ranks = range(len(local))
     traffic_s = dict.fromkeys(ranks, traffic)
     buckets = [BucketSeconds(dict(enumerate(loads)), traffic_s, traffic_s) for loads in work]
-    plan = PlanSeconds(ranks, buckets, Depth(depth, depth))
+    plan = _seconds(ranks, buckets, depth)
     return max(step_seconds([plan], dict(enumerate(local))).values())
 
 
@@ -135,7 +161,7 @@ def test_links_carry_one_collective_at_a_time():
 
 def test_results_arrive_when_the_last_owner_has_sent_them():
     """Rank 1 owns nothing: it has its rows when rank 0 has sent them."""
-    plan = PlanSeconds([0, 1], [BucketSeconds({0: 1.0}, {0: 5.0}, {0: 5.0})], Depth(1, 1))
+    plan = _seconds([0, 1], [BucketSeconds({0: 1.0}, {0: 5.0}, {0: 5.0})])
     assert step_seconds([plan], {}) == {0: 11.0, 1: 11.0}
 
 
@@ -143,8 +169,8 @@ def test_link_serves_first_what_starts_first():
     """A gather that waits for another rank leaves the link free for another plan's."""
     gathers = [BucketSeconds({}, {0: 1.0, 1: 10.0}, {}), BucketSeconds({}, {0: 1.0}, {})]
     plans = [
-        PlanSeconds([0, 1], gathers, Depth(2, 2)),
-        PlanSeconds([0], [BucketSeconds({0: 2.0}, {0: 1.0}, {})], Depth(1, 1)),
+        _seconds([0, 1], gathers, depth=2),
+        _seconds([0], [BucketSeconds({0: 2.0}, {0: 1.0}, {})]),
     ]
     # Rank 0 has the rows of the first gather at 1, of the other plan at 2, and works until 4; the
     # second gather of both starts at 10, when rank 1 has the first.
@@ -154,7 +180,7 @@ def test_link_serves_first_what_starts_first():
 
 def test_schedule_that_never_ends_is_refused():
     """A gather that is never started would otherwise look like a short step."""
-    plan = PlanSeconds([0, 1], [BucketSeconds({0: 5.0}, {}, {})], Depth(0, 1))
+    plan = _seconds([0, 1], [BucketSeconds({0: 5.0}, {}, {})], depth=0)
     with pytest.raises(ValueError, match="expected 2 ranks to end, got 0"):
         step_seconds([plan], {})
 
@@ -165,123 +191,114 @@ def test_kinds_that_take_turns_are_faster_than_one_after_the_other():
     def plan(loads: list[float]) -> PlanSeconds:
         traffic_s = dict.fromkeys((0, 1), 0.5)
         bucket = BucketSeconds(dict(enumerate(loads)), traffic_s, traffic_s)
-        return PlanSeconds([0, 1], [bucket] * 4, Depth(1, 1))
+        return _seconds([0, 1], [bucket] * 4)
 
     plans = [plan([3.0, 1.0]), plan([1.0, 3.0])]
     in_turns = max(step_seconds(plans, {}).values())
+    schedule._actions_of.cache_clear()
     with mock.patch.object(
-        step_estimate,
+        schedule,
         "rounds_of",
         lambda counts: [Round(p, i) for p, count in enumerate(counts) for i in range(count)],
     ):
-        assert max(step_seconds(plans, {}).values()) > 1.2 * in_turns
+        in_turn_s = max(step_seconds(plans, {}).values())
+    schedule._actions_of.cache_clear()
+    assert in_turn_s > 1.2 * in_turns
     assert 16 < in_turns < 19
+
+
+def test_replicas_pass_on_one_scatter_while_the_next_one_travels():
+    """Two owners, each with one bucket of two scatters; by hand."""
+    both = dict.fromkeys((0, 1), 2.0)
+    bucket = BucketSeconds(dict.fromkeys((0, 1), 3.0), {}, {}, both)
+    # Work until 3; each half is passed on for a second.
+    assert step_seconds([_seconds([0, 1], [bucket], num_scatters=2)], {}) == {0: 5.0, 1: 5.0}
+    # Of two buckets the first one's results travel while the second one is orthogonalized, and are
+    # passed on after it.
+    twice = _seconds([0, 1], [bucket] * 2, depth=2, num_scatters=1)
+    assert step_seconds([twice], {}) == {0: 3 + 3 + 2 + 2, 1: 3 + 3 + 2 + 2}
 
 
 @settings(deadline=None)
 @given(
     st.lists(matrix_lists(max_matrices=8), min_size=1, max_size=2),
-    st.sampled_from([200, 500, 5000]),
+    st.sampled_from([1, 5000, 2**31]),
 )
-def test_no_step_is_shorter_than_the_bound(lists, bucket_numel):
+def test_no_step_is_shorter_than_the_bound(lists, staging_bytes):
     """And every schedule of random plans ends."""
     cost = CostModel(stack_tiles=4)
     for matrices in lists:
         assignment = assign(matrices, cost, _WIRE)
-        plan = ExchangePlan.build(matrices, assignment, cost, _WIRE, bucket_numel=bucket_numel)
+        plan = ExchangePlan.build(matrices, assignment, cost, _WIRE, staging_bytes=staging_bytes)
         assert plan.predicted_step_s >= plan.bound_s * (1 - 1e-9)
         assert plan.bound_s >= max(assignment.load_s.values()) * (1 - 1e-9)
 
 
 @settings(deadline=None)
-@given(matrix_lists(max_matrices=12), st.sampled_from([200, 500, 5000]), st.sampled_from([1, 2]))
-def test_more_buckets_are_under_way_only_where_they_fit(matrices, bucket_numel, num_kinds):
-    """Eight buckets in all, shared by the kinds, but for alignment and the padding of stacks."""
+@given(matrix_lists(max_matrices=12), st.sampled_from([1, 5000, 10_000, 20_000, 2**31]))
+def test_plans_stay_within_the_memory_that_they_name(matrices, staging_bytes):
+    """They name no more than they may have, where one fits; all ranks stay within it."""
     cost = CostModel(stack_tiles=1)
-    plan = ExchangePlan.build(
-        matrices, assign(matrices, cost, _WIRE), cost, _WIRE,
-        bucket_numel=bucket_numel, num_kinds=num_kinds,
-    )  # fmt: skip
-    if plan.depth != (1, 1):
-        for rank in matrices[0].ranks:
-            staged = RankSchedule.build([plan], rank).staging.num_bytes
-            # Five buffers a bucket, each aligned; parts of split matrices are rounded to rows.
-            rounding = len(plan.buckets) * 5 * 256 + 2000
-            assert staged <= 8 * 2 * bucket_numel // num_kinds + rounding
+    assignment = assign(matrices, cost, _WIRE)
+    least, plan = (
+        ExchangePlan.build(matrices, assignment, cost, _WIRE, staging_bytes=limit)
+        for limit in (1, staging_bytes)
+    )
+    assert least.staging_bytes <= plan.staging_bytes
+    assert plan.staging_bytes <= max(least.staging_bytes, staging_bytes)
+    assert (plan.staging_problem(staging_bytes, 1) is None) == (
+        least.staging_bytes <= staging_bytes
+    )
+    for rank in matrices[0].ranks:
+        staged = RankSchedule.build([plan], rank).staging.num_bytes
+        # Each buffer is aligned to 256 bytes, also small ones that the plan leaves out; parts of
+        # split matrices are rounded to rows, and chunks of replicas to eight elements.
+        num_buffers = 3 * len(plan.buckets) + 2 * len(plan.buckets) * plan.num_scatters
+        assert staged <= plan.staging_bytes + 256 * num_buffers + 2000
 
 
-@settings(deadline=None)
-@given(matrix_lists(max_matrices=10), matrix_lists(max_matrices=10), st.sampled_from([200, 5000]))
-def test_two_kinds_stage_no_more_than_the_document_says(experts, dense, bucket_numel):
-    """README: 24 bytes for each of max_numel elements, without replicas; less where more fit."""
-    cost = CostModel(stack_tiles=1)
-    plans = [
-        ExchangePlan.build(
-            matrices, assign(matrices, cost, _WIRE), cost, _WIRE,
-            bucket_numel=bucket_numel, num_kinds=2,
-        )
-        for matrices in (experts, dense)
-    ]  # fmt: skip
-    if any(len(region.holders) > 1 for m in (*experts, *dense) for region in m.regions):
-        return
-    max_numel = max(plan.max_numel for plan in plans)
-    for rank in {*experts[0].ranks, *dense[0].ranks}:
-        # What a rank holds of a bucket may exceed what it owns of it: its rows are in max_numel
-        # only where owners are as many as holders.
-        held = max(
-            sum(plan.matrices[i].elements_by_rank.get(rank, 0) for i in bucket)
-            for plan in plans
-            for bucket in plan.buckets or [()]
-        )
-        rounding = sum(len(plan.buckets) for plan in plans) * 5 * 256 + 4000
-        of_plans = [plan for plan in plans if rank in plan.matrices[0].ranks]
-        staged = RankSchedule.build(of_plans, rank).staging.num_bytes
-        assert staged <= 24 * max(max_numel, held) + rounding
-
-
-def test_kinds_share_the_memory_for_what_is_under_way():
-    """With two kinds a plan has half of it, so fewer of its buckets are under way."""
+def test_more_is_under_way_where_memory_allows_and_the_step_gains():
+    """Half of the memory, as each of two kinds has it, leaves less; plenty changes nothing."""
     matrices = [
         whole_matrix(f"{index}.weight", rows_cut_at(48, 64, [24, 24]), [[(0,), (1,)]])
         for index in range(32)
     ]
     cost = CostModel(stack_tiles=1)
     assignment = assign(matrices, cost, _WIRE)
-    one, two = (
-        ExchangePlan.build(
-            matrices, assignment, cost, _WIRE, bucket_numel=2 * 48 * 64, num_kinds=num_kinds
-        )
-        for num_kinds in (1, 2)
+    half, whole, plenty = (
+        ExchangePlan.build(matrices, assignment, cost, _WIRE, staging_bytes=limit)
+        for limit in (30_000, 60_000, 2**31)
     )
-    assert one.buckets == two.buckets and one.depth > two.depth
+    assert half.shape.depth == (1, 1) and whole.shape.depth == (2, 2)
+    assert plenty.shape == whole.shape and plenty.staging_bytes < 60_000
 
 
 def test_plans_of_a_rank_share_its_link():
     """Two gathers and two scatters of a second each, and nothing to compute."""
-    plan = PlanSeconds([0], [BucketSeconds({}, {0: 1.0}, {0: 1.0})], Depth(1, 1))
+    plan = _seconds([0], [BucketSeconds({}, {0: 1.0}, {0: 1.0})])
     assert step_seconds([plan, plan], {}) == {0: 4.0}
 
 
 def test_local_matrices_fill_the_end_too():
     """There the last results travel."""
     rank_plan = SimpleNamespace(bucket_load_s=(2.0, 1.0), local_load_s=(1.5, 1.0, 0.5))
-    rounds = rounds_of([2])
-    first, second, end = rank_schedule._deal([rank_plan], rounds)
+    actions = [Action("orthogonalize", 0, 0), Action("orthogonalize", 0, 1)]
+    first, second, end = rank_schedule._deal([rank_plan], actions)
     assert first == () and second == ((0, 1),) and end == ((0, 0), (0, 2))
 
 
 @settings(deadline=None)
 @given(matrix_lists(max_matrices=6))
 def test_traffic_of_an_owner_is_that_of_the_routes(matrices):
-    """Replicas included: the nearest sends rows, all receive results."""
+    """Replicas included: the nearest sends rows, and gets results."""
     cost = CostModel(ranks_per_node=2)
     owners = assign(matrices, cost, _WIRE, max_parts=1).owners
     for index, (matrix, (owner,)) in enumerate(zip(matrices, owners, strict=True)):
         found = TravellingMatrix.of(index, matrix, (owner,), cost, _WIRE)
-        gather_s = scatter_s = 0.0
-        for transfer in transfers_of(index, matrix, (owner,), cost):
-            byte_s = cost.seconds_per_byte(transfer.holder, owner)
-            gather_s += 2 * transfer.gathered * byte_s
-            scatter_s += 2 * transfer.scattered * byte_s
-        assert found.gather_s[owner] == pytest.approx(gather_s)
-        assert found.scatter_s[owner] == pytest.approx(scatter_s)
+        seconds = sum(
+            2 * transfer.num_elements * cost.seconds_per_byte(transfer.source, owner)
+            for transfer in transfers_of(index, matrix, (owner,), cost)
+            if transfer.source != owner
+        )
+        assert found.gather_s[owner] == pytest.approx(seconds)
+        assert found.scatter_s[owner] == pytest.approx(seconds)

@@ -22,7 +22,7 @@ from megatron_muon.plan.wire import Wire
             {"newton_schulz": "gram", "mode": "all_gather"},
             "newton-schulz: expected standard with --muon-fsdp-exchange all_gather, .* got gram",
         ),
-        ({"bucket_numel": 0}, "bucket size: expected a positive number of elements, got 0"),
+        ({"staging_bytes": 0}, "staging memory: expected a positive number of bytes, got 0"),
         ({"max_parts": 6}, "max parts: expected a power of two, got 6"),
         (
             {"cost_model": "speed=3"},
@@ -84,9 +84,9 @@ def test_stacks_fill_a_gpu_and_are_powers_of_two():
     sides = {64: 32, 512: 32, 1024: 16, 1536: 8, 2048: 4, 3072: 2, 4096: 1, 8192: 1}
     assert {n: CostModel().stack_size(n, 8192) for n in sides} == sides
     assert CPU_RANKS.stack_size(64, 64) == 1
-    # The user's bucket size bounds stacks, but a single matrix may be larger.
-    assert CostModel().stack_size(512, 32768, 2**27) == 8
-    assert CostModel().stack_size(512, 512, 1) == 1
+    # Memory bounds stacks, but a single matrix may be larger.
+    assert CostModel().stack_size(512, 32768) == 8
+    assert CostModel().stack_size(512, 2**20) == 1
 
 
 def test_links_within_a_node_are_those_of_consecutive_ranks():

@@ -6,76 +6,115 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.plan.rank_plan import stack_rooms
-from megatron_muon.plan.schedule import Depth, rounds_of
-from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout
-
-_SIZES = st.integers(0, 3000)
-_PLANS = st.lists(
-    st.builds(
-        PlanStaging,
-        st.lists(st.builds(BucketSizes, *[_SIZES] * 5), max_size=6),
-        _SIZES,
-        st.builds(Depth, st.integers(1, 3), st.integers(1, 3)),
-    ),
-    max_size=2,
+from megatron_muon.plan.schedule import Depth, PlanShape, actions_of
+from megatron_muon.plan.staging import (
+    BucketSizes,
+    PlanStaging,
+    ScatterSizes,
+    StagingLayout,
+    most_alive,
 )
 
-
-def _buffers(plans: list[PlanStaging], layout: StagingLayout) -> list[tuple[range, range]]:
-    """Return the moments and the bytes of every buffer, told from the list in plan/schedule.py."""
-    rounds = rounds_of([len(plan.buckets) for plan in plans])
-    # A step is moment -1, five moments a round, and five at its end.
-    last = 5 * len(rounds) + 3
-    found = []
-    for number, (plan, of_plan) in enumerate(zip(plans, layout.buckets, strict=True)):
-        first = [5 * rounds.index((number, bucket)) for bucket in range(len(plan.buckets))]
-        for bucket, (sizes, places) in enumerate(zip(plan.buckets, of_plan, strict=True)):
-            now, before = first[bucket], bucket - plan.depth.ahead
-            packed = first[before] + 1 if before >= 0 else -1
-            after = first[bucket + plan.depth.behind :]
-            applied = after[0] + 3 if after else last
-            alive = BucketSizes(
-                gather_send=(packed, now),
-                gather_receive=(packed, now + 2),
-                stacks=(now + 2, now + 2),
-                scatter_send=(now + 4, applied),
-                scatter_receive=(now + 4, applied),
-            )
-            for size, place, (start, stop) in zip(sizes, places, alive, strict=True):
-                found.append((range(start, stop + 1), range(place, place + size)))
-    assert len(layout.local) == len(rounds) + 1
-    local = max((plan.local_bytes for plan in plans), default=0)
-    for index, place in enumerate(layout.local):
-        found.append((range(5 * index, 5 * index + 1), range(place, place + local)))
-    return found
+_SIZES = st.integers(0, 3000)
 
 
-def _overlap(a: range, b: range) -> bool:
-    return max(a.start, b.start) < min(a.stop, b.stop)
+@st.composite
+def _plans(draw: st.DrawFn) -> list[PlanStaging]:
+    """Draw up to two plans with buffers of any size."""
+    plans = []
+    for _ in range(draw(st.integers(0, 2))):
+        has_replicas = draw(st.booleans())
+        shape = PlanShape(
+            draw(st.integers(0, 6)),
+            draw(st.integers(1, 3)) if has_replicas else 1,
+            Depth(draw(st.integers(1, 3)), draw(st.integers(1, 3))),
+            has_replicas,
+        )
+        sizes = [BucketSizes(*(draw(_SIZES) for _ in range(3))) for _ in range(shape.num_buckets)]
+        scatters = [
+            ScatterSizes(draw(_SIZES), draw(_SIZES))
+            for _ in range(shape.num_buckets * shape.num_scatters)
+        ]
+        plans.append(PlanStaging(shape, sizes, scatters, draw(_SIZES)))
+    return plans
 
 
-@given(_PLANS)
+def _moments(plans: list[PlanStaging], layout: StagingLayout) -> list[list[range]]:
+    """Return the bytes that are in use at each action, told from the list in plan/schedule.py."""
+
+    def bytes_of(plan: int, kind: str, number: int, buffer: str) -> range:
+        sizes, places = getattr(plans[plan], kind), getattr(layout.plans[plan], kind)
+        first = getattr(places[number], buffer)
+        return range(first, first + getattr(sizes[number], buffer))
+
+    moments = []
+    in_use: dict[tuple, range] = {}
+    for action, plan, number in actions_of([each.shape for each in plans]):
+        ends: list[tuple] = []
+        if action == "local":
+            size = max((each.local_bytes for each in plans), default=0)
+            in_use["local"] = range(layout.local[number], layout.local[number] + size)
+            ends = ["local"]
+        elif action == "start_gather":
+            for buffer in ("gather_send", "gather_receive"):
+                in_use[plan, "buckets", number, buffer] = bytes_of(plan, "buckets", number, buffer)
+        elif action == "wait_for_gather":
+            ends = [(plan, "buckets", number, "gather_send")]
+        elif action == "orthogonalize":
+            in_use[plan, "buckets", number, "stacks"] = bytes_of(plan, "buckets", number, "stacks")
+            ends = [(plan, "buckets", number, each) for each in ("stacks", "gather_receive")]
+        elif action == "start_scatter":
+            for buffer in ("send", "receive"):
+                in_use[plan, "scatters", number, buffer] = bytes_of(
+                    plan, "scatters", number, buffer
+                )
+        elif action == "spread":
+            ends = [(plan, "scatters", number, "send")]
+        elif action == "finish_scatter":
+            ends = [(plan, "scatters", number, each) for each in ("send", "receive")]
+        moments.append(list(in_use.values()))
+        for key in ends:
+            in_use.pop(key, None)
+    assert not in_use
+    return moments
+
+
+@given(_plans())
 def test_buffers_that_are_alive_together_lie_apart(plans):
     """All of them lie in the arena, aligned; it is as large as the busiest moment at least."""
     layout = StagingLayout.build(plans)
-    buffers = _buffers(plans, layout)
-    for number, (moments, place) in enumerate(buffers):
-        assert place.start % 256 == 0 and place.stop <= layout.num_bytes
-        for other_moments, other in buffers[:number]:
-            assert not (_overlap(moments, other_moments) and _overlap(place, other))
-    moments = {moment for alive, _ in buffers for moment in alive}
-    busiest = [sum(len(place) for alive, place in buffers if moment in alive) for moment in moments]
-    assert layout.num_bytes >= max(busiest)
+    most = 0
+    for in_use in _moments(plans, layout):
+        used = sorted((place for place in in_use if place), key=lambda place: place.start)
+        for first, second in zip(used, used[1:], strict=False):
+            assert first.stop <= second.start
+        assert all(place.start % 256 == 0 and place.stop <= layout.num_bytes for place in used)
+        most = max(most, sum(-(-len(place) // 256) * 256 for place in used))
+    assert most == most_alive(plans) <= layout.num_bytes
 
 
 def test_equal_buckets_take_six_buffers_however_many_they_are():
     """One gather travels, one is orthogonalized, one scatter travels; the rest has been freed."""
-    sizes = BucketSizes(*[1024] * 5)
     for count in (3, 4, 9):
         # While the stacks are filled: messages of the next gather, rows that arrived, stacks, and
         # messages of the scatter before.
-        plan = PlanStaging([sizes] * count, 0, Depth(1, 1))
+        plan = PlanStaging(
+            PlanShape(count, 1, Depth(1, 1), False),
+            [BucketSizes(*[1024] * 3)] * count,
+            [ScatterSizes(1024, 1024)] * count,
+            0,
+        )
         assert StagingLayout.build([plan]).num_bytes == 6 * 1024
+
+
+def test_scatters_of_a_bucket_share_the_memory_of_replicas():
+    """Eight scatters of an eighth each, two under way: a quarter of what one scatter takes."""
+    sizes = []
+    for num_scatters in (1, 8):
+        shape = PlanShape(1, num_scatters, Depth(1, 2), True)
+        scatters = [ScatterSizes(0, 8192 // num_scatters)] * num_scatters
+        sizes.append(StagingLayout.build([PlanStaging(shape, [BucketSizes(0, 0, 0)], scatters, 0)]))
+    assert [layout.num_bytes for layout in sizes] == [8192, 2048]
 
 
 @given(st.integers(0, 500), st.sampled_from([1, 2, 4, 8, 16, 32]))

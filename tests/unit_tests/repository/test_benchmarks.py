@@ -277,6 +277,20 @@ def test_step_estimate_holds_predictions_against_ranks():
     assert "of pairs of variants that differ" in run.stdout
 
 
+def test_planning_measures_each_number_of_ranks():
+    """Counts are those of the plan; a rank keeps less than the plan of its domains."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "planning.py")]
+    flags = ["--preset", "qwen3-30b-a3b", "--dp", "16", "64"]
+    run = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    rows = [line.split(" | ") for line in run.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| 16", "| 64"]
+    # Of 48 layers: two matrices of each of 16 experts, and three dense ones.
+    assert [row[1] for row in rows] == [f"{48 * (2 * 16 + 3):,}"] * 2
+    for row in rows:
+        assert float(row[6]) < float(row[5]) < float(row[4])
+
+
 def test_step_estimate_counts_pairs_in_order(monkeypatch):
     """Pairs that take nearly as long are left out, and those of other numbers of ranks."""
     benchmark = _benchmark("step_estimate", monkeypatch)

@@ -80,6 +80,8 @@ COVERED = {
     "::test_backends_train_compares_the_gram_form_with_two_seeds",
     ".venv/bin/python benchmarks/step_estimate.py*": "repository/test_benchmarks.py"
     "::test_step_estimate_holds_predictions_against_ranks",
+    ".venv/bin/python benchmarks/planning.py*": "repository/test_benchmarks.py"
+    "::test_planning_measures_each_number_of_ranks",
     ".venv/bin/python benchmarks/step_cost.py*": "repository/test_benchmarks.py"
     "::test_step_cost_stays_within_its_bounds",
     ".venv/bin/python -m megatron_muon.plan --preset qwen3-235b-a22b --dp 2048 *": "plan/"

@@ -45,11 +45,11 @@ def _orthogonalize(
         for i in range(len(rows))
     ]  # fmt: skip
     plan = ExchangePlan.build(
-        matrices, assign(matrices, cost, wire), cost, wire, bucket_numel=10**6
+        matrices, assign(matrices, cost, wire), cost, wire, staging_bytes=2**20
     )
     params = [torch.empty(ROWS, COLS) for _ in rows]
     engine = Engine(
-        [PlanOfRank(plan, dict(enumerate(params)), None, {})],
+        [PlanOfRank(plan, dict(enumerate(params)), None, None, {})],
         NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7)),
         rank=0,
         device=torch.device("cpu"),

@@ -35,7 +35,7 @@ def test_other_allocation_that_fails_on_one_rank_is_an_error_on_all():
     assert run.exit_codes == [1, 1]
     for output in run.outputs:
         assert "rank 1: CUDA out of memory." in output
-        assert "lower --muon-fsdp-bucket-size" in output
+        assert "lower --muon-fsdp-staging-bytes" in output
 
 
 def _build_without_memory(is_gpu: bool) -> None:
@@ -59,7 +59,7 @@ def _build_without_memory(is_gpu: bool) -> None:
 
     # Only what the arena asks for; the rest of torch goes on as it is.
     arena.torch = SimpleNamespace(empty=empty, uint8=torch.uint8)
-    build_optimizers(2, exchange={"bucket_numel": 4096})
+    build_optimizers(2, exchange={"staging_bytes": 10**6})
 
 
 @pytest.mark.parametrize(
@@ -82,4 +82,32 @@ def test_allocation_that_fails_on_one_rank_is_an_error_on_all(is_gpu, reason):
         assert re.search(r"rank 1: expected \d[\d,]+ bytes on cpu for messages and stacks", text)
         assert reason in text and "See the documentation" not in text
         assert "rank 0:" not in text
-        assert "lower --muon-fsdp-bucket-size (now 4,096 elements;" in text
+        assert "lower --muon-fsdp-staging-bytes (now 1,000,000)" in text
+
+
+def _build_within(staging_bytes: list[int]) -> list[str]:
+    """Build with limits of memory, one after the other."""
+    init_group()
+    found = []
+    for limit in staging_bytes:
+        try:
+            built = build_optimizers(2, exchange={"staging_bytes": limit}, cases=CASES)
+            found.append(str(built.sharded.compute.staging_bytes))
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+CASES = [(64, [40, 24])] * 9
+
+
+def test_limit_that_no_plan_keeps_names_the_largest_matrix_and_the_least_that_works():
+    """On all ranks, at construction; and what it names does work."""
+    (refusal,), _ = run_ranks(2, _build_within, [1000]).check().results
+    assert "expected a plan within 1,000 bytes a rank, got" in refusal
+    assert "layer.0.weight has 8,192" in refusal and "No optimizer was built" in refusal
+    least = int(re.search(r"Set --muon-fsdp-staging-bytes to (\d+) or more", refusal)[1])
+    results = run_ranks(2, _build_within, [least, least - 1]).check().results
+    for used, refused in results:
+        assert int(used) <= least
+        assert f"Set --muon-fsdp-staging-bytes to {least} or more" in refused

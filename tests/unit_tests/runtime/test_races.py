@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from helpers.planned import planned_in
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
 
@@ -20,12 +21,12 @@ pytestmark = pytest.mark.ranks
 NUM_STEPS = 2  # buffers are used again in the second one
 GRIDS = ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2})
 WIRES = ("bf16", "fp32")
-# Matrices, rows and columns of each, elements of a bucket, cost model. A bucket has room for the
-# largest matrix, so many buckets need many matrices of about one size. Matrices are split where
-# there are fewer than ranks, products are slow, and messages are free.
+# Matrices, rows and columns of each, buckets, cost model. There are no more buckets than a rank has
+# matrices. These are split where there are fewer than ranks, products are slow, and messages are
+# free.
 KINDS = {
-    "many buckets": (16, (20, 30), 1, ""),
-    "stacks": (8, (1, 40), 10**6, "stack_tiles=4"),
+    "many buckets": (16, (20, 30), 4, ""),
+    "stacks": (8, (1, 40), 1, "stack_tiles=4"),
     "split": (
         *(1, (40, 64), 1),
         "tflops=0.0001,gbps=1e6,gbps_between_nodes=1e6,all_reduce_us=0,kernel_us=0",
@@ -42,11 +43,11 @@ def _random_case(draw: random.Random, grid: dict[str, int], wire: str, kind: str
         cuts = sorted(draw.randint(0, num_rows) for _ in range(num_shards - 1))
         return [b - a for a, b in zip([0, *cuts], [*cuts, num_rows], strict=True)]
 
-    num_matrices, sizes, bucket_numel, cost_model = KINDS[kind]
+    num_matrices, sizes, _, cost_model = KINDS[kind]
     cases = [(draw.randint(*sizes), shards(draw.randint(*sizes))) for _ in range(num_matrices)]
     return {
         "num_shards": num_shards,
-        "exchange": {"wire": wire, "bucket_numel": bucket_numel, "cost_model": cost_model},
+        "exchange": {"wire": wire, "cost_model": cost_model},
         # Query, key and value.
         "cases": [*cases, (draw.randint(1, 25), shards(32))],
         **grid,
@@ -93,7 +94,8 @@ def _random_layouts(seed: int) -> dict[str, Any]:
     wrong, seen = [], []
     for grid, wire, kind in itertools.product(GRIDS, WIRES, KINDS):
         case = _random_case(draw, grid, wire, kind)
-        optimizers = build_optimizers(**case)
+        with planned_in(num_buckets=KINDS[kind][2], num_scatters=2):
+            optimizers = build_optimizers(**case)
         found = _compare(optimizers)
         if found["at_wait"] != [True, []] or found["at_launch"] != [True, []]:
             wrong.append(f"{kind}: {case}: {found}")
@@ -117,7 +119,7 @@ def test_results_do_not_depend_on_when_messages_are_read_and_arrive():
 # Three buckets and more, in which each rank sends to the other one.
 BUCKETS = {
     "num_shards": 2,
-    "exchange": {"wire": "bf16", "bucket_numel": 400},
+    "exchange": {"wire": "bf16"},
     "cases": [*[(12, [15 + i, 17 - i]) for i in range(11)], (12, [7, 25])],
 }
 
@@ -129,7 +131,8 @@ def _forget_each_wait(grid: dict[str, int]) -> list[list[Any]]:
     # A step frees its memory at its end; what arrives afterwards would be written to nowhere.
     Arena.free = lambda self: None
     init_group()
-    optimizers = build_optimizers(**BUCKETS, **grid)
+    with planned_in(num_buckets=3, num_scatters=2):
+        optimizers = build_optimizers(**BUCKETS, **grid)
     whole = _compare(optimizers)
     # Of the first step: the second one does the same.
     numbers = range(whole["launched"] // NUM_STEPS)
@@ -141,25 +144,27 @@ def _forget_each_wait(grid: dict[str, int]) -> list[list[Any]]:
 
 @pytest.mark.parametrize("grid", [{}, {"num_replicas": 2}], ids=str)
 def test_every_wait_that_is_left_out_is_seen(grid):
-    """Without the wait for any gather or scatter, some rank reads what has not arrived."""
+    """Without any of them, some rank reads or passes on what has not arrived."""
     run = run_ranks(4 if grid else 2, _forget_each_wait, grid).check()
     # By rank, collective and mode: whether the results are right.
     right = list(zip(*run.results, strict=True))
     assert all(is_right == [True, True] for ranks in (right[0], right[-1]) for is_right in ranks)
     forgotten = right[1:-1]
-    # Gathers and scatters of at least three buckets.
-    assert len(forgotten) >= 2 * 3
+    # Gathers and scatters of three buckets; with replicas two scatters each, which are passed on.
+    assert len(forgotten) == (3 + 2 * 3 * 2 if grid else 3 + 3)
     for number, ranks in enumerate(forgotten):
         for when in (0, 1):
             assert not all(is_right[when] for is_right in ranks), f"collective {number} is not seen"
 
 
 @contextmanager
-def _one_place_for_all_buckets(buffers: Sequence[str]) -> Iterator[None]:
+def _one_place_for_all_buckets(
+    in_buckets: Sequence[str], in_scatters: Sequence[str]
+) -> Iterator[None]:
     """Let some messages of all buckets lie in one place."""
     from unittest import mock
 
-    from megatron_muon.plan.staging import StagingLayout
+    from megatron_muon.plan.staging import PlanPlaces, StagingLayout
 
     build = StagingLayout.build
 
@@ -167,36 +172,42 @@ def _one_place_for_all_buckets(buffers: Sequence[str]) -> Iterator[None]:
         """Lay out with one place more, as large as the largest bucket needs."""
         layout = build(plans)
         place = -(-layout.num_bytes // 256) * 256
-        (plan,), (buckets,) = plans, layout.buckets
-        return StagingLayout(
-            (tuple(each._replace(**dict.fromkeys(buffers, place)) for each in buckets),),
-            layout.local,
-            place + max(getattr(each, buffer) for each in plan.buckets for buffer in buffers),
+        (plan,), (places,) = plans, layout.plans
+        moved = PlanPlaces(
+            *(
+                tuple(each._replace(**dict.fromkeys(names, place)) for each in of_kind)
+                for of_kind, names in zip(places, (in_buckets, in_scatters), strict=True)
+            )
         )
+        sizes = [getattr(each, name) for each in plan.buckets for name in in_buckets]
+        sizes += [getattr(each, name) for each in plan.scatters for name in in_scatters]
+        return StagingLayout((moved,), layout.local, place + max(sizes))
 
     with mock.patch.object(StagingLayout, "build", built):
         yield
 
 
-def _share_a_place(buffers: Sequence[str]) -> dict[str, Any]:
+def _share_a_place(in_buckets: Sequence[str], in_scatters: Sequence[str]) -> dict[str, Any]:
     init_group()
-    with _one_place_for_all_buckets(buffers):
+    with _one_place_for_all_buckets(in_buckets, in_scatters):
         optimizers = build_optimizers(**BUCKETS)
     return _compare(optimizers, reference=build_optimizers(**BUCKETS))
 
 
 @pytest.mark.parametrize(
-    "buffers", [["gather_send", "scatter_send"], ["gather_receive"]], ids=["sends", "receives"]
+    ("in_buckets", "in_scatters"),
+    [(["gather_send"], ["send"]), (["gather_receive"], [])],
+    ids=["sends", "receives"],
 )
-def test_memory_that_is_used_again_too_early_is_seen(buffers):
+def test_memory_that_is_used_again_too_early_is_seen(in_buckets, in_scatters):
     """A gather starts while the scatter before travels, and before rows that arrived are copied.
 
     In one place, one spoils the other. A message that was read at once has left when its place is
     written again, so its results are right; the breach is found all the same. Two messages into one
     place spoil results always.
     """
-    are_sends = len(buffers) == 2
-    for found in run_ranks(2, _share_a_place, buffers).check().results:
+    are_sends = bool(in_scatters)
+    for found in run_ranks(2, _share_a_place, in_buckets, in_scatters).check().results:
         assert not found["at_wait"][0]
         assert found["at_launch"][0] == are_sends
         if are_sends:

@@ -1,0 +1,32 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Choose what the planner would choose by memory and time: tests have few and small matrices."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+
+@contextmanager
+def planned_in(
+    num_buckets: int | None = None,
+    depth: tuple[int, int] | None = None,
+    num_scatters: int | None = None,
+) -> Iterator[None]:
+    """Let plans have so many buckets, so many of them under way, and so many scatters of each.
+
+    There are no more buckets than a rank has matrices. None leaves the choice to the planner.
+    """
+    from megatron_muon.plan import buckets
+    from megatron_muon.plan.schedule import Depth
+
+    changes = {
+        "_NUM_BUCKETS": None if num_buckets is None else (num_buckets,),
+        "_DEPTHS": None if depth is None else (Depth(*depth),),
+        "_NUM_SCATTERS": None if num_scatters is None else (num_scatters,),
+    }
+    with ExitStack() as stack:
+        for name, value in changes.items():
+            if value is not None:
+                stack.enter_context(mock.patch.object(buckets, name, value))
+        yield

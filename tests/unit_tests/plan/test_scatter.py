@@ -1,0 +1,142 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""How results come back: each element once to every holder, evenly, and from near owners."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from helpers.layouts import matrix_lists
+from helpers.planned import planned_in
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_muon.plan import ExchangePlan, RankPlan, Route
+from megatron_muon.plan.assignment import assign
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.routes import cut
+from megatron_muon.plan.scatter import scatters_of
+from megatron_muon.plan.wire import Wire
+
+_COST = CostModel(ranks_per_node=4, stack_tiles=1)
+_WIRE = Wire.of("bf16", is_bf16=True)
+
+
+def _elements(route: Route) -> list[tuple[int, int, int, int]]:
+    """Name the elements of a route, in the order in which they travel."""
+    return [
+        (route.matrix, route.block, route.local_row + row, route.local_col + col)
+        for row in range(route.num_rows)
+        for col in range(route.num_cols)
+    ]
+
+
+@settings(deadline=None)
+@given(matrix_lists(max_matrices=4), st.integers(1, 3))
+def test_every_holder_gets_the_result_of_every_element_once(matrices, num_scatters):
+    """Messages are delivered by sender, chunks are passed on, and read where they should lie."""
+    with planned_in(num_buckets=2, num_scatters=num_scatters):
+        assignment = assign(matrices, _COST, _WIRE)
+        plan = ExchangePlan.build(matrices, assignment, _COST, _WIRE, staging_bytes=2**31)
+    ranks = matrices[0].ranks
+    rank_plans = {rank: RankPlan.build(plan, rank) for rank in ranks}
+    found = {rank: Counter(_staying(rank_plans[rank])) for rank in ranks}
+    for number in range(len(plan.buckets) * plan.num_scatters):
+        scatters = {rank: rank_plans[rank].scatters[number] for rank in ranks}
+        chunks: dict[int, list[Any]] = {}
+        for rank, scatter in scatters.items():
+            received = [
+                element
+                for sender in ranks
+                for route in scatters[sender].sends.get(rank, ())
+                for element in _elements(route)
+            ]
+            assert len(received) == sum(scatter.receives.values())
+            chunk = scatter.shard.chunk if scatter.shard else 0
+            chunks[rank] = received + [None] * (chunk - len(received))
+            assert len(chunks[rank]) == chunk
+        for rank, scatter in scatters.items():
+            holders = scatter.shard.holders if scatter.shard else ()
+            memory = [element for holder in holders for element in chunks[holder]]
+            assert len(memory) == scatter.num_elements.receive
+            for route, offset in scatter.arrivals:
+                elements = _elements(route)
+                assert memory[offset : offset + len(elements)] == elements
+                found[rank].update(elements)
+    for rank in ranks:
+        assert found[rank] == Counter(_held(matrices, rank))
+        assert rank_plans[rank].num_results().keys() == {element[0] for element in found[rank]}
+
+
+def _staying(rank_plan: RankPlan) -> list[tuple[int, int, int, int]]:
+    owned = [*rank_plan.local, *(bucket.owned for bucket in rank_plan.buckets)]
+    return [each for one in owned for route in one.staying for each in _elements(route)]
+
+
+def _held(matrices: list[MatrixLayout], rank: int) -> list[tuple[int, int, int, int]]:
+    return [
+        (index, region.block, region.local_row + row, col)
+        for index, matrix in enumerate(matrices)
+        for region in matrix.regions
+        if rank in region.holders
+        for row in range(region.num_rows)
+        for col in range(region.num_cols)
+    ]
+
+
+@given(
+    st.integers(1, 12),
+    st.dictionaries(st.integers(0, 30), st.integers(1, 500), min_size=1),
+    st.integers(1, 5),
+)
+def test_replicas_have_equal_chunks(num_replicas, elements, num_scatters):
+    """Of a multiple of eight elements; each result is in one of them, and owners send evenly."""
+    holders = tuple(range(0, 3 * num_replicas, 3))
+    sent: Counter[int] = Counter()
+    for shard in scatters_of(holders, elements, num_scatters, _COST):
+        filled: Counter[int] = Counter()
+        for share in shard.shares:
+            filled[share.holder] += share.num_elements
+            sent[share.owner] += share.num_elements
+            first = holders.index(share.holder) * shard.chunk
+            assert first <= share.offset <= first + shard.chunk - share.num_elements
+        assert max(filled.values(), default=0) <= shard.chunk
+        if num_replicas > 1:
+            assert shard.chunk % 8 == 0
+            assert shard.num_elements < sum(filled.values()) + 8 * num_replicas
+        for owner, of_owner in elements.items():
+            share = sum(each.num_elements for each in shard.shares if each.owner == owner)
+            assert abs(share - of_owner / num_scatters) < 1
+    assert sent == elements
+
+
+def test_owners_send_to_the_replica_of_their_node():
+    """Nothing crosses nodes but what replicas pass on, and what does not fit."""
+    # Four ranks a node; replicas on both.
+    (shard,) = scatters_of((1, 5), {0: 24, 3: 16, 6: 40}, 1, _COST)
+    assert shard.chunk == 40
+    assert [(each.owner, each.holder, each.num_elements) for each in shard.shares] == [
+        (0, 1, 24),
+        (3, 1, 16),
+        (6, 5, 40),
+    ]
+    (shard,) = scatters_of((1, 5), {0: 24, 6: 56}, 1, _COST)
+    # Owner, holder, first and last element, and where they lie.
+    assert shard.shares == ((0, 1, 0, 24, 0), (6, 1, 40, 56, 24), (6, 5, 0, 40, 40))
+
+
+@pytest.mark.parametrize("start", range(12))
+def test_a_range_of_a_route_is_up_to_three_rectangles(start):
+    """The end of a row, whole rows, the beginning of a row; in the order of the elements."""
+    route = Route(0, 0, owner=0, source=1, holders=(1,), row=2, num_rows=3, col=5, num_cols=4,
+                  local_row=7, local_col=1)  # fmt: skip
+    for stop in range(start + 1, 13):
+        pieces = list(cut(route, start, stop))
+        assert len(pieces) <= 3
+        assert [each for piece in pieces for each in _elements(piece)] == _elements(route)[
+            start:stop
+        ]
+        for piece in pieces:
+            assert piece.row - route.row == piece.local_row - route.local_row
+            assert piece.col - route.col == piece.local_col - route.local_col

@@ -1,0 +1,161 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which a rank launches, waits and computes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.layouts import rows_cut_at
+from helpers.planned import planned_in
+from helpers.ranks import run_ranks
+from helpers.sharded_muon import build_optimizers, init_group
+
+pytestmark = pytest.mark.ranks
+
+
+def _order_of_a_step(depth: tuple[int, int], num_scatters: int) -> list[Any]:
+    init_group()
+    exchange = {"mode": "owner", "wire": "bf16"}
+    # About four matrices of one size for each rank, so that there are buckets enough.
+    cases = [*[(12, [6, 6, 6, 6])] * 16, (12, [8, 8, 8, 8])]
+    grid = {"num_shards": 4}
+    if num_scatters:
+        grid = {"num_shards": 2, "num_replicas": 2}
+        cases = [(cols, [sum(rows[:2]), sum(rows[2:])]) for cols, rows in cases]
+    with planned_in(num_buckets=5, depth=depth, num_scatters=num_scatters):
+        optimizers = build_optimizers(**grid, exchange=exchange, cases=cases)
+    (built,) = optimizers.sharded.compute._engine._plans
+    log: list[str] = []
+    parts = {"gather": built._gathers, "scatter": built._scatters, "spread": built._spread}
+    for kind, part in parts.items():
+        if part is None:
+            continue
+
+        def start(index, kind=kind, original=part.start):
+            work = original(index)
+            log.append(f"start {kind} {index}")
+
+            class Logged:
+                def wait(self):
+                    log.append(f"wait {kind} {index}")
+                    return work.wait()
+
+            return Logged() if work is not None else None
+
+        part.start = start
+    original = built._orthogonalize
+
+    def orthogonalize(work):
+        numbers = [number for number, bucket in enumerate(built._buckets) if bucket is work]
+        log.append(f"orthogonalize {numbers[0] if numbers else 'local'}")
+        return original(work)
+
+    built._orthogonalize = orthogonalize
+    optimizers.set_gradients(0)
+    optimizers.sharded.step()
+    return [len(built.plan.buckets), list(built.plan.shape.depth), log]
+
+
+@pytest.mark.parametrize("depth", [(1, 1), (1, 2), (2, 2), (5, 5)], ids=str)
+def test_traffic_of_other_buckets_is_under_way_during_newton_schulz(depth):
+    """The order is that of plan/schedule.py."""
+    for count, (ahead, behind), log in run_ranks(4, _order_of_a_step, depth, 0).check().results:
+        assert (count, ahead, behind) == (5, *depth)
+        expected = [f"start gather {bucket}" for bucket in range(min(ahead, count))]
+        for bucket in range(count):
+            expected.append(f"wait gather {bucket}")
+            expected += [f"start gather {bucket + ahead}"] * (bucket + ahead < count)
+            expected.append(f"orthogonalize {bucket}")
+            expected += [f"wait scatter {bucket - behind}"] * (bucket >= behind)
+            expected.append(f"start scatter {bucket}")
+        expected += [f"wait scatter {bucket}" for bucket in range(max(0, count - behind), count)]
+        assert [entry for entry in log if entry != "orthogonalize local"] == expected
+
+
+@pytest.mark.parametrize(
+    ("depth", "num_scatters"), [((1, 1), 1), ((2, 2), 1), ((1, 3), 2)], ids=str
+)
+def test_replicas_pass_results_on_while_others_travel(depth, num_scatters):
+    """A scatter is waited for before the next one starts; what is passed on, when it is applied."""
+    run = run_ranks(4, _order_of_a_step, depth, num_scatters).check()
+    for count, (_, behind), log in run.results:
+        assert count == 5
+        ends = count * num_scatters
+        expected = []
+        for bucket in range(count):
+            expected.append(f"orthogonalize {bucket}")
+            for scatter in range(bucket * num_scatters, (bucket + 1) * num_scatters):
+                if scatter:
+                    expected += [f"wait scatter {scatter - 1}", f"start spread {scatter - 1}"]
+                expected += [f"wait spread {scatter - behind}"] * (scatter >= behind)
+                expected.append(f"start scatter {scatter}")
+        expected += [f"wait scatter {ends - 1}", f"start spread {ends - 1}"]
+        expected += [f"wait spread {scatter}" for scatter in range(ends - behind, ends)]
+        found = [entry for entry in log if "gather" not in entry and "local" not in entry]
+        assert found == expected
+
+
+def _local_matrix_beside_a_travelling_one() -> list[str]:
+    """Rank 0 holds a whole matrix and half of another."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+    from megatron_muon.newton_schulz.standard import Standard
+    from megatron_muon.plan import ExchangePlan
+    from megatron_muon.plan.assignment import assign
+    from megatron_muon.plan.cost import CPU_RANKS
+    from megatron_muon.plan.layout import whole_matrix
+    from megatron_muon.plan.wire import Wire
+    from megatron_muon.runtime.engine import Engine
+    from megatron_muon.runtime.plan_buckets import PlanOfRank
+
+    init_group()
+    rank = dist.get_rank()
+    matrices = [
+        whole_matrix(name, rows_cut_at(16, 8, rows), [[(0,), (1,)]])
+        for name, rows in (("local", [16, 0]), ("shared", [6, 10]))
+    ]
+    wire = Wire.of("bf16", is_bf16=True)
+    plan = ExchangePlan.build(
+        matrices, assign(matrices, CPU_RANKS, wire), CPU_RANKS, wire, staging_bytes=2**20
+    )
+    assert plan.local == (0,) and plan.buckets == ((1,),)
+    log: list[str] = []
+    newton_schulz = Standard.run
+
+    def logged(self, stack, call):
+        log.append("newton_schulz")
+        return newton_schulz(self, stack, call)
+
+    Standard.run = logged
+    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
+    shards = {"local": torch.randn(16, 8), "shared": torch.randn(6 if rank == 0 else 10, 8)}
+    names = {0: "local", 1: "shared"} if rank == 0 else {1: "shared"}
+    parameters = {index: shards[name] for index, name in names.items()}
+    engine = Engine(
+        [PlanOfRank(plan, parameters, dist.group.WORLD, None, {})],
+        settings,
+        rank=rank,
+        device=torch.device("cpu"),
+    )
+    gathers = engine._plans[0]._gathers
+    start = gathers.start
+
+    def started(index):
+        work = start(index)
+        return SimpleNamespace(wait=lambda: (log.append("wait"), work.wait()))
+
+    gathers.start = started
+    rows = {shard: shard.clone() for shard in shards.values()}
+    for params in engine.orthogonalize(rows, rows):
+        log += ["apply local" if each is shards["local"] else "apply shared" for each in params]
+    return log
+
+
+def test_local_matrices_fill_the_time_of_the_first_gather():
+    """What is whole on its rank is done while the rows of the first bucket travel."""
+    log, other = run_ranks(2, _local_matrix_beside_a_travelling_one).check().results
+    assert log == ["newton_schulz", "apply local", "wait", "apply shared"]
+    assert other == ["wait", "newton_schulz", "apply shared"]
