@@ -220,9 +220,6 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
     # Of each shard that this rank holds or sends results to, by owner.
     results: dict[tuple[int, ...], dict[int, list[Route]]] = defaultdict(lambda: defaultdict(list))
     for index in bucket:
-        # Without joining, each tensor-parallel rank has a matrix of its own.
-        if rank not in plan.matrices[index].ranks:
-            continue
         # Of thousands of ranks most neither hold nor own any of a matrix. With replicas it matters
         # all the same: what others send them decides where this rank's results have room.
         sees_all = plan.shape.has_replicas or rank in plan.owners[index]

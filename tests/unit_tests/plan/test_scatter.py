@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from helpers.layouts import matrix_lists
+from helpers.layouts import matrix_lists, rows_cut_at
 from helpers.planned import planned_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_muon.plan import ExchangePlan, RankPlan, Route
 from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.routes import cut
 from megatron_muon.plan.scatter import scatters_of
 from megatron_muon.plan.wire import Wire
@@ -36,6 +36,24 @@ def _elements(route: Route) -> list[tuple[int, int, int, int]]:
 @given(matrix_lists(max_matrices=4), st.integers(1, 3))
 def test_every_holder_gets_the_result_of_every_element_once(matrices, num_scatters):
     """Messages are delivered by sender, chunks are passed on, and read where they should lie."""
+    _deliver(matrices, num_scatters)
+
+
+def test_owners_know_what_others_send_to_the_holders_of_another_tensor_rank():
+    """Joined matrices are owned by any rank, others by those of their tensor rank alone.
+
+    An owner on the other tensor rank once left these out, and sent more than its receiver had room
+    for.
+    """
+    cells = [[(0, 4), (2, 6)], [(1, 5), (3, 7)]]  # by tensor rank and shard
+    layout = rows_cut_at(12, 8, [7, 5])
+    joined = [whole_matrix(f"joined.{i}", layout, cells, partition_dim=0) for i in range(6)]
+    alone = [whole_matrix(f"alone.{i}", layout, [cells[i % 2]]) for i in range(6)]
+    _deliver([*joined, *alone], num_scatters=2)
+
+
+def _deliver(matrices: list[MatrixLayout], num_scatters: int) -> None:
+    """Plan, and carry out all scatters with the names of elements in place of results."""
     with planned_in(num_buckets=2, num_scatters=num_scatters):
         assignment = assign(matrices, _COST, _WIRE)
         plan = ExchangePlan.build(matrices, assignment, _COST, _WIRE, staging_bytes=2**31)
