@@ -12,9 +12,12 @@ Files, each importing only those above it::
     muon                    FSDPZeROTensorParallelMuon
     lion                    FSDPLion
     arguments               command-line flags and their checks
+    splits                  tags the rows that are orthogonalized apart
+    routing                 which optimizer steps a parameter
     checkpoint/             state by name, checks before a load, safe saves, repairs
     chained_optimizer       FSDPMuonChainedOptimizer
     factory                 build_megatron_fsdp_emerging_optimizer
+    unsharded               the flags under DDP, with upstream's Muon
     gradient_repairs        upstream defects of gradients: scale and norm
     fused_gradient_repairs  upstream defects of gradients: fused accumulation
     patches                 the list of what is changed in megatron

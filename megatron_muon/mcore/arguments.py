@@ -12,6 +12,7 @@ from typing import Any, get_args
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
 from megatron_muon.newton_schulz.registry import BackendChoice
 from megatron_muon.plan.settings import ExchangeMode, ExchangeSettings, WireChoice
+from megatron_muon.plan.splits import Splits
 from megatron_muon.user_errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,37 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Do not compare a checkpoint with its checksums before it is loaded, for which "
         "the ranks together read it once more.",
     )
+    _add_split_flags(parser)
     return parser
+
+
+def _add_split_flags(parser: argparse.ArgumentParser) -> None:
+    """Add flags that are proposed for Megatron-LM, where its parser does not know them.
+
+    By default nothing more is split than Megatron does.
+    """
+    group = parser.add_argument_group(title="what Muon orthogonalizes apart")
+    for flag, text in (
+        (
+            "--muon-split-glu",
+            "Orthogonalize gate and up of gated feed-forward layers and experts apart.",
+        ),
+        (
+            "--muon-split-mla",
+            "Multi-latent attention: orthogonalize the parts of queries with and without position "
+            "apart, and keys and values.",
+        ),
+        (
+            "--muon-split-qkv-per-head",
+            "Orthogonalize each head of query, key and value apart.",
+        ),
+        (
+            "--moe-router-skip-muon",
+            "Step routers with --muon-scalar-optimizer.",
+        ),
+    ):
+        if flag not in parser._option_string_actions:
+            group.add_argument(flag, action="store_true", help=text)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -100,7 +131,39 @@ def check(args: argparse.Namespace) -> None:
             _exchange_settings(args).wire_for(args.muon_fp32_matmul_prec == "medium")
         except ValueError as error:
             refusals.append(str(error))
+        refusals += _split_refusals(args)
         raise_where_refused(args.optimizer, refusals)
+    elif args.optimizer not in ("adam", "sgd"):
+        refusals = _split_refusals(args)
+        if refusals:
+            raise SettingsError("\n  ".join([f"--optimizer {args.optimizer}:", *refusals]))
+
+
+def _split_refusals(args: argparse.Namespace) -> list[str]:
+    """List what of the flags for splits cannot work, a sentence each."""
+    refusals = []
+    try:
+        splits = requested_splits(args, args)
+    except ValueError as error:
+        return [str(error)]
+    if splits.per_head and args.tensor_model_parallel_size > 1:
+        is_upstream = not args.use_megatron_fsdp or args.muon_fsdp_exchange == "all_gather"
+        if is_upstream and args.muon_tp_mode != "blockwise":
+            refusals.append(
+                "--muon-split-qkv-per-head: expected --muon-tp-mode blockwise where upstream's "
+                f"Muon orthogonalizes, got {args.muon_tp_mode}, which joins one head of each "
+                "tensor-parallel rank to a matrix. Use --use-megatron-fsdp with "
+                "--muon-fsdp-exchange owner, or blockwise."
+            )
+    is_layer_wise = args.optimizer == "dist_muon" or getattr(
+        args, "use_layer_wise_distributed_optimizer", False
+    )
+    if is_layer_wise and skips_router(args):
+        refusals.append(
+            "--moe-router-skip-muon: expected another optimizer than the layer-wise one, which "
+            "chooses buffers by its own rule. Leave the flag out."
+        )
+    return refusals
 
 
 def check_yaml(config: Any, path: str) -> None:
@@ -199,6 +262,30 @@ def requested_exchange() -> ExchangeSettings:
     """Read the ``--muon-fsdp-*`` flags, or their defaults in scripts without megatron.training."""
     args = _global_args()
     return _exchange_settings(args) if hasattr(args, "muon_fsdp_exchange") else ExchangeSettings()
+
+
+def requested_splits(config: Any, args: Any = None) -> Splits:
+    """Read what is split from the flags, and from the configuration of the optimizer.
+
+    Args:
+        config: Optimizer configuration, of which ``muon_split_qkv`` is read.
+        args: The parsed command line; None for the global one, if there is any.
+
+    Raises:
+        ValueError: Flags that contradict each other.
+    """
+    args = args or _global_args()
+    return Splits(
+        qkv=config.muon_split_qkv,
+        glu=bool(getattr(args, "muon_split_glu", False)),
+        mla=bool(getattr(args, "muon_split_mla", False)),
+        per_head=bool(getattr(args, "muon_split_qkv_per_head", False)),
+    )
+
+
+def skips_router(args: Any = None) -> bool:
+    """Return whether ``--moe-router-skip-muon`` was given."""
+    return bool(getattr(args or _global_args(), "moe_router_skip_muon", False))
 
 
 def _newton_schulz(args: Any) -> BackendChoice:

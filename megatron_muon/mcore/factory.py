@@ -16,14 +16,13 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.emerging_optimizers import (
     _EMERGING_OPTIMIZERS,
-    _get_qkv_split_shapes,
     _muon_config_to_kwargs,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.mcore.arguments import requested_exchange
+from megatron_muon.mcore.arguments import requested_exchange, requested_splits
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.fsdp_model import (
     FSDPParameter,
@@ -31,12 +30,16 @@ from megatron_muon.mcore.fsdp_model import (
     copy_parameter_attributes,
     describe_matrix,
     grad_stats_group,
+    local_rows,
     named_optimizer_parameters,
 )
 from megatron_muon.mcore.lion import FSDPLion
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+from megatron_muon.mcore.routing import muon_rule
+from megatron_muon.mcore.splits import tag_blocks
 from megatron_muon.mcore.unsupported import raise_where_unsupported
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.splits import Splits
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
@@ -50,6 +53,7 @@ def build_megatron_fsdp_emerging_optimizer(
     pg_collection: ProcessGroupCollection | None = None,
     *,
     exchange: ExchangeSettings | None = None,
+    splits: Splits | None = None,
 ) -> FSDPMuonChainedOptimizer:
     """Build Muon and its scalar optimizer over the DTensor parameters of a Megatron-FSDP model.
 
@@ -64,6 +68,8 @@ def build_megatron_fsdp_emerging_optimizer(
         pg_collection: Process groups of the model; None for ``parallel_state``'s.
         exchange: Who orthogonalizes what, and what travels; None for what the ``--muon-fsdp-*``
             flags say, or their defaults in scripts without them.
+        splits: What is orthogonalized apart; None for what ``config.muon_split_qkv`` and the
+            ``--muon-split-*`` flags say.
 
     Returns:
         The optimizer, with state for every parameter on every rank.
@@ -85,10 +91,16 @@ def build_megatron_fsdp_emerging_optimizer(
 
     fqns = {param: fqn for fqn, param in named_optimizer_parameters(model_chunks)}
     for param, fqn in fqns.items():
-        _tag_parameter(param, fqn, model_chunks[0].config)
+        copy_parameter_attributes(param)
+        # As upstream does before it builds an emerging optimizer.
+        if "experts" in fqn and "shared" not in fqn:
+            param.expert_tp = True
+    splits = splits or requested_splits(config)
+    for chunk in model_chunks:
+        tag_blocks(chunk, splits, local_rows)
 
     # Muon's rule comes last: it decides which optimizer steps a parameter.
-    overrides = {**(config_overrides or {}), **_muon_rule(config)}
+    overrides = {**(config_overrides or {}), **muon_rule(config)}
     groups_by_child: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
     for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
         if group["params"]:
@@ -137,26 +149,6 @@ def _settings(config: OptimizerConfig, chunk: FullyShardedDataParallel) -> dict[
     return settings
 
 
-def _tag_parameter(param: FSDPParameter, fqn: str, model_config: Any) -> None:
-    """Mark experts and QKV as upstream does before it builds an emerging optimizer."""
-    copy_parameter_attributes(param)
-    if "experts" in fqn and "shared" not in fqn:
-        param.expert_tp = True
-    if "linear_qkv.weight" in fqn and param.dim() == 2:
-        split_shapes = _get_qkv_split_shapes(model_config)
-        if param.orig_param.shape[0] % sum(split_shapes) == 0:
-            param.is_qkv = True
-            param.qkv_split_shapes = split_shapes
-
-
-def _muon_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
-    """Return Megatron's override that sends non-matrices to the configured scalar optimizer."""
-    rule = copy.deepcopy(_EMERGING_OPTIMIZERS["muon"].default_param_overrides)
-    for override in rule.values():
-        override["optimizer"] = config.muon_scalar_optimizer
-    return rule
-
-
 def _inner_muon(
     config: OptimizerConfig,
     groups: list[dict[str, Any]],
@@ -185,7 +177,8 @@ def _inner_muon(
         exchange=exchange,
         experts=experts,
         is_stepped_first=is_stepped_first,
-        **_muon_config_to_kwargs(config, model_chunks, pg_collection),
+        # Tags alone say what is split: with --muon-no-split-qkv gate and up may still be.
+        **{**_muon_config_to_kwargs(config, model_chunks, pg_collection), "split_qkv": True},
     )
 
 

@@ -125,6 +125,18 @@ def copy_parameter_attributes(param: FSDPParameter) -> None:
     experts would be grouped, and their gradient norm counted, as dense parameters.
     """
     copy_optimizer_param_metadata(param, param.orig_param)
+    # An attribute of later releases of Megatron-LM, which Megatron-FSDP does not copy either.
+    if hasattr(param.orig_param, "use_muon"):
+        param.use_muon = param.orig_param.use_muon
+
+
+def local_rows(param: FSDPParameter) -> int:
+    """Return the rows of a parameter on all ranks of its shard group, one tensor-parallel rank."""
+    return _local_shape(param.orig_param)[0]
+
+
+def _local_shape(orig_param: torch.Tensor) -> torch.Size:
+    return orig_param.to_local().shape if isinstance(orig_param, DTensor) else orig_param.shape
 
 
 def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
@@ -149,9 +161,7 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
         return describe_dtensor(fqn, param)
     buffers = param._megatron_fsdp_model.param_and_grad_buffer
     orig_param = param.orig_param
-    num_rows, num_cols = (
-        orig_param.to_local().shape if isinstance(orig_param, DTensor) else orig_param.shape
-    )
+    num_rows, num_cols = _local_shape(orig_param)
     parameter_group = buffers.parameter_groups[buffers.param_to_param_group[orig_param]]
     # Optimizer states follow main weights; with fp32 parameters the model's are the main ones.
     buffer = parameter_group.main_weight_buffer or parameter_group.model_weight_buffer

@@ -160,7 +160,9 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         has_tensor_ranks = tensor_group is not None and dist.get_world_size(tensor_group) > 1
         partition_dim = getattr(param, "partition_dim", None)
         is_sharded = has_tensor_ranks and partition_dim in (0, 1)
-        is_joined = is_sharded and self.tp_mode != "blockwise"
+        # Each head lies on one tensor-parallel rank, and is orthogonalized there.
+        is_by_head = getattr(param, "is_split_by_head", False)
+        is_joined = is_sharded and self.tp_mode != "blockwise" and not is_by_head
         split_shapes = None
         if self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(param):
             split_shapes = tuple(getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes)

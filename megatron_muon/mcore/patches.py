@@ -11,6 +11,7 @@ from megatron_muon.mcore.checkpoint import loading, saving
 from megatron_muon.mcore.checkpoint import repairs as checkpoint_repairs
 from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
 from megatron_muon.mcore.fsdp_model import is_megatron_fsdp
+from megatron_muon.mcore.unsharded import asks_for_more, build_with_flags
 from megatron_muon.patching.patch import Patch, Target
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
@@ -26,10 +27,13 @@ def _route(original: Callable[..., Any]) -> Callable[..., Any]:
         config_overrides: dict[Any, Any] | None = None,
         pg_collection: Any = None,
     ) -> Any:
-        build = (
-            build_megatron_fsdp_emerging_optimizer if is_megatron_fsdp(model_chunks) else original
-        )
-        return build(config, model_chunks, config_overrides, pg_collection)
+        if is_megatron_fsdp(model_chunks):
+            return build_megatron_fsdp_emerging_optimizer(
+                config, model_chunks, config_overrides, pg_collection
+            )
+        if asks_for_more(config):
+            return build_with_flags(original, config, model_chunks, config_overrides, pg_collection)
+        return original(config, model_chunks, config_overrides, pg_collection)
 
     return _get_megatron_emerging_optimizer
 

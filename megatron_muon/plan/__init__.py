@@ -48,6 +48,7 @@ Files, each importing only those above it::
 
     wire               dtypes and bytes of what travels
     layout             which rank holds which rows of a matrix
+    splits             which parts of fused matrices are orthogonalized apart
     cost_table         measured seconds of Newton-Schulz by shape, in a file
     cost               seconds of Newton-Schulz by shape, seconds of traffic by link
     settings           the ``--muon-fsdp-*`` flags as one object

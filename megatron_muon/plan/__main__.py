@@ -29,6 +29,7 @@ from megatron_muon.plan.preview.simulation import (
 )
 from megatron_muon.plan.report import Report, build_report
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.splits import Splits
 from megatron_muon.plan.wire import Wire
 
 _REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
@@ -53,7 +54,8 @@ def _parser() -> argparse.ArgumentParser:
             source.add_argument(flag, action="store_true", default=None)
         else:
             source.add_argument(flag, type=int, metavar="N")
-    source.add_argument("--muon-no-split-qkv", action="store_true")
+    for flag in ("no-split-qkv", "split-glu", "split-mla", "split-qkv-per-head"):
+        source.add_argument(f"--muon-{flag}", action="store_true")
     job = parser.add_argument_group("job")
     job.add_argument("--dp", type=int, default=8, help="data-parallel ranks")
     job.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
@@ -174,7 +176,12 @@ def _simulation(options: argparse.Namespace) -> Simulation:
         machine,
         settings,
         objective=options.objective,
-        splits_qkv=not options.muon_no_split_qkv,
+        splits=Splits(
+            qkv=not options.muon_no_split_qkv,
+            glu=options.muon_split_glu,
+            mla=options.muon_split_mla,
+            per_head=options.muon_split_qkv_per_head,
+        ),
     )
 
 

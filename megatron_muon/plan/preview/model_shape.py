@@ -3,8 +3,12 @@
 """The matrices of a transformer, by layer, and the shapes of some that are published."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
+
+from megatron_muon.plan.splits import Splits, all_heads, halves
 
 
 class Parameter(NamedTuple):
@@ -14,13 +18,16 @@ class Parameter(NamedTuple):
         name: Within the layer, as Megatron-LM names it.
         shape: One or two dimensions.
         partition_dim: Dimension that tensor parallelism shards; None where every rank has all.
-        split_shapes: Rows of a query group that go to query, key and value; None for one block.
+        split: Returns the rows of a group that go to each block, such as query, key and value, for
+            the rows that one tensor-parallel rank has; None for one block.
+        is_split_by_head: Whether each head is a block, and so on one tensor-parallel rank.
     """
 
     name: str
     shape: tuple[int, ...]
     partition_dim: int | None = None
-    split_shapes: tuple[int, ...] | None = None
+    split: Callable[[int], tuple[int, ...]] | None = None
+    is_split_by_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,42 +100,46 @@ class ModelShape:
         """Return whether a layer, counted from 0, has experts."""
         return self.num_experts > 0 and layer >= self.num_dense_layers
 
-    def dense_parameters(self, layer: int, *, splits_qkv: bool) -> list[Parameter]:
+    def dense_parameters(self, layer: int, splits: Splits) -> list[Parameter]:
         """List the parameters of a layer but for its experts, in Megatron-LM's order."""
         # Parameters that Muon does not step are listed too: they take room in the buffer, and so
         # move the borders of shards.
         parameters = [Parameter("input_layernorm.weight", (self.hidden_size,))]
-        parameters += self._latent_attention() if self.q_lora_rank else self._attention(splits_qkv)
+        attention = self._latent_attention if self.q_lora_rank else self._attention
+        parameters += attention(splits)
         parameters.append(Parameter("pre_mlp_layernorm.weight", (self.hidden_size,)))
         if not self.is_moe(layer):
-            return parameters + self._feed_forward("mlp", self.ffn_hidden_size)
+            return parameters + self._feed_forward("mlp", self.ffn_hidden_size, splits)
         parameters.append(Parameter("mlp.router.weight", (self.num_experts, self.hidden_size)))
         if self.moe_shared_expert_intermediate_size:
             parameters += self._feed_forward(
-                "mlp.shared_experts", self.moe_shared_expert_intermediate_size
+                "mlp.shared_experts", self.moe_shared_expert_intermediate_size, splits
             )
         return parameters
 
-    def expert_parameters(self, layer: int, num_local_experts: int) -> list[Parameter]:
+    def expert_parameters(
+        self, layer: int, num_local_experts: int, splits: Splits
+    ) -> list[Parameter]:
         """List the parameters of the experts that one expert-parallel rank has, grouped GEMM."""
         if not self.is_moe(layer):
             return []
         # Grouped GEMM registers all first layers, then all second ones: that order is the buffer's.
-        fc1, fc2 = self._feed_forward("mlp.experts", self.moe_ffn_hidden_size)
+        fc1, fc2 = self._feed_forward("mlp.experts", self.moe_ffn_hidden_size, splits)
         return [
             each._replace(name=f"{each.name}{expert}")
             for each in (fc1, fc2)
             for expert in range(num_local_experts)
         ]
 
-    def _feed_forward(self, name: str, width: int) -> list[Parameter]:
+    def _feed_forward(self, name: str, width: int, splits: Splits) -> list[Parameter]:
+        # SwiGLU fuses gate and up.
+        fc1 = Parameter(f"{name}.linear_fc1.weight", (2 * width, self.hidden_size), 0)
         return [
-            # SwiGLU fuses gate and up.
-            Parameter(f"{name}.linear_fc1.weight", (2 * width, self.hidden_size), 0),
+            fc1._replace(split=halves) if splits.glu else fc1,
             Parameter(f"{name}.linear_fc2.weight", (self.hidden_size, width), 1),
         ]
 
-    def _attention(self, splits_qkv: bool) -> list[Parameter]:
+    def _attention(self, splits: Splits) -> list[Parameter]:
         channels = self.kv_channels or self.hidden_size // self.num_attention_heads
         query_rows = self.num_attention_heads // self.num_query_groups * channels
         split = (query_rows, channels, channels)
@@ -143,26 +154,44 @@ class ModelShape:
                 f"{name}.linear_qkv.weight",
                 (self.num_query_groups * sum(split), self.hidden_size),
                 0,
-                split if splits_qkv else None,
+                self._in_groups(split, splits, channels) if splits.qkv else None,
+                splits.per_head,
             ),
         ]
         if self.qk_layernorm:
             parameters += [Parameter(f"{name}.{x}_layernorm.weight", (channels,)) for x in "qk"]
         return parameters
 
-    def _latent_attention(self) -> list[Parameter]:
+    @staticmethod
+    def _in_groups(
+        split_shapes: tuple[int, ...], splits: Splits, head_rows: int = 0
+    ) -> Callable[[int], tuple[int, ...]]:
+        """Return the split of a matrix whose rows come in groups, or of its heads."""
+        if splits.per_head:
+            return partial(all_heads, split_shapes, head_rows=head_rows)
+        return lambda num_rows: split_shapes
+
+    def _latent_attention(self, splits: Splits) -> list[Parameter]:
         heads, name = self.num_attention_heads, "self_attention"
         query = heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)
         key_value = heads * (self.qk_head_dim + self.v_head_dim)
         # The rotary part of keys is not compressed; it comes out of the same projection. The down
         # projections are replicated over tensor-parallel ranks.
         compressed = self.kv_lora_rank + self.qk_pos_emb_head_dim
+        of_query, of_key_value = (
+            (self._in_groups((self.qk_head_dim, second), splits), splits.per_head)
+            if splits.mla
+            else ()
+            for second in (self.qk_pos_emb_head_dim, self.v_head_dim)
+        )
         return [
             Parameter(f"{name}.linear_proj.weight", (self.hidden_size, heads * self.v_head_dim), 1),
             Parameter(f"{name}.linear_q_down_proj.weight", (self.q_lora_rank, self.hidden_size)),
-            Parameter(f"{name}.linear_q_up_proj.weight", (query, self.q_lora_rank), 0),
+            Parameter(f"{name}.linear_q_up_proj.weight", (query, self.q_lora_rank), 0, *of_query),
             Parameter(f"{name}.linear_kv_down_proj.weight", (compressed, self.hidden_size)),
-            Parameter(f"{name}.linear_kv_up_proj.weight", (key_value, self.kv_lora_rank), 0),
+            Parameter(
+                f"{name}.linear_kv_up_proj.weight", (key_value, self.kv_lora_rank), 0, *of_key_value
+            ),
             Parameter(f"{name}.q_layernorm.weight", (self.q_lora_rank,)),
             Parameter(f"{name}.kv_layernorm.weight", (self.kv_lora_rank,)),
         ]

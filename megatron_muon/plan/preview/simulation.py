@@ -21,6 +21,7 @@ from megatron_muon.plan.layout import (
 from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
 from megatron_muon.plan.preview.model_shape import ModelShape, Parameter
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.splits import Splits
 from megatron_muon.plan.wire import Wire
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -145,7 +146,7 @@ def simulate(
     settings: ExchangeSettings,
     *,
     objective: Objective = "joint",
-    splits_qkv: bool = True,
+    splits: Splits | None = None,
     rank: int | None = None,
 ) -> Simulation:
     """Plan a model as a live run would: experts first, dense matrices fill what they leave.
@@ -156,7 +157,7 @@ def simulate(
         machine: Rates and wire.
         settings: Sizes of buckets and numbers of parts; the rest is the machine's.
         objective: How owners are chosen; a live run takes ``joint``.
-        splits_qkv: Whether query, key and value are orthogonalized apart.
+        splits: What is orthogonalized apart; None for query, key and value.
         rank: The only rank whose plans are wanted, as a live rank plans no other domain than its
             own; None for the plans of all domains.
 
@@ -171,7 +172,7 @@ def simulate(
     plans: list[ExchangePlan] = []
     load_s = dict.fromkeys(range(parallel.stage_size), 0.0)
     kinds = {
-        is_expert: _units(model, parallel, is_expert=is_expert, splits_qkv=splits_qkv)
+        is_expert: _units(model, parallel, splits or Splits(), is_expert=is_expert)
         for is_expert in (True, False)
     }
     kinds = {is_expert: units for is_expert, units in kinds.items() if any(units)}
@@ -256,15 +257,15 @@ def _renamed(ranks: Sequence[int], assignment: Assignment, targets: Sequence[int
 
 
 def _units(
-    model: ModelShape, parallel: Parallelism, *, is_expert: bool, splits_qkv: bool
+    model: ModelShape, parallel: Parallelism, splits: Splits, *, is_expert: bool
 ) -> list[list[Parameter]]:
     """List the parameters of each layer of the first pipeline stage, experts or all others."""
     # The first stage has the most layers where they do not divide.
     layers = range(-(-model.num_layers // parallel.pp))
     if is_expert:
         num_local_experts = model.num_experts // parallel.ep
-        return [model.expert_parameters(layer, num_local_experts) for layer in layers]
-    return [model.dense_parameters(layer, splits_qkv=splits_qkv) for layer in layers]
+        return [model.expert_parameters(layer, num_local_experts, splits) for layer in layers]
+    return [model.dense_parameters(layer, splits) for layer in layers]
 
 
 def _rank_grids(parallel: Parallelism, is_expert: bool) -> list[list[list[int]]]:
@@ -300,8 +301,11 @@ def _matrices(
         for parameter, layout in zip(parameters, layouts, strict=True):
             if layout is None:
                 continue
-            # What tensor parallelism replicates, such as a router, is a matrix on each rank.
-            is_joined = len(rank_grid) > 1 and parameter.partition_dim is not None
+            # What tensor parallelism replicates, such as a router, is a matrix on each rank; and
+            # so are heads that are apart.
+            is_sharded = parameter.partition_dim is not None
+            is_joined = len(rank_grid) > 1 and is_sharded and not parameter.is_split_by_head
+            split = parameter.split
             for ranks in [holders] if is_joined else [[row] for row in holders]:
                 matrices.append(
                     whole_matrix(
@@ -309,7 +313,7 @@ def _matrices(
                         layout,
                         ranks,
                         partition_dim=parameter.partition_dim if is_joined else None,
-                        split_shapes=parameter.split_shapes,
+                        split_shapes=None if split is None else split(layout.num_rows),
                         domain=domain if is_joined or len(rank_grid) == 1 else None,
                         has_copies=num_tensor_ranks > 1
                         and parameter.partition_dim is None

@@ -66,7 +66,7 @@ def orthogonalize_local_rows() -> None:
 
     def without_arrivals(self: Any, index: int) -> Any:
         """Clear what arrived."""
-        for _, rows in self._gathers.unpacking(index):
+        for _, rows in self._arrived_rows[index]:
             rows.zero_()
         return original(self, index)
 

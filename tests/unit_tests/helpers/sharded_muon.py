@@ -75,14 +75,14 @@ class Optimizers:
     def set_gradients(self, step: int) -> None:
         """Give both the same gradients."""
         for index, (param, reference, matrix) in enumerate(self.params):
-            grad = whole_matrix(reference.shape, 1000 * step + index, self._block(reference))
+            grad = whole_matrix(reference.shape, 1000 * step + index, self._block(param))
             start, stop = matrix.local_range
             reference.grad = grad.clone()
             # As Megatron-FSDP attaches gradients: none where the shard is empty.
             param.grad = with_local(param, grad[start:stop].clone()) if stop > start else None
 
-    def _block(self, reference: Any) -> int:
-        return self.tensor_rank if reference.partition_dim >= 0 else 0
+    def _block(self, param: Any) -> int:
+        return self.tensor_rank if param.partition_dim >= 0 else 0
 
     def state(self) -> list[tuple[Any, Any]]:
         """Copy the local parameters and their momentum."""
@@ -126,6 +126,8 @@ def build_optimizers(
     num_tensor_ranks: int = 1,
     num_replicas: int = 1,
     cases: Sequence[tuple[int, Sequence[int]]] | None = None,
+    blocks: Sequence[Sequence[int]] | None = None,
+    by_head: Sequence[bool] = (),
 ) -> Optimizers:
     """Make both optimizers on a grid of replicas x shards x tensor-parallel ranks.
 
@@ -137,6 +139,9 @@ def build_optimizers(
         num_replicas: Ranks that hold the same rows.
         cases: Columns and rows by shard of each matrix, the last one that of query, key and value;
             None for those of :data:`LAYOUTS`.
+        blocks: Rows of a group that go to each block, for each matrix; None for the last one alone.
+        by_head: Whether the blocks of each matrix are heads, which tensor-parallel ranks do not
+            join; empty for none.
     """
     import torch
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
@@ -156,13 +161,19 @@ def build_optimizers(
     for index, (cols, rows) in enumerate(cases):
         layout = rows_cut_at(sum(rows), cols, list(rows))
         start, stop = layout.shards[shards.rank()]
-        is_qkv = index == len(cases) - 1
+        is_qkv = blocks is not None or index == len(cases) - 1
         partition_dim = (0, 1, -1)[0 if is_qkv else index % 3] if num_tensor_ranks > 1 else -1
         value = whole_matrix((sum(rows), cols), index, tensor.rank() * (partition_dim >= 0))
         reference = torch.nn.Parameter(value.clone())
         param = _sharded_parameter(value, slice(start, stop), mesh["shard"])
         for each in (param, reference):
             each.is_qkv, each.partition_dim = is_qkv, partition_dim
+            if blocks is not None:
+                each.qkv_split_shapes = list(blocks[index])
+        if by_head and by_head[index]:
+            param.is_split_by_head = True
+            # Upstream joins what is sharded.
+            reference.partition_dim = -1
         matrix = ShardedMatrix(
             f"layer.{index}.weight", layout, shards, replicas if num_replicas > 1 else None
         )

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 from helpers.ranks import launch, run_ranks
-from helpers.toy_gpt import HSDP, ZERO, fsdp_toy_gpt, toy_gpt
+from helpers.toy_gpt import HSDP, TP, ZERO, fsdp_toy_gpt, toy_gpt
 
 from megatron_muon.mcore.unsupported import raise_where_unsupported
 
@@ -15,6 +15,8 @@ pytestmark = pytest.mark.ranks
 
 ZERO_3 = ZERO[3]
 
+HEADS_TP = ("--muon-split-qkv-per-head", *TP, "--muon-tp-mode", "duplicated")
+UPSTREAM_JOINS = "expected --muon-tp-mode blockwise where upstream's Muon orthogonalizes"
 REFUSALS = [
     (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
     (("--use-precision-aware-optimizer",), "--use-precision-aware-optimizer: it keeps gradients"),
@@ -47,6 +49,11 @@ REFUSALS = [
         ("--muon-fsdp-newton-schulz", "gram", "--muon-fsdp-exchange", "all_gather"),
         "newton-schulz: expected standard with --muon-fsdp-exchange all_gather",
     ),
+    (
+        ("--muon-split-qkv-per-head", "--muon-no-split-qkv"),
+        "--muon-split-qkv-per-head: expected query, key and value apart, got --muon-no-split-qkv",
+    ),
+    ((*HEADS_TP, "--muon-fsdp-exchange", "all_gather"), UPSTREAM_JOINS),
     (("--muon-fsdp-cost-model", "gbps=fast"), "cost model: expected name=value with a name of"),
     (
         ("--muon-fsdp-wire", "bf16", "--muon-fp32-matmul-prec", "high"),
@@ -63,6 +70,13 @@ OUTER = tuple(fsdp_toy_gpt("optim", *HSDP, "--outer-dp-sharding-strategy", "opti
 BOTH = tuple(fsdp_toy_gpt(ZERO_3, "--fp16", "--optimizer-cpu-offload"))
 ADAM_FSDP = tuple(toy_gpt("--optimizer", "adam", "--use-megatron-fsdp"))
 MUON_DDP = tuple(toy_gpt("--ckpt-format", "fsdp_dtensor"))
+# Without Megatron-FSDP, upstream's Muon takes the flags for splits too.
+UNSHARDED = {
+    tuple(toy_gpt(*HEADS_TP)): UPSTREAM_JOINS,
+    tuple(toy_gpt("--optimizer", "dist_muon", "--moe-router-skip-muon")): (
+        "--moe-router-skip-muon: expected another optimizer than the layer-wise one"
+    ),
+}
 
 
 def _refusals(command_lines: list[list[str]]) -> list[str]:
@@ -95,7 +109,7 @@ def _refusals(command_lines: list[list[str]]) -> list[str]:
 def refusals() -> dict[tuple[str, ...], str]:
     """Parse every command line of this file once, in one process."""
     lines = [tuple(fsdp_toy_gpt(ZERO_3, *flags)) for flags, _ in REFUSALS]
-    lines += [NO_OVERLAP, OUTER, BOTH, ADAM_FSDP, MUON_DDP]
+    lines += [NO_OVERLAP, OUTER, BOTH, ADAM_FSDP, MUON_DDP, *UNSHARDED]
     run = run_ranks(1, _refusals, list(map(list, lines)), env={"WORLD_SIZE": "2"}).check()
     return dict(zip(lines, run.results[0], strict=True))
 
@@ -104,6 +118,12 @@ def refusals() -> dict[tuple[str, ...], str]:
 def test_refusal_names_the_flag_the_reason_and_the_way_out(flags, message):
     """Megatron's parser and checks, with ours in them, say what cannot work and why."""
     assert message in refusals()[tuple(fsdp_toy_gpt(ZERO_3, *flags))]
+
+
+@pytest.mark.parametrize(("line", "message"), UNSHARDED.items(), ids=["heads", "router"])
+def test_flags_that_cannot_work_are_refused_without_megatron_fsdp_too(line, message):
+    """They would be ignored, or mean something else."""
+    assert message in refusals()[line]
 
 
 @pytest.mark.parametrize(

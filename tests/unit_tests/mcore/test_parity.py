@@ -158,6 +158,38 @@ def test_experts_train_like_ddp_in_hybrid_sharding(outer):
     check_parity(4, 3, (*HIGH, *EP), outer, HIGH_TOLERANCE, num_microbatches=2)
 
 
+SWIGLU = ("--swiglu",)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "flags"),
+    [
+        pytest.param(2, SWIGLU, ("--muon-split-glu", "--muon-no-split-qkv"), id="glu"),
+        pytest.param(2, (), ("--muon-split-qkv-per-head",), id="heads"),
+        pytest.param(
+            2,
+            (*MOE, *SWIGLU),
+            ("--muon-split-glu", "--moe-router-skip-muon"),
+            id="experts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            (*TP, *SWIGLU, "--muon-tp-mode", "duplicated"),
+            ("--muon-split-glu",),
+            id="glu_tp2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_split_matrices_train_like_ddp_with_the_same_flags(world_size, model, flags):
+    """Upstream's own code splits what the flags tag, and the flags change what is trained."""
+    check_parity(world_size, 3, (*HIGH, *model, *flags), (), HIGH_TOLERANCE)
+    with_flags = ddp_losses(world_size, *HIGH, *model, *flags)
+    without = ddp_losses(world_size, *HIGH, *model)
+    assert max(relative_differences(with_flags, without)) > 10 * HIGH_TOLERANCE
+
+
 def test_medium_precision_trains_like_ddp():
     """The default: Newton-Schulz in bf16."""
     check_parity(2, 1, (), (), MEDIUM_TOLERANCE)

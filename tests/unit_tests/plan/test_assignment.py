@@ -17,6 +17,7 @@ from megatron_muon.plan.preview.model_shape import PRESETS
 from megatron_muon.plan.preview.simulation import Machine, Parallelism, simulate
 from megatron_muon.plan.report import build_report
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.splits import Splits
 from megatron_muon.plan.wire import Wire
 
 BF16 = Wire("bfloat16", "bfloat16")
@@ -130,7 +131,7 @@ def test_llama_over_512_ranks_needs_cut_matrices(max_parts, ratio):
     """128 matrices cannot keep 512 ranks busy unless they are cut."""
     settings = ExchangeSettings(max_parts=max_parts)
     simulation = simulate(
-        PRESETS["llama3-8b"], Parallelism(dp=512), Machine(), settings, splits_qkv=False
+        PRESETS["llama3-8b"], Parallelism(dp=512), Machine(), settings, splits=Splits(qkv=False)
     )
     report = build_report(range(512), simulation.plans)
     assert report.busiest_over_ideal <= ratio

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
 from megatron_muon.plan.preview.model_shape import PRESETS
+from megatron_muon.plan.splits import Splits
 
 
 def _shards_by_megatron(shapes: list[tuple[int, ...]], num_shards: int) -> list[Any]:
@@ -90,8 +91,8 @@ def test_simulated_shards_are_those_of_megatron_fsdp():
     cases = _random_cases()
     for model in PRESETS.values():
         for layer in (0, model.num_layers - 1):
-            dense = [each.shape for each in model.dense_parameters(layer, splits_qkv=True)]
-            experts = [each.shape for each in model.expert_parameters(layer, 4)]
+            dense = [each.shape for each in model.dense_parameters(layer, Splits())]
+            experts = [each.shape for each in model.expert_parameters(layer, 4, Splits())]
             cases += [[shapes, n] for shapes in (dense, experts) if shapes for n in (1, 8, 60, 512)]
     assert len(cases) > 400
     assert run_ranks(1, _compare, cases).check().results == [[]]

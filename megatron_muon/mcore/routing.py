@@ -1,0 +1,37 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which optimizer steps a parameter: Megatron's rule for Muon, and what is added to it."""
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.optimizer.emerging_optimizers import _EMERGING_OPTIMIZERS
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
+
+from megatron_muon.mcore.arguments import skips_router
+
+
+def muon_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
+    """Return the overrides that send parameters to the configured scalar optimizer.
+
+    Those of Megatron's rule are no matrices; modules of later releases mark others.
+    """
+    to_scalar = {"optimizer": config.muon_scalar_optimizer}
+    rule = copy.deepcopy(_EMERGING_OPTIMIZERS["muon"].default_param_overrides)
+    for override in rule.values():
+        override.update(to_scalar)
+    excluded = ParamPredicate(name="muon_excluded", fn=_is_excluded)
+    return {**rule, ParamKey(predicate=excluded): to_scalar, **router_rule(config)}
+
+
+def router_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
+    """Return the override of ``--moe-router-skip-muon``; empty without the flag."""
+    if not skips_router():
+        return {}
+    return {ParamKey(name="*.router.weight"): {"optimizer": config.muon_scalar_optimizer}}
+
+
+def _is_excluded(param: torch.Tensor) -> bool:
+    """Return whether a module asks for another optimizer, as Mamba does for ``in_proj``."""
+    return getattr(param, "use_muon", True) is False

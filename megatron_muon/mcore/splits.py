@@ -1,0 +1,92 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Tag the parameters whose rows are orthogonalized in blocks.
+
+The tags are upstream's (``is_qkv``, ``qkv_split_shapes``), which mean any rows: upstream's Muon
+splits what is tagged under DDP too. This file alone decides the blocks of a parameter, from the
+module that holds it.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
+
+from megatron_muon.plan.splits import Splits, all_heads, halves
+
+# Classes whose gate and up alternate, and the field of their configuration with the rows of each.
+# Source: megatron-core 0.19.2, moe/experts.py and moe/shared_experts.py.
+_INTERLEAVED = {
+    "TEGroupedMLP": "moe_mlp_glu_interleave_size",
+    "FusedSharedExpertMLP": "moe_shared_expert_glu_interleave_size",
+}
+
+
+def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> None:
+    """Tag the parameters of a model chunk that are split.
+
+    Args:
+        chunk: Model chunk, wrapped or not.
+        splits: What is split.
+        num_rows: Returns the tensor-parallel-local rows of a parameter.
+
+    Raises:
+        ValueError: Heads are to be orthogonalized apart, and a tensor-parallel rank holds parts of
+            them.
+    """
+    for name, holder, linear in _fused_linears(chunk):
+        # Grouped experts have a weight each: weight0, weight1, ...
+        for weight_name, param in linear.named_parameters(recurse=False):
+            if not weight_name.startswith("weight") or param.dim() != 2 or not param.requires_grad:
+                continue
+            rows = num_rows(param)
+            shapes = _split_shapes(holder, name, rows, chunk.config, splits)
+            if shapes is None:
+                continue
+            if rows % sum(shapes):
+                # Fewer query groups than tensor-parallel ranks: upstream leaves them whole, too.
+                if splits.per_head:
+                    raise ValueError(
+                        f"{name}: expected whole query groups of {sum(shapes)} rows on each "
+                        f"tensor-parallel rank, got {rows} rows. Leave out "
+                        "--muon-split-qkv-per-head, or use fewer tensor-parallel ranks."
+                    )
+                continue
+            is_attention = name != "linear_fc1"
+            if splits.per_head and is_attention:
+                head_rows = chunk.config.kv_channels if name == "linear_qkv" else 0
+                shapes = all_heads(shapes, rows, head_rows)
+                # A head lies on one tensor-parallel rank: joined, it would be mixed with others.
+                param.is_split_by_head = True
+            param.is_qkv = True
+            param.qkv_split_shapes = list(shapes)
+
+
+def _fused_linears(chunk: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, holder and linear layer of what may be split."""
+    names = ("linear_qkv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+    for holder in chunk.modules():
+        for name in names:
+            linear = getattr(holder, name, None)
+            if isinstance(linear, torch.nn.Module):
+                yield name, holder, linear
+
+
+def _split_shapes(
+    holder: Any, name: str, num_rows: int, model_config: Any, splits: Splits
+) -> tuple[int, ...] | None:
+    """Return the rows of one group that go to each block; None for a matrix that stays whole."""
+    if name == "linear_qkv":
+        return tuple(_get_qkv_split_shapes(model_config)) if splits.qkv else None
+    config = holder.config
+    if name == "linear_fc1":
+        if not splits.glu or not config.gated_linear_unit:
+            return None
+        field = _INTERLEAVED.get(type(holder).__name__)
+        interleave = getattr(config, field, None) if field is not None else None
+        return (interleave, interleave) if interleave else halves(num_rows)
+    if not splits.mla:
+        return None
+    second = config.v_head_dim if name == "linear_kv_up_proj" else config.qk_pos_emb_head_dim
+    return config.qk_head_dim, second

@@ -1,0 +1,60 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of this package for Muon without Megatron-FSDP: upstream's optimizer, with our tags.
+
+A run under DDP with the same flags is then the reference for one under Megatron-FSDP.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+from megatron.core import optimizer as mcore_optimizer
+
+from megatron_muon.mcore.arguments import requested_splits, skips_router
+from megatron_muon.mcore.routing import router_rule
+from megatron_muon.mcore.splits import tag_blocks
+from megatron_muon.plan.splits import Splits
+
+# No matrix has so many rows, so upstream, which asks whether they divide, splits none.
+_NEVER = [2**62]
+
+
+def asks_for_more(config: Any) -> bool:
+    """Return whether the flags ask for more than upstream's function does by itself.
+
+    Args:
+        config: Optimizer configuration; one that :func:`build_with_flags` has completed asks for
+            nothing.
+    """
+    splits = requested_splits(config)
+    is_asked = splits != Splits(qkv=splits.qkv) or skips_router()
+    return is_asked and not getattr(config, "has_muon_flags", False)
+
+
+def build_with_flags(
+    original: Callable[..., Any],
+    config: Any,
+    model_chunks: Sequence[Any],
+    config_overrides: dict[Any, Any] | None,
+    pg_collection: Any,
+) -> Any:
+    """Call ``_get_megatron_emerging_optimizer`` with what the flags ask for.
+
+    Args:
+        original: Upstream's function.
+        config: Optimizer configuration.
+        model_chunks: Model chunks, not of Megatron-FSDP.
+        config_overrides: Per-parameter settings.
+        pg_collection: Process groups of the model.
+    """
+    for chunk in model_chunks:
+        tag_blocks(chunk, requested_splits(config), lambda param: param.shape[0])
+    overrides = {**(config_overrides or {}), **router_rule(config)}
+    # Tags alone say what is split, as under Megatron-FSDP. Upstream would tag query, key and value
+    # again, whatever is tagged.
+    config = copy.copy(config)
+    config.muon_split_qkv, config.has_muon_flags = True, True
+    with mock.patch.object(mcore_optimizer, "_get_qkv_split_shapes", lambda _: _NEVER):
+        return original(config, model_chunks, overrides, pg_collection)

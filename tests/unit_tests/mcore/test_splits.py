@@ -1,0 +1,192 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What is orthogonalized apart: which parameters are tagged, how, and the bits that come out."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.sharded_muon import build_optimizers, init_group, step_both
+
+from megatron_muon.plan.splits import Splits, all_heads, halves
+
+# Columns, rows, rows of a group of blocks, and whether blocks are heads.
+BLOCKS = {
+    "gate and up": (24, 40, (20, 20), False),
+    "gate and up, interleaved": (24, 48, (8, 8), False),
+    "gated attention": (24, 48, (8, 8, 4, 4), False),
+    "heads of query, key and value": (24, 32, (4,) * 8, True),
+    "latent queries": (12, 32, (5, 3), False),
+    "heads of latent queries": (12, 32, (5, 3) * 4, True),
+    "latent keys and values": (12, 36, (5, 4), False),
+    "one block": (24, 30, (30,), False),
+}
+
+
+def _step_blocks(
+    num_shards: int, grid: dict[str, int], settings: dict[str, Any], exchange: dict[str, Any]
+) -> list[str]:
+    """Step each layout, cut anywhere, empty shards included."""
+    init_group()
+    draw = random.Random(num_shards)
+    cases = []
+    for cols, rows, _, _ in BLOCKS.values():
+        cuts = sorted(draw.randint(0, rows) for _ in range(num_shards - 1))
+        cases.append((cols, [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]))
+    optimizers = build_optimizers(
+        num_shards,
+        settings,
+        exchange,
+        cases=cases,
+        blocks=[split for _, _, split, _ in BLOCKS.values()],
+        by_head=[is_head for _, _, _, is_head in BLOCKS.values()],
+        **grid,
+    )
+    step_both(optimizers, exchange.get("wire", ""))
+    names = list(BLOCKS)
+    return [names[int(each.split(".")[1])] + each for each in optimizers.differences()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("exchange", [{"wire": "fp32"}, {"wire": "bf16"}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("num_shards", "grid", "mode"),
+    [
+        (2, {}, "blockwise"),
+        (3, {}, "blockwise"),
+        pytest.param(4, {}, "blockwise", marks=pytest.mark.slow),
+        (2, {"num_tensor_ranks": 2}, "duplicated"),
+        pytest.param(2, {"num_tensor_ranks": 2}, "blockwise", marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_have_the_bits_of_upstreams_split(num_shards, grid, mode, exchange):
+    """On both wires; heads are not joined over tensor-parallel ranks, other blocks are."""
+    world_size = num_shards * grid.get("num_tensor_ranks", 1)
+    run = run_ranks(world_size, _step_blocks, num_shards, grid, {"tp_mode": mode}, exchange)
+    assert run.check().results == [[]] * world_size
+
+
+def _modules() -> Any:
+    """Return a chunk with each layer that fuses matrices, as Megatron names and configures them."""
+
+    def linear(num_rows: int, *names: str) -> torch.nn.Module:
+        module = torch.nn.Module()
+        for name in names or ("weight", "bias"):
+            shape = (num_rows,) if name == "bias" else (num_rows, 6)
+            module.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+        return module
+
+    def holder(kind: str, config: dict[str, Any], **layers: torch.nn.Module) -> torch.nn.Module:
+        module = type(kind, (torch.nn.Module,), {})()
+        module.config = SimpleNamespace(**config)
+        for name, layer in layers.items():
+            module.add_module(name, layer)
+        return module
+
+    gated = {"gated_linear_unit": True}
+    mla = {"qk_head_dim": 5, "qk_pos_emb_head_dim": 3, "v_head_dim": 4}
+    chunk = torch.nn.Module()
+    # Two query groups of two queries each, heads of four rows.
+    chunk.config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=4)
+    for name, module in {
+        "attention": holder("SelfAttention", {}, linear_qkv=linear(32)),
+        "latent": holder(
+            "MLASelfAttention", mla, linear_q_proj=linear(32), linear_kv_up_proj=linear(36),
+            linear_q_down_proj=linear(9),
+        ),
+        "mlp": holder("MLP", gated, linear_fc1=linear(40), linear_fc2=linear(6)),
+        "plain": holder("MLP", {"gated_linear_unit": False}, linear_fc1=linear(40)),
+        "experts": holder(
+            "TEGroupedMLP", {**gated, "moe_mlp_glu_interleave_size": 4},
+            linear_fc1=linear(40, "weight0", "weight1"),
+        ),
+        "shared": holder(
+            "FusedSharedExpertMLP", {**gated, "moe_shared_expert_glu_interleave_size": None},
+            linear_fc1=linear(20),
+        ),
+    }.items():  # fmt: skip
+        chunk.add_module(name, module)
+    return chunk
+
+
+def _tags(splits: Splits) -> dict[str, tuple[int, ...]]:
+    from megatron_muon.mcore.splits import tag_blocks
+
+    chunk = _modules()
+    tag_blocks(chunk, splits, lambda param: param.shape[0])
+    for param in chunk.parameters():
+        assert getattr(param, "is_qkv", False) == hasattr(param, "qkv_split_shapes")
+    return {
+        name: tuple(param.qkv_split_shapes)
+        for name, param in chunk.named_parameters()
+        if hasattr(param, "qkv_split_shapes")
+    }
+
+
+QKV = {"attention.linear_qkv.weight": (8, 4, 4)}
+GLU = {
+    "mlp.linear_fc1.weight": (20, 20),
+    "experts.linear_fc1.weight0": (4, 4),
+    "experts.linear_fc1.weight1": (4, 4),
+    "shared.linear_fc1.weight": (10, 10),
+}
+MLA = {"latent.linear_q_proj.weight": (5, 3), "latent.linear_kv_up_proj.weight": (5, 4)}
+
+
+@pytest.mark.parametrize(
+    ("splits", "expected"),
+    [
+        (Splits(), QKV),
+        (Splits(qkv=False), {}),
+        (Splits(glu=True), {**QKV, **GLU}),
+        (Splits(qkv=False, glu=True), GLU),
+        (Splits(mla=True), {**QKV, **MLA}),
+        (Splits(per_head=True), {"attention.linear_qkv.weight": (4,) * 8}),
+        (
+            Splits(per_head=True, mla=True, glu=True),
+            {
+                "attention.linear_qkv.weight": (4,) * 8,
+                "latent.linear_q_proj.weight": (5, 3) * 4,
+                "latent.linear_kv_up_proj.weight": (5, 4) * 4,
+                **GLU,
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_parameters_are_tagged_by_the_module_that_holds_them(splits, expected):
+    """By default what upstream tags; each flag adds its own, and heads are attention's alone."""
+    assert _tags(splits) == expected
+
+
+def test_heads_are_marked_as_such():
+    """Tensor-parallel ranks do not join them; gate and up they do."""
+    from megatron_muon.mcore.splits import tag_blocks
+
+    chunk = _modules()
+    tag_blocks(chunk, Splits(per_head=True, glu=True), lambda param: param.shape[0])
+    marked = {name for name, p in chunk.named_parameters() if getattr(p, "is_split_by_head", False)}
+    assert marked == {"attention.linear_qkv.weight"}
+
+
+def test_parts_of_a_query_group_stay_whole_or_are_refused():
+    """A tensor-parallel rank with less than a query group: upstream leaves it whole."""
+    from megatron_muon.mcore.splits import tag_blocks
+
+    chunk = _modules()
+    tag_blocks(chunk, Splits(), lambda param: 8)
+    assert not hasattr(chunk.attention.linear_qkv.weight, "is_qkv")
+    with pytest.raises(ValueError, match="linear_qkv: expected whole query groups of 16 rows"):
+        tag_blocks(chunk, Splits(per_head=True), lambda param: 8)
+
+
+def test_rows_of_heads_and_halves():
+    """Of two query groups with two queries, a gate of each, a key and a value; by hand."""
+    assert all_heads((8, 8, 4, 4), 48, 4) == (4, 4, 4, 4, 4, 4) * 2
+    assert all_heads((5, 3), 24) == (5, 3, 5, 3, 5, 3)
+    assert halves(14) == (7, 7)
+    with pytest.raises(ValueError, match="--muon-split-qkv-per-head: expected query, key and"):
+        Splits(qkv=False, per_head=True)
