@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron_muon.plan import layout
+from megatron_muon.plan.preview import simulation
 from megatron_muon.plan.preview.model_shape import PRESETS
 from megatron_muon.plan.preview.simulation import Machine, Parallelism, Simulation, simulate
 from megatron_muon.plan.rank_schedule import RankSchedule
@@ -54,30 +56,38 @@ class Row(NamedTuple):
 
 def plan_rank(preset: str, dp: int, ep: int) -> tuple[Simulation, RankSchedule]:
     """Plan rank 0 of a job."""
-    simulation = simulate(
+    planned = simulate(
         PRESETS[preset], Parallelism(dp=dp, ep=ep), Machine(), ExchangeSettings(), rank=0
     )
-    for plan in simulation.plans:
+    for plan in planned.plans:
         plan.entries()
-    return simulation, RankSchedule.build(simulation.plans, 0)
+    return planned, RankSchedule.build(planned.plans, 0)
+
+
+def _clear_caches() -> None:
+    for cached in (layout._tiling, layout._elements_by_rank, simulation._cached_layouts):
+        cached.cache_clear()
+    gc.collect()
 
 
 def measure(job: tuple[str, int, int]) -> Row:
     """Plan twice: for the time, and for the memory, which is slow to trace."""
     start = time.perf_counter()
-    simulation, _ = plan_rank(*job)
+    job_plans, _ = plan_rank(*job)
     seconds = time.perf_counter() - start
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    matrices = [matrix for plan in simulation.plans for matrix in plan.matrices]
+    matrices = [matrix for plan in job_plans.plans for matrix in plan.matrices]
     num_matrices = len(matrices)
     num_shards = sum(len(matrix.elements_by_rank) for matrix in matrices)
     groups = Counter(
-        rank for plan in simulation.plans for owners in plan.sets_of_owners for rank in owners
+        rank for plan in job_plans.plans for owners in plan.sets_of_owners for rank in owners
     )
-    del simulation, matrices
+    del job_plans, matrices
+    _clear_caches()
     tracemalloc.start()
     both = plan_rank(*job)
-    gc.collect()
+    # What caches hold for plans belongs to these: they keep it alive.
+    _clear_caches()
     all_mb = tracemalloc.get_traced_memory()[0] / 1e6
     own = both[1]
     del both
@@ -85,7 +95,6 @@ def measure(job: tuple[str, int, int]) -> Row:
     own_mb = tracemalloc.get_traced_memory()[0] / 1e6
     del own
     gc.collect()
-    # What is left are caches, which belong to neither.
     left_mb = tracemalloc.get_traced_memory()[0] / 1e6
     return Row(
         ranks=job[1],

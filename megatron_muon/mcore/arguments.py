@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=defaults.staging_bytes,
         help="Most bytes of messages and stacks on a rank, while a step runs. Default: 4 GB, or "
-        "what the largest matrices take.",
+        "little more than the least that works.",
     )
     group.add_argument(
         "--muon-fsdp-max-parts",

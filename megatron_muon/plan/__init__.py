@@ -38,7 +38,7 @@ route             a region and a part overlap in a rectangle; it is gathered fro
 local matrix      a matrix whose owner holds all its rows, and nobody else any: nothing travels
 bucket            matrices that are gathered and orthogonalized together
 stack             parts of one shape on one owner, contiguous; one call on the bf16 wire
-message           all routes from one rank to another in one bucket
+message           all routes from one rank to another in one gather or scatter
 load              estimated Newton-Schulz seconds of a rank, or what one matrix adds to them
 wire              the dtypes in which rows travel to the owner and results travel back
 domain            the ranks that may exchange matrices with each other
@@ -56,6 +56,7 @@ Files, each importing only those above it::
     assignment         the owners of every matrix
     routes             where each rectangle of a matrix goes
     scatter            how results come back, to replicas too
+    stacking           what is orthogonalized in one call
     schedule           the order of a step
     staging            memory of a step: what is alive when, and where it lies
     step_estimate      how long a step takes

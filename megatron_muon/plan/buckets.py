@@ -24,7 +24,14 @@ from megatron_muon.plan.cost import CostModel, HeldElements
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import transfers_of
 from megatron_muon.plan.schedule import Depth, PlanShape
-from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, most_alive
+from megatron_muon.plan.stacking import Stacking
+from megatron_muon.plan.staging import (
+    BucketSizes,
+    PlanStaging,
+    ScatterSizes,
+    StagingLayout,
+    most_alive,
+)
 from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds, step_seconds
 from megatron_muon.plan.wire import Wire
 
@@ -45,9 +52,12 @@ _WORTH_DEPTH = 1.005
 _LEAST_FREE_DEPTH = 2
 # Ranks whose memory is looked at: those with most to stage over all buckets.
 _NUM_FULLEST = 16
-# What gaps between buffers and padding of stacks add to what is alive at once. The most on the
-# plans of docs/performance.md is 1.06.
+# What gaps between buffers add to what is alive at once. The most on the plans of
+# docs/performance.md is 1.06.
 _GAPS = 1.1
+# Where nothing fits and nothing is refused, plans may take so many times the least: with the least
+# itself nothing overlaps.
+_ROOM = 1.1
 
 
 @dataclass(frozen=True)
@@ -105,18 +115,15 @@ class TravellingMatrix:
         """Elements that each owner orthogonalizes."""
         return -(-self.layout.num_elements // len(self.owners))
 
-    def sizes(self, rank: int) -> tuple[int, int, int, int, int]:
-        """Return elements that a rank stages, in the order of the fields of the two sizes.
-
-        Those of the scatter are of all scatters of its bucket together.
-        """
+    def sizes(self, rank: int) -> tuple[int, int, int, int]:
+        """Return elements that a rank sends and receives in the gather, and in all scatters."""
         held = self.layout.elements_by_rank.get(rank, 0)
         part = self.part_elements if rank in self.owners else 0
         kept = held // len(self.owners) if part else 0
         if self.sent is None:
-            return held - kept, part - kept, part, part - kept, held - kept
+            return held - kept, part - kept, part - kept, held - kept
         # With replicas, results come back with all others, also to an owner that holds the rows.
-        return self.sent.get(rank, 0), max(0, part - kept), part, part, held
+        return self.sent.get(rank, 0), max(0, part - kept), part, held
 
 
 @dataclass
@@ -162,8 +169,8 @@ class _Dealt(NamedTuple):
 
     Args:
         drafts: The buckets.
-        staged: Elements of each bucket, in the order of :meth:`TravellingMatrix.sizes`, and bytes
-            of local matrices; of the fullest ranks, many of which have equal ones.
+        staged: Elements of each bucket, in the order of the fields of the two sizes, and bytes of
+            the largest local stack; of the fullest ranks, many of which have equal ones.
     """
 
     drafts: Sequence[_BucketDraft]
@@ -195,28 +202,29 @@ class BucketChooser:
 
     Args:
         travelling: Matrices of which rows travel.
+        local: Indices of the local matrices.
         ranks: Ranks of the domain.
         local_load_s: Newton-Schulz seconds by rank of what needs no other rank.
-        local_bytes: Bytes of the largest stack of local matrices, by rank.
-        cost: Rates of the machine.
-        wire: Bytes an element takes.
+        stacking: Sizes of stacks; with the cost model and the wire.
     """
 
     travelling: Sequence[TravellingMatrix]
+    local: Sequence[int]
     ranks: Sequence[int]
     local_load_s: Mapping[int, float]
-    local_bytes: Mapping[int, int]
-    cost: CostModel
-    wire: Wire
+    stacking: Stacking
 
-    def choose(self, staging_bytes: int) -> Buckets:
-        """Return the buckets with the shortest step that fit, or those that take the least memory.
+    def choose(self, staging_bytes: int, *, is_limit: bool) -> Buckets:
+        """Return the buckets with the shortest step that fit.
+
+        Where none do: those that take the least memory, or little more where it is no limit.
 
         Args:
             staging_bytes: Memory of a rank.
+            is_limit: Whether more is refused by the caller.
         """
         if not self.travelling:
-            most = max(self.local_bytes.values(), default=0)
+            most = max(self._local_bytes.values(), default=0)
             return Buckets([], (), PlanShape(0, 1, Depth(1, 1), False), self.bound_s, most)
         best: tuple[Buckets, _Dealt] | None = None
         too_large = []
@@ -240,13 +248,15 @@ class BucketChooser:
         if best is not None:
             return self._leaner(*best)
         needed, dealt, shape = min(too_large, key=lambda each: each[0])
-        return self._estimate(dealt, shape, needed)
+        if not is_limit:
+            return self.choose(math.ceil(_ROOM * needed), is_limit=True)
+        return self._estimate(dealt, shape, self._placed_bytes(dealt, shape))
 
     def _leaner(self, best: Buckets, dealt: _Dealt) -> Buckets:
         """Return buckets of which no more is under way than shortens the step."""
         for deepest in reversed([each for each in _DEPTHS if min(each) >= _LEAST_FREE_DEPTH]):
             shape = self._shape(dealt, best.shape.num_scatters, deepest)
-            needed = self._needed_bytes(dealt, shape)
+            needed = self._needed_bytes(dealt, shape, 0)
             if needed >= best.staging_bytes:
                 break
             found = self._estimate(dealt, shape, needed)
@@ -281,7 +291,7 @@ class BucketChooser:
             rank: seconds + max(self.local_load_s[rank], sum(shortest_s.get(rank, ())))
             for rank, seconds in work_s.items()
         }
-        all_in_one = _BucketDraft(list(self.travelling)).seconds(self.cost, self.wire)
+        all_in_one = self._seconds(_BucketDraft(list(self.travelling)))
         return max(
             (
                 max(
@@ -294,6 +304,17 @@ class BucketChooser:
             default=0.0,
         )
 
+    def _seconds(self, draft: _BucketDraft) -> BucketSeconds:
+        return draft.seconds(self.stacking.cost, self.stacking.wire)
+
+    @cached_property
+    def _local_bytes(self) -> dict[int, int]:
+        """Return the bytes of the largest stack of local matrices, by rank."""
+        width = self.stacking.wire.gather_bytes
+        return {
+            rank: width * max(sizes) for rank, sizes in self.stacking.elements(self.local).items()
+        }
+
     @cached_property
     def _fullest_ranks(self) -> list[int]:
         """Return the ranks that stage most over all buckets, as owners and as holders."""
@@ -301,6 +322,7 @@ class BucketChooser:
         for matrix in self.travelling:
             total.update(matrix.layout.elements_by_rank)
             total.update(dict.fromkeys(matrix.owners, matrix.part_elements))
+        total.update(self._local_bytes)
         return sorted(total, key=lambda rank: (-total[rank], rank))[:_NUM_FULLEST]
 
     def _deal(self) -> Iterator[_Dealt]:
@@ -313,19 +335,25 @@ class BucketChooser:
                 # The first of equal ones, so that every rank finds the same.
                 min(drafts, key=lambda draft: draft.load_of(matrix.owners)).add(matrix)
             used = [draft for draft in drafts if draft.matrices]
-            yield _Dealt(used, {self._staged(used, rank) for rank in self._fullest_ranks})
+            stacks = [self.stacking.elements(m.index for m in draft.matrices) for draft in used]
+            yield _Dealt(used, {self._staged(used, stacks, rank) for rank in self._fullest_ranks})
             if not drafts[-1].matrices:
                 return
 
     def _staged(
-        self, drafts: Sequence[_BucketDraft], rank: int
+        self,
+        drafts: Sequence[_BucketDraft],
+        all_stacks: Sequence[Mapping[int, Sequence[int]]],
+        rank: int,
     ) -> tuple[tuple[tuple[int, ...], ...], int]:
         """Return what a rank stages, as in :class:`_Dealt`."""
-        elements = (
-            tuple(map(sum, zip(*(m.sizes(rank) for m in draft.matrices), strict=True)))
-            for draft in drafts
-        )
-        return tuple(elements), self.local_bytes.get(rank, 0)
+        elements = []
+        for draft, stacks in zip(drafts, all_stacks, strict=True):
+            sent, received, *scattered = map(
+                sum, zip(*(matrix.sizes(rank) for matrix in draft.matrices), strict=True)
+            )
+            elements.append((sent, received, sum(stacks.get(rank, ())), *scattered))
+        return tuple(elements), self._local_bytes.get(rank, 0)
 
     def _deepest(
         self, dealt: _Dealt, num_scatters: int, staging_bytes: int
@@ -333,7 +361,11 @@ class BucketChooser:
         """Return the first depth that fits into memory, or the last one, and the bytes it takes."""
         for deepest in _DEPTHS:
             shape = self._shape(dealt, num_scatters, deepest)
-            needed = self._needed_bytes(dealt, shape)
+            alive = self._most_alive(dealt, shape, staging_bytes)
+            # The last depth takes the least: of that alone the bytes matter if it does not fit.
+            if alive > staging_bytes and deepest != _DEPTHS[-1]:
+                continue
+            needed = self._needed_bytes(dealt, shape, staging_bytes)
             if needed <= staging_bytes:
                 break
         return shape, needed
@@ -344,10 +376,33 @@ class BucketChooser:
         depth = Depth(min(deepest.ahead, count), min(deepest.behind, count * num_scatters))
         return PlanShape(count, num_scatters, depth, self.has_replicas)
 
-    def _needed_bytes(self, dealt: _Dealt, shape: PlanShape) -> int:
-        """Return the bytes that the fullest of some ranks stages, and some room."""
-        alive = (most_alive([self._staging(shape, *each)]) for each in dealt.staged)
-        return math.ceil(max(alive) * _GAPS)
+    def _needed_bytes(self, dealt: _Dealt, shape: PlanShape, staging_bytes: int) -> int:
+        """Return the bytes that the fullest of some ranks stages, and some room.
+
+        Args:
+            dealt: The buckets.
+            shape: What of them decides the order of a step.
+            staging_bytes: Where it is not clear whether they fit into it, the bytes are exact.
+        """
+        alive = self._most_alive(dealt, shape)
+        if alive <= staging_bytes < alive * _GAPS:
+            return self._placed_bytes(dealt, shape)
+        return math.ceil(alive * _GAPS)
+
+    def _most_alive(self, dealt: _Dealt, shape: PlanShape, staging_bytes: float = math.inf) -> int:
+        """Return the most bytes alive on one of the fullest ranks, or what exceeds a number."""
+        # A rank may have nothing but local matrices.
+        most = max(self._local_bytes.values(), default=0)
+        for each in dealt.staged:
+            if most > staging_bytes:
+                break
+            most = max(most, most_alive([self._staging(shape, *each)]))
+        return most
+
+    def _placed_bytes(self, dealt: _Dealt, shape: PlanShape) -> int:
+        """Return the bytes that the fullest of some ranks stages, gaps included."""
+        layouts = (StagingLayout.build([self._staging(shape, *each)]) for each in dealt.staged)
+        return max([layout.num_bytes for layout in layouts] + list(self._local_bytes.values()))
 
     def _staging(
         self, shape: PlanShape, sizes: Sequence[Sequence[int]], local_bytes: int
@@ -360,14 +415,15 @@ class BucketChooser:
         ]
         return PlanStaging(
             shape,
-            [BucketSizes(*of_bucket[:3]).in_bytes(self.wire) for of_bucket in sizes],
-            [each.in_bytes(self.wire) for each in scatters],
+            [BucketSizes(*of_bucket[:3]).in_bytes(self.stacking.wire) for of_bucket in sizes],
+            [each.in_bytes(self.stacking.wire) for each in scatters],
             local_bytes,
         )
 
     def _estimate(self, dealt: _Dealt, shape: PlanShape, staging_bytes: int) -> Buckets:
-        seconds = tuple(draft.seconds(self.cost, self.wire) for draft in dealt.drafts)
-        plan = PlanSeconds(self.ranks, seconds, shape, self.cost.latency_seconds(self.ranks))
+        seconds = tuple(map(self._seconds, dealt.drafts))
+        latency_s = self.stacking.cost.latency_seconds(self.ranks)
+        plan = PlanSeconds(self.ranks, seconds, shape, latency_s)
         step_s = max(step_seconds([plan], self.local_load_s).values())
         indices = [sorted(matrix.index for matrix in draft.matrices) for draft in dealt.drafts]
         return Buckets(indices, seconds, shape, step_s, staging_bytes)

@@ -15,6 +15,7 @@ from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import Route, Transfer, routes_of, transfers_of
 from megatron_muon.plan.schedule import PlanShape
+from megatron_muon.plan.stacking import Stacking
 from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds
 from megatron_muon.plan.wire import Wire
 
@@ -35,8 +36,7 @@ class ExchangePlan:
         buckets: Indices of the matrices of each bucket, ascending.
         seconds: What each bucket takes.
         shape: What of the plan decides the order of a step.
-        staging_bytes: Memory of messages and stacks on the fullest rank; a few percent less in
-            fact.
+        staging_bytes: Estimated memory of messages and stacks on the fullest rank.
         predicted_step_s: Estimated seconds of a step, with what ranks do besides this plan.
         bound_s: Seconds that it takes at least with these owners, whatever the buckets are.
 
@@ -67,6 +67,7 @@ class ExchangePlan:
         wire: Wire,
         *,
         staging_bytes: int,
+        is_limit: bool = True,
     ) -> "ExchangePlan":
         """Sort matrices into local ones and buckets.
 
@@ -75,8 +76,9 @@ class ExchangePlan:
             assignment: Their owners.
             cost: Rates of the machine, and sizes of stacks.
             wire: What travels.
-            staging_bytes: Memory of a rank for messages and stacks. Where no plan fits into it, the
-                one that takes the least is returned: compare ``staging_bytes``.
+            staging_bytes: Memory of a rank for messages and stacks.
+            is_limit: Whether a plan that takes more is refused by the caller. Where none fits, it
+                is then the one that takes the least; otherwise a better one that takes little more.
         """
         # Nothing here depends on the rank that builds the plan: every rank must come to the same.
         owners = assignment.owners
@@ -93,11 +95,9 @@ class ExchangePlan:
         for matrix in travelling:
             for owner in matrix.owners:
                 local_load_s[owner] = max(0.0, local_load_s[owner] - matrix.load_s)
-        local_bytes = _largest_local_stacks(matrices, owners, local, cost, wire)
-        chooser = BucketChooser(
-            travelling, _ranks_of(matrices), local_load_s, local_bytes, cost, wire
-        )
-        buckets = chooser.choose(staging_bytes)
+        stacking = Stacking(matrices, owners, cost, wire)
+        chooser = BucketChooser(travelling, local, _ranks_of(matrices), local_load_s, stacking)
+        buckets = chooser.choose(staging_bytes, is_limit=is_limit)
         return cls(
             matrices=tuple(matrices),
             assignment=assignment,
@@ -150,6 +150,11 @@ class ExchangePlan:
         """Owners of each matrix."""
         return self.assignment.owners
 
+    @cached_property
+    def stacking(self) -> Stacking:
+        """What may be stacked."""
+        return Stacking(self.matrices, self.owners, self.cost, self.wire)
+
     @property
     def num_scatters(self) -> int:
         """Scatters of each bucket."""
@@ -181,58 +186,47 @@ class ExchangePlan:
         # Equal copies stay equal only by equal operations, so no kernel chosen by timing.
         return (BACKENDS[name].reference or name) if matrix.has_copies else name
 
-    def staging_problem(self, staging_bytes: int | None, num_kinds: int) -> str | None:
-        """Describe a limit of memory that this plan does not keep, or return None.
-
-        Args:
-            staging_bytes: The limit; None for none.
-            num_kinds: Plans of a rank that share it: experts and dense matrices.
-        """
-        if staging_bytes is None or num_kinds * self.staging_bytes <= staging_bytes:
-            return None
-        largest = max(self.matrices, key=lambda matrix: matrix.num_elements)
-        share = f", 1 / {num_kinds} of them for each kind of parameters" if num_kinds > 1 else ""
-        return (
-            f"staging memory: expected a plan within {staging_bytes:,} bytes a rank{share}, got "
-            f"{num_kinds * self.staging_bytes:,} for the one that takes the least; "
-            f"{largest.fqn} has {largest.num_elements * self.wire.gather_bytes:,}. Set "
-            f"--muon-fsdp-staging-bytes to {num_kinds * self.staging_bytes} or more, or shard "
-            "the model over more ranks."
-        )
-
     def entries(self) -> list[str]:
         """Describe each matrix by a line, for comparing plans across ranks."""
         # A checksum of the regions: their text would be megabytes for a large model, and the line
         # names the matrix anyway.
+        node = f"{self.cost.ranks_per_node} ranks a node"  # decides which replica is near
         bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
         return [
             f"{matrix.fqn} {matrix.blocks} owners {owners} bucket {bucket_of.get(index, 'local')} "
             f"layout {zlib.crc32(repr(matrix.regions).encode()):08x}"
-            f"{' with copies' if matrix.has_copies else ''} "
+            f"{' with copies' if matrix.has_copies else ''} {node} "
             f"by {' '.join(self.backend(index, block) for block in range(len(matrix.blocks)))}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
 
 
+def staging_problem(plans: Sequence[ExchangePlan], staging_bytes: int | None) -> str | None:
+    """Describe a limit of memory that plans do not keep, or return None.
+
+    Args:
+        plans: Plans of a rank, experts and dense matrices, which have equal shares of the limit.
+        staging_bytes: The limit; None for none.
+    """
+    largest = max(plans, key=lambda plan: plan.staging_bytes)
+    needed = len(plans) * largest.staging_bytes
+    if staging_bytes is None or needed <= staging_bytes:
+        return None
+    stacks = largest.stacking.elements(range(len(largest.matrices))).values()
+    stack_bytes = max(size for sizes in stacks for size in sizes) * largest.wire.gather_bytes
+    matrix = max(largest.matrices, key=lambda matrix: matrix.num_elements)
+    share = f", of which each of {len(plans)} kinds has a share" if len(plans) > 1 else ""
+    return (
+        f"staging memory: expected a plan within {staging_bytes:,} bytes a rank{share}, got "
+        f"{needed:,} for the one that takes the least; the largest matrix, {matrix.fqn}, has "
+        f"{matrix.num_elements * largest.wire.gather_bytes:,}, the largest stack {stack_bytes:,}. "
+        f"Set --muon-fsdp-staging-bytes to {needed} or more, or shard the model over more ranks."
+    )
+
+
 def _ranks_of(matrices: Sequence[MatrixLayout]) -> list[int]:
     # Most matrices have one tuple of ranks: thousands of them are not gone through.
     return sorted(set().union(*{matrix.ranks for matrix in matrices}))
-
-
-def _largest_local_stacks(
-    matrices: Sequence[MatrixLayout],
-    owners: Sequence[tuple[int, ...]],
-    local: Sequence[int],
-    cost: CostModel,
-    wire: Wire,
-) -> dict[int, int]:
-    """Return the bytes of the largest stack of local matrices, by rank, without padding."""
-    counts = Counter((owners[i][0], shape) for i in local for shape in matrices[i].blocks)
-    most: dict[int, int] = {}
-    for (owner, (rows, cols)), count in counts.items():
-        stacked = min(count, cost.stack_size(rows, cols) if wire.normalizes else 1)
-        most[owner] = max(most.get(owner, 0), stacked * rows * cols * wire.gather_bytes)
-    return most
 
 
 def _check_replicas(matrices: Sequence[MatrixLayout]) -> None:

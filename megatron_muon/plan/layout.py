@@ -195,12 +195,17 @@ class MatrixLayout:
     @cached_property
     def elements_by_rank(self) -> dict[int, int]:
         """Count the elements that each rank holds; ranks that hold none are left out."""
-        elements: dict[int, int] = {}
-        for region in self.regions:
-            for rank in region.holders:
-                held = elements.get(rank, 0)
-                elements[rank] = held + region.num_rows * region.num_cols
-        return elements
+        return _elements_by_rank(self.regions)
+
+
+# Shared by matrices of one tiling, as those of all layers have.
+@functools.lru_cache(maxsize=256)
+def _elements_by_rank(regions: tuple[Region, ...]) -> dict[int, int]:
+    elements: dict[int, int] = {}
+    for region in regions:
+        for rank in region.holders:
+            elements[rank] = elements.get(rank, 0) + region.num_rows * region.num_cols
+    return elements
 
 
 class RowRange(NamedTuple):

@@ -3,7 +3,6 @@
 """What one rank sends, receives and orthogonalizes, in which order."""
 
 import dataclasses
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,6 @@ from megatron_muon.plan.scatter import ShardScatter, routes_of_share, scatters_o
 from megatron_muon.plan.schedule import PlanShape
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes
 from megatron_muon.plan.wire import Wire
-
-# A stack that is padded by more costs more than the call that it saves.
-_MAX_PADDING = 1.25
 
 type Stack = tuple[Part, ...]
 # The routes of a message, by the rank at its other end. Both ends list them in plan order.
@@ -308,71 +304,16 @@ def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[tuple
             continue
         for block, shape in enumerate(plan.matrices[index].blocks):
             part = parts_of(index, block, shape, owners)[owners.index(rank)]
-            if not _is_stackable(plan, index):
+            if not plan.stacking.is_stackable(index):
                 stacks.append(((part,), 1))
             else:
                 by_shape[shape].append(part)
     for shape, parts in by_shape.items():
         first = 0
-        for room in stack_rooms(len(parts), plan.cost.stack_size(*shape)):
+        for room in plan.stacking.rooms(len(parts), shape, is_stacked=True):
             stacks.append((tuple(parts[first : first + room]), room))
             first += room
     # Ranks that share several split blocks must come to them in the same order, and before
     # anything that only some of them have: they all-reduce inside Newton-Schulz.
     stacks.sort(key=lambda item: (len(item[0][0].owners) == 1, item[0][0].matrix, item[0][0].block))
     return stacks
-
-
-def _is_stackable(plan: ExchangePlan, index: int) -> bool:
-    """Return whether blocks of a matrix may be orthogonalized in one call with others."""
-    return (
-        # Rows in fp32 are orthogonalized by upstream's function, which takes one matrix.
-        plan.wire.normalizes
-        # The all-reduces of a split block are between its owners: batching it with another block
-        # would need the same owners, in the same stack, on all of them.
-        and len(plan.owners[index]) == 1
-        # A product of a stack may have other last bits than that of one matrix.
-        and not plan.matrices[index].has_copies
-    )
-
-
-def stack_elements(plan: ExchangePlan, indices: Sequence[int]) -> dict[int, list[int]]:
-    """Return the elements of the stacks of some matrices, padding included, by owner.
-
-    These are the sizes that :meth:`RankPlan.build` comes to. They are counted for all ranks at
-    once: a report of 2,048 ranks has no time for a plan of each.
-    """
-    counts: Counter[tuple[int, tuple[int, int], bool]] = Counter()
-    for index in indices:
-        owners = plan.owners[index]
-        for block, block_shape in enumerate(plan.matrices[index].blocks):
-            for part in parts_of(index, block, block_shape, owners):
-                shape = part.num_rows, part.num_cols
-                counts[part.owner, shape, _is_stackable(plan, index)] += 1
-    elements: dict[int, list[int]] = defaultdict(list)
-    for (owner, shape, is_stacked), count in counts.items():
-        largest = plan.cost.stack_size(*shape) if is_stacked else 1
-        elements[owner] += [room * math.prod(shape) for room in stack_rooms(count, largest)]
-    return elements
-
-
-def stack_rooms(num_matrices: int, largest: int) -> list[int]:
-    """Return the sizes of the stacks that hold so many matrices of one shape.
-
-    Sizes are powers of two up to the largest, so that few different kernels run. The last stack is
-    padded to the next size where that adds at most a quarter to it; otherwise what is left goes
-    into smaller stacks.
-
-    Args:
-        num_matrices: Matrices on this rank.
-        largest: A power of two.
-    """
-    rooms = []
-    left, room = num_matrices, largest
-    while left > 0:
-        if room <= left or room <= left * _MAX_PADDING:
-            rooms.append(room)
-            left -= room
-        else:
-            room //= 2
-    return rooms

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.rank_plan import stack_elements
 from megatron_muon.plan.scatter import ShardScatter, scatters_of
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, StagingLayout
 from megatron_muon.plan.step_estimate import step_seconds
@@ -327,10 +326,10 @@ def _add_traffic(
                 _add_scatter(plan, ranks, shard)
                 for holder in holders:
                     staged[holder][number].scatters[k]["receive"] += shard.num_elements
-        for rank, stacks in stack_elements(plan, bucket).items():
+        for rank, stacks in plan.stacking.elements(bucket).items():
             staged[rank][number].bucket["stacks"] += sum(stacks)
     # Stacks of local matrices take turns in one place: the largest decides.
-    local = {owner: max(sizes) for owner, sizes in stack_elements(plan, plan.local).items()}
+    local = {owner: max(sizes) for owner, sizes in plan.stacking.elements(plan.local).items()}
     wire = plan.wire
     for rank in {*staged, *local}:
         staging[rank].append(

@@ -11,8 +11,9 @@ One shard with two replicas, on ranks 0 and 4, and the results of three owners::
     rank 4              5 5 5 5        1 | 5 5 5 5 _              the same
 
 Each replica gets an equal chunk, so that they can all-gather them in place. An owner sends to the
-replica nearest to it while that one's chunk has room. So a result crosses to another node once for
-each replica there, as if the owner sent to all of them, and leaves the owner only once.
+replica nearest to it while that one's chunk has room, and what is left to others. So nearly every
+result crosses to another node once for each replica there, as if the owner sent to all of them, and
+leaves the owner only once.
 
 A scatter may be one of several of its bucket: then each owner sends a share of its results in each,
 and replicas need memory for a part of the bucket at a time.

@@ -24,9 +24,9 @@ from waiting for each other for ever:
 - The collectives of a plan come in one order on all ranks, whatever other plans there are.
 - Bucket i of n has its turn when the rank is (i + 1/2) / n through the step; of equal turns that of
   the earlier plan comes first, and ranks have their plans in one order. What a rank waits for was
-  launched by all ranks in an earlier turn of the same plan. Owners of a split matrix wait for each
-  other in the same turn. So of all ranks that wait, the one that is least far never waits for
-  another that waits elsewhere.
+  launched by all ranks in an earlier turn of the same plan, or earlier in the same turn, inside of
+  which all ranks have one order. Owners of a split matrix wait for each other in the same turn. So
+  of all ranks that wait, the one that is least far never waits for another that waits elsewhere.
 """
 
 import functools
@@ -41,7 +41,7 @@ class Depth(NamedTuple):
     Args:
         ahead: Gathers that may have started when a bucket is orthogonalized, its own left out. With
             more, a rank waits less for others that come to their gathers late.
-        behind: Scatters that may still travel when the next one starts.
+        behind: Scatters that are under way at once, the one that starts included.
     """
 
     ahead: int
@@ -113,7 +113,7 @@ def actions_of(plans: Sequence[PlanShape]) -> tuple[Action, ...]:
 
 
 # Thousands of ranks have plans of the same shape.
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _actions_of(plans: tuple[PlanShape, ...]) -> tuple[Action, ...]:
     return tuple(_step(plans))
 

@@ -31,7 +31,8 @@ class ExchangeSettings:
             (``--muon-tp-mode distributed``). ``auto``: bf16 where Newton-Schulz runs in bf16
             (matmul precision medium), otherwise fp32.
         staging_bytes: Most bytes of messages and stacks on a rank, while a step runs; experts and
-            dense matrices have an equal share each. None: 4 GB, or what the largest matrices take.
+            dense matrices have an equal share each. None: 4 GB, or little more than the least that
+            works.
         max_parts: Most owners of one matrix once ranks outnumber matrices, a power of two. 1 keeps
             each matrix whole, and results the same bits on any number of ranks.
         cost_model: Rates of the machine, as ``name=value,...`` for

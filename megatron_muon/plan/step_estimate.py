@@ -17,7 +17,8 @@ as late as the last of those it needs.
 - Local matrices fill the rounds in which a rank has least to do, and the end of the step, where the
   last scatters travel.
 
-What it leaves out: the links of ranks that hold rows and own none of a bucket, norms, copies in
+What it leaves out: that under ZeRO-0 one communicator carries scatters and what replicas pass on,
+one after the other; the links of ranks that hold rows and own none of a bucket, norms, copies in
 memory, and that Newton-Schulz and traffic slow each other down.
 """
 

@@ -94,7 +94,7 @@ class Engine:
         and takes memory for it.
 
         Communication: for each plan one element from each rank to each that it will send to, in two
-            collectives.
+            collectives, and one from each replica to the others.
         """
         for plan in self._plans:
             plan.connect()

@@ -3,6 +3,7 @@
 """Plans and engine for the parameters of one Muon optimizer."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.assignment import assign
-from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
 from megatron_muon.plan.layout import MatrixLayout, block_rows, whole_matrix
 from megatron_muon.plan.report import log_lines
 from megatron_muon.plan.settings import ExchangeSettings
@@ -75,13 +76,13 @@ class OwnerCompute:
             when ranks came to different plans, or when one of them lacks memory for the engine or a
             kernel for Newton-Schulz.
 
-    Communication: at construction a flag, and for each kind an all-gather of 72 bytes a rank, three
+    Communication: at construction a flag, and for each kind an all-gather of 72 bytes a rank, two
         flags and a hash, lists of ranks and of differences as objects, and new process groups where
         a domain or a split matrix needs one. One element is all-reduced in each group of a split
         matrix. Two collectives send one from each rank to those that it will send to, and one
         gathers one from each replica. A choice of
         Newton-Schulz takes one flag and lists of names more, measured times one flag and one
-        broadcast.
+        broadcast. A limit of staging memory takes two flags more.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
@@ -101,19 +102,14 @@ class OwnerCompute:
         rank = dist.get_rank()
         of_rank = [self._plan(kind, newton_schulz, settings, len(kinds), device) for kind in kinds]
         self.plans = [each.plan for each in of_rank]
-        limit = settings.staging_bytes
-
-        def build_engine() -> Engine:
-            """Build it within the limit, which plans keep but for gaps between buffers."""
-            engine = Engine(of_rank, newton_schulz, rank=rank, device=device)
-            if limit is not None and engine.staging_bytes > limit:
-                raise MemoryError(
-                    f"staging memory: expected at most {limit:,} bytes, got "
-                    f"{engine.staging_bytes:,}; raise --muon-fsdp-staging-bytes to that"
-                )
-            return engine
-
-        self._engine = _together(build_engine, settings, device)
+        if settings.staging_bytes is not None:
+            # Ranks of other domains may have smaller matrices: all of them stop together.
+            _raise_where_any_rank_says(staging_problem(self.plans, settings.staging_bytes), device)
+        self._engine = _together(
+            lambda: Engine(of_rank, newton_schulz, rank=rank, device=device), settings, device
+        )
+        if settings.staging_bytes is not None:
+            _raise_where_any_rank_says(_excess(self._engine, settings.staging_bytes), device)
         # Apart: owners of a split matrix may wait for each other here, so all must have an engine.
         _together(self._engine.check_kernels, settings, device)
         self._engine.connect()
@@ -149,11 +145,6 @@ class OwnerCompute:
         matrices, own_parameters = _lay_out(parameters, domain)
         plan = _build_plan(matrices, newton_schulz, settings, num_kinds, domain, device)
         self.load_s = plan.assignment.load_s[rank]
-        # Ranks of other domains may have smaller matrices: all of them stop together.
-        problem = plan.staging_problem(settings.staging_bytes, num_kinds)
-        raise_where_any_rank_fails(
-            [problem] if problem is not None else [], None, device, "No optimizer was built."
-        )
         if domain.group is not None:
             # Every rank has built the plan by itself. Comparing hashes here turns what would be a
             # hang in the first step into an error that names the first difference.
@@ -176,6 +167,24 @@ class OwnerCompute:
     def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[torch.Tensor]]:
         """Orthogonalize all parameters; see :meth:`Engine.orthogonalize`."""
         return self._engine.orthogonalize(momentum, results)
+
+
+def _raise_where_any_rank_says(problem: str | None, device: torch.device) -> None:
+    problems = [problem] if problem is not None else []
+    raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
+
+
+def _excess(engine: Engine, staging_bytes: int) -> str | None:
+    """Describe by how much an engine exceeds a limit of memory, or return None.
+
+    Plans keep it but for rounding to rows, which they do not see.
+    """
+    if engine.staging_bytes <= staging_bytes:
+        return None
+    return (
+        f"staging memory: expected at most {staging_bytes:,} bytes, got {engine.staging_bytes:,}. "
+        f"Set --muon-fsdp-staging-bytes to {math.ceil(1.1 * engine.staging_bytes)} or more"
+    )
 
 
 def _together[T](build: Callable[[], T], settings: ExchangeSettings, device: torch.device) -> T:
@@ -226,6 +235,7 @@ def _build_plan(
         cost,
         wire,
         staging_bytes=settings.wanted_staging_bytes // num_kinds,
+        is_limit=settings.staging_bytes is not None,
     )
 
 

@@ -184,7 +184,8 @@ class PlanBuckets:
                 self._spread.own_chunk(number)[: sum(scatter.receives.values())]
                 for number, scatter in enumerate(scatters)
             ]
-        # Something always travels back: otherwise the matrix would be local.
+        # Something travels back: otherwise the matrix would be local. Replicas may have nothing but
+        # messages to themselves, and join all the same.
         messages = [BucketMessages(each.sends, each.receives, True) for each in scatters]
         self._scatters = Exchange(of_rank.group, messages, sends, receives)
         self._arrivals = [
@@ -245,6 +246,7 @@ class PlanBuckets:
             for work in under_way.values():
                 _wait(work)
             under_way.clear()
+        self._results = ()
 
     def end(self) -> None:
         """Drop the rows, which may be memory of the caller's."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megatron_muon.plan.assignment import Assignment, Objective, assign
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
 from megatron_muon.plan.layout import (
     MatrixLayout,
     RowLayout,
@@ -155,7 +155,7 @@ def simulate(
         model: Its matrices.
         parallel: How the job is laid out.
         machine: Rates and wire.
-        settings: Sizes of buckets and numbers of parts; the rest is the machine's.
+        settings: Staging memory and numbers of parts; the rest is the machine's.
         objective: How owners are chosen; a live run takes ``joint``.
         splits: What is orthogonalized apart; None for query, key and value.
         rank: The only rank whose plans are wanted, as a live rank plans no other domain than its
@@ -170,6 +170,7 @@ def simulate(
             "Change --ep or --num-experts."
         )
     plans: list[ExchangePlan] = []
+    fullest: list[ExchangePlan] = []
     load_s = dict.fromkeys(range(parallel.stage_size), 0.0)
     kinds = {
         is_expert: _units(model, parallel, splits or Splits(), is_expert=is_expert)
@@ -181,6 +182,7 @@ def simulate(
         # nodes, and start with the same loads. DeepSeek-V3 over 512 ranks has 64 expert domains.
         known: dict[tuple[tuple[int, float], ...], tuple[list[int], Assignment]] = {}
         placed_s: dict[int, float] = {}
+        num_planned = len(plans)
         for rank_grid in _rank_grids(parallel, is_expert):
             ranks = sorted(each for row in rank_grid for each in row)
             alike = _alike(ranks, load_s, machine.cost)
@@ -195,7 +197,16 @@ def simulate(
                 plans.append(_plan(matrices, assignment, machine, settings, len(kinds)))
         # Dense matrices are placed on top of what experts take, as FSDPZeROTensorParallelMuon does.
         load_s.update(placed_s)
+        # The fullest domain speaks for its kind.
+        fullest.append(max(plans[num_planned:], key=lambda plan: plan.staging_bytes))
+    _raise_where_memory_is_short(fullest, settings)
     return Simulation(parallel.stage_size, tuple(plans))
+
+
+def _raise_where_memory_is_short(plans: Sequence[ExchangePlan], settings: ExchangeSettings) -> None:
+    problem = staging_problem(plans, settings.staging_bytes)
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _alike(
@@ -233,17 +244,14 @@ def _plan(
     settings: ExchangeSettings,
     num_kinds: int = 1,
 ) -> ExchangePlan:
-    plan = ExchangePlan.build(
+    return ExchangePlan.build(
         matrices,
         assignment,
         machine.cost,
         machine.wire,
         staging_bytes=settings.wanted_staging_bytes // num_kinds,
+        is_limit=settings.staging_bytes is not None,
     )
-    problem = plan.staging_problem(settings.staging_bytes, num_kinds)
-    if problem is not None:
-        raise ValueError(problem)
-    return plan
 
 
 def _renamed(ranks: Sequence[int], assignment: Assignment, targets: Sequence[int]) -> Assignment:
@@ -401,4 +409,6 @@ def simulate_shard_map(
     world_size, matrices = read_shard_map(path)
     load_s = dict.fromkeys(range(world_size), 0.0)
     assignment = _assign(matrices, machine, settings, objective, load_s)
-    return Simulation(world_size, (_plan(matrices, assignment, machine, settings),))
+    plan = _plan(matrices, assignment, machine, settings)
+    _raise_where_memory_is_short([plan], settings)
+    return Simulation(world_size, (plan,))

@@ -122,7 +122,6 @@ def test_collectives_are_those_of_the_document(
             ["all_gather_into_tensor", "int64", 9, world_size],
             ["all_reduce", "int32", 1, world_size],
             ["all_gather_object", "", 0, world_size],
-            ["all_reduce", "int32", 1, world_size],
             ["all_gather_into_tensor", "int64", 1, world_size],
             ["all_gather_object", "", 0, world_size],
             ["all_reduce", "int32", 1, world_size],

@@ -280,6 +280,16 @@ def test_plan_that_would_lose_or_repeat_a_matrix_is_refused(change, message):
         dataclasses.replace(plan, **change)
 
 
+def test_rank_with_other_replicas_in_another_matrix_is_refused():
+    """It would pass results on in a group that not all of them are in."""
+    matrices = [
+        whole_matrix(f"{i}.weight", rows_cut_at(8, 4, [4, 4]), [cells])
+        for i, cells in enumerate([[(0, 1), (2, 3)], [(0, 2), (1, 3)]])
+    ]
+    with pytest.raises(ValueError, match=r"1.weight: expected the replicas of rank 0 to be"):
+        _plan(matrices)
+
+
 @pytest.mark.parametrize(
     ("backends", "expected"),
     [

@@ -5,8 +5,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.plan.rank_plan import stack_rooms
 from megatron_muon.plan.schedule import Depth, PlanShape, actions_of
+from megatron_muon.plan.stacking import stack_rooms
 from megatron_muon.plan.staging import (
     BucketSizes,
     PlanStaging,

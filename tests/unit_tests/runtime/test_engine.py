@@ -313,11 +313,11 @@ def _padded_stacks() -> list[Any]:
     """Stack as on a GPU, in memory that holds NaN."""
     import torch
 
-    from megatron_muon.plan import rank_plan
+    from megatron_muon.plan import stacking
     from megatron_muon.runtime.arena import Arena
 
     # Padded even where that takes more than a quarter.
-    rank_plan._MAX_PADDING = 4.0
+    stacking._MAX_PADDING = 4.0
     allocate = Arena.allocate
 
     def allocate_nan(arena):
@@ -359,30 +359,37 @@ def test_exception_in_the_callers_loop_leaves_nothing_to_the_next_step():
     assert run_ranks(1, _step_after_an_abandoned_one).check().results == [[]]
 
 
-def _step_after_messages_were_left() -> list[Any]:
-    """Abandon a step whose gathers are under way, and step again."""
+def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
+    """Abandon a step whose gathers, or what replicas pass on, are under way, and step again."""
     from helpers.collective_timing import collectives_run
 
     init_group()
     exchange = {"mode": "owner", "wire": "bf16"}
     with planned_in(num_buckets=4):
-        optimizers = build_optimizers(
-            2, {}, exchange, cases=[*[(12, [12, 12])] * 8, (12, [16, 16])]
-        )
+        cases = [*[(12, [12, 12])] * 8, (12, [16, 16])]
+        if grid:
+            cases = [(cols, [sum(rows)]) for cols, rows in cases]
+        optimizers = build_optimizers(1 if grid else 2, {}, exchange, cases=cases, **grid)
     compute = optimizers.sharded.compute
     rows = {param: param._local_tensor.detach() + 1 for param, _, _ in optimizers.params}
     with collectives_run("at_wait") as timing:
         abandoned = compute.orthogonalize(rows, rows)
         next(abandoned)
+        (buckets,) = compute._engine._plans
+        while grid and not buckets._spreading:
+            next(abandoned)
+        under_way = len(buckets._gathering) + len(buckets._spreading)
         abandoned.close()
         step_both(optimizers, "bf16")
-    return [compute.plans[0].shape.depth.ahead, optimizers.differences(), timing.breaches]
+    return [under_way, optimizers.differences(), timing.breaches]
 
 
-def test_messages_of_an_abandoned_step_are_waited_for_before_their_memory_is_used():
+@pytest.mark.parametrize("grid", [{}, {"num_replicas": 2}], ids=["gathers", "spreads"])
+def test_messages_of_an_abandoned_step_are_waited_for_before_their_memory_is_used(grid):
     """They may still read and write it."""
-    for ahead, different, breaches in run_ranks(2, _step_after_messages_were_left).check().results:
-        assert ahead >= 2 and different == [] and breaches == []
+    run = run_ranks(2, _step_after_messages_were_left, grid).check()
+    for under_way, different, breaches in run.results:
+        assert under_way > 0 and different == [] and breaches == []
 
 
 def _groups_of_ranks_that_are_in_different_numbers_of_groups() -> list[int]:
