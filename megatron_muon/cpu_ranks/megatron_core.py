@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
 def move_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
@@ -54,6 +55,29 @@ def preprocessing_without_premul_from(original: Callable[..., Any]) -> Callable[
         return original(grad_data, scaling_factor, config)
 
     return gradient_reduce_preprocessing
+
+
+def latent_attention_from(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``DotProductAttention.__init__`` that takes widths of a head.
+
+    Multi-latent attention has values of another width than keys. Megatron's own attention takes the
+    width of its result from ``kv_channels``, and everything else from the tensors.
+    """
+
+    @functools.wraps(original)
+    def init(
+        self: "DotProductAttention",
+        *args: object,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Build it, and correct the width of its result."""
+        original(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+    return init
 
 
 def torch_norm_from(original: Callable[..., Any]) -> Callable[..., Any]:

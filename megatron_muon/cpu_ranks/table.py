@@ -178,6 +178,12 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
         "the original leaves CPU tensors tensors where arrays are expected",
     ),
     Replacement(
+        "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+        megatron_core.latent_attention_from,
+        "multi-latent attention passes widths that only Transformer Engine's attention takes",
+        True,
+    ),
+    Replacement(
         "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
         megatron_core.torch_norm_from,
         "torch norms refuse sequence parallelism, and Transformer Engine's need a GPU",

@@ -34,6 +34,23 @@ def toy_gpt(*flags: str) -> list[str]:
     return [*_TOY_GPT.split(), *flags]
 
 
+# Multi-latent attention, whose values are of another width than its keys.
+LATENT = (
+    *"--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 12 --qk-head-dim 8".split(),
+    *"--qk-pos-emb-head-dim 4 --v-head-dim 6 --rope-type rope".split(),
+    *"--position-embedding-type rope".split(),
+)
+
+
+def without_query_groups(flags: Sequence[str]) -> list[str]:
+    """Return the flags for multi-latent attention, which has no query groups."""
+    if LATENT[0] not in flags:
+        return list(flags)
+    rest = [flag for flag in flags if flag != "--group-query-attention"]
+    groups = rest.index("--num-query-groups")
+    return rest[:groups] + rest[groups + 2 :]
+
+
 def microbatches(number: int, world_size: int, flags: Sequence[str]) -> list[str]:
     """Return the flags of twelve samples an iteration in a number of microbatches.
 

@@ -30,6 +30,7 @@ from helpers.toy_gpt import (
     FP32_GRADIENTS,
     HFSDP,
     HSDP,
+    LATENT,
     MOE,
     NUM_ITERATIONS,
     TP,
@@ -38,6 +39,7 @@ from helpers.toy_gpt import (
     microbatches,
     relative_differences,
     toy_gpt,
+    without_query_groups,
 )
 
 pytestmark = pytest.mark.ranks
@@ -51,7 +53,7 @@ SLOW_4_0, SLOW_4_1, SLOW_4_3 = (pytest.param(4, zero, marks=pytest.mark.slow) fo
 def train(world_size: int, flags: Sequence[str], num_microbatches: int = 1, **options: Any) -> Run:
     """Train on the same samples on any number of ranks."""
     batches = microbatches(num_microbatches, world_size, flags)
-    return launch(world_size, [*flags, *batches], **options).check()
+    return launch(world_size, without_query_groups([*flags, *batches]), **options).check()
 
 
 @functools.cache
@@ -166,6 +168,28 @@ SWIGLU = ("--swiglu",)
     [
         pytest.param(2, SWIGLU, ("--muon-split-glu", "--muon-no-split-qkv"), id="glu"),
         pytest.param(2, (), ("--muon-split-qkv-per-head",), id="heads"),
+        pytest.param(2, LATENT, ("--muon-split-mla",), id="latent"),
+        pytest.param(
+            2,
+            LATENT,
+            ("--muon-split-mla", "--muon-split-qkv-per-head"),
+            id="latent_heads",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            (*LATENT, *EP, *SWIGLU, "--moe-shared-expert-intermediate-size", "24"),
+            ("--muon-split-mla", "--muon-split-glu", "--moe-router-skip-muon"),
+            id="deepseek",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            (*TP, *LATENT, "--muon-tp-mode", "duplicated"),
+            ("--muon-split-mla",),
+            id="latent_tp2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             2,
             (*MOE, *SWIGLU),
