@@ -5,7 +5,7 @@
 import re
 
 import pytest
-from helpers.ranks import Run, launch
+from helpers.ranks import Run, launch, run_ranks
 from helpers.toy_gpt import MOE, fsdp_toy_gpt, toy_gpt
 
 pytestmark = pytest.mark.ranks
@@ -121,3 +121,51 @@ def test_plan_is_logged_where_asked():
     assert text.count("Newton-Schulz: busiest rank") == 2
     assert text.count("rank  matrices  Newton-Schulz ms  traffic ms") == 2
     assert "Muon exchange plan" not in run.outputs[1]
+
+
+@pytest.mark.slow
+def test_router_goes_to_the_scalar_optimizer_with_the_flag():
+    """Under Megatron-FSDP and under DDP; experts stay with Muon."""
+    flags = (*MOE, "--moe-router-skip-muon", "--train-iters", "1", "--lr-warmup-iters", "0")
+    found = routes(
+        launch(2, fsdp_toy_gpt("optim_grads_params", *flags), before=_print_routes).check()
+    )
+    expected = routes(launch(2, toy_gpt(*flags), before=_print_routes).check())
+    assert found == expected
+    by_name = {name: route[0] for name, route in found[0].items()}
+    assert by_name["decoder.layers.0.mlp.router.weight"] == "AdamW"
+    experts = {optimizer for name, optimizer in by_name.items() if ".experts." in name}
+    assert experts == {"muon"}
+
+
+def _parameter_that_asks_for_another_optimizer() -> list[str]:
+    """Mark a weight as later releases mark that of Mamba, and name the optimizers of two."""
+    from helpers.toy_fsdp import build_gpt, build_optimizer, start_process_groups, wrap_gpt
+
+    import megatron_muon
+
+    megatron_muon.enable()
+    start_process_groups()
+    gpt = build_gpt()
+    gpt.decoder.layers[0].mlp.linear_fc1.weight.use_muon = False
+    model = wrap_gpt(gpt, "optim_grads_params")
+    optimizer = build_optimizer(model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    found = {
+        names[id(param)]: type(child.optimizer).__name__
+        for child in optimizer.chained_optimizers
+        for group in child.optimizer.param_groups
+        for param in group["params"]
+    }
+    return [
+        optimizer
+        for layer in (0, 1)
+        for name, optimizer in found.items()
+        if name.endswith(f"layers.{layer}.mlp.linear_fc1.weight")
+    ]
+
+
+def test_parameter_that_asks_for_another_optimizer_gets_the_scalar_one():
+    """``use_muon = False`` is copied to the sharded parameter, and obeyed."""
+    (found,) = run_ranks(1, _parameter_that_asks_for_another_optimizer).check().results
+    assert found == ["AdamW", "FSDPZeROTensorParallelMuon"]
