@@ -30,6 +30,7 @@ from megatron_muon.plan.staging import (
     PlanStaging,
     ScatterSizes,
     StagingLayout,
+    aligned_size,
     most_alive,
 )
 from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds, step_seconds
@@ -312,7 +313,8 @@ class BucketChooser:
         """Return the bytes of the largest stack of local matrices, by rank."""
         width = self.stacking.wire.gather_bytes
         return {
-            rank: width * max(sizes) for rank, sizes in self.stacking.elements(self.local).items()
+            rank: aligned_size(width * max(sizes))
+            for rank, sizes in self.stacking.elements(self.local).items()
         }
 
     @cached_property
@@ -322,7 +324,8 @@ class BucketChooser:
         for matrix in self.travelling:
             total.update(matrix.layout.elements_by_rank)
             total.update(dict.fromkeys(matrix.owners, matrix.part_elements))
-        total.update(self._local_bytes)
+        for rank, num_bytes in self._local_bytes.items():
+            total[rank] += num_bytes // self.stacking.wire.gather_bytes
         return sorted(total, key=lambda rank: (-total[rank], rank))[:_NUM_FULLEST]
 
     def _deal(self) -> Iterator[_Dealt]:

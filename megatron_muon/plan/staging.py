@@ -135,7 +135,7 @@ class StagingLayout:
 
 def most_alive(plans: Sequence[PlanStaging]) -> int:
     """Return the most bytes that are alive at one action: no placement takes less."""
-    used = [(_aligned(size), lifetime) for size, lifetime in _buffers(plans) if size]
+    used = [(aligned_size(size), lifetime) for size, lifetime in _buffers(plans) if size]
     change: dict[int, int] = {}
     for size, alive in used:
         change[alive.first] = change.get(alive.first, 0) + size
@@ -186,7 +186,8 @@ def _of_scatter(
     return _Lifetime(packed, left), _Lifetime(packed, applied)
 
 
-def _aligned(size: int) -> int:
+def aligned_size(size: int) -> int:
+    """Return the bytes that a buffer takes in the arena."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -197,7 +198,7 @@ def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[i
     ends highest in one order is placed first in the next try: that comes to what is alive at once
     for a rank of Llama-70B on 64 where the orders alone take 4.8 GB instead of 4.1.
     """
-    aligned = [_aligned(size) for size in sizes]
+    aligned = [aligned_size(size) for size in sizes]
     # A rank takes part in few buckets: most buffers are empty, and lie anywhere.
     used = [index for index, size in enumerate(aligned) if size]
     beside = {

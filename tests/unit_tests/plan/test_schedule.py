@@ -214,6 +214,9 @@ def test_replicas_pass_on_one_scatter_while_the_next_one_travels():
     bucket = BucketSeconds(dict.fromkeys((0, 1), 3.0), {}, {}, both)
     # Work until 3; each half is passed on for a second.
     assert step_seconds([_seconds([0, 1], [bucket], num_scatters=2)], {}) == {0: 5.0, 1: 5.0}
+    # Replicas pass on what has arrived, not before.
+    late = BucketSeconds({0: 3.0}, {}, {0: 1.0}, both)
+    assert step_seconds([_seconds([0, 1], [late], num_scatters=1)], {}) == {0: 6.0, 1: 6.0}
     # Of two buckets the first one's results travel while the second one is orthogonalized, and are
     # passed on after it.
     twice = _seconds([0, 1], [bucket] * 2, depth=2, num_scatters=1)
@@ -285,6 +288,19 @@ def test_local_stacks_count_on_any_rank_and_with_their_padding():
             [*matrices, *local], assignment, cost, _WIRE, staging_bytes=limit
         )
         assert staging_problem([again], limit) is None and _all_within(again)
+
+
+def test_local_stack_of_a_rank_that_hardly_exchanges_counts_too():
+    """Eighteen ranks stage more than it in all, but less at a time."""
+    cost = CostModel(stack_tiles=1)
+    cells = [(rank,) for rank in range(19)]
+    shared = rows_cut_at(72, 64, [4] * 18 + [0])
+    matrices = [whole_matrix(f"{i}.weight", shared, [cells]) for i in range(400)]
+    matrices.append(whole_matrix("whole", rows_cut_at(200, 200, [0] * 18 + [200]), [cells]))
+    owners = (*((i % 18,) for i in range(400)), (18,))
+    assignment = Assignment(owners, dict.fromkeys(range(19), 1.0), 1.0)
+    plan = ExchangePlan.build(matrices, assignment, cost, _WIRE, staging_bytes=1)
+    assert plan.local == (400,) and _all_within(plan)
 
 
 def test_kinds_have_equal_shares_of_the_limit():
