@@ -17,9 +17,12 @@ from megatron_muon.user_errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
+# Names under which Megatron builds a Muon without Megatron-FSDP.
+MUON_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
+
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the ``--muon-fsdp-*`` flags."""
+    """Add the flags of this package."""
     # Megatron owns --muon-*; a name of its own keeps these flags out of the way of later ones.
     group = parser.add_argument_group(title="muon under Megatron-FSDP")
     defaults = ExchangeSettings()
@@ -133,7 +136,7 @@ def check(args: argparse.Namespace) -> None:
             refusals.append(str(error))
         refusals += _split_refusals(args)
         raise_where_refused(args.optimizer, refusals)
-    elif args.optimizer not in ("adam", "sgd"):
+    elif args.optimizer in MUON_OPTIMIZERS:
         refusals = _split_refusals(args)
         if refusals:
             raise SettingsError("\n  ".join([f"--optimizer {args.optimizer}:", *refusals]))
@@ -197,7 +200,7 @@ def check_yaml(config: Any, path: str) -> None:
 
 
 def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``add_megatron_arguments`` to add the ``--muon-fsdp-*`` flags."""
+    """Wrap ``add_megatron_arguments`` to add the flags of this package."""
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -30,8 +30,8 @@ from megatron_muon.mcore.fsdp_model import (
     copy_parameter_attributes,
     describe_matrix,
     grad_stats_group,
-    local_rows,
     named_optimizer_parameters,
+    num_rows,
 )
 from megatron_muon.mcore.lion import FSDPLion
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
@@ -90,14 +90,7 @@ def build_megatron_fsdp_emerging_optimizer(
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
     fqns = {param: fqn for fqn, param in named_optimizer_parameters(model_chunks)}
-    for param, fqn in fqns.items():
-        copy_parameter_attributes(param)
-        # As upstream does before it builds an emerging optimizer.
-        if "experts" in fqn and "shared" not in fqn:
-            param.expert_tp = True
-    splits = splits or requested_splits(config)
-    for chunk in model_chunks:
-        tag_blocks(chunk, splits, local_rows)
+    _tag_parameters(fqns, model_chunks, splits or requested_splits(config))
 
     # Muon's rule comes last: it decides which optimizer steps a parameter.
     overrides = {**(config_overrides or {}), **muon_rule(config)}
@@ -147,6 +140,20 @@ def _settings(config: OptimizerConfig, chunk: FullyShardedDataParallel) -> dict[
     # The configurations name the dtype of main parameters; bf16 there is the model's.
     settings["bf16"] = settings["bf16"] or settings["params_dtype"] == torch.bfloat16
     return settings
+
+
+def _tag_parameters(
+    fqns: dict[FSDPParameter, str],
+    model_chunks: Sequence[FullyShardedDataParallel],
+    splits: Splits,
+) -> None:
+    """Mark experts and blocks, as upstream does before it builds an emerging optimizer."""
+    for param, fqn in fqns.items():
+        copy_parameter_attributes(param)
+        if "experts" in fqn and "shared" not in fqn:
+            param.expert_tp = True
+    for chunk in model_chunks:
+        tag_blocks(chunk, splits, num_rows)
 
 
 def _inner_muon(

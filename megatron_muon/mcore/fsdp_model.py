@@ -130,7 +130,7 @@ def copy_parameter_attributes(param: FSDPParameter) -> None:
         param.use_muon = param.orig_param.use_muon
 
 
-def local_rows(param: FSDPParameter) -> int:
+def num_rows(param: FSDPParameter) -> int:
     """Return the rows of a parameter on all ranks of its shard group, one tensor-parallel rank."""
     return _local_shape(param.orig_param)[0]
 

@@ -49,7 +49,7 @@ PATCHES: tuple[Patch, ...] = (
             # The flags stand beside Megatron's own Muon flags, which this line adds.
             source_lines=("parser = _add_regularization_args(parser)", "return parser"),
         ),
-        "add the --muon-fsdp-* flags",
+        "add the flags of this package",
         arguments.add_arguments,
         tree_line="parser = muon_arguments.add_flags(parser)",
     ),
@@ -95,7 +95,7 @@ PATCHES: tuple[Patch, ...] = (
                 "all_param_groups = _get_param_groups(model_chunks, config, config_overrides)",
             ),
         ),
-        "build Muon over row shards for Megatron-FSDP models",
+        "build Muon over row shards for Megatron-FSDP models; under DDP, honour flags for blocks",
         _route,
         tree_line="if is_megatron_fsdp(model_chunks):",
     ),

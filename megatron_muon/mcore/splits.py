@@ -36,31 +36,36 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
             them.
     """
     for name, holder, linear in _fused_linears(chunk):
-        # Grouped experts have a weight each: weight0, weight1, ...
-        for weight_name, param in linear.named_parameters(recurse=False):
-            if not weight_name.startswith("weight") or param.dim() != 2 or not param.requires_grad:
-                continue
+        for param in _weights(linear):
             rows = num_rows(param)
             shapes = _split_shapes(holder, name, rows, chunk.config, splits)
             if shapes is None:
                 continue
+            by_head = splits.per_head and name != "linear_fc1"
             if rows % sum(shapes):
                 # Fewer query groups than tensor-parallel ranks: upstream leaves them whole, too.
-                if splits.per_head:
+                if by_head:
                     raise ValueError(
                         f"{name}: expected whole query groups of {sum(shapes)} rows on each "
                         f"tensor-parallel rank, got {rows} rows. Leave out "
                         "--muon-split-qkv-per-head, or use fewer tensor-parallel ranks."
                     )
                 continue
-            is_attention = name != "linear_fc1"
-            if splits.per_head and is_attention:
+            if by_head:
                 head_rows = chunk.config.kv_channels if name == "linear_qkv" else 0
                 shapes = all_heads(shapes, rows, head_rows)
                 # A head lies on one tensor-parallel rank: joined, it would be mixed with others.
                 param.is_split_by_head = True
             param.is_qkv = True
             param.qkv_split_shapes = list(shapes)
+
+
+def _weights(linear: Any) -> Iterator[Any]:
+    """Yield the trainable matrices of a linear layer."""
+    # Grouped experts have one each: weight0, weight1, ...
+    for name, param in linear.named_parameters(recurse=False):
+        if name.startswith("weight") and param.dim() == 2 and param.requires_grad:
+            yield param
 
 
 def _fused_linears(chunk: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -8,29 +8,26 @@ A run under DDP with the same flags is then the reference for one under Megatron
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 from megatron.core import optimizer as mcore_optimizer
 
-from megatron_muon.mcore.arguments import requested_splits, skips_router
+from megatron_muon.mcore.arguments import MUON_OPTIMIZERS, requested_splits, skips_router
 from megatron_muon.mcore.routing import router_rule
 from megatron_muon.mcore.splits import tag_blocks
 from megatron_muon.plan.splits import Splits
-
-# No matrix has so many rows, so upstream, which asks whether they divide, splits none.
-_NEVER = [2**62]
 
 
 def asks_for_more(config: Any) -> bool:
     """Return whether the flags ask for more than upstream's function does by itself.
 
     Args:
-        config: Optimizer configuration; one that :func:`build_with_flags` has completed asks for
-            nothing.
+        config: Optimizer configuration.
     """
+    # Inside of build_with_flags, a source tree that carries our patches asks a second time.
+    if config.optimizer not in MUON_OPTIMIZERS or _is_building():
+        return False
     splits = requested_splits(config)
-    is_asked = splits != Splits(qkv=splits.qkv) or skips_router()
-    return is_asked and not getattr(config, "has_muon_flags", False)
+    return splits != Splits(qkv=splits.qkv) or skips_router()
 
 
 def build_with_flags(
@@ -52,9 +49,22 @@ def build_with_flags(
     for chunk in model_chunks:
         tag_blocks(chunk, requested_splits(config), lambda param: param.shape[0])
     overrides = {**(config_overrides or {}), **router_rule(config)}
-    # Tags alone say what is split, as under Megatron-FSDP. Upstream would tag query, key and value
-    # again, whatever is tagged.
+    # Tags alone say what is split, as under Megatron-FSDP.
     config = copy.copy(config)
-    config.muon_split_qkv, config.has_muon_flags = True, True
-    with mock.patch.object(mcore_optimizer, "_get_qkv_split_shapes", lambda _: _NEVER):
+    config.muon_split_qkv = True
+    # Upstream's function would tag query, key and value again, whatever our tags say.
+    upstream = mcore_optimizer._get_qkv_split_shapes
+    mcore_optimizer._get_qkv_split_shapes = _no_split_shapes
+    try:
         return original(config, model_chunks, overrides, pg_collection)
+    finally:
+        mcore_optimizer._get_qkv_split_shapes = upstream
+
+
+def _no_split_shapes(_model_config: Any) -> list[int]:
+    """Return what no number of rows is a multiple of, so that upstream tags nothing."""
+    return [2**62]
+
+
+def _is_building() -> bool:
+    return mcore_optimizer._get_qkv_split_shapes is _no_split_shapes

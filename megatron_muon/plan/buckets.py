@@ -23,7 +23,7 @@ from megatron_muon.plan.assignment import matrix_seconds
 from megatron_muon.plan.cost import CostModel, HeldElements
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import transfers_of
-from megatron_muon.plan.schedule import Depth, PlanShape
+from megatron_muon.plan.schedule import Depth, PlanOrder
 from megatron_muon.plan.stacking import Stacking
 from megatron_muon.plan.staging import (
     BucketSizes,
@@ -53,9 +53,9 @@ _WORTH_DEPTH = 1.005
 _LEAST_FREE_DEPTH = 2
 # Ranks whose memory is looked at: those with most to stage over all buckets.
 _NUM_FULLEST = 16
-# What gaps between buffers add to what is alive at once. The most on the plans of
-# docs/performance.md is 1.06.
-_GAPS = 1.1
+# What gaps between buffers add to what is alive at once. The most on a rank of the plans of
+# docs/performance.md is 1.11, of both kinds of DeepSeek-V3 on 64 ranks.
+_GAPS = 1.15
 # Where nothing fits and nothing is refused, plans may take so many times the least: with the least
 # itself nothing overlaps.
 _ROOM = 1.1
@@ -185,14 +185,14 @@ class Buckets:
     Args:
         matrices: Indices of the matrices of each bucket, ascending.
         seconds: What each takes.
-        shape: What of them decides the order of a step.
+        order: What of them decides the order of a step.
         step_s: Estimated seconds of a step.
         staging_bytes: Memory that they take on the fullest rank, and some room.
     """
 
     matrices: list[list[int]]
     seconds: tuple[BucketSeconds, ...]
-    shape: PlanShape
+    order: PlanOrder
     step_s: float
     staging_bytes: int
 
@@ -226,17 +226,17 @@ class BucketChooser:
         """
         if not self.travelling:
             most = max(self._local_bytes.values(), default=0)
-            return Buckets([], (), PlanShape(0, 1, Depth(1, 1), False), self.bound_s, most)
+            return Buckets([], (), PlanOrder(0, 1, Depth(1, 1), False), self.bound_s, most)
         best: tuple[Buckets, _Dealt] | None = None
         too_large = []
         for dealt in self._deal():
             last_s = math.inf
             for num_scatters in _NUM_SCATTERS if self.has_replicas else (1,):
-                shape, needed = self._deepest(dealt, num_scatters, staging_bytes)
+                order, needed = self._deepest(dealt, num_scatters, staging_bytes)
                 if needed > staging_bytes:
-                    too_large.append((needed, dealt, shape))
+                    too_large.append((needed, dealt, order))
                     continue
-                found = self._estimate(dealt, shape, needed)
+                found = self._estimate(dealt, order, needed)
                 # Of equal ones the one with the fewest buckets.
                 if best is None or found.step_s < best[0].step_s:
                     best = found, dealt
@@ -248,19 +248,19 @@ class BucketChooser:
                 break
         if best is not None:
             return self._leaner(*best)
-        needed, dealt, shape = min(too_large, key=lambda each: each[0])
+        needed, dealt, order = min(too_large, key=lambda each: each[0])
         if not is_limit:
             return self.choose(math.ceil(_ROOM * needed), is_limit=True)
-        return self._estimate(dealt, shape, self._placed_bytes(dealt, shape))
+        return self._estimate(dealt, order, self._placed_bytes(dealt, order))
 
     def _leaner(self, best: Buckets, dealt: _Dealt) -> Buckets:
         """Return buckets of which no more is under way than shortens the step."""
         for deepest in reversed([each for each in _DEPTHS if min(each) >= _LEAST_FREE_DEPTH]):
-            shape = self._shape(dealt, best.shape.num_scatters, deepest)
-            needed = self._needed_bytes(dealt, shape, 0)
+            order = self._order(dealt, best.order.num_scatters, deepest)
+            needed = self._needed_bytes(dealt, order, 0)
             if needed >= best.staging_bytes:
                 break
-            found = self._estimate(dealt, shape, needed)
+            found = self._estimate(dealt, order, needed)
             if found.step_s <= _WORTH_DEPTH * best.step_s:
                 return found
         return best
@@ -360,73 +360,73 @@ class BucketChooser:
 
     def _deepest(
         self, dealt: _Dealt, num_scatters: int, staging_bytes: int
-    ) -> tuple[PlanShape, int]:
+    ) -> tuple[PlanOrder, int]:
         """Return the first depth that fits into memory, or the last one, and the bytes it takes."""
         for deepest in _DEPTHS:
-            shape = self._shape(dealt, num_scatters, deepest)
-            alive = self._most_alive(dealt, shape, staging_bytes)
+            order = self._order(dealt, num_scatters, deepest)
+            alive = self._most_alive(dealt, order, staging_bytes)
             # The last depth takes the least: of that alone the bytes matter if it does not fit.
             if alive > staging_bytes and deepest != _DEPTHS[-1]:
                 continue
-            needed = self._needed_bytes(dealt, shape, staging_bytes)
+            needed = self._needed_bytes(dealt, order, staging_bytes)
             if needed <= staging_bytes:
                 break
-        return shape, needed
+        return order, needed
 
-    def _shape(self, dealt: _Dealt, num_scatters: int, deepest: Depth) -> PlanShape:
-        """Return the shape with a depth, or with all buckets under way if they are fewer."""
+    def _order(self, dealt: _Dealt, num_scatters: int, deepest: Depth) -> PlanOrder:
+        """Return the order with a depth, or with all buckets under way if they are fewer."""
         count = len(dealt.drafts)
         depth = Depth(min(deepest.ahead, count), min(deepest.behind, count * num_scatters))
-        return PlanShape(count, num_scatters, depth, self.has_replicas)
+        return PlanOrder(count, num_scatters, depth, self.has_replicas)
 
-    def _needed_bytes(self, dealt: _Dealt, shape: PlanShape, staging_bytes: int) -> int:
+    def _needed_bytes(self, dealt: _Dealt, order: PlanOrder, staging_bytes: int) -> int:
         """Return the bytes that the fullest of some ranks stages, and some room.
 
         Args:
             dealt: The buckets.
-            shape: What of them decides the order of a step.
+            order: What of them decides the order of a step.
             staging_bytes: Where it is not clear whether they fit into it, the bytes are exact.
         """
-        alive = self._most_alive(dealt, shape)
+        alive = self._most_alive(dealt, order)
         if alive <= staging_bytes < alive * _GAPS:
-            return self._placed_bytes(dealt, shape)
+            return self._placed_bytes(dealt, order)
         return math.ceil(alive * _GAPS)
 
-    def _most_alive(self, dealt: _Dealt, shape: PlanShape, staging_bytes: float = math.inf) -> int:
+    def _most_alive(self, dealt: _Dealt, order: PlanOrder, staging_bytes: float = math.inf) -> int:
         """Return the most bytes alive on one of the fullest ranks, or what exceeds a number."""
         # A rank may have nothing but local matrices.
         most = max(self._local_bytes.values(), default=0)
         for each in dealt.staged:
             if most > staging_bytes:
                 break
-            most = max(most, most_alive([self._staging(shape, *each)]))
+            most = max(most, most_alive([self._staging(order, *each)]))
         return most
 
-    def _placed_bytes(self, dealt: _Dealt, shape: PlanShape) -> int:
+    def _placed_bytes(self, dealt: _Dealt, order: PlanOrder) -> int:
         """Return the bytes that the fullest of some ranks stages, gaps included."""
-        layouts = (StagingLayout.build([self._staging(shape, *each)]) for each in dealt.staged)
+        layouts = (StagingLayout.build([self._staging(order, *each)]) for each in dealt.staged)
         return max([layout.num_bytes for layout in layouts] + list(self._local_bytes.values()))
 
     def _staging(
-        self, shape: PlanShape, sizes: Sequence[Sequence[int]], local_bytes: int
+        self, order: PlanOrder, sizes: Sequence[Sequence[int]], local_bytes: int
     ) -> PlanStaging:
         """Return what a rank stages, from the elements of each bucket."""
         scatters = [
-            ScatterSizes(*(-(-size // shape.num_scatters) for size in of_bucket[3:]))
+            ScatterSizes(*(-(-size // order.num_scatters) for size in of_bucket[3:]))
             for of_bucket in sizes
-            for _ in range(shape.num_scatters)
+            for _ in range(order.num_scatters)
         ]
         return PlanStaging(
-            shape,
+            order,
             [BucketSizes(*of_bucket[:3]).in_bytes(self.stacking.wire) for of_bucket in sizes],
             [each.in_bytes(self.stacking.wire) for each in scatters],
             local_bytes,
         )
 
-    def _estimate(self, dealt: _Dealt, shape: PlanShape, staging_bytes: int) -> Buckets:
+    def _estimate(self, dealt: _Dealt, order: PlanOrder, staging_bytes: int) -> Buckets:
         seconds = tuple(map(self._seconds, dealt.drafts))
         latency_s = self.stacking.cost.latency_seconds(self.ranks)
-        plan = PlanSeconds(self.ranks, seconds, shape, latency_s)
+        plan = PlanSeconds(self.ranks, seconds, order, latency_s)
         step_s = max(step_seconds([plan], self.local_load_s).values())
         indices = [sorted(matrix.index for matrix in draft.matrices) for draft in dealt.drafts]
-        return Buckets(indices, seconds, shape, step_s, staging_bytes)
+        return Buckets(indices, seconds, order, step_s, staging_bytes)

@@ -253,7 +253,7 @@ class HeldElements:
         self.has_replicas = with_replicas != num_elements
         # One of several replicas sends, and one gets results: the nearest, here taken for an
         # average one.
-        self._share = num_elements / with_replicas
+        self._nearest_fraction = num_elements / with_replicas
         self._total = with_replicas
         # Summed by node once: a matrix over 2,048 ranks is asked for each of its holders.
         self._by_node: dict[int, int] = defaultdict(int)
@@ -265,7 +265,7 @@ class HeldElements:
         in_node = self._by_node.get(self._cost.node(owner), 0)
         near = (in_node - self._held.get(owner, 0)) / self._cost.gbps
         far = (self._total - in_node) / self._cost.gbps_between_nodes
-        return (near + far) * self._share * 1e-9
+        return (near + far) * self._nearest_fraction * 1e-9
 
 
 # The machine the tests run on: one core a rank, gloo over the loopback. Matrices are not stacked:

@@ -14,7 +14,7 @@ from megatron_muon.plan.buckets import BucketChooser, TravellingMatrix
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import Route, Transfer, routes_of, transfers_of
-from megatron_muon.plan.schedule import PlanShape
+from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.stacking import Stacking
 from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds
 from megatron_muon.plan.wire import Wire
@@ -35,7 +35,7 @@ class ExchangePlan:
         local: Indices of the local matrices, ascending.
         buckets: Indices of the matrices of each bucket, ascending.
         seconds: What each bucket takes.
-        shape: What of the plan decides the order of a step.
+        order: What of the plan decides the order of a step.
         staging_bytes: Estimated memory of messages and stacks on the fullest rank.
         predicted_step_s: Estimated seconds of a step, with what ranks do besides this plan.
         bound_s: Seconds that it takes at least with these owners, whatever the buckets are.
@@ -53,7 +53,7 @@ class ExchangePlan:
     local: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
     seconds: tuple[BucketSeconds, ...]
-    shape: PlanShape
+    order: PlanOrder
     staging_bytes: int
     predicted_step_s: float
     bound_s: float
@@ -106,7 +106,7 @@ class ExchangePlan:
             local=tuple(local),
             buckets=tuple(map(tuple, buckets.matrices)),
             seconds=buckets.seconds,
-            shape=buckets.shape,
+            order=buckets.order,
             staging_bytes=buckets.staging_bytes,
             predicted_step_s=buckets.step_s,
             bound_s=chooser.bound_s,
@@ -158,13 +158,13 @@ class ExchangePlan:
     @property
     def num_scatters(self) -> int:
         """Scatters of each bucket."""
-        return self.shape.num_scatters
+        return self.order.num_scatters
 
     @property
     def plan_seconds(self) -> PlanSeconds:
         """What the plan takes."""
         ranks = _ranks_of(self.matrices)
-        return PlanSeconds(ranks, self.seconds, self.shape, self.cost.latency_seconds(ranks))
+        return PlanSeconds(ranks, self.seconds, self.order, self.cost.latency_seconds(ranks))
 
     def routes(self, index: int, holder: int | None = None) -> Iterator[Route]:
         """Yield the routes of a matrix, or those of which a rank is a holder."""
@@ -190,12 +190,11 @@ class ExchangePlan:
         """Describe each matrix by a line, for comparing plans across ranks."""
         # A checksum of the regions: their text would be megabytes for a large model, and the line
         # names the matrix anyway.
-        node = f"{self.cost.ranks_per_node} ranks a node"  # decides which replica is near
         bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
         return [
             f"{matrix.fqn} {matrix.blocks} owners {owners} bucket {bucket_of.get(index, 'local')} "
             f"layout {zlib.crc32(repr(matrix.regions).encode()):08x}"
-            f"{' with copies' if matrix.has_copies else ''} {node} "
+            f"{' with copies' if matrix.has_copies else ''} "
             f"by {' '.join(self.backend(index, block) for block in range(len(matrix.blocks)))}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
@@ -215,9 +214,9 @@ def staging_problem(plans: Sequence[ExchangePlan], staging_bytes: int | None) ->
     stacks = largest.stacking.elements(range(len(largest.matrices))).values()
     stack_bytes = max(size for sizes in stacks for size in sizes) * largest.wire.gather_bytes
     matrix = max(largest.matrices, key=lambda matrix: matrix.num_elements)
-    share = f", of which each of {len(plans)} kinds has a share" if len(plans) > 1 else ""
+    kinds = f", equally for each of {len(plans)} kinds" if len(plans) > 1 else ""
     return (
-        f"staging memory: expected a plan within {staging_bytes:,} bytes a rank{share}, got "
+        f"staging memory: expected a plan within {staging_bytes:,} bytes a rank{kinds}, got "
         f"{needed:,} for the one that takes the least; the largest matrix, {matrix.fqn}, has "
         f"{matrix.num_elements * largest.wire.gather_bytes:,}, the largest stack {stack_bytes:,}. "
         f"Set --muon-fsdp-staging-bytes to {needed} or more, or shard the model over more ranks."

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Part, Route, parts_of
 from megatron_muon.plan.scatter import ShardScatter, routes_of_share, scatters_of
-from megatron_muon.plan.schedule import PlanShape
+from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes
 from megatron_muon.plan.wire import Wire
 
@@ -122,14 +122,14 @@ class RankPlan:
         buckets: Every bucket of the plan, also those the rank has no part in: it joins all
             collectives.
         bucket_load_s: Newton-Schulz seconds of what the rank owns of each bucket.
-        shape: What of the plan decides the order of a step.
+        order: What of the plan decides the order of a step.
     """
 
     local: tuple[OwnedStacks, ...]
     local_load_s: tuple[float, ...]
     buckets: tuple[RankBucket, ...]
     bucket_load_s: tuple[float, ...]
-    shape: PlanShape
+    order: PlanOrder
 
     @classmethod
     def build(cls, plan: ExchangePlan, rank: int) -> "RankPlan":
@@ -145,7 +145,7 @@ class RankPlan:
             local_load_s=tuple(_stack_seconds(plan, owned.stacks[0]) for owned in local),
             buckets=tuple(_rank_bucket(plan, bucket, rank) for bucket in plan.buckets),
             bucket_load_s=tuple(bucket.load_s.get(rank, 0.0) for bucket in plan.seconds),
-            shape=plan.shape,
+            order=plan.order,
         )
 
     @property
@@ -156,7 +156,7 @@ class RankPlan:
     def staging(self, wire: Wire) -> PlanStaging:
         """Return what the plan stages in a step, in bytes."""
         return PlanStaging(
-            self.shape,
+            self.order,
             [bucket.num_elements.in_bytes(wire) for bucket in self.buckets],
             [scatter.num_elements.in_bytes(wire) for scatter in self.scatters],
             max((owned.num_elements for owned in self.local), default=0) * wire.gather_bytes,
@@ -218,7 +218,7 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
     for index in bucket:
         # Of thousands of ranks most neither hold nor own any of a matrix. With replicas it matters
         # all the same: what others send them decides where this rank's results have room.
-        sees_all = plan.shape.has_replicas or rank in plan.owners[index]
+        sees_all = plan.order.has_replicas or rank in plan.owners[index]
         if not sees_all and rank not in plan.matrices[index].elements_by_rank:
             continue
         for route in plan.routes(index, None if sees_all else rank):

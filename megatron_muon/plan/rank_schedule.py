@@ -49,7 +49,7 @@ class RankSchedule:
             rank: Rank of the job.
         """
         rank_plans = tuple(RankPlan.build(plan, rank) for plan in plans)
-        actions = actions_of([each.shape for each in rank_plans])
+        actions = actions_of([each.order for each in rank_plans])
         staging = [each.staging(plan.wire) for each, plan in zip(rank_plans, plans, strict=True)]
         return cls(rank_plans, actions, _deal(rank_plans, actions), StagingLayout.build(staging))
 

@@ -334,7 +334,7 @@ def _add_traffic(
     for rank in {*staged, *local}:
         staging[rank].append(
             PlanStaging(
-                plan.shape,
+                plan.order,
                 [
                     BucketSizes(*(each.bucket[field] for field in BucketSizes._fields)).in_bytes(
                         wire

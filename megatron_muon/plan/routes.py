@@ -72,6 +72,7 @@ class Route(NamedTuple):
         return self.num_rows * self.num_cols
 
 
+# A route without its place: a report of thousands of ranks needs numbers alone.
 class Transfer(NamedTuple):
     """What travels between an owner and the holders of a region, in elements.
 
@@ -168,9 +169,12 @@ def cut(route: Route, start: int, stop: int) -> Iterator[Route]:
         start: First element.
         stop: Element after the last one.
     """
+    # Nearly every route is whole: borders are few.
     if stop - start == route.num_elements:
         yield route
         return
+    # Elements follow one another row by row, so a range has parts of its first and its last row,
+    # and whole rows between: three rectangles, each of which one copy can move.
     row, col = divmod(start, route.num_cols)
     last_row, last_col = divmod(stop, route.num_cols)
     if row == last_row:
@@ -213,6 +217,7 @@ def _overlaps(
     """Yield each region with each part that it meets; with a holder, the regions that it holds."""
     parts = [parts_of(index, block, shape, owners) for block, shape in enumerate(matrix.blocks)]
     for region in matrix.regions:
+        # Asked for here, before routes are made: of thousands of holders a rank is one.
         holders, _, row, num_rows, col, num_cols, _ = region
         if holder is not None and holder not in holders:
             continue
@@ -225,6 +230,7 @@ def _overlaps(
             top, left = max(row, part.row), max(col, part.col)
             height = min(row + num_rows, part.row + part.num_rows) - top
             width = min(col + num_cols, part.col + part.num_cols) - left
+            # Parts tile the block, so these rectangles tile the region.
             if height > 0 and width > 0:
                 yield _Overlap(region, part, top, height, left, width)
 

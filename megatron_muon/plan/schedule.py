@@ -48,7 +48,7 @@ class Depth(NamedTuple):
     behind: int
 
 
-class PlanShape(NamedTuple):
+class PlanOrder(NamedTuple):
     """What of a plan decides the order of a step.
 
     Args:
@@ -103,7 +103,7 @@ class Action(NamedTuple):
     number: int
 
 
-def actions_of(plans: Sequence[PlanShape]) -> tuple[Action, ...]:
+def actions_of(plans: Sequence[PlanOrder]) -> tuple[Action, ...]:
     """Return what a rank does in a step, in order.
 
     Args:
@@ -112,43 +112,43 @@ def actions_of(plans: Sequence[PlanShape]) -> tuple[Action, ...]:
     return _actions_of(tuple(plans))
 
 
-# Thousands of ranks have plans of the same shape.
+# Thousands of ranks have plans of the same order.
 @functools.lru_cache(maxsize=256)
-def _actions_of(plans: tuple[PlanShape, ...]) -> tuple[Action, ...]:
+def _actions_of(plans: tuple[PlanOrder, ...]) -> tuple[Action, ...]:
     return tuple(_step(plans))
 
 
-def _step(plans: Sequence[PlanShape]) -> Iterator[Action]:
-    for plan, shape in enumerate(plans):
-        for bucket in range(min(shape.depth.ahead, shape.num_buckets)):
+def _step(plans: Sequence[PlanOrder]) -> Iterator[Action]:
+    for plan, order in enumerate(plans):
+        for bucket in range(min(order.depth.ahead, order.num_buckets)):
             yield Action("start_gather", plan, bucket)
-    rounds = rounds_of([shape.num_buckets for shape in plans])
+    rounds = rounds_of([order.num_buckets for order in plans])
     for number, turn in enumerate(rounds):
         yield Action("local", 0, number)
         yield from _round(turn, plans[turn.plan])
     # While the last results travel.
     yield Action("local", 0, len(rounds))
-    ends = [shape.num_buckets * shape.num_scatters for shape in plans]
+    ends = [order.num_buckets * order.num_scatters for order in plans]
     # The last ones of all plans are passed on before any is waited for: they travel together.
-    for plan, shape in enumerate(plans):
-        if shape.has_replicas and ends[plan]:
+    for plan, order in enumerate(plans):
+        if order.has_replicas and ends[plan]:
             yield Action("spread", plan, ends[plan] - 1)
-    for plan, shape in enumerate(plans):
-        for scatter in range(max(0, ends[plan] - shape.depth.behind), ends[plan]):
+    for plan, order in enumerate(plans):
+        for scatter in range(max(0, ends[plan] - order.depth.behind), ends[plan]):
             yield Action("finish_scatter", plan, scatter)
 
 
-def _round(turn: Round, shape: PlanShape) -> Iterator[Action]:
+def _round(turn: Round, order: PlanOrder) -> Iterator[Action]:
     plan, bucket = turn
-    depth = shape.depth
+    depth = order.depth
     yield Action("wait_for_gather", plan, bucket)
-    if bucket + depth.ahead < shape.num_buckets:
+    if bucket + depth.ahead < order.num_buckets:
         yield Action("start_gather", plan, bucket + depth.ahead)
     yield Action("orthogonalize", plan, bucket)
     # Earlier results are only waited for now: they had all of this bucket's Newton-Schulz to
     # travel. Their memory may serve this bucket's results.
-    for scatter in range(bucket * shape.num_scatters, (bucket + 1) * shape.num_scatters):
-        if shape.has_replicas and scatter > 0:
+    for scatter in range(bucket * order.num_scatters, (bucket + 1) * order.num_scatters):
+        if order.has_replicas and scatter > 0:
             yield Action("spread", plan, scatter - 1)
         if scatter >= depth.behind:
             yield Action("finish_scatter", plan, scatter - depth.behind)

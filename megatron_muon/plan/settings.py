@@ -14,7 +14,7 @@ ExchangeMode = Literal["owner", "all_gather"]
 WireChoice = Literal["auto", "bf16", "fp32"]
 
 # With 6 GB the predicted step of no plan of docs/performance.md that fits is shorter by 1 %, with
-# 2 GB that of DeepSeek-V3 on 64 ranks is longer by 2 %. When a step runs, activations are gone.
+# 2.1 GB that of DeepSeek-V3 on 64 ranks is longer by 2 %. When a step runs, activations are gone.
 _WANTED_STAGING_BYTES = 4 * 10**9
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_muon.plan.schedule import Action, PlanShape, actions_of
+from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
 from megatron_muon.plan.wire import Wire
 
 _NUM_TRIES = 4  # from each order; more gain nothing on the plans of docs/performance.md
@@ -68,13 +68,13 @@ class PlanStaging(NamedTuple):
     """What one rank stages for one of its plans.
 
     Args:
-        shape: What decides the order of a step.
+        order: What decides the order of a step.
         buckets: Bytes of the buffers of each bucket.
         scatters: Bytes of the buffers of each scatter, over all buckets.
         local_bytes: Bytes of the largest stack of local matrices.
     """
 
-    shape: PlanShape
+    order: PlanOrder
     buckets: Sequence[BucketSizes]
     scatters: Sequence[ScatterSizes]
     local_bytes: int
@@ -149,13 +149,13 @@ def most_alive(plans: Sequence[PlanStaging]) -> int:
 
 def _buffers(plans: Sequence[PlanStaging]) -> Iterator[tuple[int, _Lifetime]]:
     """Yield size and lifetime of every buffer, in the order of :class:`StagingLayout`."""
-    actions = actions_of([plan.shape for plan in plans])
+    actions = actions_of([plan.order for plan in plans])
     position = {action: number for number, action in enumerate(actions)}
     for number, plan in enumerate(plans):
         for bucket, bucket_sizes in enumerate(plan.buckets):
             yield from zip(bucket_sizes, _of_bucket(number, bucket, position), strict=True)
         for scatter, scatter_sizes in enumerate(plan.scatters):
-            of_scatter = _of_scatter(number, scatter, plan.shape, position)
+            of_scatter = _of_scatter(number, scatter, plan.order, position)
             yield from zip(scatter_sizes, of_scatter, strict=True)
     # Local matrices may be due in any round, and at the end.
     local_bytes = max((plan.local_bytes for plan in plans), default=0)
@@ -177,12 +177,12 @@ def _of_bucket(plan: int, bucket: int, position: Mapping[Action, int]) -> tuple[
 
 
 def _of_scatter(
-    plan: int, scatter: int, shape: PlanShape, position: Mapping[Action, int]
+    plan: int, scatter: int, order: PlanOrder, position: Mapping[Action, int]
 ) -> tuple[_Lifetime, ...]:
     packed = position[Action("start_scatter", plan, scatter)]
     applied = position[Action("finish_scatter", plan, scatter)]
     # What replicas pass on has left its owner.
-    left = position[Action("spread", plan, scatter)] if shape.has_replicas else applied
+    left = position[Action("spread", plan, scatter)] if order.has_replicas else applied
     return _Lifetime(packed, left), _Lifetime(packed, applied)
 
 

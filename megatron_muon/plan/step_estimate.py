@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_muon.plan.schedule import Action, ActionKind, PlanShape, actions_of
+from megatron_muon.plan.schedule import Action, ActionKind, PlanOrder, actions_of
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class PlanSeconds:
     Args:
         ranks: Ranks that join its collectives.
         buckets: Its buckets.
-        shape: What of it decides the order of a step.
+        order: What of it decides the order of a step.
         latency_s: Seconds of a collective that carries nothing.
     """
 
     ranks: Sequence[int]
     buckets: Sequence[BucketSeconds]
-    shape: PlanShape
+    order: PlanOrder
     latency_s: float = 0.0
 
 
@@ -120,7 +120,7 @@ class _PlanEvents:
     """What the actions of one plan mean in the model."""
 
     def __init__(self, number: int, plan: PlanSeconds) -> None:
-        num_scatters = plan.shape.num_scatters
+        num_scatters = plan.order.num_scatters
         self._plan = plan
         self._gathers, self._scatters, self._spreads = [], [], []
         for bucket in plan.buckets:
@@ -136,7 +136,7 @@ class _PlanEvents:
 
     def of_action(self, kind: ActionKind, number: int, rank: int) -> Iterator[_Event]:
         """Yield what an action is on a rank."""
-        has_replicas = self._plan.shape.has_replicas
+        has_replicas = self._plan.order.has_replicas
         if kind == "start_gather":
             yield _Launch(self._gathers[number])
         elif kind == "wait_for_gather":
@@ -246,7 +246,7 @@ class _Simulation:
     def _program(self, rank: int) -> Iterator[_Event]:
         """Yield what a rank does, in order."""
         numbers = self._plans_of[rank]
-        actions = actions_of([self._plans[number].shape for number in numbers])
+        actions = actions_of([self._plans[number].order for number in numbers])
         fillers = self._fillers(rank, actions)
         for kind, plan, number in actions:
             if kind == "local":

@@ -113,6 +113,14 @@ class Exchange:
         peer, exactly the rectangles, no padding. All ranks leave it out where it is not used.
     """
 
+    # Each by message; sizes by rank of the group.
+    _is_used: list[bool]
+    _sends: list[torch.Tensor]
+    _receives: list[torch.Tensor]
+    _send_sizes: list[list[int]]
+    _receive_sizes: list[list[int]]
+    _packing: list[list[Placed]]
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -187,6 +195,9 @@ class Spread:
     Communication: :meth:`start` is one ``all_gather_into_tensor`` over the group, in place. All
         replicas leave it out where they get nothing.
     """
+
+    _all: list[torch.Tensor]  # by scatter, the chunks of all replicas
+    _own: list[torch.Tensor]  # by scatter, this rank's chunk of them
 
     def __init__(self, group: dist.ProcessGroup, chunks: Sequence[torch.Tensor]) -> None:
         self._group = group

@@ -148,7 +148,11 @@ class OwnerCompute:
         if domain.group is not None:
             # Every rank has built the plan by itself. Comparing hashes here turns what would be a
             # hang in the first step into an error that names the first difference.
-            entries = [f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.shape}"]
+            entries = [
+                f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.order} "
+                # Decides which replica is near, and so who gets how much of a result.
+                f"{plan.cost.ranks_per_node} ranks a node"
+            ]
             entries += plan.entries()
             raise_where_ranks_differ(entries, domain.group, device, "Muon exchange plan")
         return PlanOfRank(

@@ -176,7 +176,7 @@ class PlanBuckets:
         arrived = [arena.view(at.receive, size.receive, dtype) for at, size in found]
         self._spread = None
         receives = arrived
-        if rank_plan.shape.has_replicas:
+        if rank_plan.order.has_replicas:
             assert of_rank.replica_group is not None
             self._spread = Spread(of_rank.replica_group, arrived)
             # The last elements of a chunk may be unused.

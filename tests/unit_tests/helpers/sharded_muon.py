@@ -143,7 +143,6 @@ def build_optimizers(
         by_head: Whether the blocks of each matrix are heads, which tensor-parallel ranks do not
             join; empty for none.
     """
-    import torch
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -160,16 +159,13 @@ def build_optimizers(
     params = []
     for index, (cols, rows) in enumerate(cases):
         layout = rows_cut_at(sum(rows), cols, list(rows))
-        start, stop = layout.shards[shards.rank()]
-        is_qkv = blocks is not None or index == len(cases) - 1
-        partition_dim = (0, 1, -1)[0 if is_qkv else index % 3] if num_tensor_ranks > 1 else -1
-        value = whole_matrix((sum(rows), cols), index, tensor.rank() * (partition_dim >= 0))
-        reference = torch.nn.Parameter(value.clone())
-        param = _sharded_parameter(value, slice(start, stop), mesh["shard"])
-        for each in (param, reference):
-            each.is_qkv, each.partition_dim = is_qkv, partition_dim
-            if blocks is not None:
-                each.qkv_split_shapes = list(blocks[index])
+        param, reference = _parameter_and_reference(
+            index,
+            layout,
+            mesh,
+            is_qkv=blocks is not None or index == len(cases) - 1,
+            split_shapes=blocks[index] if blocks is not None else None,
+        )
         if by_head and by_head[index]:
             param.is_split_by_head = True
             # Upstream joins what is sharded.
@@ -200,6 +196,26 @@ def build_optimizers(
         params,
         tensor.rank(),
     )
+
+
+def _parameter_and_reference(
+    index: int, layout: Any, mesh: Any, *, is_qkv: bool, split_shapes: Sequence[int] | None
+) -> tuple[Any, Any]:
+    """Make this rank's rows of a matrix, and the whole matrix that upstream steps."""
+    import torch
+
+    tensor = mesh["tensor"].get_group()
+    partition_dim = (0, 1, -1)[0 if is_qkv else index % 3] if tensor.size() > 1 else -1
+    shape = (layout.num_rows, layout.num_cols)
+    value = whole_matrix(shape, index, tensor.rank() * (partition_dim >= 0))
+    reference = torch.nn.Parameter(value.clone())
+    start, stop = layout.shards[mesh["shard"].get_group().rank()]
+    param = _sharded_parameter(value, slice(start, stop), mesh["shard"])
+    for each in (param, reference):
+        each.is_qkv, each.partition_dim = is_qkv, partition_dim
+        if split_shapes is not None:
+            each.qkv_split_shapes = list(split_shapes)
+    return param, reference
 
 
 def _sharded_parameter(whole: Any, rows: slice, mesh: Any) -> Any:

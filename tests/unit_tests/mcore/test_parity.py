@@ -163,53 +163,35 @@ def test_experts_train_like_ddp_in_hybrid_sharding(outer):
 SWIGLU = ("--swiglu",)
 
 
+SPLITS = {
+    "glu": (2, SWIGLU, "--muon-split-glu --muon-no-split-qkv"),
+    "heads": (2, (), "--muon-split-qkv-per-head"),
+    "latent": (2, LATENT, "--muon-split-mla"),
+}
+SLOW_SPLITS = {
+    "latent_heads": (2, LATENT, "--muon-split-mla --muon-split-qkv-per-head"),
+    "experts": (2, (*MOE, *SWIGLU), "--muon-split-glu --moe-router-skip-muon"),
+    "glu_tp2": (4, (*TP, *SWIGLU, "--muon-tp-mode", "duplicated"), "--muon-split-glu"),
+    "latent_tp2": (4, (*TP, *LATENT, "--muon-tp-mode", "duplicated"), "--muon-split-mla"),
+    "deepseek": (
+        4,
+        (*LATENT, *EP, *SWIGLU, "--moe-shared-expert-intermediate-size", "24"),
+        "--muon-split-mla --muon-split-glu --moe-router-skip-muon",
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("world_size", "model", "flags"),
     [
-        pytest.param(2, SWIGLU, ("--muon-split-glu", "--muon-no-split-qkv"), id="glu"),
-        pytest.param(2, (), ("--muon-split-qkv-per-head",), id="heads"),
-        pytest.param(2, LATENT, ("--muon-split-mla",), id="latent"),
-        pytest.param(
-            2,
-            LATENT,
-            ("--muon-split-mla", "--muon-split-qkv-per-head"),
-            id="latent_heads",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            4,
-            (*LATENT, *EP, *SWIGLU, "--moe-shared-expert-intermediate-size", "24"),
-            ("--muon-split-mla", "--muon-split-glu", "--moe-router-skip-muon"),
-            id="deepseek",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            4,
-            (*TP, *LATENT, "--muon-tp-mode", "duplicated"),
-            ("--muon-split-mla",),
-            id="latent_tp2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            2,
-            (*MOE, *SWIGLU),
-            ("--muon-split-glu", "--moe-router-skip-muon"),
-            id="experts",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            4,
-            (*TP, *SWIGLU, "--muon-tp-mode", "duplicated"),
-            ("--muon-split-glu",),
-            id="glu_tp2",
-            marks=pytest.mark.slow,
-        ),
+        *(pytest.param(*case, id=name) for name, case in SPLITS.items()),
+        *(pytest.param(*c, id=n, marks=pytest.mark.slow) for n, c in SLOW_SPLITS.items()),
     ],
 )
 def test_split_matrices_train_like_ddp_with_the_same_flags(world_size, model, flags):
     """Upstream's own code splits what the flags tag, and the flags change what is trained."""
-    check_parity(world_size, 3, (*HIGH, *model, *flags), (), HIGH_TOLERANCE)
-    with_flags = ddp_losses(world_size, *HIGH, *model, *flags)
+    check_parity(world_size, 3, (*HIGH, *model, *flags.split()), (), HIGH_TOLERANCE)
+    with_flags = ddp_losses(world_size, *HIGH, *model, *flags.split())
     without = ddp_losses(world_size, *HIGH, *model)
     assert max(relative_differences(with_flags, without)) > 10 * HIGH_TOLERANCE
 
@@ -220,7 +202,7 @@ def test_medium_precision_trains_like_ddp():
 
 
 FP32_WIRE = ("--muon-fsdp-wire", "fp32")
-# With nearly the least that works there are many buckets, and scatters of replicas.
+# Nearly the least that works.
 LITTLE_MEMORY = "--muon-fsdp-staging-bytes"
 
 

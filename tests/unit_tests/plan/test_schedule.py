@@ -23,7 +23,7 @@ from megatron_muon.plan.routes import transfers_of
 from megatron_muon.plan.schedule import (
     Action,
     Depth,
-    PlanShape,
+    PlanOrder,
     Round,
     actions_of,
     rounds_of,
@@ -32,14 +32,14 @@ from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds, step_se
 from megatron_muon.plan.wire import Wire
 
 _WIRE = Wire.of("bf16", is_bf16=True)
-_SHAPES = st.builds(
-    PlanShape,
+_ORDERS = st.builds(
+    PlanOrder,
     num_buckets=st.integers(0, 6),
     num_scatters=st.integers(1, 3),
     depth=st.builds(Depth, st.integers(1, 5), st.integers(1, 5)),
     has_replicas=st.just(True),
 ) | st.builds(
-    PlanShape,
+    PlanOrder,
     num_buckets=st.integers(0, 6),
     num_scatters=st.just(1),
     depth=st.builds(Depth, st.integers(1, 5), st.integers(1, 5)),
@@ -47,36 +47,36 @@ _SHAPES = st.builds(
 )
 
 
-def _of_plan(shapes: list[PlanShape], plan: int) -> list[tuple[str, int]]:
+def _of_plan(orders: list[PlanOrder], plan: int) -> list[tuple[str, int]]:
     """Return what a rank does for one of its plans, in order."""
-    actions = [action for action in actions_of(shapes) if action.kind != "local"]
+    actions = [action for action in actions_of(orders) if action.kind != "local"]
     return [(action.kind, action.number) for action in actions if action.plan == plan]
 
 
-@given(st.lists(_SHAPES, min_size=1, max_size=3))
-def test_order_of_a_plans_actions_does_not_depend_on_other_plans(shapes):
+@given(st.lists(_ORDERS, min_size=1, max_size=3))
+def test_order_of_a_plans_actions_does_not_depend_on_other_plans(orders):
     """Ranks of one plan may have other plans besides: otherwise they would wait for ever.
 
     At the end all plans pass their last results on before any is waited for.
     """
-    for plan, shape in enumerate(shapes):
-        assert _of_plan(shapes, plan) == _of_plan([shape], 0)
+    for plan, order in enumerate(orders):
+        assert _of_plan(orders, plan) == _of_plan([order], 0)
 
 
-@given(_SHAPES)
-def test_each_action_comes_once_and_after_what_it_needs(shape):
+@given(_ORDERS)
+def test_each_action_comes_once_and_after_what_it_needs(order):
     """Rows arrive, are orthogonalized, results leave, are passed on and arrive."""
-    log = _of_plan([shape], 0)
-    num_scatters = shape.num_buckets * shape.num_scatters
+    log = _of_plan([order], 0)
+    num_scatters = order.num_buckets * order.num_scatters
     of_bucket = ["start_gather", "wait_for_gather", "orthogonalize"]
-    of_scatter = ["start_scatter", *["spread"] * shape.has_replicas, "finish_scatter"]
+    of_scatter = ["start_scatter", *["spread"] * order.has_replicas, "finish_scatter"]
     assert Counter(log) == Counter(
-        [(kind, bucket) for kind in of_bucket for bucket in range(shape.num_buckets)]
+        [(kind, bucket) for kind in of_bucket for bucket in range(order.num_buckets)]
         + [(kind, scatter) for kind in of_scatter for scatter in range(num_scatters)]
     )
-    for bucket in range(shape.num_buckets):
+    for bucket in range(order.num_buckets):
         positions = [log.index((kind, bucket)) for kind in of_bucket]
-        scatters = range(bucket * shape.num_scatters, (bucket + 1) * shape.num_scatters)
+        scatters = range(bucket * order.num_scatters, (bucket + 1) * order.num_scatters)
         for scatter in scatters:
             found = positions + [log.index((kind, scatter)) for kind in of_scatter]
             assert found == sorted(found)
@@ -85,7 +85,7 @@ def test_each_action_comes_once_and_after_what_it_needs(shape):
     for kind, _ in log:
         ahead += (kind == "start_gather") - (kind == "wait_for_gather")
         behind += (kind == "start_scatter") - (kind == "finish_scatter")
-        assert ahead <= shape.depth.ahead and behind <= shape.depth.behind
+        assert ahead <= order.depth.ahead and behind <= order.depth.behind
 
 
 def test_plans_get_through_their_buckets_evenly():
@@ -119,8 +119,8 @@ def _seconds(
     ranks: Sequence[int], buckets: Sequence[BucketSeconds], depth: int = 1, num_scatters: int = 0
 ) -> PlanSeconds:
     """Return what a plan takes; with scatters given, replicas pass results on."""
-    shape = PlanShape(len(buckets), num_scatters or 1, Depth(depth, depth), num_scatters > 0)
-    return PlanSeconds(ranks, buckets, shape)
+    order = PlanOrder(len(buckets), num_scatters or 1, Depth(depth, depth), num_scatters > 0)
+    return PlanSeconds(ranks, buckets, order)
 
 
 def _step(
@@ -321,25 +321,25 @@ def test_kinds_have_equal_shares_of_the_limit():
     assert plans[0].staging_bytes < plans[1].staging_bytes
     assert staging_problem(plans, needed) is None
     problem = staging_problem(plans, needed - 1)
-    assert f"each of 2 kinds has a share, got {needed:,}" in problem
+    assert f"equally for each of 2 kinds, got {needed:,}" in problem
     assert f"0.weight, has {2 * 256 * 64:,}, the largest stack {2 * 256 * 64:,}" in problem
 
 
-@given(st.lists(_SHAPES, min_size=3, max_size=3), st.integers(0, 3))
-def test_ranks_with_other_plans_never_wait_for_each_other_for_ever(shapes, num_last):
+@given(st.lists(_ORDERS, min_size=3, max_size=3), st.integers(0, 3))
+def test_ranks_with_other_plans_never_wait_for_each_other_for_ever(orders, num_last):
     """Two domains of experts in one of all ranks, in every mixture of buckets and replicas."""
-    first, second, all_ranks = shapes
+    first, second, all_ranks = orders
     domains = [([0, 1], first), ([2, 3], second), ([0, 1, 2, 3], all_ranks)]
     plans = [
         PlanSeconds(
             ranks,
             [
                 BucketSeconds(dict.fromkeys(ranks, 1.0 + number), {ranks[-1]: 2.0}, {}, {})
-                for number in range(shape.num_buckets)
+                for number in range(order.num_buckets)
             ],
-            shape,
+            order,
         )
-        for ranks, shape in domains
+        for ranks, order in domains
     ]
     assert set(step_seconds(plans, {0: float(num_last)})) >= {0, 1, 2, 3}
 
@@ -356,8 +356,8 @@ def test_more_is_under_way_where_memory_allows_and_the_step_gains():
         ExchangePlan.build(matrices, assignment, cost, _WIRE, staging_bytes=limit)
         for limit in (25_000, 50_000, 2**31)
     )
-    assert half.shape.depth == (1, 1) and whole.shape.depth == (2, 2)
-    assert plenty.shape == whole.shape and plenty.staging_bytes < 50_000
+    assert half.order.depth == (1, 1) and whole.order.depth == (2, 2)
+    assert plenty.order == whole.order and plenty.staging_bytes < 50_000
 
 
 def test_plans_of_a_rank_share_its_link():

@@ -5,7 +5,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.plan.schedule import Depth, PlanShape, actions_of
+from megatron_muon.plan.schedule import Depth, PlanOrder, actions_of
 from megatron_muon.plan.stacking import stack_rooms
 from megatron_muon.plan.staging import (
     BucketSizes,
@@ -24,18 +24,18 @@ def _plans(draw: st.DrawFn) -> list[PlanStaging]:
     plans = []
     for _ in range(draw(st.integers(0, 2))):
         has_replicas = draw(st.booleans())
-        shape = PlanShape(
+        order = PlanOrder(
             draw(st.integers(0, 6)),
             draw(st.integers(1, 3)) if has_replicas else 1,
             Depth(draw(st.integers(1, 3)), draw(st.integers(1, 3))),
             has_replicas,
         )
-        sizes = [BucketSizes(*(draw(_SIZES) for _ in range(3))) for _ in range(shape.num_buckets)]
+        sizes = [BucketSizes(*(draw(_SIZES) for _ in range(3))) for _ in range(order.num_buckets)]
         scatters = [
             ScatterSizes(draw(_SIZES), draw(_SIZES))
-            for _ in range(shape.num_buckets * shape.num_scatters)
+            for _ in range(order.num_buckets * order.num_scatters)
         ]
-        plans.append(PlanStaging(shape, sizes, scatters, draw(_SIZES)))
+        plans.append(PlanStaging(order, sizes, scatters, draw(_SIZES)))
     return plans
 
 
@@ -49,7 +49,7 @@ def _moments(plans: list[PlanStaging], layout: StagingLayout) -> list[list[range
 
     moments = []
     in_use: dict[tuple, range] = {}
-    for action, plan, number in actions_of([each.shape for each in plans]):
+    for action, plan, number in actions_of([each.order for each in plans]):
         ends: list[tuple] = []
         if action == "local":
             size = max((each.local_bytes for each in plans), default=0)
@@ -99,7 +99,7 @@ def test_equal_buckets_take_six_buffers_however_many_they_are():
         # While the stacks are filled: messages of the next gather, rows that arrived, stacks, and
         # messages of the scatter before.
         plan = PlanStaging(
-            PlanShape(count, 1, Depth(1, 1), False),
+            PlanOrder(count, 1, Depth(1, 1), False),
             [BucketSizes(*[1024] * 3)] * count,
             [ScatterSizes(1024, 1024)] * count,
             0,
@@ -111,9 +111,9 @@ def test_scatters_of_a_bucket_share_the_memory_of_replicas():
     """Eight scatters of an eighth each, two under way: a quarter of what one scatter takes."""
     sizes = []
     for num_scatters in (1, 8):
-        shape = PlanShape(1, num_scatters, Depth(1, 2), True)
+        order = PlanOrder(1, num_scatters, Depth(1, 2), True)
         scatters = [ScatterSizes(0, 8192 // num_scatters)] * num_scatters
-        sizes.append(StagingLayout.build([PlanStaging(shape, [BucketSizes(0, 0, 0)], scatters, 0)]))
+        sizes.append(StagingLayout.build([PlanStaging(order, [BucketSizes(0, 0, 0)], scatters, 0)]))
     assert [layout.num_bytes for layout in sizes] == [8192, 2048]
 
 

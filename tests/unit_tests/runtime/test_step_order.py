@@ -54,7 +54,7 @@ def _order_of_a_step(depth: tuple[int, int], num_scatters: int) -> list[Any]:
     built._orthogonalize = orthogonalize
     optimizers.set_gradients(0)
     optimizers.sharded.step()
-    return [len(built.plan.buckets), list(built.plan.shape.depth), log]
+    return [len(built.plan.buckets), list(built.plan.order.depth), log]
 
 
 @pytest.mark.parametrize("depth", [(1, 1), (1, 2), (2, 2), (5, 5)], ids=str)
