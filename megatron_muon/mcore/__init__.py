@@ -10,6 +10,7 @@ Files, each importing only those above it::
     gradient_norm           norm, clipping and check, with one read by the host
     weight_decay            upstream's rules, all parameters at once
     muon                    FSDPZeROTensorParallelMuon
+    adaptive/               Muon divided by a second moment
     lion                    FSDPLion
     arguments               command-line flags and their checks
     splits                  tags the rows that are orthogonalized apart

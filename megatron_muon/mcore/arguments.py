@@ -9,7 +9,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
-from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
+from megatron_muon.mcore.unsupported import (
+    BUILT_OPTIMIZERS,
+    raise_where_refused,
+    unsupported_settings,
+)
 from megatron_muon.newton_schulz.registry import BackendChoice
 from megatron_muon.plan.settings import ExchangeMode, ExchangeSettings, WireChoice
 from megatron_muon.plan.splits import Splits
@@ -86,6 +90,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "the ranks together read it once more.",
     )
     _add_split_flags(parser)
+    _add_adaptive_flags(parser)
     return parser
 
 
@@ -116,6 +121,32 @@ def _add_split_flags(parser: argparse.ArgumentParser) -> None:
     ):
         if flag not in parser._option_string_actions:
             group.add_argument(flag, action="store_true", help=text)
+
+
+def _add_adaptive_flags(parser: argparse.ArgumentParser) -> None:
+    """Add flags for fields of ``OptimizerConfig`` that Megatron's parser has no flags for."""
+    group = parser.add_argument_group(title="adaptive Muon")
+    for flag, settings in (
+        (
+            "--adaptive-muon-moment2-method",
+            {
+                "choices": ("adamuon", "normuon", "namo"),
+                "default": "adamuon",
+                "help": "Second moment of --optimizer adaptive_muon: of each element (adamuon), of "
+                "each row or column (normuon), or of the norm of the gradient (namo).",
+            },
+        ),
+        (
+            "--adaptive-muon-beta2",
+            {"type": float, "default": 0.95, "help": "Decay rate of the second moment."},
+        ),
+        (
+            "--adaptive-muon-eps",
+            {"type": float, "default": 1e-8, "help": "Keeps the divisor from zero."},
+        ),
+    ):
+        if flag not in parser._option_string_actions:
+            group.add_argument(flag, **settings)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -221,16 +252,18 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
         """Refuse what cannot work, then validate as for Adam."""
         check(args)
-        if args.optimizer != "muon" or not args.use_megatron_fsdp:
+        asked = args.optimizer
+        if asked not in BUILT_OPTIMIZERS or not args.use_megatron_fsdp:
             return original(args, defaults)
         logger.info(
-            "--optimizer muon: Megatron's own checks, and the arguments that it prints, see adam"
+            "--optimizer %s: Megatron's own checks, and the arguments that it prints, see adam",
+            asked,
         )
         args.optimizer = "adam"
         try:
             return original(args, defaults)
         finally:
-            args.optimizer = "muon"
+            args.optimizer = asked
 
     return validate_args
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Build the optimizer of a Megatron-FSDP model for ``OptimizerConfig.optimizer == "muon"``."""
+"""Build the optimizer of a Megatron-FSDP model for each ``OptimizerConfig.optimizer`` we have."""
 
 import copy
 import dataclasses
@@ -16,12 +16,14 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.emerging_optimizers import (
     _EMERGING_OPTIMIZERS,
+    _adaptive_muon_config_to_kwargs,
     _muon_config_to_kwargs,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
+from megatron_muon.mcore.adaptive.methods import adaptive_muon
 from megatron_muon.mcore.arguments import requested_exchange, requested_splits
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.fsdp_model import (
@@ -35,7 +37,7 @@ from megatron_muon.mcore.fsdp_model import (
 )
 from megatron_muon.mcore.lion import FSDPLion
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-from megatron_muon.mcore.routing import muon_rule
+from megatron_muon.mcore.routing import routing_rule
 from megatron_muon.mcore.splits import tag_blocks
 from megatron_muon.mcore.unsupported import raise_where_unsupported
 from megatron_muon.plan.settings import ExchangeSettings
@@ -64,7 +66,7 @@ def build_megatron_fsdp_emerging_optimizer(
         config: Optimizer configuration; the ``muon_*`` fields mean what they do under DDP.
         model_chunks: Model chunks wrapped by Megatron-FSDP, not run forward yet.
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
-            completed by Muon's rule. The dictionary is not changed.
+            completed by the rule for matrices. The dictionary is not changed.
         pg_collection: Process groups of the model; None for ``parallel_state``'s.
         exchange: Who orthogonalizes what, and what travels; None for what the ``--muon-fsdp-*``
             flags say, or their defaults in scripts without them.
@@ -92,21 +94,20 @@ def build_megatron_fsdp_emerging_optimizer(
     fqns = {param: fqn for fqn, param in named_optimizer_parameters(model_chunks)}
     _tag_parameters(fqns, model_chunks, splits or requested_splits(config))
 
-    # Muon's rule comes last: it decides which optimizer steps a parameter.
-    overrides = {**(config_overrides or {}), **muon_rule(config)}
+    # The rule comes last: it decides which optimizer steps a parameter.
+    overrides = {**(config_overrides or {}), **routing_rule(config)}
     groups_by_child: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
     for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
         if group["params"]:
-            groups_by_child[group.get("optimizer", "muon"), group["is_expert_parallel"]].append(
-                group
-            )
+            name = group.get("optimizer", config.optimizer)
+            groups_by_child[name, group["is_expert_parallel"]].append(group)
 
     children: dict[tuple[str, bool], DistributedOptimizer] = {}
     muon: FSDPZeROTensorParallelMuon | None = None
     # Experts first: the optimizer of the dense matrices plans both.
     for name, is_expert in sorted(groups_by_child, key=lambda key: not key[1]):
         groups = groups_by_child[name, is_expert]
-        if name == "muon":
+        if name == config.optimizer and name != "lion":
             muon = _inner_muon(
                 config,
                 groups,
@@ -115,7 +116,7 @@ def build_megatron_fsdp_emerging_optimizer(
                 fqns,
                 exchange=exchange or requested_exchange(),
                 experts=muon,
-                is_stepped_first=is_expert and ("muon", False) in groups_by_child,
+                is_stepped_first=is_expert and (name, False) in groups_by_child,
             )
             child = _wrapped(muon, config, model_chunks, pg_collection)
         elif name == "lion":
@@ -126,7 +127,7 @@ def build_megatron_fsdp_emerging_optimizer(
             ddp_config, pg_collection, is_expert=is_expert
         )
         children[name, is_expert] = child
-    _log_routing(groups_by_child, fqns)
+    _log_routing(config, groups_by_child, fqns)
     return FSDPMuonChainedOptimizer([children[key] for key in groups_by_child], model_chunks, fqns)
 
 
@@ -178,22 +179,31 @@ def _inner_muon(
     raise_where_any_rank_fails(
         problems, None, model_chunks[0].module.device, "No optimizer was built."
     )
-    return FSDPZeROTensorParallelMuon(
+    muon: type[FSDPZeROTensorParallelMuon] = FSDPZeROTensorParallelMuon
+    kwargs = _muon_config_to_kwargs(config, model_chunks, pg_collection)
+    if config.optimizer == "adaptive_muon":
+        kwargs = _adaptive_muon_config_to_kwargs(config, model_chunks, pg_collection)
+        muon = adaptive_muon(kwargs.pop("moment2_method"))
+    return muon(
         groups,
         matrices=matrices,
         exchange=exchange,
         experts=experts,
         is_stepped_first=is_stepped_first,
         # Tags alone say what is split: with --muon-no-split-qkv gate and up may still be.
-        **{**_muon_config_to_kwargs(config, model_chunks, pg_collection), "split_qkv": True},
+        **{**kwargs, "split_qkv": True},
     )
 
 
 def _inner_lion(config: OptimizerConfig, groups: list[dict[str, Any]]) -> FSDPLion:
+    # As upstream: --lion-beta1 and --lion-beta2 are those of Lion beside another optimizer.
+    is_alone = config.optimizer == "lion"
     return FSDPLion(
         groups,
         lr=config.lr,
-        betas=(config.lion_beta1, config.lion_beta2),
+        betas=(config.adam_beta1, config.adam_beta2)
+        if is_alone
+        else (config.lion_beta1, config.lion_beta2),
         weight_decay=config.weight_decay,
     )
 
@@ -257,13 +267,16 @@ def _instance_id(
 
 
 def _log_routing(
-    groups_by_child: dict[tuple[str, bool], list[dict[str, Any]]], fqns: dict[FSDPParameter, str]
+    config: OptimizerConfig,
+    groups_by_child: dict[tuple[str, bool], list[dict[str, Any]]],
+    fqns: dict[FSDPParameter, str],
 ) -> None:
     """Log on rank 0 how many parameters and elements each optimizer was given, and why."""
     parts = []
     for (name, is_expert), groups in groups_by_child.items():
         params = [param for group in groups for param in group["params"]]
-        reason = "2-D weights" if name == "muon" else "embedding, output layer or not 2-D"
+        is_rest = name != config.optimizer
+        reason = "embedding, output layer or not 2-D" if is_rest else "2-D weights"
         parts.append(
             f"{name}: {len(params)} {'expert' if is_expert else 'dense'} parameters, "
             f"{sum(param.orig_param.numel() for param in params):,} elements ({reason})"

@@ -71,6 +71,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     # Whether step() starts by agreeing that gradients are complete and finite.
     # FSDPMuonChainedOptimizer turns it off, and checks gradients of all its optimizers together.
     checks_gradients: bool
+    _scales_results = True  # whether Newton-Schulz does; a subclass may do it later
     is_stepped_first: bool  # never with all_gather, where each gathers its own matrices
     # None until the optimizer of the dense matrices has planned this one's.
     compute: OwnerCompute | AllGatherCompute | None
@@ -99,7 +100,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         raise_where_any_rank_fails(
             self._parameter_problems(), None, self._device, "No optimizer was built."
         )
-        newton_schulz = _newton_schulz_settings(muon_kwargs)
+        newton_schulz = _newton_schulz_settings(muon_kwargs, is_scaled=self._scales_results)
         # What follows is collective, and which collectives depends on these. A rank without experts
         # would miss the first OwnerCompute.
         raise_where_ranks_differ(
@@ -153,13 +154,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     def _owned(self, param: Any) -> OwnedParameter:
         """Return how upstream's ``orthogonalize`` splits a parameter, and over which ranks."""
-        groups, is_expert = self.pg_collection, getattr(param, "expert_tp", False)
-        tensor_group = None
-        if groups is not None:
-            tensor_group = groups.expt_tp if is_expert else groups.tp
-        has_tensor_ranks = tensor_group is not None and dist.get_world_size(tensor_group) > 1
-        partition_dim = getattr(param, "partition_dim", None)
-        is_sharded = has_tensor_ranks and partition_dim in (0, 1)
+        tensor_group = self._tensor_group(param)
+        is_sharded = tensor_group is not None and self._is_tensor_sharded(param)
         # Each head lies on one tensor-parallel rank, and is orthogonalized there.
         is_by_head = getattr(param, "is_split_by_head", False)
         is_joined = is_sharded and self.tp_mode != "blockwise" and not is_by_head
@@ -170,11 +166,28 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             param,
             self._matrices[param],
             tensor_group if is_joined else None,
-            partition_dim if is_joined else None,
+            param.partition_dim if is_joined else None,
             split_shapes,
             # Experts are never replicated: every rank has others, or other rows of them.
-            has_copies=has_tensor_ranks and not is_sharded and not is_expert,
+            has_copies=(
+                tensor_group is not None
+                and not is_sharded
+                and not getattr(param, "expert_tp", False)
+            ),
         )
+
+    def _tensor_group(self, param: Any) -> dist.ProcessGroup | None:
+        """Return the tensor-parallel group of a parameter; None where it is one rank."""
+        groups, is_expert = self.pg_collection, getattr(param, "expert_tp", False)
+        if groups is None:
+            return None
+        group: dist.ProcessGroup | None = groups.expt_tp if is_expert else groups.tp
+        return group if group is not None and dist.get_world_size(group) > 1 else None
+
+    def _is_tensor_sharded(self, param: Any) -> bool:
+        """Return whether tensor-parallel ranks hold different parts of a parameter."""
+        is_cut = getattr(param, "partition_dim", None) in (0, 1)
+        return is_cut and self._tensor_group(param) is not None
 
     def _all_params(self) -> list[Any]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -242,6 +255,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             for params in self.compute.orthogonalize(momentum, results):
                 for optimizer in optimizers:
                     optimizer._apply(params)
+            for optimizer in optimizers:
+                optimizer._finish_step()
 
     def _begin_step(self) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
         """Check gradients, and advance the momentum.
@@ -322,8 +337,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             param, momentum, **{key: value for key, value in group.items() if key != "params"}
         )
 
-    def _apply(self, params: Sequence[Any]) -> None:
-        """Subtract the local rows of the results from parameters, with upstream's hooks."""
+    def _by_group(self, params: Sequence[Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+        """Yield each parameter group with those of some parameters that this rank holds rows of."""
         by_group: dict[int, list[Any]] = defaultdict(list)
         for param in params:
             # An empty shard has no gradient, and nothing to subtract. Others are another
@@ -331,17 +346,25 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             if param.grad is not None and param in self._group_of:
                 by_group[id(self._group_of[param])].append(param)
         for held in by_group.values():
+            yield self._group_of[held[0]], held
+
+    def _apply(self, params: Sequence[Any]) -> None:
+        """Subtract the local rows of the results from parameters, with upstream's hooks."""
+        for group, held in self._by_group(params):
             if self._has_hooks:
                 for param in held:
                     self.pre_weight_update_fn_inplace(param, param.grad)
             torch._foreach_add_(
                 [local_tensor(param) for param in held],
                 [local_tensor(param.grad) for param in held],
-                alpha=-self._group_of[held[0]]["lr"],
+                alpha=-group["lr"],
             )
             if self._has_hooks:
                 for param in held:
                     self.post_weight_update_fn_inplace(param)
+
+    def _finish_step(self) -> None:
+        """Do what needs the results of all parameters; they have come, in the order of a plan."""
 
     @property
     def _has_hooks(self) -> bool:
@@ -352,13 +375,17 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         )
 
 
-def _newton_schulz_settings(muon_kwargs: Mapping[str, Any]) -> NewtonSchulzSettings:
+def _newton_schulz_settings(
+    muon_kwargs: Mapping[str, Any], *, is_scaled: bool
+) -> NewtonSchulzSettings:
     """Read what upstream keeps in a closure, with its defaults."""
     parameters = inspect.signature(TensorParallelMuon.__init__).parameters
     values = {name: muon_kwargs.get(name, each.default) for name, each in parameters.items()}
 
     def scale(num_rows: int, num_cols: int) -> tuple[float, float]:
         """Return upstream's two factors, which it multiplies with one after the other."""
+        if not is_scaled:
+            return 1.0, 1.0
         factor = get_muon_scale_factor(num_rows, num_cols, mode=values["scale_mode"])
         return factor, values["extra_scale_factor"]
 

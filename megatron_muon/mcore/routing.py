@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which optimizer steps a parameter: Megatron's rule for Muon, and what is added to it."""
+"""Which optimizer steps a parameter: Megatron's rule, and what is added to it for Muon."""
 
 import copy
 from typing import Any
@@ -12,13 +12,16 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, 
 from megatron_muon.mcore.arguments import skips_router
 
 
-def muon_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
-    """Return the overrides that send parameters to the configured scalar optimizer.
+def routing_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
+    """Return the overrides that send parameters to a scalar optimizer.
 
-    Those of Megatron's rule are no matrices; modules of later releases mark others.
+    Those of Megatron's rule are no matrices. Beside Muon, ``config.muon_scalar_optimizer`` steps
+    them, and what modules of later releases mark; beside Lion, Adam does.
     """
+    rule = copy.deepcopy(_EMERGING_OPTIMIZERS[config.optimizer].default_param_overrides)
+    if config.optimizer == "lion":
+        return rule
     to_scalar = {"optimizer": config.muon_scalar_optimizer}
-    rule = copy.deepcopy(_EMERGING_OPTIMIZERS["muon"].default_param_overrides)
     for override in rule.values():
         override.update(to_scalar)
     excluded = ParamPredicate(name="muon_excluded", fn=_is_excluded)

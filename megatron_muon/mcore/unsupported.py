@@ -10,6 +10,9 @@ from megatron_muon.user_errors import SettingsError
 
 Settings = Mapping[str, Any]
 
+# What --optimizer may be: Muon and its adaptive forms, and Lion, which is elementwise.
+BUILT_OPTIMIZERS = ("muon", "adaptive_muon", "lion")
+
 
 @dataclass(frozen=True)
 class Unsupported:
@@ -58,6 +61,11 @@ def _flags(*names: str) -> Callable[[Settings], str]:
     return found
 
 
+def _asks_for(*names: str) -> Callable[[Settings], bool]:
+    """Return an ``is_requested`` for some names of ``--optimizer``."""
+    return lambda settings: settings.get("optimizer") in names
+
+
 def _layer_wise_flag(settings: Settings) -> str:
     # The flag only turns a layout off; the configuration of a script names the optimizer itself.
     if settings.get("use_layer_wise_param_layout", True) is False:
@@ -83,11 +91,55 @@ def _has_low_precision_main_params(settings: Settings) -> bool:
 # absent means not asked for.
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
-        "--optimizer other than adam, sgd, muon",
-        lambda s: s.get("optimizer") != "muon",
-        "of the emerging optimizers only Muon has a Megatron-FSDP implementation here",
-        "use --optimizer muon (dist_muon is its layer-wise form, which Megatron-FSDP replaces)",
+        "--optimizer dist_muon",
+        _asks_for("dist_muon"),
+        "it is Muon with the layer-wise distributed optimizer, which Megatron-FSDP replaces",
+        "use --optimizer muon",
+    ),
+    Unsupported(
+        "--optimizer soap or rekls",
+        _asks_for("soap", "rekls"),
+        "their state belongs to whole matrices, and has no rows to shard",
+        "use --optimizer muon or adaptive_muon",
         _value("optimizer"),
+    ),
+    Unsupported(
+        "--optimizer laprop",
+        _asks_for("laprop"),
+        "it is elementwise, and has not been built here",
+        "use --optimizer adam or lion",
+    ),
+    Unsupported(
+        "--optimizer scion",
+        _asks_for("scion"),
+        "Megatron cannot build it: it passes betas, which it does not take",
+        "use --optimizer muon --muon-scale-mode unit_rms_norm --weight-decay 1 without "
+        "--muon-nesterov; --muon-extra-scale-factor is the spectral radius",
+    ),
+    Unsupported(
+        "--optimizer muon_hyperball, polargrad, spel, mop or sinkhorn_muon",
+        _asks_for("muon_hyperball", "polargrad", "spel", "mop", "sinkhorn_muon"),
+        "Megatron cannot build them: it passes betas, which they do not take",
+        "use --optimizer muon or adaptive_muon",
+        _value("optimizer"),
+    ),
+    Unsupported(
+        "--optimizer of another name",
+        lambda s: not _is_known(s.get("optimizer")),
+        "it has no implementation over row shards here",
+        "use --optimizer muon, adaptive_muon, lion, adam or sgd",
+        _value("optimizer"),
+    ),
+    Unsupported(
+        "--adaptive-muon-moment2-method normuon or namo with --muon-fsdp-exchange all_gather",
+        lambda s: (
+            s.get("optimizer") == "adaptive_muon"
+            and s.get("adaptive_muon_moment2_method") in ("normuon", "namo")
+            and s.get("muon_fsdp_exchange") == "all_gather"
+        ),
+        "upstream's code, which orthogonalizes then, scales results before they can be normalized",
+        "use --muon-fsdp-exchange owner",
+        _flags("adaptive_muon_moment2_method", "muon_fsdp_exchange"),
     ),
     Unsupported(
         "--fp16",
@@ -259,6 +311,17 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "drop it",
     ),
 )
+
+
+# Named by the rows above.
+_REFUSED_OPTIMIZERS = (
+    *("dist_muon", "soap", "rekls", "laprop", "scion"),
+    *("muon_hyperball", "polargrad", "spel", "mop", "sinkhorn_muon"),
+)
+
+
+def _is_known(optimizer: object) -> bool:
+    return optimizer in (*BUILT_OPTIMIZERS, *_REFUSED_OPTIMIZERS)
 
 
 def unsupported_settings(settings: Settings) -> list[str]:

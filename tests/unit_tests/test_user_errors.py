@@ -22,7 +22,11 @@ HSDP = {"num_distributed_optimizer_instances": 2}
     ("settings", "given"),
     [
         ({"ckpt_format": "torch_dist"}, "other than fsdp_dtensor, got torch_dist: Megatron-FSDP"),
-        ({"optimizer": "soap"}, "--optimizer other than adam, sgd, muon, got soap: of the"),
+        ({"optimizer": "soap"}, "--optimizer soap or rekls, got soap: their state belongs to"),
+        ({"optimizer": "laprop"}, "--optimizer laprop: it is elementwise"),
+        ({"optimizer": "scion"}, "use --optimizer muon --muon-scale-mode unit_rms_norm"),
+        ({"optimizer": "spel"}, "mop or sinkhorn_muon, got spel: Megatron cannot build them"),
+        ({"optimizer": "psgd_pro"}, "--optimizer of another name, got psgd_pro: it has no"),
         ({"pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size above 1, got 4: "),
         ({"fp16": True}, "--fp16: emerging optimizers have no loss scaling; use --bf16."),
         ({"qk_clip": True}, "--qk-clip and --log-max-attention-logit, got --qk-clip: upstream"),

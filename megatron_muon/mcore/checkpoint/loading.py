@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _NOTHING_LOADED = "Nothing was loaded."
 # Names of experts hold their number among all ranks.
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
+# Of moments of blocks that each tensor-parallel rank has for itself (FSDPBlockMuon).
+_TENSOR_RANK = re.compile(r"(_tensor_rank_)\d+(_of_\d+)$")
 _STATE = re.compile(r"^(optimizer\.state\..+)\.([^.]+)$")
 
 
@@ -220,16 +222,21 @@ def find_differences(
         if key in checkpoint.tensors and checkpoint.tensors[key].shape != shape
     ]
     # A rank wants its own experts alone; another's have the same names but for the number.
-    patterns = {_EXPERT.sub(r"\1*", key) for key in wanted}
+    patterns = {_pattern(key) for key in wanted}
     unwanted = [
         key
         for key in checkpoint.tensors
         if key.partition(".")[0] in parts
-        and (_EXPERT.sub(r"\1*", key) not in patterns or not _is_expert_of(key, num_experts))
+        and (_pattern(key) not in patterns or not _is_expert_of(key, num_experts))
     ]
     # DCP ignores both without a word: what is missing keeps its random or zero values.
     missing = [key for key in wanted if key not in checkpoint.tensors]
     return problems + _group_states(missing, unwanted)
+
+
+def _pattern(key: str) -> str:
+    """Return a name without the numbers by which ranks tell theirs apart."""
+    return _TENSOR_RANK.sub(r"\1*\2", _EXPERT.sub(r"\1*", key))
 
 
 def _is_expert_of(key: str, num_experts: int | None) -> bool:

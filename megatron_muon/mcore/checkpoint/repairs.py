@@ -62,6 +62,7 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
                 for local, name in global_names.items()
                 if _is_sharded(whole[name].get(kind))
             }
+            located.states = {bare_name(name): state for name, state in of_kind.items()}
             for local, tensor in original(located, of_kind, None)[0].items():
                 parent, half = (local, "") if local in of_kind else (local[:-2], local[-2:])
                 name = global_names[parent]
@@ -79,14 +80,21 @@ class _LocatedParameters:
     """A Megatron-FSDP model that knows which elements of each parameter this rank holds.
 
     Upstream's lookup counts on the wrapper of bf16 models, and finds nothing in fp32.
+
+    Args:
+        model: A Megatron-FSDP model.
     """
 
+    states: dict[str, DTensor]  # what is split, by the name of its parameter; empty for weights
+
     def __init__(self, model: Any) -> None:
+        self.states = {}
         self._model = model.module if isinstance(model, FullyShardedDataParallel) else model
         buffers = self._model.param_and_grad_buffer
         is_replicated = buffers.ddp_config.data_parallel_sharding_strategy == "no_shard"
         setattr(buffers.dist_index, _IS_REPLICATED, is_replicated)
         self._parameters = {bare_name(name): p for name, p in buffers.optimizer_named_parameters}
+        self._elements: dict[str, tuple[int, int]] = {}
         for group in buffers.parameter_groups:
             buffer = group.main_weight_buffer or group.model_weight_buffer
             for index, orig_param in enumerate(group.params):
@@ -94,16 +102,23 @@ class _LocatedParameters:
                     start, stop = 0, orig_param.numel()
                 else:
                     start, stop = buffer._get_item_slice_in_shard(index)
-                self._parameters[
-                    bare_name(buffers.param_to_name[orig_param])
-                ].megatron_fsdp_slice = slice(start, stop)
+                self._elements[bare_name(buffers.param_to_name[orig_param])] = (start, stop)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def get_parameter(self, name: str) -> DTensor:
         """Return a parameter by its name, whatever wrappers the name counts."""
-        return self._parameters[bare_name(name)]
+        param = self._parameters[bare_name(name)]
+        start, stop = self._elements[bare_name(name)]
+        state = self.states.get(bare_name(name))
+        # A state may have other columns: one, where each row has a moment. Shards hold whole rows.
+        if state is not None and state._local_tensor.shape != param._local_tensor.shape:
+            num_cols = param._local_tensor.shape[1]
+            state_cols = state._local_tensor.shape[1]
+            start, stop = start // num_cols * state_cols, stop // num_cols * state_cols
+        param.megatron_fsdp_slice = slice(start, stop)
+        return param
 
 
 def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+    update_uneven_dtensor_chunk_metadata,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import log_single_rank
 from torch.distributed.tensor import DTensor
@@ -57,14 +60,21 @@ def record_offsets(
     Args:
         child: Optimizer with complete state.
         main_weights: For each parameter the DTensor that Megatron-FSDP recorded its rows on.
+
+    Communication: for each state of another shape than its parameter, which all ranks have alike,
+        an all-gather of shapes as objects over each sharded axis.
     """
     for param, states in child.optimizer.state.items():
         recorded = main_weights[param]._local_tensor
         for value in states.values():
-            if isinstance(value, DTensor):
-                for name in ("__create_chunk_list__", "__create_write_items__"):
-                    if hasattr(recorded, name):
-                        setattr(value._local_tensor, name, getattr(recorded, name))
+            if not isinstance(value, DTensor) or not hasattr(recorded, "__create_chunk_list__"):
+                continue
+            if value.shape != param.shape:
+                # Of the same rows, but of other columns.
+                update_uneven_dtensor_chunk_metadata(value)
+                continue
+            for name in ("__create_chunk_list__", "__create_write_items__"):
+                setattr(value._local_tensor, name, getattr(recorded, name))
 
 
 def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:

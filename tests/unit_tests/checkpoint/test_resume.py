@@ -41,6 +41,11 @@ BF16_TOLERANCE, FP32_TOLERANCE, MOE_TOLERANCE = 1.5e-4, 4e-5, 4e-3
 SEQUENCE = ("--sequence-parallel", "--expert-tensor-parallel-size")
 # Muon of whole matrices, which does not depend on the tensor-parallel size.
 WHOLE = ("--muon-tp-mode", "duplicated")
+ADAMUON, NORMUON, NAMO = (
+    ("--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", method)
+    for method in ("adamuon", "normuon", "namo")
+)
+GATED = ("--swiglu",)
 # Of attention. Hidden dropout draws from CUDA's
 # default generator, on CPU ranks the one that a new data loader draws its seed from.
 DROPOUT = ("--attention-dropout", "0.1")
@@ -83,6 +88,11 @@ SAME_WORLD = [
     pytest.param(
         2, 3, ("--muon-scalar-optimizer", "lion"), id="zero3_lion", marks=pytest.mark.slow
     ),
+    pytest.param(2, 3, (*NORMUON, *GATED), id="zero3_normuon"),
+    pytest.param(4, 1, (*NORMUON, *GATED, *TP), id="normuon_tp2", marks=pytest.mark.slow),
+    pytest.param(2, 0, (*NORMUON, *GATED), id="zero0_normuon", marks=pytest.mark.slow),
+    pytest.param(4, 3, (*NAMO, *EP, *TP, *SEQUENCE, "1"), id="namo", marks=pytest.mark.slow),
+    pytest.param(4, 3, (*ADAMUON, *GATED, *HFSDP), id="adamuon", marks=pytest.mark.slow),
 ]
 
 
@@ -147,6 +157,34 @@ OTHER_WORLD = [
         id="tp2_to_tp1",
         marks=pytest.mark.slow,
     ),
+    pytest.param(
+        (2, 3, (*NORMUON, *GATED)),
+        (4, 3, (*NORMUON, *GATED, *HFSDP)),
+        FP32_TOLERANCE,
+        id="normuon_2_to_4",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        (4, 3, (*NORMUON, *GATED, *TP, *WHOLE)),
+        (2, 1, (*NORMUON, *GATED, *WHOLE)),
+        FP32_TOLERANCE,
+        id="normuon_tp2_to_tp1",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        (4, 3, (*ADAMUON, *EP)),
+        (2, 2, (*ADAMUON, *MOE)),
+        MOE_TOLERANCE,
+        id="adamuon_ep2_to_ep1",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        (2, 0, GATED),
+        (2, 1, (*GATED, "--muon-split-glu", "--muon-no-split-qkv")),
+        None,
+        id="to_other_blocks",
+        marks=pytest.mark.slow,
+    ),
     pytest.param((2, 0, ()), (4, 3, TP), None, id="tp1_to_tp2_blockwise", marks=pytest.mark.slow),
     pytest.param(
         (2, 2, MOE),
@@ -162,8 +200,8 @@ OTHER_WORLD = [
 def test_checkpoint_loads_on_other_ranks(before, after, tolerance, tmp_path):
     """Gathered parameters and state are the saved ones, bit for bit, and training goes on.
 
-    Blockwise Muon is another optimizer on another number of tensor-parallel ranks: its losses are
-    not compared.
+    Blockwise Muon is another optimizer on another number of tensor-parallel ranks, as Muon of other
+    blocks is: its losses are not compared.
     """
     (world_size, zero, flags), (new_world_size, new_zero, new_flags) = before, after
     first, folder = saved(world_size, zero, *flags)

@@ -128,6 +128,8 @@ def build_optimizers(
     cases: Sequence[tuple[int, Sequence[int]]] | None = None,
     blocks: Sequence[Sequence[int]] | None = None,
     by_head: Sequence[bool] = (),
+    sharded: Any = None,
+    whole: Any = None,
 ) -> Optimizers:
     """Make both optimizers on a grid of replicas x shards x tensor-parallel ranks.
 
@@ -142,6 +144,8 @@ def build_optimizers(
         blocks: Rows of a group that go to each block, for each matrix; None for the last one alone.
         by_head: Whether the blocks of each matrix are heads, which tensor-parallel ranks do not
             join; empty for none.
+        sharded: Class of ours; None for Muon's.
+        whole: Class of the reference; None for upstream's Muon.
     """
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     from torch.distributed.device_mesh import init_device_mesh
@@ -186,13 +190,13 @@ def build_optimizers(
         **(settings or {}),
     }
     return Optimizers(
-        FSDPZeROTensorParallelMuon(
+        (sharded or FSDPZeROTensorParallelMuon)(
             [param for param, _, _ in params],
             matrices={param: matrix for param, _, matrix in params},
             exchange=ExchangeSettings(**(exchange or {})),
             **arguments,
         ),
-        TensorParallelMuon([reference for _, reference, _ in params], **arguments),
+        (whole or TensorParallelMuon)([reference for _, reference, _ in params], **arguments),
         params,
         tensor.rank(),
     )

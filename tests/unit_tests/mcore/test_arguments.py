@@ -22,10 +22,15 @@ REFUSALS = [
     (("--use-precision-aware-optimizer",), "--use-precision-aware-optimizer: it keeps gradients"),
     (("--optimizer-cpu-offload",), "--optimizer-cpu-offload: Newton-Schulz runs where"),
     (("--no-use-layer-wise-param-layout",), "the layer-wise distributed optimizer"),
-    (("--optimizer", "dist_muon"), "dist_muon is its layer-wise form"),
+    (("--optimizer", "dist_muon"), "it is Muon with the layer-wise distributed optimizer"),
     (("--optimizer", "soap"), "--optimizer soap --use-megatron-fsdp cannot run with"),
-    (("--optimizer", "lion"), "only Muon has a Megatron-FSDP implementation here"),
-    (("--optimizer", "adaptive_muon"), "use --optimizer muon"),
+    (
+        (
+            *("--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", "normuon"),
+            *("--muon-fsdp-exchange", "all_gather"),
+        ),
+        "scales results before they can be normalized; use --muon-fsdp-exchange owner",
+    ),
     (("--pipeline-model-parallel-size", "2"), "--pipeline-model-parallel-size above 1"),
     (("--ckpt-format", "torch_dist"), "--ckpt-format other than fsdp_dtensor"),
     (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),

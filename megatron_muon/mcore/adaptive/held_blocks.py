@@ -1,0 +1,113 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of blocks that this rank holds, and sums over all ranks that hold some."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.plan.layout import block_rows
+from megatron_muon.runtime.owner_compute import OwnedParameter
+
+
+@dataclass(frozen=True)
+class HeldBlock:
+    """This rank's rows of a block: of a matrix that Newton-Schulz sees.
+
+    Args:
+        shape: Rows and columns of the whole block, on all ranks.
+        rows: Where its rows lie among the local rows of the parameter: a slice, or int64 positions
+            where they are apart, as query, key and value are.
+        first_col: Column of the block that local column 0 is; above 0 where tensor-parallel ranks
+            hold columns of one block.
+        shard_groups: Groups over which rows of this tensor-parallel rank are spread.
+        tensor_groups: Tensor-parallel groups that hold one block together.
+        has_tensor_cols: Whether those hold columns of it, not rows.
+    """
+
+    shape: tuple[int, int]
+    rows: slice | torch.Tensor
+    first_col: int
+    shard_groups: tuple[dist.ProcessGroup, ...]
+    tensor_groups: tuple[dist.ProcessGroup, ...]
+    has_tensor_cols: bool
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups over which the elements of the block are spread."""
+        return (*self.shard_groups, *self.tensor_groups)
+
+    def take(self, local: torch.Tensor) -> torch.Tensor:
+        """Return its rows of a parameter's local rows: a view, or a copy where they are apart."""
+        return local[self.rows]
+
+    def put(self, local: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write its rows into a parameter's local rows."""
+        local[self.rows] = rows
+
+
+def held_blocks(parameter: OwnedParameter, device: torch.device) -> list[HeldBlock]:
+    """Return the blocks of a parameter, those of which this rank holds nothing included.
+
+    Args:
+        parameter: Its shards, and how Newton-Schulz splits and joins it.
+        device: Where its rows live.
+    """
+    matrix, group = parameter.matrix, parameter.tensor_group
+    num_tensor_ranks = dist.get_world_size(group) if group is not None else 1
+    has_tensor_cols = num_tensor_ranks > 1 and parameter.partition_dim == 1
+    start, stop = matrix.local_range
+    num_cols = matrix.layout.num_cols
+    blocks = []
+    for ranges in block_rows(matrix.layout.num_rows, parameter.split_shapes):
+        held = [
+            range(max(each.start, start) - start, min(each.stop, stop) - start) for each in ranges
+        ]
+        runs = [run for run in held if len(run)]
+        rows: slice | torch.Tensor = slice(0, 0)
+        if len(runs) == 1:
+            rows = slice(runs[0].start, runs[0].stop)
+        elif runs:
+            rows = torch.tensor([row for run in runs for row in run], device=device)
+        num_rows = sum(each.stop - each.start for each in ranges)
+        blocks.append(
+            HeldBlock(
+                (num_rows, num_cols * num_tensor_ranks)
+                if has_tensor_cols
+                else (num_rows * num_tensor_ranks, num_cols),
+                rows,
+                dist.get_rank(group) * num_cols if has_tensor_cols else 0,
+                (matrix.shard_group,) if matrix.shard_group is not None else (),
+                (group,) if group is not None else (),
+                has_tensor_cols,
+            )
+        )
+    return blocks
+
+
+def add_up(
+    sums: Sequence[torch.Tensor], groups: Sequence[Sequence[dist.ProcessGroup]]
+) -> list[torch.Tensor]:
+    """Sum tensors over ranks, all of one group together.
+
+    Args:
+        sums: One-dimensional tensors of one dtype, as many and as long on all ranks of a group.
+        groups: For each the groups to sum over, one after the other.
+
+    Returns:
+        The sums, in order.
+
+    Communication: one all-reduce for each group.
+    """
+    sums = list(sums)
+    # In the order of parameters, which all ranks share.
+    for group in dict.fromkeys(each for of_one in groups for each in of_one):
+        numbers = [number for number, of_one in enumerate(groups) if group in of_one]
+        flat = torch.cat([sums[number] for number in numbers])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([sums[number].numel() for number in numbers])
+        for number, part in zip(numbers, parts, strict=True):
+            sums[number] = part
+    return sums

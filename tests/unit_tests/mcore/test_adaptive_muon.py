@@ -1,0 +1,333 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Adaptive Muon on hand-made row shards, against upstream's classes on whole matrices.
+
+adamuon is that of Megatron-LM main, whose class is 0.19.2's with two attributes: without them it
+fails in its first step. normuon and namo are those of emerging-optimizers, for each block as a
+parameter of its own. Theirs sum means and norms in fp32, ours in float64: the reference does too,
+and one test compares with theirs as it is.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.sharded_muon import LAYOUTS, build_optimizers, init_group, step_both, whole_matrix
+
+pytestmark = pytest.mark.ranks
+
+NUM_STEPS = 3
+# A long, a wide and a square matrix; with two shards a wide and a long one more, which tensor
+# parallelism cuts in rows and in columns; query, key and value, of which the last two are wide.
+CASES = {
+    2: [
+        *((24, [31, 17]), (48, [24, 0]), (32, [1, 31])),
+        *((48, [4, 4]), (16, [40, 8]), (24, [7, 25])),
+    ],
+    3: [(24, [0, 47, 1]), (48, [8, 8, 8]), (32, [0, 0, 32]), (24, [0, 9, 23])],
+    4: [(24, [1, 0, 46, 1]), (48, [7, 5, 0, 12]), (20, [3, 0, 0, 1]), (24, [1, 10, 0, 21])],
+}
+GRIDS = [
+    pytest.param(2, {}, id="2"),
+    pytest.param(3, {}, id="3"),
+    pytest.param(4, {}, id="4", marks=pytest.mark.slow),
+    pytest.param(1, {"num_replicas": 2}, id="zero0"),
+    pytest.param(2, {"num_replicas": 2}, id="hsdp", marks=pytest.mark.slow),
+    pytest.param(2, {"num_tensor_ranks": 2}, id="tp2"),
+]
+
+
+def _size(num_shards: int, grid: dict[str, int]) -> int:
+    return num_shards * grid.get("num_replicas", 1) * grid.get("num_tensor_ranks", 1)
+
+
+def _step_adamuon(num_shards: int, grid: dict[str, int], exchange: dict[str, Any]) -> list[str]:
+    import torch
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon
+
+    from megatron_muon.mcore.adaptive.adamuon import FSDPAdaMuon
+
+    class Whole(TensorParallelAdaptiveMuon):
+        """As on Megatron-LM main at d98e8a64."""
+
+        def __init__(self, params: Any, **kwargs: Any) -> None:
+            super().__init__(params, **kwargs)
+            self.scale_mode = kwargs["scale_mode"]
+            self.extra_scale_factor = kwargs["extra_scale_factor"]
+
+    init_group()
+    built = build_optimizers(
+        num_shards,
+        {"scale_mode": "spectral", "extra_scale_factor": 0.2, "beta2": 0.9},
+        exchange,
+        sharded=FSDPAdaMuon,
+        whole=Whole,
+        **grid,
+    )
+    step_both(built, exchange.get("wire", ""), NUM_STEPS)
+    different = built.differences()
+    for param, reference, matrix in built.params:
+        found = built.sharded.state[param]["moment2_buffer"]._local_tensor
+        expected = built.whole.state[reference]["moment2_buffer"][slice(*matrix.local_range)]
+        if not torch.equal(found, expected):
+            different.append(f"{matrix.fqn}: second moment")
+    return different
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        {"mode": "owner", "wire": "fp32"},
+        {"mode": "owner", "wire": "bf16"},
+        pytest.param({"mode": "all_gather"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda exchange: "-".join(exchange.values()),
+)
+@pytest.mark.parametrize(("num_shards", "grid"), GRIDS)
+def test_adamuon_equals_upstreams_class_on_whole_matrices(num_shards, grid, exchange):
+    """Parameters, momentum and second moments are the same bits after three steps."""
+    world_size = _size(num_shards, grid)
+    run = run_ranks(world_size, _step_adamuon, num_shards, grid, exchange).check()
+    assert run.results == [[]] * world_size
+
+
+@contextmanager
+def _float64_sums(wire: str) -> Iterator[None]:
+    """Let emerging-optimizers sum means and norms in float64."""
+    import torch
+    from gpu_checks.reference import float64_normalize
+
+    original = torch.linalg.vector_norm
+
+    def vector_norm(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(tensor, *args, **kwargs)
+        return tensor.double().square().sum().sqrt().float()
+
+    def mean(tensor: Any, dim: int, keepdim: bool) -> Any:
+        return (tensor.double().sum(dim, keepdim=keepdim) / tensor.shape[dim]).float()
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.linalg.vector_norm", vector_norm))
+        stack.enter_context(mock.patch.object(torch.Tensor, "mean", mean))
+        if wire == "bf16":
+            stack.enter_context(mock.patch("torch.nn.functional.normalize", float64_normalize))
+        yield
+
+
+def _joined_blocks(built: Any, index: int, values: list[Any]) -> list[Any]:
+    """Cut the matrices of tensor-parallel ranks into blocks, joined where Newton-Schulz does.
+
+    Args:
+        built: Optimizers.
+        index: Which parameter.
+        values: Its matrix on each tensor-parallel rank.
+    """
+    import torch
+
+    from megatron_muon.plan.layout import block_rows
+
+    owned = built.sharded._owned(built.params[index][0])
+    if owned.tensor_group is None:
+        values = [values[built.tensor_rank]]
+    return [
+        torch.cat(
+            [torch.cat([value[rows.start : rows.stop] for rows in block]) for value in values],
+            dim=owned.partition_dim or 0,
+        )
+        for block in block_rows(owned.matrix.layout.num_rows, owned.split_shapes)
+    ]
+
+
+def _rows_of_blocks(built: Any, index: int, blocks: list[Any]) -> Any:
+    """Put blocks back where this rank has them; return its rows."""
+    import torch
+
+    from megatron_muon.plan.layout import block_rows
+
+    owned = built.sharded._owned(built.params[index][0])
+    num_tensor_ranks = 1 if owned.tensor_group is None else owned.tensor_group.size()
+    whole = torch.empty(owned.matrix.layout.num_rows, owned.matrix.layout.num_cols)
+    ranges = block_rows(owned.matrix.layout.num_rows, owned.split_shapes)
+    for block, of_block in zip(blocks, ranges, strict=True):
+        own = block.chunk(num_tensor_ranks, dim=owned.partition_dim or 0)
+        part = own[built.tensor_rank if num_tensor_ranks > 1 else 0]
+        sizes = [rows.stop - rows.start for rows in of_block]
+        for rows, values in zip(of_block, part.split(sizes), strict=True):
+            whole[rows.start : rows.stop] = values
+    return whole[slice(*owned.matrix.local_range)]
+
+
+def _step_by_block(
+    method: str, num_shards: int, grid: dict[str, int], settings: dict[str, Any], wire: str
+) -> list[float]:
+    """Step ours, and each block as a parameter of emerging-optimizers; return differences."""
+    import torch
+    from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
+
+    from megatron_muon.mcore.adaptive.methods import METHODS
+
+    settings = dict(settings)
+    is_exact = settings.pop("is_exact", True)
+    init_group()
+    built = build_optimizers(
+        num_shards,
+        {"extra_scale_factor": 0.2, **settings},
+        {"wire": wire},
+        sharded=functools.partial(METHODS[method], beta2=0.9),
+        cases=CASES.get(num_shards, [(24, [48]), (48, [24]), (32, [32]), (24, [32])]),
+        **grid,
+    )
+    num_tensor_ranks = grid.get("num_tensor_ranks", 1)
+
+    def draw(index: int, seed: int) -> list[Any]:
+        param, reference, _ = built.params[index]
+        is_cut = param.partition_dim >= 0
+        matrices = [
+            whole_matrix(reference.shape, seed, rank * is_cut) for rank in range(num_tensor_ranks)
+        ]
+        return _joined_blocks(built, index, matrices)
+
+    indices = range(len(built.params))
+    blocks = [[torch.nn.Parameter(block) for block in draw(i, i)] for i in indices]
+    settings.pop("tp_mode", None)
+    reference = AdaptiveMuon(
+        [block for of_param in blocks for block in of_param],
+        lr=0.02,
+        momentum=0.95,
+        weight_decay=0.1,
+        **{
+            "nesterov": True,
+            "extra_scale_factor": 0.2,
+            "beta2": 0.9,
+            "moment2_method": method,
+            **settings,
+        },
+    )
+    for step in range(NUM_STEPS):
+        built.set_gradients(step)
+        built.sharded.step()
+        for i in indices:
+            for block, grad in zip(blocks[i], draw(i, 1000 * step + i), strict=True):
+                block.grad = grad
+        with _float64_sums(wire) if is_exact else ExitStack():
+            reference.step()
+    return [
+        (param._local_tensor - _rows_of_blocks(built, i, [b.detach() for b in blocks[i]]))
+        .abs()
+        .sum()
+        .item()
+        for i, (param, _, _) in enumerate(built.params)
+    ]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["normuon", "namo"])
+@pytest.mark.parametrize(("num_shards", "grid"), GRIDS)
+def test_blocks_equal_parameters_of_emerging_optimizers(num_shards, grid, method, wire):
+    """The same bits after three steps, for long, square and wide blocks, and query, key, value."""
+    world_size = _size(num_shards, grid)
+    run = run_ranks(world_size, _step_by_block, method, num_shards, grid, {}, wire).check()
+    for differences in run.results:
+        assert differences == [0.0] * len(differences)
+
+
+@pytest.mark.parametrize("method", ["normuon", "namo"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp_mode": "blockwise"},
+        pytest.param({"tp_mode": "distributed", "nesterov": False}, marks=pytest.mark.slow),
+    ],
+    ids=lambda settings: settings["tp_mode"],
+)
+def test_blocks_under_each_tensor_parallel_mode(method, settings):
+    """A block is what Newton-Schulz sees: of one tensor-parallel rank, or of all of them."""
+    grid = {"num_tensor_ranks": 2}
+    run = run_ranks(4, _step_by_block, method, 2, grid, settings, "fp32").check()
+    for differences in run.results:
+        assert differences == [0.0] * len(differences)
+
+
+@pytest.mark.parametrize("method", ["normuon", "namo"])
+def test_sums_in_float64_change_rounding_alone(method):
+    """Beside emerging-optimizers as it is: fp32 sums of at most 2304 squares.
+
+    Three steps of 0.02 on at most 1536 elements of a rank; each may differ by a few units in the
+    last place of a weight of size 3, 2.4e-7. A moment of another step would give 1e-2 an element.
+    """
+    settings = {"is_exact": False}
+    run = run_ranks(2, _step_by_block, method, 2, {}, settings, "fp32").check()
+    for differences in run.results:
+        assert max(differences) <= 1536 * 2 * 2.4e-7
+        assert sum(differences) > 0.0
+
+
+def _state_names(method: str, tp_mode: str) -> dict[str, list[int]]:
+    from megatron_muon.mcore.adaptive.methods import METHODS
+
+    init_group()
+    built = build_optimizers(
+        2,
+        {"tp_mode": tp_mode},
+        sharded=METHODS[method],
+        cases=CASES[2],
+        num_tensor_ranks=2,
+    )
+    return {
+        f"{matrix.fqn}.{key}": list(value.shape)
+        for param, _, matrix in built.params
+        for key, value in built.sharded.state[param].items()
+        if key != "momentum_buffer"
+    }
+
+
+def test_state_of_whole_blocks_has_one_name_on_all_ranks_that_share_it():
+    """Tensor-parallel ranks with blocks of their own name them apart: a checkpoint keeps one."""
+    joined = run_ranks(4, _state_names, "normuon", "duplicated").check().results
+    assert joined[0] == joined[1] == joined[2] == joined[3]
+    assert joined[0]["layer.1.weight.moment2_cols"] == [1, 96]
+    assert joined[0]["layer.5.weight.moment2_cols"] == [2, 24]
+    apart = run_ranks(4, _state_names, "normuon", "blockwise").check().results
+    assert apart[0]["layer.1.weight.moment2_cols_tensor_rank_0_of_2"] == [1, 48]
+    assert apart[1]["layer.1.weight.moment2_cols_tensor_rank_1_of_2"] == [1, 48]
+    # Replicated by tensor parallelism: equal on both.
+    assert apart[0]["layer.2.weight.moment2_rows"] == [32, 1]
+    namo = run_ranks(4, _state_names, "namo", "duplicated").check().results
+    assert namo[0]["layer.5.weight.moment2_buffer"] == [3]
+
+
+def _refusals() -> list[str]:
+    from megatron_muon.mcore.adaptive.methods import METHODS, adaptive_muon
+
+    init_group()
+    texts = []
+    for method, settings, exchange in (
+        ("normuon", {}, {"mode": "all_gather"}),
+        ("namo", {"use_decoupled_weight_decay": False}, {}),
+    ):
+        with pytest.raises(ValueError) as error:
+            build_optimizers(2, settings, exchange, sharded=METHODS[method])
+        texts.append(str(error.value))
+    with pytest.raises(ValueError) as error:
+        adaptive_muon("adam")
+    return [*texts, str(error.value)]
+
+
+def test_what_cannot_be_normalized_is_refused_with_the_reason():
+    """On all ranks, at construction."""
+    for texts in run_ranks(2, _refusals).check().results:
+        assert "expected --muon-fsdp-exchange owner, got all_gather" in texts[0]
+        assert "expected decoupled weight decay, got l2" in texts[1]
+        assert "expected one of adamuon, normuon, namo, got adam" in texts[2]
+
+
+def test_layouts_have_every_kind_of_block():
+    """Otherwise the comparisons above would say less than they seem to."""
+    shapes = {(sum(rows), cols) for cols, rows in CASES[2]}
+    assert {rows >= cols for rows, cols in shapes} == {True, False}
+    assert LAYOUTS[2] != CASES[2]
