@@ -57,11 +57,12 @@ def preprocessing_without_premul_from(original: Callable[..., Any]) -> Callable[
     return gradient_reduce_preprocessing
 
 
-def latent_attention_from(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``DotProductAttention.__init__`` that takes widths of a head.
+def attention_from(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``DotProductAttention.__init__`` that takes widths of a head, and records logits.
 
     Multi-latent attention has values of another width than keys. Megatron's own attention takes the
-    width of its result from ``kv_channels``, and everything else from the tensors.
+    width of its result from ``kv_channels``, and everything else from the tensors. QK-clip reads
+    logits that only Transformer Engine's attention records.
     """
 
     @functools.wraps(original)
@@ -76,8 +77,37 @@ def latent_attention_from(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, *args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+        if self.config.qk_clip or self.config.log_max_attention_logit:
+            _record_logits(self)
 
     return init
+
+
+def _record_logits(attention: "DotProductAttention") -> None:
+    """Keep the largest logit of each head, as Transformer Engine does with ``return_max_logit``."""
+    attention.current_max_attn_logits = None
+    mask_func = attention.scale_mask_softmax.mask_func
+
+    def recorded(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Mask logits, ``(batch, heads, queries, keys)``, and keep their maxima."""
+        masked = mask_func(scores, mask)
+        found = masked.detach().float().amax(dim=(0, 2, 3))
+        before = attention.current_max_attn_logits
+        attention.current_max_attn_logits = found if before is None else found.maximum(before)
+        return masked
+
+    attention.scale_mask_softmax.mask_func = recorded
+
+
+def release_of_qk_clip_from(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Return ``is_te_min_version`` that has the release which QK-clip and its log assert."""
+
+    @functools.wraps(original)
+    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+        """Compare releases of Transformer Engine, which is absent here."""
+        return version == "2.9.0" or original(version, check_equality)
+
+    return is_te_min_version
 
 
 def torch_norm_from(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -179,8 +179,15 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
     ),
     Replacement(
         "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
-        megatron_core.latent_attention_from,
-        "multi-latent attention passes widths that only Transformer Engine's attention takes",
+        megatron_core.attention_from,
+        "multi-latent attention passes widths that only Transformer Engine's attention takes, and "
+        "QK-clip reads logits that only it records",
+        True,
+    ),
+    Replacement(
+        "megatron.core.utils.is_te_min_version",
+        megatron_core.release_of_qk_clip_from,
+        "QK-clip asserts a release of Transformer Engine, in whose place the row above records",
         True,
     ),
     Replacement(

@@ -12,6 +12,7 @@ Files, each importing only those above it::
     muon                    FSDPZeROTensorParallelMuon
     adaptive/               Muon divided by a second moment
     lion                    FSDPLion
+    qk_clip                 clips main weights between step and installation
     arguments               command-line flags and their checks
     splits                  tags the rows that are orthogonalized apart
     routing                 which optimizer steps a parameter

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from megatron_muon.mcore.unsupported import (
     BUILT_OPTIMIZERS,
     raise_where_refused,
+    unsupported_qk_clip,
     unsupported_settings,
 )
 from megatron_muon.newton_schulz.registry import BackendChoice
@@ -150,7 +151,7 @@ def _add_adaptive_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what cannot work with Muon under Megatron-FSDP; anything else passes.
+    """Refuse what cannot work under Megatron-FSDP with Muon or QK-clip; anything else passes.
 
     Args:
         args: The parsed command line, before Megatron validates it.
@@ -167,6 +168,8 @@ def check(args: argparse.Namespace) -> None:
             refusals.append(str(error))
         refusals += _split_refusals(args)
         raise_where_refused(args.optimizer, refusals)
+    elif args.use_megatron_fsdp:
+        raise_where_refused(args.optimizer, unsupported_qk_clip(vars(args)))
     elif args.optimizer in MUON_OPTIMIZERS:
         refusals = _split_refusals(args)
         if refusals:

@@ -27,6 +27,7 @@ from megatron_muon.mcore.gradient_norm import (
     norm_stays_on_device,
 )
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+from megatron_muon.mcore.qk_clip import clip_row_shards
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     """Step several optimizers of one Megatron-FSDP model as one.
 
     A step: gradients are reduced and attached (``finish_grad_sync``, unless the training loop has
-    done it), the norm and the clipping span all optimizers, every inner optimizer steps, main
-    weights are installed (``install_optimized_model_weights``), and the parameter gather starts.
+    done it), the norm and the clipping span all optimizers, every inner optimizer steps, QK-clip
+    shrinks main weights where it is on, they are installed (``install_optimized_model_weights``),
+    and the parameter gather starts.
     The last two happen once. ``DistributedOptimizer.step_with_ready_grads`` of each child would do
     them after its own step, and gather weights that the next child has not stepped yet.
 
@@ -213,6 +215,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 optimizer_state.count_step_of_empty_shards(optimizer)
         with _timed(self.config, "optimizer-copy-main-to-model-params"):
             for chunk in self.model_chunks:
+                clip_row_shards(chunk.module)
                 chunk.module.install_optimized_model_weights()
         with _timed(self.config, "params-all-gather"):
             for chunk in self.model_chunks:

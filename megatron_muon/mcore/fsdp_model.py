@@ -40,9 +40,12 @@ def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
                 "Megatron-FSDP v2. Muon does not support v2; use --use-megatron-fsdp."
             )
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
-    return getattr(ddp_config, "use_megatron_fsdp", False) or any(
-        isinstance(chunk, FullyShardedDataParallel) for chunk in model_chunks
-    )
+    return getattr(ddp_config, "use_megatron_fsdp", False) or any(map(is_wrapped, model_chunks))
+
+
+def is_wrapped(chunk: torch.nn.Module) -> bool:
+    """Return whether Megatron-FSDP wraps a model chunk."""
+    return isinstance(chunk, FullyShardedDataParallel)
 
 
 def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
@@ -57,7 +60,7 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
             was wrapped before ``enable()``, and its gradients come out scaled wrongly.
     """
     for index, chunk in enumerate(model_chunks):
-        if not isinstance(chunk, FullyShardedDataParallel):
+        if not is_wrapped(chunk):
             raise TypeError(
                 f"model_chunks[{index}]: expected megatron.core.distributed.fsdp."
                 f"mcore_fsdp_adapter.FullyShardedDataParallel, got {type(chunk).__name__}. "

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_muon.mcore import arguments, fused_gradient_repairs, gradient_repairs
+from megatron_muon.mcore import arguments, fused_gradient_repairs, gradient_repairs, qk_clip
 from megatron_muon.mcore.checkpoint import loading, saving
 from megatron_muon.mcore.checkpoint import repairs as checkpoint_repairs
 from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
@@ -98,6 +98,41 @@ PATCHES: tuple[Patch, ...] = (
         "build Muon over row shards for Megatron-FSDP models; under DDP, honour flags for blocks",
         _route,
         tree_line="if is_megatron_fsdp(model_chunks):",
+    ),
+    Patch(
+        Target(
+            "megatron.core.optimizer.distrib_optimizer",
+            "DistributedOptimizer._copy_main_params_to_model_params",
+            parameters=("self",),
+            source_lines=(
+                "model_chunk.param_and_grad_buffer.copy_main_weights_to_model_weights()",
+            ),
+        ),
+        "QK-clip: after a step of Adam clip main weights before they are installed",
+        qk_clip.clip_before_install,
+        tree_line="clip_row_shards(model_chunk.module)",
+    ),
+    # The training loop imported the function by name: its copy has to be replaced as well.
+    *(
+        Patch(
+            Target(
+                module,
+                "clip_qk",
+                parameters=("model", "log_max_only"),
+                source_lines=(
+                    "for transformer_layer in model_chunk.module.module.decoder.layers:",
+                    "transformer_layer.self_attention.clip_qk()",
+                ),
+            ),
+            f"QK-clip: return the largest logit of a model whose step has clipped it{why}",
+            qk_clip.max_attention_logit,
+            tree_line="return largest_logit(model, log_max_only)",
+            tree_module="megatron.core.optimizer.qk_clip",
+        )
+        for module, why in (
+            ("megatron.core.optimizer.qk_clip", ""),
+            ("megatron.training.training", ", to the training loop"),
+        )
     ),
     # Adam hides this and the two that follow: its update hardly changes when gradients are scaled.
     Patch(
@@ -444,6 +479,24 @@ REQUIREMENTS: tuple[Target, ...] = (
         "MegatronFSDP.install_optimized_model_weights",
         parameters=("self",),
         source_lines=("self.param_and_grad_buffer.copy_main_weights_to_model_weights()",),
+    ),
+    # On a clone of the module, with a column of ones as its weight: each row has one factor.
+    Target(
+        "megatron.core.transformer.attention",
+        "SelfAttention.clip_qk",
+        parameters=("self",),
+        source_lines=(
+            "self.linear_qkv.weight.data.copy_(self._clip_linear_qkv(self.linear_qkv.weight.data))",
+        ),
+    ),
+    Target(
+        "megatron.core.transformer.multi_latent_attention",
+        "MLASelfAttention.clip_qk",
+        parameters=("self",),
+        source_lines=(
+            "q_proj_weight.data.copy_(self._clip_q_proj_weight(q_proj_weight.data))",
+            "kv_proj_weight.data.copy_(self._clip_kv_proj_weight(kv_proj_weight.data))",
+        ),
     ),
     # Plans take shards for equal ranges of a buffer, in the order of ranks (describe_matrix).
     Target(

@@ -86,6 +86,33 @@ def _has_low_precision_main_params(settings: Settings) -> bool:
     return dtype not in ("fp32", "float32")
 
 
+# Whatever the optimizer is: Adam's weights are clipped too.
+QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
+    Unsupported(
+        "--qk-clip with tensor parallelism, but for multi-latent attention",
+        lambda s: (
+            bool(s.get("qk_clip"))
+            and (s.get("tensor_model_parallel_size") or 1) > 1
+            and not s.get("multi_latent_attention")
+        ),
+        "upstream's clip of a rank's heads takes the sizes of all ranks, and fails",
+        "use data parallelism alone, or --multi-latent-attention",
+        _flags("tensor_model_parallel_size"),
+    ),
+    Unsupported(
+        "--qk-clip --attention-output-gate",
+        lambda s: bool(s.get("qk_clip") and s.get("attention_output_gate")),
+        "upstream's clip leaves the gate out of linear_qkv, and fails",
+        "drop one of them",
+    ),
+    Unsupported(
+        "--qk-clip --experimental-attention-variant dsa",
+        lambda s: bool(s.get("qk_clip")) and s.get("experimental_attention_variant") == "dsa",
+        "upstream has no clip for absorbed multi-latent attention",
+        "drop --qk-clip",
+    ),
+)
+
 # docs/support.md shows the same rows; a test compares them. A predicate sees the command line's
 # namespace, or the merged configurations of a script on megatron-core, where most keys are absent:
 # absent means not asked for.
@@ -189,13 +216,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "use data, tensor and expert parallelism",
         _value("pipeline_model_parallel_size"),
     ),
-    Unsupported(
-        "--qk-clip and --log-max-attention-logit",
-        lambda s: bool(s.get("qk_clip") or s.get("log_max_attention_logit")),
-        "upstream looks for the layers under DDP, and clips weights that Megatron-FSDP overwrites",
-        "drop them",
-        _flags("qk_clip", "log_max_attention_logit"),
-    ),
+    *QK_CLIP_UNSUPPORTED,
     Unsupported(
         "ddp_config.megatron_fsdp_use_decoupled_grad",
         lambda s: bool(s.get("megatron_fsdp_use_decoupled_grad")),
@@ -335,6 +356,15 @@ def unsupported_settings(settings: Settings) -> list[str]:
         A sentence for each refused setting: what was given, the reason, what to use instead.
     """
     return [row.sentence(settings) for row in UNSUPPORTED if row.is_requested(settings)]
+
+
+def unsupported_qk_clip(settings: Settings) -> list[str]:
+    """List what QK-clip under Megatron-FSDP cannot honour, with any optimizer.
+
+    Args:
+        settings: As :func:`unsupported_settings` takes them.
+    """
+    return [row.sentence(settings) for row in QK_CLIP_UNSUPPORTED if row.is_requested(settings)]
 
 
 def raise_where_refused(optimizer: object, refusals: Sequence[str]) -> None:

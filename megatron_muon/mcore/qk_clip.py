@@ -1,0 +1,172 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""QK-clip on row shards: query and key rows shrink where attention logits grew too large.
+
+Upstream clips after the step, on whole weights. Under Megatron-FSDP that is too late: the weights
+have been installed, and are overwritten by the main weights at the next step. So main weights are
+clipped, between the step and the installation.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.mcore.fsdp_model import describe_matrix, is_wrapped, num_rows
+
+# What upstream's clip_qk of an attention module changes the weights of.
+_CLIPPED = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+_MAX_LOGIT = "_megatron_muon_max_attention_logit"
+
+
+def clip_before_install(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``DistributedOptimizer._copy_main_params_to_model_params`` to clip main weights first.
+
+    It follows a step of Adam; ``FSDPMuonChainedOptimizer`` clips by itself. Where experts have an
+    optimizer of their own, the dense one, which has all attention, comes first.
+    """
+
+    @functools.wraps(original)
+    def _copy_main_params_to_model_params(self: Any) -> None:
+        if self.ddp_config.use_megatron_fsdp and not self.is_stub_optimizer:
+            for chunk in self.model_chunks:
+                clip_row_shards(chunk.module)
+        original(self)
+
+    return _copy_main_params_to_model_params
+
+
+@torch.no_grad()
+def clip_row_shards(fsdp_module: Any) -> None:
+    """Clip the main weights of a Megatron-FSDP model, with ``qk_clip`` in its configuration.
+
+    Logits are the maxima of attention since the last call. Afterwards they are reset.
+
+    Args:
+        fsdp_module: ``MegatronFSDP`` whose main weights have been stepped.
+
+    Communication: see :func:`_reduced`; clipping itself is local.
+    """
+    config = get_model_config(fsdp_module.module)
+    if not config.qk_clip:
+        return
+    largest = 0.0
+    params = {id(p.orig_param): p for _, p in _named_parameters(fsdp_module)}
+    for name, attention, logits, of_layer in _reduced(fsdp_module):
+        largest = max(largest, of_layer)
+        # Upstream asks the device in every layer; here the host knows all layers by now.
+        if of_layer > config.qk_clip_threshold:
+            attention.core_attention.current_max_attn_logits = logits
+            _clip(name, attention, params)
+        attention.core_attention.current_max_attn_logits = None
+    setattr(fsdp_module, _MAX_LOGIT, max(largest, getattr(fsdp_module, _MAX_LOGIT, 0.0)))
+
+
+def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
+    """Wrap ``clip_qk``, which the training loop calls after each step."""
+
+    @functools.wraps(original)
+    def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
+        """Return the largest logit of a Megatron-FSDP model, whose step has clipped it."""
+        if not is_wrapped(model[0]):
+            return original(model, log_max_only)
+        return largest_logit(model, log_max_only)
+
+    return clip_qk
+
+
+@torch.no_grad()
+def largest_logit(model: Sequence[Any], log_max_only: bool) -> float:
+    """Return the largest attention logit since the last call, at least 0, as ``clip_qk`` does.
+
+    Args:
+        model: Chunks wrapped by Megatron-FSDP.
+        log_max_only: Whether nothing has been clipped, so that logits are still to be reduced.
+
+    Communication: with ``log_max_only`` see :func:`_reduced`; otherwise none.
+    """
+    largest = 0.0
+    for chunk in model:
+        if log_max_only:
+            for _, attention, _, of_layer in _reduced(chunk.module):
+                attention.core_attention.current_max_attn_logits = None
+                largest = max(largest, of_layer)
+        largest = max(largest, getattr(chunk.module, _MAX_LOGIT, 0.0))
+        setattr(chunk.module, _MAX_LOGIT, 0.0)
+    return largest
+
+
+def _reduced(fsdp_module: Any) -> Iterator[tuple[str, Any, torch.Tensor, float]]:
+    """Yield name, module, logits by head and largest logit of each attention that has logits.
+
+    Communication: one all-reduce of 4 bytes a head of all layers over dp_cp, where upstream takes
+        one for each layer; and one read by the host.
+    """
+    attentions = [
+        (name, attention)
+        for name, attention in _attentions(fsdp_module)
+        if attention.core_attention.current_max_attn_logits is not None
+    ]
+    if not attentions:
+        return
+    logits = [a.core_attention.current_max_attn_logits.float() for _, a in attentions]
+    flat = torch.cat(logits)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    by_layer = flat.split([each.numel() for each in logits])
+    largest = torch.stack([each.max() for each in by_layer]).tolist()
+    for (name, attention), of_layer, most in zip(attentions, by_layer, largest, strict=True):
+        yield name, attention, of_layer, most
+
+
+def _attentions(fsdp_module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attention modules that upstream clips: those of the decoder's layers."""
+    decoder = get_attr_wrapped_model(fsdp_module.module, "decoder")
+    for index, layer in enumerate(decoder.layers):
+        attention = getattr(layer, "self_attention", None)
+        if hasattr(attention, "clip_qk"):
+            yield f"decoder.layers.{index}.self_attention", attention
+
+
+def _named_parameters(fsdp_module: Any) -> Iterator[tuple[str, Any]]:
+    yield from fsdp_module.param_and_grad_buffer.optimizer_named_parameters
+
+
+def _clip(name: str, attention: Any, params: dict[int, Any]) -> None:
+    """Multiply this rank's rows of the main weights by upstream's factors."""
+    weights = {
+        child: _main_weight(getattr(attention, child).weight, params)
+        for child in _CLIPPED
+        if hasattr(attention, child)
+    }
+    for child, factors in _factors(attention, weights).items():
+        start, stop = describe_matrix(f"{name}.{child}.weight", weights[child]).local_range
+        weights[child]._local_tensor.mul_(factors[start:stop])
+
+
+def _main_weight(weight: torch.Tensor, params: dict[int, Any]) -> Any:
+    """Return the DTensor of a weight: after a forward pass modules hold the raw one."""
+    return weight if isinstance(weight, DTensor) else params[id(weight)]
+
+
+def _factors(attention: Any, weights: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return what upstream multiplies each row by, ``(rows, 1)`` fp32 by layer.
+
+    Upstream's own method clips a column of ones: all elements of a row have one factor.
+    """
+    device = attention.core_attention.current_max_attn_logits.device
+    columns = {
+        child: torch.ones(num_rows(weight), 1, device=device) for child, weight in weights.items()
+    }
+    clone = copy.copy(attention)
+    # Found before the layers of the module, which the clone shares with the original.
+    clone.__dict__.update({c: SimpleNamespace(weight=column) for c, column in columns.items()})
+    clone.clip_qk()
+    return columns
