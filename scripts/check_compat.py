@@ -5,11 +5,12 @@
     .venv/bin/python scripts/check_compat.py                  # all cases, a few minutes
     .venv/bin/python scripts/check_compat.py --only 0.19.0    # rows whose versions contain the text
     .venv/bin/python scripts/check_compat.py --here           # the environment it runs in
-    PYTHONPATH=MEGATRON_DIR .venv/bin/python scripts/check_compat.py --here     # a source tree
+    .venv/bin/python scripts/check_compat.py --megatron DIR   # that, with a Megatron-LM checkout
 
 A case: enable() and disable(); a few test files; five steps of a toy GPT on two CPU ranks with Muon
-under ZeRO-3 Megatron-FSDP; five steps that save after two, and a run that loads and repeats the
-last three. The exit status is 1 if any result differs from the table.
+under ZeRO-3 Megatron-FSDP; the same under DDP, with the same losses; five steps that save after
+two, and a run that loads and repeats the last three. The exit status is 1 if any result differs
+from the table. A checkout needs pybind11, make and g++ for Megatron's dataset helpers.
 """
 
 import argparse
@@ -178,8 +179,19 @@ def check(case: Case, folder: Path, uv: Sequence[str], steps: Sequence[str]) -> 
     return Result(case, outcomes, tuple(findings))
 
 
-def check_here(folder: Path, steps: Sequence[str]) -> Result:
-    """Run the steps in the environment of this process."""
+def check_here(folder: Path, steps: Sequence[str], megatron: Path | None = None) -> Result:
+    """Run the steps in the environment of this process.
+
+    Args:
+        folder: Existing folder for output and checkpoints.
+        steps: Steps of ``STEP_FUNCTIONS``.
+        megatron: Megatron-LM checkout to import instead of the installed megatron-core.
+    """
+    env = dict(os.environ)
+    if megatron is not None:
+        sys.path.insert(0, str(megatron))
+        paths = (str(megatron), str(ROOT), env.get("PYTHONPATH"))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     found = versions.installed_versions()
     if absent := [name for name, version in found.items() if version is None]:
         reason = f"{', '.join(absent)}: expected to be installed, found none"
@@ -187,7 +199,7 @@ def check_here(folder: Path, steps: Sequence[str]) -> Result:
         return Result(case, {"install": Outcome("failed", reason)})
     is_partial = bool(transformer_engine_problems())
     case = Case(*map(str, found.values()), transformer_engine="as it is", is_partial=is_partial)
-    return Result(case, run_steps(Environment(Path(sys.executable), folder, os.environ), steps))
+    return Result(case, run_steps(Environment(Path(sys.executable), folder, env), steps))
 
 
 def markdown(results: Sequence[Result], steps: Sequence[str]) -> str:
@@ -216,6 +228,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="TEXT", help="only cases whose row contains TEXT")
     parser.add_argument("--here", action="store_true", help="check this environment and build none")
     parser.add_argument(
+        "--megatron",
+        metavar="DIR",
+        type=Path,
+        help="check this environment with a Megatron-LM checkout in place of megatron-core",
+    )
+    parser.add_argument(
         "--keep", metavar="DIR", type=Path, help="keep environments and logs in DIR"
     )
     parser.add_argument("--steps", nargs="+", choices=STEP_FUNCTIONS, default=list(STEP_FUNCTIONS))
@@ -227,6 +245,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.keep is not None and options.keep.exists():
         parser.error(f"--keep: expected a new folder, got {options.keep}, which exists")
+    if options.megatron is not None:
+        options.megatron = options.megatron.resolve()
+        if not (options.megatron / "megatron" / "core").is_dir():
+            parser.error(
+                f"--megatron: expected a folder with megatron/core, got {options.megatron}"
+            )
     cases = (*CASES, *([WHOLE_TRANSFORMER_ENGINE] if options.with_transformer_engine else []))
     cases = tuple(c for c in cases if not options.only or options.only in " ".join(c.cells))
     if not cases:
@@ -235,8 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="megatron-muon-compat-") as temporary:
         folder = Path(temporary) if options.keep is None else options.keep.resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        if options.here:
-            results.append(check_here(folder, options.steps))
+        if options.here or options.megatron is not None:
+            results.append(check_here(folder, options.steps, options.megatron))
         else:
             uv = find_uv()
             for index, case in enumerate(cases):

@@ -54,9 +54,11 @@ _FLAGS = (
     f"{SMALL_GPT} --num-layers 2 --hidden-size 32 --ffn-hidden-size 56 --group-query-attention"
     " --num-query-groups 2 --seq-length 16 --max-position-embeddings 16 --global-batch-size 4"
     f" --train-iters {STEPS} --lr-decay-iters 20 --lr 1e-2 --lr-decay-style constant"
-    f" --eval-interval 1000 --optimizer muon {MUON}"
-    f" {FSDP} --data-parallel-sharding-strategy optim_grads_params"
+    f" --eval-interval 1000 --optimizer muon {MUON} --muon-fp32-matmul-prec high"
 )
+_SHARDED = f"{FSDP} --data-parallel-sharding-strategy optim_grads_params"
+# Relative, of every loss; docs/numerics.md says why losses differ at all.
+_TOLERANCE = 5e-7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +109,13 @@ class Environment:
         (self.folder / f"{name}.log").write_text(output)
         return status, output
 
-    def train(self, name: str, *flags: str) -> tuple[Outcome, dict[int, float]]:
+    def train(
+        self, name: str, *flags: str, sharding: str = _SHARDED
+    ) -> tuple[Outcome, dict[int, float]]:
         """Train on two ranks through the launcher; return the outcome and the losses."""
         arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         arguments += ["-m", "megatron_muon", str(ROOT / "scripts" / "pretrain_gpt.py")]
-        status, output = self.run(name, *arguments, *_FLAGS.split(), *flags)
+        status, output = self.run(name, *arguments, *_FLAGS.split(), *sharding.split(), *flags)
         log = TrainingLog()
         for line in output.splitlines():
             log.feed(line)
@@ -157,6 +161,22 @@ def _train(environment: Environment) -> Outcome:
     return outcome
 
 
+def _parity(environment: Environment) -> Outcome:
+    """Compare every loss with that of upstream's Muon under DDP."""
+    outcome, sharded = environment.train("sharded")
+    if outcome.word != "ok":
+        return outcome
+    outcome, whole = environment.train("whole", sharding="")
+    if outcome.word != "ok":
+        return outcome
+    if len(sharded) != STEPS or sharded.keys() != whole.keys():
+        return Outcome("failed", f"expected {STEPS} losses, got {len(sharded)} and {len(whole)}")
+    worst = max(abs(sharded[step] - loss) / abs(loss) for step, loss in whole.items())
+    if worst <= _TOLERANCE:
+        return outcome
+    return Outcome("failed", f"expected the losses of DDP within {_TOLERANCE}, got {worst:.1e}")
+
+
 def _resume(environment: Environment) -> Outcome:
     """Save during a run, load in another, and compare with the run that never stopped."""
     saves = ("--save", str(environment.folder / "checkpoints"), "--save-interval", str(SAVED_AT))
@@ -180,6 +200,7 @@ STEP_FUNCTIONS: dict[str, Callable[[Environment], Outcome]] = {
     "enable": _enable,
     "smoke": _smoke,
     "train": _train,
+    "parity": _parity,
     "resume": _resume,
 }
 
@@ -197,7 +218,7 @@ def run_steps(environment: Environment, names: Sequence[str]) -> dict[str, Outco
     outcomes: dict[str, Outcome] = {}
     for name in names:
         is_refused = outcomes.get("enable", Outcome("ok")).word == "refused"
-        skip = is_refused and name in ("smoke", "resume")
+        skip = is_refused and name in ("smoke", "parity", "resume")
         outcomes[name] = Outcome("-") if skip else STEP_FUNCTIONS[name](environment)
     return outcomes
 

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
 
 from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
 from megatron_muon.mcore.checkpoint import state as optimizer_state
-from megatron_muon.mcore.fsdp_model import check_model_chunks
+from megatron_muon.mcore.fsdp_model import FSDPModel, check_model_chunks
 from megatron_muon.mcore.gradient_check import missing_gradients, raise_where_gradients_fail
 from megatron_muon.mcore.gradient_norm import (
     GradientNorm,
@@ -63,7 +62,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     def __init__(
         self,
         chained_optimizers: Sequence[DistributedOptimizer],
-        model_chunks: Sequence[FullyShardedDataParallel],
+        model_chunks: Sequence[FSDPModel],
         fqns: Mapping[torch.Tensor, str],
     ) -> None:
         check_model_chunks(model_chunks)
@@ -342,7 +341,7 @@ class _OuterReductions:
     twice. Nothing upstream notices either.
     """
 
-    def __init__(self, chunk: FullyShardedDataParallel) -> None:
+    def __init__(self, chunk: FSDPModel) -> None:
         self._buffers = chunk.param_and_grad_buffer
         self._counts: Counter[int] = Counter()
         pipeline = chunk.module.grad_reduce_pipeline

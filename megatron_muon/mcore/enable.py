@@ -31,22 +31,24 @@ def enable() -> None:
         return
     check_packages()
     try:
-        from megatron_muon.mcore.patches import PATCHES, REQUIREMENTS
+        from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES, REQUIREMENTS
     except ImportError as error:
         problem = f"megatron-core: expected what Muon imports of it, found {error}."
         raise IncompatibleMegatronError([problem]) from error
 
-    carried = [patch for patch in PATCHES if patch.is_in_tree()]
-    if carried and len(carried) < len(PATCHES):
-        raise IncompatibleMegatronError(_half_patched(carried, PATCHES))
+    patches = [patch for patch in PATCHES if not patch.is_repaired()]
+    carried = [patch for patch in patches if patch.is_in_tree()]
+    if carried and len(carried) < len(patches):
+        raise IncompatibleMegatronError(_half_patched(carried, patches))
     if carried:
         verify_all(REQUIREMENTS)
         _carried.extend(carried)
         logger.debug("megatron's source carries the patches: nothing to apply")
     else:
-        verify_all([*(patch.target for patch in PATCHES), *REQUIREMENTS])
-        apply_all(PATCHES)
-        _applied.extend(PATCHES)
+        patches += [patch for patch in LATER_PATCHES if patch.target.exists()]
+        verify_all([*(patch.target for patch in patches), *REQUIREMENTS])
+        apply_all(patches)
+        _applied.extend(patches)
     warn_where_untested(installed_versions())
 
 

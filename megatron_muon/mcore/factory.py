@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as mcore_optimizer
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.emerging_optimizers import (
     _EMERGING_OPTIMIZERS,
@@ -27,6 +26,7 @@ from megatron_muon.mcore.adaptive.methods import adaptive_muon
 from megatron_muon.mcore.arguments import requested_exchange, requested_splits
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.fsdp_model import (
+    FSDPModel,
     FSDPParameter,
     check_model_chunks,
     copy_parameter_attributes,
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 def build_megatron_fsdp_emerging_optimizer(
     config: OptimizerConfig,
-    model_chunks: Sequence[FullyShardedDataParallel],
+    model_chunks: Sequence[FSDPModel],
     config_overrides: dict[ParamKey, Any] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
     *,
@@ -131,7 +131,7 @@ def build_megatron_fsdp_emerging_optimizer(
     return FSDPMuonChainedOptimizer([children[key] for key in groups_by_child], model_chunks, fqns)
 
 
-def _settings(config: OptimizerConfig, chunk: FullyShardedDataParallel) -> dict[str, Any]:
+def _settings(config: OptimizerConfig, chunk: FSDPModel) -> dict[str, Any]:
     """Merge the configurations of model, wrapper and optimizer into one table of settings."""
     settings = {
         field.name: getattr(part, field.name)
@@ -145,7 +145,7 @@ def _settings(config: OptimizerConfig, chunk: FullyShardedDataParallel) -> dict[
 
 def _tag_parameters(
     fqns: dict[FSDPParameter, str],
-    model_chunks: Sequence[FullyShardedDataParallel],
+    model_chunks: Sequence[FSDPModel],
     splits: Splits,
 ) -> None:
     """Mark experts and blocks, as upstream does before it builds an emerging optimizer."""
@@ -160,7 +160,7 @@ def _tag_parameters(
 def _inner_muon(
     config: OptimizerConfig,
     groups: list[dict[str, Any]],
-    model_chunks: Sequence[FullyShardedDataParallel],
+    model_chunks: Sequence[FSDPModel],
     pg_collection: ProcessGroupCollection,
     fqns: dict[FSDPParameter, str],
     *,
@@ -184,6 +184,8 @@ def _inner_muon(
     if config.optimizer == "adaptive_muon":
         kwargs = _adaptive_muon_config_to_kwargs(config, model_chunks, pg_collection)
         muon = adaptive_muon(kwargs.pop("moment2_method"))
+    # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
+    kwargs.pop("use_syrk", None)
     return muon(
         groups,
         matrices=matrices,
@@ -211,7 +213,7 @@ def _inner_lion(config: OptimizerConfig, groups: list[dict[str, Any]]) -> FSDPLi
 def _wrapped(
     inner: FSDPZeROTensorParallelMuon | FSDPLion,
     config: OptimizerConfig,
-    model_chunks: Sequence[FullyShardedDataParallel],
+    model_chunks: Sequence[FSDPModel],
     pg_collection: ProcessGroupCollection,
 ) -> DistributedOptimizer:
     child = DistributedOptimizer(
@@ -236,7 +238,7 @@ def _scalar_child(
     config: OptimizerConfig,
     name: str,
     groups: list[dict[str, Any]],
-    model_chunks: Sequence[FullyShardedDataParallel],
+    model_chunks: Sequence[FSDPModel],
     pg_collection: ProcessGroupCollection,
 ) -> DistributedOptimizer:
     scalar_config = copy.copy(config)
@@ -258,9 +260,7 @@ def _scalar_child(
     return child
 
 
-def _instance_id(
-    model_chunks: Sequence[FullyShardedDataParallel], pg_collection: ProcessGroupCollection
-) -> int:
+def _instance_id(model_chunks: Sequence[FSDPModel], pg_collection: ProcessGroupCollection) -> int:
     if model_chunks[0].ddp_config.num_distributed_optimizer_instances == 1:
         return 0
     return dist.get_rank(pg_collection.inter_dist_opt)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.tensor import DTensor
@@ -16,6 +16,12 @@ from megatron_muon.plan.layout import RowLayout, hfsdp_shard_of_rank, shards_fro
 from megatron_muon.runtime.dtensor_layout import describe_dtensor
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
+# What wraps a model. In later releases the name is a function that chooses between two classes.
+_WRAPPER: type = getattr(
+    mcore_fsdp_adapter, "FullyShardedDataParallelV1", mcore_fsdp_adapter.FullyShardedDataParallel
+)
+# An instance of it: a torch.nn.Module with .module, a MegatronFSDP, and .ddp_config.
+type FSDPModel = Any
 # A DTensor parameter with the attributes Megatron-FSDP sets on it (orig_param, ...).
 type FSDPParameter = Any
 
@@ -45,7 +51,7 @@ def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
 
 def is_wrapped(chunk: torch.nn.Module) -> bool:
     """Return whether Megatron-FSDP wraps a model chunk."""
-    return isinstance(chunk, FullyShardedDataParallel)
+    return isinstance(chunk, _WRAPPER)
 
 
 def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
@@ -81,7 +87,7 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
             )
 
 
-def _has_unrepaired_gradients(chunk: FullyShardedDataParallel) -> bool:
+def _has_unrepaired_gradients(chunk: FSDPModel) -> bool:
     """Return whether buffers are as Megatron-FSDP makes them without ``gradient_repairs``."""
     is_sharded = chunk.ddp_config.data_parallel_sharding_strategy in (
         "optim_grads",

@@ -220,6 +220,8 @@ PATCHES: tuple[Patch, ...] = (
         ),
         "fused accumulation, optim: Transformer Engine adds microbatches, and overwrites none",
         fused_gradient_repairs.overwrite_only_buckets,
+        # Pull request 6357.
+        repaired_line="param.overwrite_main_grad = self.data_parallel_sharding_strategy in [",
         tree_line="# megatron-muon 0009: under optim the buffer holds earlier microbatches.",
     ),
     Patch(
@@ -254,6 +256,7 @@ PATCHES: tuple[Patch, ...] = (
                 "gtp_remat_size",
             ),
             source_lines=("ctx.gradient_accumulation_fusion = gradient_accumulation_fusion",),
+            later_parameters=("output_dtype",),
         ),
         "fused accumulation in Megatron's own linear, as the output layer: only where main_grad "
         "holds nothing",
@@ -391,6 +394,24 @@ PATCHES: tuple[Patch, ...] = (
 
 # What the optimizer calls, inherits or imitates without changing it. A difference there would not
 # fail by itself: it would train something else.
+# Of what later releases have: applied where it is there.
+LATER_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        Target(
+            "megatron.training.checkpointing",
+            "handle_mla_down_proj_in_state_dict",
+            parameters=("model", "model_state_dict", "optimizer_state_dict"),
+            source_lines=(
+                "model_state_dict[key], model.get_parameter(f'module.{key}'), split_sizes",
+                'for subkey in ["exp_avg", "exp_avg_sq"]:',
+            ),
+        ),
+        "checkpoints: split every state of fused latent attention, not Adam's alone",
+        checkpoint_repairs.split_fused_latent_states,
+        tree_line="",
+    ),
+)
+
 REQUIREMENTS: tuple[Target, ...] = (
     # Blocks of fused QKV follow this line (plan/layout.py, block_rows).
     Target(
@@ -404,6 +425,19 @@ REQUIREMENTS: tuple[Target, ...] = (
         "megatron.core.optimizer.emerging_optimizers",
         "_muon_config_to_kwargs",
         parameters=("config", "model_chunks", "pg_collection"),
+    ),
+    # One that is not known would be ignored: its step is replaced (FSDPZeROTensorParallelMuon).
+    Target(
+        "megatron.core.optimizer.emerging_optimizers",
+        "TensorParallelMuon.__init__",
+        parameters=(
+            *("self", "params", "lr", "momentum", "nesterov", "weight_decay"),
+            *("use_decoupled_weight_decay", "split_qkv", "is_qkv_fn", "qkv_split_shapes"),
+            *("fp32_matmul_prec", "coefficient_type", "num_ns_steps", "scale_mode"),
+            *("extra_scale_factor", "pg_collection", "tp_mode"),
+        ),
+        # --muon-fsdp-newton-schulz chooses kernels here, and stands for --muon-use-syrk.
+        later_parameters=("use_syrk",),
     ),
     # FSDPZeROTensorParallelMuon does these three lines for all parameters of a group at once.
     Target(

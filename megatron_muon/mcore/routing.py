@@ -24,7 +24,7 @@ def routing_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
     to_scalar = {"optimizer": config.muon_scalar_optimizer}
     for override in rule.values():
         override.update(to_scalar)
-    excluded = ParamPredicate(name="muon_excluded", fn=_is_excluded)
+    excluded = ParamPredicate(name="asks_for_another_optimizer", fn=_is_excluded)
     return {**rule, ParamKey(predicate=excluded): to_scalar, **router_rule(config)}
 
 

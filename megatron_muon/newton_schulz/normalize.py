@@ -2,13 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm of a stack whose rows travelled in fp32."""
 
+import functools
+import inspect
 from typing import TYPE_CHECKING
-
-from megatron_muon.newton_schulz.settings import EPSILON
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+
+@functools.cache
+def least_norm() -> float:
+    """Return the least norm that a matrix is divided by.
+
+    It is the default of emerging-optimizers: 1e-7 in 0.3.0, 1e-15 in 0.4.0.
+    """
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+    return float(inspect.signature(muon_utils.newton_schulz).parameters["eps"].default)
 
 
 def normalize(
@@ -28,4 +39,4 @@ def normalize(
     squares = stack.square().sum((-2, -1), keepdim=True)
     if parts_group is not None:
         dist.all_reduce(squares, group=parts_group)
-    return stack / torch.sqrt_(squares).clamp_min_(EPSILON)
+    return stack / torch.sqrt_(squares).clamp_min_(least_norm())

@@ -5,9 +5,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# The least norm that a matrix is divided by. Source: emerging-optimizers 0.3.0, muon_utils.
-EPSILON = 1e-7
-
 
 @dataclass(frozen=True)
 class NewtonSchulzSettings:

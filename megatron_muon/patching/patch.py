@@ -35,12 +35,14 @@ class Target:
         name: Dotted name inside of the module.
         parameters: Names of its parameters in order; None for symbols that are not called.
         source_lines: Lines its source must contain, without indentation.
+        later_parameters: Names that a later release has after them, and that make no difference.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...] | None = None
     source_lines: tuple[str, ...] = ()
+    later_parameters: tuple[str, ...] = ()
 
     @property
     def symbol(self) -> str:
@@ -59,6 +61,13 @@ class Target:
         """Last part of the name."""
         return self.name.rpartition(".")[2]
 
+    def exists(self) -> bool:
+        """Return whether the imported release has the symbol."""
+        try:
+            return hasattr(self.holder(), self.attribute)
+        except (ImportError, AttributeError):
+            return False
+
     def problems(self) -> list[str]:
         """Compare the symbol with what is relied on.
 
@@ -72,7 +81,7 @@ class Target:
         problems = []
         if self.parameters is not None:
             parameters = tuple(inspect.signature(found).parameters)
-            if parameters != self.parameters:
+            if parameters not in (self.parameters, self.parameters + self.later_parameters):
                 problems.append(
                     f"{self.symbol}: expected parameters {self.parameters}, found {parameters}."
                 )
@@ -100,8 +109,10 @@ class Patch:
         purpose: Why, in a sentence.
         wrap: Takes the original, returns the replacement.
         tree_line: Line, without indentation, that the diff in ``patches/`` adds to megatron's
-            source for the same change.
+            source for the same change; empty where there is no diff.
         tree_module: Module that the diff adds it to; None for the target's.
+        repaired_line: Line of the target in a later release that has repaired it otherwise; None
+            where no release has.
     """
 
     target: Target
@@ -109,6 +120,18 @@ class Patch:
     wrap: Callable[[Any], Any] = field(repr=False)
     tree_line: str
     tree_module: str | None = None
+    repaired_line: str | None = None
+
+    def is_repaired(self) -> bool:
+        """Return whether the imported megatron needs this change no more."""
+        if self.repaired_line is None:
+            return False
+        try:
+            return self.repaired_line in _lines(
+                getattr(self.target.holder(), self.target.attribute)
+            )
+        except (ImportError, AttributeError, OSError, TypeError):
+            return False
 
     def is_in_tree(self) -> bool:
         """Return whether the source of the imported megatron carries this change already."""

@@ -44,6 +44,7 @@ class Combination:
         refusal: Why it is refused; empty where it works.
         tree: The source tree that gives itself this version of megatron-core, for which no wheel
             was released; empty where there is one.
+        commit: Start of the tree's commit, where other commits have the same version.
     """
 
     megatron_core: str
@@ -51,6 +52,7 @@ class Combination:
     torch: str
     refusal: str = ""
     tree: str = ""
+    commit: str = ""
 
     @property
     def versions(self) -> dict[str, str]:
@@ -65,6 +67,7 @@ TABLE: tuple[Combination, ...] = (
     Combination("0.19.2", "0.3.0", "2.10.0"),
     Combination("0.19.0", "0.3.0", "2.11.0"),
     Combination("0.19.1", "0.3.0", "2.11.0", tree="Megatron-LM's tag core_v0.19.0"),
+    Combination("0.20.0", "0.3.0", "2.11.0", tree="Megatron-LM's main", commit="d98e8a64"),
     Combination(
         "0.18.2",
         "0.3.0",
@@ -90,7 +93,8 @@ def table_text() -> str:
 def _verdict(row: Combination) -> str:
     if row.refusal:
         return f"no: {row.refusal}"
-    return f"works (source tree, no wheel: {row.tree})" if row.tree else "works"
+    commit = f", tried at commit {row.commit}" if row.commit else ""
+    return f"works (source tree, no wheel: {row.tree}{commit})" if row.tree else "works"
 
 
 # They do not change while a process runs, and reading them takes a call of git.
@@ -120,8 +124,10 @@ def _megatron_core_version() -> str | None:
     if spec is None or spec.origin is None:
         return None
     found = runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["__version__"]
-    # It appends the commit of whatever repository it lies in.
-    return Version(found).public
+    version = Version(found)
+    # It appends the commit of whatever repository it lies in: of an installed wheel, ours.
+    has_commits = any(row.commit and row.megatron_core == version.public for row in TABLE)
+    return str(version) if has_commits else version.public
 
 
 def version_problems(versions: Mapping[str, str | None]) -> list[str]:
@@ -139,15 +145,28 @@ def version_problems(versions: Mapping[str, str | None]) -> list[str]:
         found = versions.get(name)
         if found is None:
             problems.append(f"{name}: expected a version {accepted}, found none installed.")
-        elif not accepted.contains(Version(found).base_version):
+        elif not accepted.contains(Version(found).base_version) and not _is_in_table(name, found):
             problems.append(f"{name}: expected a version {accepted}, found {found}.")
     return problems
 
 
+def _is_in_table(name: str, found: str) -> bool:
+    """Return whether a version beyond the range is that of a row that works."""
+    return any(
+        Version(found).base_version == row.versions[name] for row in TABLE if not row.refusal
+    )
+
+
 def is_tested(versions: Mapping[str, str | None]) -> bool:
-    """Return whether these versions are a row of the table that works; local parts do not count."""
+    """Return whether these versions are a row of the table that works.
+
+    Local parts do not count, but for the commit of a row that names one.
+    """
     found = {name: Version(version or "0").public for name, version in versions.items()}
-    return any(row.versions == found and not row.refusal for row in TABLE)
+    commit = Version(versions.get("megatron-core") or "0").local or ""
+    return any(
+        row.versions == found and not row.refusal and commit.startswith(row.commit) for row in TABLE
+    )
 
 
 def warn_where_untested(versions: Mapping[str, str | None]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.settings import EPSILON
+from megatron_muon.newton_schulz.normalize import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.exchange import all_reduce_norms
@@ -111,7 +111,7 @@ class BlockNorms:
         if self._group is not None:
             all_reduce_norms(squares, self._group)
         # Clamped as emerging-optimizers does: a matrix of zeros stays zero.
-        self._values = squares.sqrt_().clamp_min_(EPSILON).float()
+        self._values = squares.sqrt_().clamp_min_(least_norm()).float()
 
     def are_even(self, routes: Sequence[Route]) -> bool:
         """Return whether the blocks of some routes are one, or equally far apart in the plan."""

@@ -10,6 +10,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from emerging_optimizers.utils import fp32_matmul_precision
 
+from megatron_muon.newton_schulz.normalize import least_norm
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
 STEPS, COEFFICIENTS = 5, "quintic"
@@ -46,7 +47,7 @@ def orthogonalized(matrix: torch.Tensor, precision: str, *, has_float64_norm: bo
 
 def normalized_bf16(matrix: torch.Tensor) -> torch.Tensor:
     """Divide by the float64 norm and round to bf16: where "medium" precision starts."""
-    return float64_normalize(matrix, 2, (-2, -1), 1e-7).bfloat16()
+    return float64_normalize(matrix, 2, (-2, -1), least_norm()).bfloat16()
 
 
 def scaled(matrix: torch.Tensor, scale: Callable[[int, int], Sequence[float]]) -> torch.Tensor:

@@ -1,11 +1,24 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Marks of tests that start ranks, and how many worlds of them there were."""
+"""Settings of all tests, marks of those that start ranks, and how many worlds there were."""
 
 from collections.abc import Iterator
 
 import pytest
 from helpers import ranks
+
+try:
+    import hypothesis
+except ImportError:  # environments of scripts/check_compat.py
+    pass
+else:
+    # Whether a test passes must not depend on how fast the machine is.
+    hypothesis.settings.register_profile(
+        "any_machine",
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("any_machine")
 
 
 @pytest.fixture(autouse=True)

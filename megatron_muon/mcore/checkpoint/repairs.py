@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs of ``fsdp_dtensor`` checkpoints in megatron-core 0.19.2.
+"""Repairs of ``fsdp_dtensor`` checkpoints in megatron-core 0.19.2, and one for later releases.
 
 Without them Muon's state cannot be saved where layers are gated (SwiGLU), nor any state where
 weights are fp32 or unsharded; and Adam's save hangs wherever a rank holds an empty shard.
@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local_key
 from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.mcore.checkpoint.state import agree_on_step, complete_state
-from megatron_muon.mcore.fsdp_model import bare_name, current_device
+from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_wrapped
 
 _IS_REPLICATED = "_megatron_muon_is_replicated"
 
@@ -72,6 +71,40 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
     return handle_swiglu_in_state_dict
 
 
+def split_fused_latent_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``handle_mla_down_proj_in_state_dict`` of later releases, for every state.
+
+    It writes the fused down-projection of latent attention as the two that it stands for, and knows
+    Adam's states alone.
+
+    Communication: as :func:`split_every_state`.
+    """
+
+    @functools.wraps(original)
+    def handle_mla_down_proj_in_state_dict(
+        model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Split fused down-projections of the model and of every state."""
+        located = _LocatedParameters(model)
+        model_state_dict, _ = original(located, model_state_dict, None)
+        if optimizer_state_dict is None:
+            return model_state_dict, None
+        split: dict[str, dict[str, Any]] = {}
+        # Sorted, as the states of a parameter: each is split by collectives.
+        for name, states in sorted(optimizer_state_dict["state"].items()):
+            if ".linear_qkv_down_proj." not in name:
+                split[name] = states
+                continue
+            others = {kind: value for kind, value in states.items() if not _is_sharded(value)}
+            for kind in sorted(states.keys() - others.keys()):
+                located.states = {bare_name(name): states[kind]}
+                for part, tensor in original(located, {name: states[kind]}, None)[0].items():
+                    split.setdefault(part, dict(others))[kind] = tensor
+        return model_state_dict, {**optimizer_state_dict, "state": split}
+
+    return handle_mla_down_proj_in_state_dict
+
+
 def _is_sharded(value: Any) -> bool:
     return isinstance(value, DTensor)
 
@@ -89,7 +122,7 @@ class _LocatedParameters:
 
     def __init__(self, model: Any) -> None:
         self.states = {}
-        self._model = model.module if isinstance(model, FullyShardedDataParallel) else model
+        self._model = model.module if is_wrapped(model) else model
         buffers = self._model.param_and_grad_buffer
         is_replicated = buffers.ddp_config.data_parallel_sharding_strategy == "no_shard"
         setattr(buffers.dist_index, _IS_REPLICATED, is_replicated)

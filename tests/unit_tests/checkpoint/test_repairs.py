@@ -3,16 +3,18 @@
 """Upstream's saves without the repairs: they fail, or hang."""
 
 import functools
+from typing import Any
 
 import pytest
 from helpers.checkpoint_runs import SCHEDULE
-from helpers.ranks import launch
+from helpers.ranks import launch, run_ranks
 from helpers.repairs import without
 from helpers.toy_gpt import BF16, EP, ZERO, fsdp_toy_gpt
 
 pytestmark = pytest.mark.ranks
 
 Z3 = ZERO[3]
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,55 @@ def test_adams_save_with_empty_shards_hangs_without_the_repair(tmp_path):
     assert any(broken.exit_codes)
     assert (tmp_path / "with" / "iter_0000005" / ".metadata").exists()
     assert not (tmp_path / "without" / "iter_0000005" / ".metadata").exists()
+
+
+def _split_by_a_stand_in() -> dict[str, Any]:
+    """Split states of a parameter with what stands for a handler of a later release."""
+    import torch
+    from helpers.toy_fsdp import build_model
+    from torch.distributed.tensor import DTensor
+
+    from megatron_muon.mcore.checkpoint.repairs import split_fused_latent_states
+
+    asked = []
+
+    def handler(model: Any, model_state: dict[str, Any], optimizer_state: Any) -> tuple:
+        assert optimizer_state is None, "its own way knows Adam's states alone"
+        found = {}
+        for name, tensor in model_state.items():
+            if ".linear_qkv_down_proj." in name:
+                elements = model.get_parameter(QKV).megatron_fsdp_slice
+                asked.append(elements.stop - elements.start == tensor._local_tensor.numel())
+                for part in ("q", "kv"):
+                    found[name.replace("_qkv_", f"_{part}_")] = (part, tensor)
+            else:
+                found[name] = tensor
+        return found, None
+
+    model = build_model()
+    param = dict(model.module.param_and_grad_buffer.optimizer_named_parameters)[QKV]
+    momentum = torch.zeros_like(param.data)
+    assert isinstance(momentum, DTensor)
+    fused, plain = "layer.linear_qkv_down_proj.weight", {"momentum_buffer": momentum}
+    # What is found of a parameter goes by its name: this stands for one that the toy has.
+    state = {fused: {**plain, "step": 3}, "other": plain}
+    _, split = split_fused_latent_states(handler)(model, {}, {"state": state, "groups": 1})
+    return {
+        "names": {name: sorted(states) for name, states in split["state"].items()},
+        "parts": [split["state"][fused.replace("_qkv_", f"_{p}_")]["momentum_buffer"][0]
+                  for p in ("q", "kv")],
+        "groups": split["groups"],
+        "asked": asked,
+    }  # fmt: skip
+
+
+def test_every_state_of_fused_latent_attention_is_split():
+    """Later releases have the handler; it would miss Adam's states and fail."""
+    for found in run_ranks(2, _split_by_a_stand_in).check().results:
+        momentum = ["momentum_buffer"]
+        assert found["names"] == {
+            "layer.linear_q_down_proj.weight": [*momentum, "step"],
+            "layer.linear_kv_down_proj.weight": [*momentum, "step"],
+            "other": momentum,
+        }
+        assert found["parts"] == ["q", "kv"] and found["groups"] == 1 and found["asked"] == [True]

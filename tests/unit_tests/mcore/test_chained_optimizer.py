@@ -422,8 +422,8 @@ def test_model_that_was_wrapped_before_enable_is_refused(world_size, settings, m
 
 
 REFUSED_SETTINGS = [
-    ({"optimizer": "soap"}, "only Muon has a Megatron-FSDP implementation"),
-    ({"optimizer": "dist_muon"}, "dist_muon is its layer-wise form"),
+    ({"optimizer": "soap"}, "their state belongs to whole matrices"),
+    ({"optimizer": "dist_muon"}, "it is Muon with the layer-wise distributed optimizer"),
     ({"use_layer_wise_distributed_optimizer": True}, "Megatron-FSDP has already sharded"),
     ({"optimizer_cpu_offload": True}, "Newton-Schulz runs where the momentum lies"),
     ({"optimizer_cuda_graph": True}, "the step checks gradients on the host"),

@@ -10,14 +10,14 @@ from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from emerging_optimizers.utils import fp32_matmul_precision
 from helpers.stacks import orthogonalized, settings
 
-from megatron_muon.newton_schulz.settings import EPSILON
+from megatron_muon.newton_schulz.normalize import least_norm
 
 SHAPES = [(48, 24), (24, 48), (32, 32), (1, 16), (16, 1), (130, 67)]
 TYPES = sorted(set(muon_utils._COEFFICIENT_SETS))
 
 
 def _normalized(x: torch.Tensor) -> torch.Tensor:
-    return x / x.double().square().sum().sqrt().clamp_min(EPSILON).float()
+    return x / x.double().square().sum().sqrt().clamp_min(least_norm()).float()
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +81,14 @@ def test_nan_and_zero_stay_in_their_own_matrix():
     expected, found = orthogonalized(clean), orthogonalized(dirty)
     assert torch.equal(found[[0, 3]], expected[[0, 3]])
     assert found[1].isnan().all() and not found[2].any()
+
+
+def test_least_norm_is_that_of_the_installed_release(monkeypatch):
+    """Another one in emerging-optimizers 0.4: matrices of zeros would be divided by another."""
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+    assert least_norm() == 1e-7
+    least_norm.cache_clear()
+    monkeypatch.setattr(muon_utils, "newton_schulz", lambda x, eps=1e-15: x)
+    assert least_norm() == 1e-15
+    least_norm.cache_clear()

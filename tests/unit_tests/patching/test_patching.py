@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches: verified as a whole, applied once, taken back."""
 
+import dataclasses
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -95,6 +97,45 @@ def test_mismatch_names_symbol_expected_found_and_tested_versions(stub, target, 
     assert "nothing was changed" in str(caught.value)
 
 
+def test_later_release_may_have_what_makes_no_difference(stub):
+    """One more parameter at the end that is named; any other is refused with its name."""
+    known = {"name": "scale", "parameters": ("x",)}
+    assert Target("stub_megatron", **known, later_parameters=("factor",)).problems() == []
+    (problem,) = Target("stub_megatron", **known, later_parameters=("syrk",)).problems()
+    assert "found ('x', 'factor')" in problem
+
+
+def test_argument_of_muon_that_is_not_known_is_refused(monkeypatch):
+    """It would be ignored: --muon-use-syrk of later releases is known, and chooses a backend."""
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+
+    from megatron_muon.mcore.patches import REQUIREMENTS
+
+    (target,) = (each for each in REQUIREMENTS if each.name == "TensorParallelMuon.__init__")
+    assert target.problems() == []
+    signature = inspect.signature(TensorParallelMuon.__init__)
+    for name, is_known in (("use_syrk", True), ("ns_batch_size", False)):
+        later = inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        parameters = [*signature.parameters.values(), later]
+        monkeypatch.setattr(
+            TensorParallelMuon.__init__,
+            "__signature__",
+            signature.replace(parameters=parameters),
+            raising=False,
+        )
+        assert (target.problems() == []) == is_known
+        assert is_known or name in target.problems()[0]
+
+
+def test_change_that_a_release_has_made_is_not_made_again(stub):
+    """Found by a line of its source; a line that is not there leaves the change needed."""
+    repaired = dataclasses.replace(_patch("scale"), repaired_line="scaled = x * factor")
+    assert repaired.is_repaired() and not _patch("scale").is_repaired()
+    assert not dataclasses.replace(repaired, repaired_line="scaled = 0").is_repaired()
+    gone = dataclasses.replace(repaired, target=Target("stub_megatron", "gone"))
+    assert not gone.is_repaired() and not gone.target.exists() and repaired.target.exists()
+
+
 def test_all_mismatches_are_reported_at_once(stub):
     """One message for the whole of an incompatible release."""
     targets = [
@@ -122,7 +163,7 @@ def test_revert_refuses_when_somebody_wrapped_the_patch(stub):
     ("package", "found"),
     [
         ("megatron-core", "0.18.2"),
-        ("megatron-core", "0.20.0rc1"),
+        ("megatron-core", "0.20.1"),
         ("megatron-core", None),
         ("emerging-optimizers", "0.2.0"),
         ("emerging-optimizers", "0.4.0"),
@@ -157,6 +198,11 @@ def test_enable_refuses_a_misfit_of_any_package_with_the_table(monkeypatch, pack
         ({"megatron-core": "0.19.0"}, False),
         ({"megatron-core": "0.19.3"}, True),
         ({"megatron-core": "0.19.0rc3"}, True),
+        # Main has this version at every commit; one was tried.
+        ({"megatron-core": "0.20.0+d98e8a64dd"}, False),
+        ({"megatron-core": "0.20.0+abc1234"}, True),
+        ({"megatron-core": "0.20.0"}, True),
+        ({"megatron-core": "0.20.0rc1"}, True),
         ({"emerging-optimizers": "0.3.1"}, True),
         ({"torch": "2.11.1"}, True),
         ({"torch": "2.12.0", "megatron-core": "0.19.0"}, True),

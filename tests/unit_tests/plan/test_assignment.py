@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.plan.assignment import Objective, assign, matrix_seconds
@@ -39,7 +39,6 @@ def _round_robin(matrices: list[MatrixLayout], cost: CostModel) -> float:
     return max(load.values())
 
 
-@settings(deadline=None)
 @given(matrix_lists(), COSTS, st.sampled_from(get_args(Objective)), st.sampled_from([1, 2, 8]))
 def test_assignment_is_complete_deterministic_and_of_the_domain(matrices, cost, objective, parts):
     """Every matrix has distinct owners of its domain, a power of two of them, always the same."""
@@ -55,7 +54,6 @@ def test_assignment_is_complete_deterministic_and_of_the_domain(matrices, cost, 
     assert found.load_s == pytest.approx(load)
 
 
-@settings(deadline=None)
 @given(matrix_lists(max_matrices=14), COSTS)
 def test_balance_is_never_worse_than_round_robin(matrices, cost):
     """The rank with the most work has at most what it has where ranks take turns."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.plan.balance import LoadBalancer, Task
@@ -48,7 +48,6 @@ def _loads(placed: LoadBalancer, seconds: Sequence[float], busy: Mapping[int, fl
     return found
 
 
-@settings(deadline=None)
 @given(matrix_lists(max_matrices=12), st.floats(0, 3), st.data())
 def test_loads_are_those_of_the_owners_after_every_phase(matrices, capacity, data):
     """Filling, relieving and saving traffic move matrices, and lose or repeat none."""

@@ -76,7 +76,7 @@ def _random_cases() -> list[Any]:
     sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 96])
     shape = st.one_of(st.tuples(sizes), st.tuples(sizes, sizes))
 
-    @settings(max_examples=400, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=400, database=None, derandomize=True)
     @given(st.lists(shape, min_size=1, max_size=9), st.integers(1, 9))
     def draw(shapes, num_shards):
         cases.append([shapes, num_shards])

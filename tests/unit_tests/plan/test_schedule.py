@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan, rank_schedule, schedule
@@ -94,7 +94,6 @@ def test_plans_get_through_their_buckets_evenly():
     assert rounds_of([0, 2]) == ((1, 0), (1, 1)) and rounds_of([0]) == ()
 
 
-@settings(deadline=None)
 @given(st.lists(matrix_lists(max_matrices=8), min_size=1, max_size=2))
 def test_every_local_stack_has_one_turn(lists):
     """In a round, or at the end; with its memory."""
@@ -223,7 +222,6 @@ def test_replicas_pass_on_one_scatter_while_the_next_one_travels():
     assert step_seconds([twice], {}) == {0: 3 + 3 + 2 + 2, 1: 3 + 3 + 2 + 2}
 
 
-@settings(deadline=None)
 @given(
     st.lists(matrix_lists(max_matrices=8), min_size=1, max_size=2),
     st.sampled_from([1, 5000, 2**31]),
@@ -238,7 +236,6 @@ def test_no_step_is_shorter_than_the_bound(lists, staging_bytes):
         assert plan.bound_s >= max(assignment.load_s.values()) * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(matrix_lists(max_matrices=12), st.sampled_from([1, 5000, 10_000, 20_000, 2**31]))
 def test_plans_stay_within_the_memory_that_they_name(matrices, staging_bytes):
     """They name no more than they may have, where one fits; all ranks stay within it."""
@@ -374,7 +371,6 @@ def test_local_matrices_fill_the_end_too():
     assert first == () and second == ((0, 1),) and end == ((0, 0), (0, 2))
 
 
-@settings(deadline=None)
 @given(matrix_lists(max_matrices=6))
 def test_traffic_of_an_owner_is_that_of_the_routes(matrices):
     """Replicas included: the nearest sends rows, and gets results."""

@@ -21,14 +21,16 @@ PART = next(case for case in check_compat.CASES if case.is_partial)
 
 def test_source_tree_without_a_wheel_is_in_the_table_and_said_to_be_one():
     """The tag core_v0.19.0 calls itself 0.19.1: its users were warned. pip cannot install it."""
-    (row,) = (row for row in versions.TABLE if row.tree)
+    row, main = (row for row in versions.TABLE if row.tree)
     assert row.megatron_core == "0.19.1"
     assert versions.is_tested(row.versions)
+    assert main.commit and not versions.is_tested(main.versions)
     text = next(line for line in versions.table_text().splitlines() if "0.19.1" in line)
     assert "works (source tree, no wheel: Megatron-LM's tag core_v0.19.0)" in text
     assert row is not versions.TABLE[0], "the first row is what the errors say to install"
     page = (ROOT / "docs" / "compatibility.md").read_text()
     assert "| 0.19.1 | 0.3.0 | 2.11.0 | works; a source tree" in page
+    assert f"| 0.20.0 | 0.3.0 | 2.11.0 | works, tried at commit {main.commit}" in page
 
 
 def test_outcome_tells_our_refusal_from_other_errors():
@@ -78,7 +80,10 @@ def test_steps_after_a_refusal_are_left_out_but_the_launcher(monkeypatch, tmp_pa
     environment = Environment(tmp_path / "python", tmp_path, {})
     outcomes = compat_steps.run_steps(environment, list(compat_steps.STEP_FUNCTIONS))
     words = {name: outcome.word for name, outcome in outcomes.items()}
-    assert words == {"enable": "refused", "smoke": "-", "train": "refused", "resume": "-"}
+    assert words == {
+        **{"enable": "refused", "smoke": "-", "train": "refused"},
+        **{"parity": "-", "resume": "-"},
+    }
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,29 @@ def test_resume_compares_with_the_run_that_never_stopped(monkeypatch, tmp_path, 
     monkeypatch.setattr(Environment, "train", lambda self, name, *flags: (OK, losses[name]))
     environment = Environment(tmp_path / "python", tmp_path, {})
     assert compat_steps.STEP_FUNCTIONS["resume"](environment).word == word
+
+
+@pytest.mark.parametrize(
+    ("whole", "word"),
+    [
+        ({1: 4.0, 2: 3.0, 3: 2.0, 4: 1.5, 5: 1.0}, "ok"),
+        ({1: 4.0, 2: 3.0, 3: 2.0, 4: 1.5, 5: 1.000002}, "failed"),
+        ({1: 4.0}, "failed"),
+    ],
+)
+def test_parity_compares_every_loss_with_ddp(monkeypatch, tmp_path, whole, word):
+    """Within 5e-7, and only where both runs have all steps."""
+    losses = {"sharded": {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.5, 5: 1.0}, "whole": whole}
+    monkeypatch.setattr(Environment, "train", lambda self, name, **options: (OK, losses[name]))
+    environment = Environment(tmp_path / "python", tmp_path, {})
+    assert compat_steps.STEP_FUNCTIONS["parity"](environment).word == word
+
+
+def test_checkout_without_megatron_is_refused(tmp_path, capsys):
+    """A wrong folder would otherwise check the installed release, and say so of the checkout."""
+    with pytest.raises(SystemExit):
+        check_compat.main(["--megatron", str(tmp_path)])
+    assert "expected a folder with megatron/core" in capsys.readouterr().err
 
 
 def test_table_gives_one_reason_for_steps_that_share_it():
