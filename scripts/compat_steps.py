@@ -36,7 +36,8 @@ _DIFFERENCES = """
 import importlib, sys
 for _ in range(20):
     try:
-        from megatron_muon.mcore.patches import PATCHES, REQUIREMENTS
+        from megatron_muon.mcore.patches import PATCHES
+        from megatron_muon.mcore.requirements import REQUIREMENTS
         break
     except ImportError as error:
         if not error.name_from:

@@ -23,5 +23,6 @@ Files, each importing only those above it::
     gradient_repairs        upstream defects of gradients: scale and norm
     fused_gradient_repairs  upstream defects of gradients: fused accumulation
     patches                 the list of what is changed in megatron
+    requirements            the list of what is relied on
     enable                  applies the patches, and reverts them
 """

@@ -183,6 +183,12 @@ def _split_refusals(args: argparse.Namespace) -> list[str]:
         splits = requested_splits(args, args)
     except ValueError as error:
         return [str(error)]
+    if args.optimizer == "lion" and (splits != Splits(qkv=splits.qkv) or skips_router(args)):
+        return [
+            "--muon-split-glu, --muon-split-mla, --muon-split-qkv-per-head and "
+            "--moe-router-skip-muon: expected --optimizer muon or adaptive_muon, got lion, which "
+            "orthogonalizes nothing. Leave them out."
+        ]
     if splits.per_head and args.tensor_model_parallel_size > 1:
         is_upstream = not args.use_megatron_fsdp or args.muon_fsdp_exchange == "all_gather"
         if is_upstream and args.muon_tp_mode != "blockwise":

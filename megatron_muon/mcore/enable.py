@@ -31,24 +31,25 @@ def enable() -> None:
         return
     check_packages()
     try:
-        from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES, REQUIREMENTS
+        from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES
+        from megatron_muon.mcore.requirements import REQUIREMENTS
     except ImportError as error:
         problem = f"megatron-core: expected what Muon imports of it, found {error}."
         raise IncompatibleMegatronError([problem]) from error
 
     patches = [patch for patch in PATCHES if not patch.is_repaired()]
+    later = [patch for patch in LATER_PATCHES if patch.target.exists()]
     carried = [patch for patch in patches if patch.is_in_tree()]
     if carried and len(carried) < len(patches):
         raise IncompatibleMegatronError(_half_patched(carried, patches))
+    # No diff has the later ones.
+    patches = later if carried else [*patches, *later]
+    verify_all([*(patch.target for patch in patches), *REQUIREMENTS])
+    apply_all(patches)
+    _applied.extend(patches)
+    _carried.extend(carried)
     if carried:
-        verify_all(REQUIREMENTS)
-        _carried.extend(carried)
-        logger.debug("megatron's source carries the patches: nothing to apply")
-    else:
-        patches += [patch for patch in LATER_PATCHES if patch.target.exists()]
-        verify_all([*(patch.target for patch in patches), *REQUIREMENTS])
-        apply_all(patches)
-        _applied.extend(patches)
+        logger.debug("megatron's source carries the patches")
     warn_where_untested(installed_versions())
 
 

@@ -86,13 +86,12 @@ def build_megatron_fsdp_emerging_optimizer(
     Communication: parameter groups and layouts are compared once across ranks.
     """
     check_model_chunks(model_chunks)
-    ddp_config = model_chunks[0].ddp_config
     raise_where_unsupported(_settings(config, model_chunks[0]))
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
     fqns = {param: fqn for fqn, param in named_optimizer_parameters(model_chunks)}
-    _tag_parameters(fqns, model_chunks, splits or requested_splits(config))
+    _tag_parameters(config, fqns, model_chunks, splits)
 
     # The rule comes last: it decides which optimizer steps a parameter.
     overrides = {**(config_overrides or {}), **routing_rule(config)}
@@ -124,7 +123,7 @@ def build_megatron_fsdp_emerging_optimizer(
         else:
             child = _scalar_child(config, name, groups, model_chunks, pg_collection)
         child.grad_stats_parallel_group = grad_stats_group(
-            ddp_config, pg_collection, is_expert=is_expert
+            model_chunks[0].ddp_config, pg_collection, is_expert=is_expert
         )
         children[name, is_expert] = child
     _log_routing(config, groups_by_child, fqns)
@@ -144,17 +143,19 @@ def _settings(config: OptimizerConfig, chunk: FSDPModel) -> dict[str, Any]:
 
 
 def _tag_parameters(
+    config: OptimizerConfig,
     fqns: dict[FSDPParameter, str],
     model_chunks: Sequence[FSDPModel],
-    splits: Splits,
+    splits: Splits | None,
 ) -> None:
     """Mark experts and blocks, as upstream does before it builds an emerging optimizer."""
     for param, fqn in fqns.items():
         copy_parameter_attributes(param)
         if "experts" in fqn and "shared" not in fqn:
             param.expert_tp = True
-    for chunk in model_chunks:
-        tag_blocks(chunk, splits, num_rows)
+    # Lion is elementwise.
+    for chunk in model_chunks if config.optimizer != "lion" else ():
+        tag_blocks(chunk, splits or requested_splits(config), num_rows)
 
 
 def _inner_muon(
@@ -284,7 +285,8 @@ def _log_routing(
     log_single_rank(
         logger,
         logging.INFO,
-        "Muon under Megatron-FSDP, this rank's model-parallel part: %s; %d parameters in all",
+        "%s under Megatron-FSDP, this rank's model-parallel part: %s; %d parameters in all",
+        "Lion" if config.optimizer == "lion" else "Muon",
         "; ".join(parts),
         len(fqns),
     )

@@ -106,7 +106,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         raise_where_ranks_differ(
             [
                 f"experts {bool(self._of_kind(True))}, dense matrices {bool(self._of_kind(False))}",
-                f"{self.exchange}",
+                f"{type(self).__name__}, {self.exchange}",
                 f"{newton_schulz.steps} steps of {newton_schulz.coefficient_type} coefficients, "
                 f"precision {self.fp32_matmul_prec}",
             ],
@@ -338,7 +338,10 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         )
 
     def _by_group(self, params: Sequence[Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """Yield each parameter group with those of some parameters that this rank holds rows of."""
+        """Yield parameter groups, each with its own among some parameters.
+
+        Parameters of which this rank holds no rows are left out.
+        """
         by_group: dict[int, list[Any]] = defaultdict(list)
         for param in params:
             # An empty shard has no gradient, and nothing to subtract. Others are another
@@ -364,7 +367,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                     self.post_weight_update_fn_inplace(param)
 
     def _finish_step(self) -> None:
-        """Do what needs the results of all parameters; they have come, in the order of a plan."""
+        """Do what needs the results of all parameters."""
 
     @property
     def _has_hooks(self) -> bool:
@@ -375,6 +378,16 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         )
 
 
+def scale_settings(muon_kwargs: Mapping[str, Any]) -> tuple[str, float]:
+    """Return scale mode and extra factor among arguments of Muon, with upstream's defaults."""
+    parameters = inspect.signature(TensorParallelMuon.__init__).parameters
+    mode, factor = (
+        muon_kwargs.get(name, parameters[name].default)
+        for name in ("scale_mode", "extra_scale_factor")
+    )
+    return mode, factor
+
+
 def _newton_schulz_settings(
     muon_kwargs: Mapping[str, Any], *, is_scaled: bool
 ) -> NewtonSchulzSettings:
@@ -382,12 +395,13 @@ def _newton_schulz_settings(
     parameters = inspect.signature(TensorParallelMuon.__init__).parameters
     values = {name: muon_kwargs.get(name, each.default) for name, each in parameters.items()}
 
+    mode, extra_factor = scale_settings(muon_kwargs)
+
     def scale(num_rows: int, num_cols: int) -> tuple[float, float]:
         """Return upstream's two factors, which it multiplies with one after the other."""
         if not is_scaled:
             return 1.0, 1.0
-        factor = get_muon_scale_factor(num_rows, num_cols, mode=values["scale_mode"])
-        return factor, values["extra_scale_factor"]
+        return get_muon_scale_factor(num_rows, num_cols, mode=mode), extra_factor
 
     return NewtonSchulzSettings(
         steps=values["num_ns_steps"],

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
-from torch.distributed.tensor import DTensor
+from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_muon.mcore.fsdp_model import describe_matrix, is_wrapped, num_rows
+from megatron_muon.mcore.fsdp_model import bare_name, describe_matrix, is_wrapped, num_rows
+from megatron_muon.mcore.unsupported import unsupported_qk_clip
+from megatron_muon.user_errors import SettingsError
 
 # What upstream's clip_qk of an attention module changes the weights of.
 _CLIPPED = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
@@ -29,8 +30,8 @@ _MAX_LOGIT = "_megatron_muon_max_attention_logit"
 def clip_before_install(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap ``DistributedOptimizer._copy_main_params_to_model_params`` to clip main weights first.
 
-    It follows a step of Adam; ``FSDPMuonChainedOptimizer`` clips by itself. Where experts have an
-    optimizer of their own, the dense one, which has all attention, comes first.
+    It follows a step of Adam, which Megatron-FSDP has one optimizer of for all parameters;
+    ``FSDPMuonChainedOptimizer`` clips by itself. A second call in a step finds no logits.
     """
 
     @functools.wraps(original)
@@ -52,17 +53,26 @@ def clip_row_shards(fsdp_module: Any) -> None:
     Args:
         fsdp_module: ``MegatronFSDP`` whose main weights have been stepped.
 
+    Raises:
+        SettingsError: The configuration is one for which upstream's clip fails.
+        RuntimeError: Attention records no logits.
+
     Communication: see :func:`_reduced`; clipping itself is local.
     """
-    config = get_model_config(fsdp_module.module)
-    if not config.qk_clip:
+    # Megatron-FSDP's own: the model inside may be any module, with or without a configuration.
+    config: Any = getattr(fsdp_module, "config", None)
+    if not getattr(config, "qk_clip", False):
         return
+    # Command lines are refused before; a script would else fail at the first large logit.
+    if problems := unsupported_qk_clip(vars(config)):
+        raise SettingsError("\n  ".join(["QK-clip under Megatron-FSDP:", *problems]))
     largest = 0.0
-    params = {id(p.orig_param): p for _, p in _named_parameters(fsdp_module)}
-    for name, attention, logits, of_layer in _reduced(fsdp_module):
-        largest = max(largest, of_layer)
+    buffers = fsdp_module.param_and_grad_buffer
+    params = {bare_name(name): param for name, param in buffers.optimizer_named_parameters}
+    for name, attention, logits, largest_of_layer in _reduced(fsdp_module):
+        largest = max(largest, largest_of_layer)
         # Upstream asks the device in every layer; here the host knows all layers by now.
-        if of_layer > config.qk_clip_threshold:
+        if largest_of_layer > config.qk_clip_threshold:
             attention.core_attention.current_max_attn_logits = logits
             _clip(name, attention, params)
         attention.core_attention.current_max_attn_logits = None
@@ -95,9 +105,9 @@ def largest_logit(model: Sequence[Any], log_max_only: bool) -> float:
     largest = 0.0
     for chunk in model:
         if log_max_only:
-            for _, attention, _, of_layer in _reduced(chunk.module):
+            for _, attention, _, largest_of_layer in _reduced(chunk.module):
                 attention.core_attention.current_max_attn_logits = None
-                largest = max(largest, of_layer)
+                largest = max(largest, largest_of_layer)
         largest = max(largest, getattr(chunk.module, _MAX_LOGIT, 0.0))
         setattr(chunk.module, _MAX_LOGIT, 0.0)
     return largest
@@ -122,38 +132,36 @@ def _reduced(fsdp_module: Any) -> Iterator[tuple[str, Any, torch.Tensor, float]]
     dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
     by_layer = flat.split([each.numel() for each in logits])
     largest = torch.stack([each.max() for each in by_layer]).tolist()
-    for (name, attention), of_layer, most in zip(attentions, by_layer, largest, strict=True):
-        yield name, attention, of_layer, most
+    for (name, attention), heads, most in zip(attentions, by_layer, largest, strict=True):
+        yield name, attention, heads, most
 
 
 def _attentions(fsdp_module: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attention modules that upstream clips: those of the decoder's layers."""
     decoder = get_attr_wrapped_model(fsdp_module.module, "decoder")
     for index, layer in enumerate(decoder.layers):
-        attention = getattr(layer, "self_attention", None)
-        if hasattr(attention, "clip_qk"):
-            yield f"decoder.layers.{index}.self_attention", attention
+        attention: Any = getattr(layer, "self_attention", None)
+        if not hasattr(attention, "clip_qk"):
+            continue
+        name = f"decoder.layers.{index}.self_attention"
+        if not hasattr(attention.core_attention, "current_max_attn_logits"):
+            raise RuntimeError(
+                f"{name}: expected attention that records its largest logits, got "
+                f"{type(attention.core_attention).__name__}. Use --transformer-impl "
+                "transformer_engine with Transformer Engine 2.9 or later, or drop --qk-clip and "
+                "--log-max-attention-logit."
+            )
+        yield name, attention
 
 
-def _named_parameters(fsdp_module: Any) -> Iterator[tuple[str, Any]]:
-    yield from fsdp_module.param_and_grad_buffer.optimizer_named_parameters
-
-
-def _clip(name: str, attention: Any, params: dict[int, Any]) -> None:
+def _clip(name: str, attention: Any, params: dict[str, Any]) -> None:
     """Multiply this rank's rows of the main weights by upstream's factors."""
     weights = {
-        child: _main_weight(getattr(attention, child).weight, params)
-        for child in _CLIPPED
-        if hasattr(attention, child)
+        child: params[f"{name}.{child}.weight"] for child in _CLIPPED if hasattr(attention, child)
     }
     for child, factors in _factors(attention, weights).items():
         start, stop = describe_matrix(f"{name}.{child}.weight", weights[child]).local_range
         weights[child]._local_tensor.mul_(factors[start:stop])
-
-
-def _main_weight(weight: torch.Tensor, params: dict[int, Any]) -> Any:
-    """Return the DTensor of a weight: after a forward pass modules hold the raw one."""
-    return weight if isinstance(weight, DTensor) else params[id(weight)]
 
 
 def _factors(attention: Any, weights: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -86,37 +86,7 @@ def _has_low_precision_main_params(settings: Settings) -> bool:
     return dtype not in ("fp32", "float32")
 
 
-# Whatever the optimizer is: Adam's weights are clipped too.
-QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported(
-        "--qk-clip with tensor parallelism, but for multi-latent attention",
-        lambda s: (
-            bool(s.get("qk_clip"))
-            and (s.get("tensor_model_parallel_size") or 1) > 1
-            and not s.get("multi_latent_attention")
-        ),
-        "upstream's clip of a rank's heads takes the sizes of all ranks, and fails",
-        "use data parallelism alone, or --multi-latent-attention",
-        _flags("tensor_model_parallel_size"),
-    ),
-    Unsupported(
-        "--qk-clip --attention-output-gate",
-        lambda s: bool(s.get("qk_clip") and s.get("attention_output_gate")),
-        "upstream's clip leaves the gate out of linear_qkv, and fails",
-        "drop one of them",
-    ),
-    Unsupported(
-        "--qk-clip --experimental-attention-variant dsa",
-        lambda s: bool(s.get("qk_clip")) and s.get("experimental_attention_variant") == "dsa",
-        "upstream has no clip for absorbed multi-latent attention",
-        "drop --qk-clip",
-    ),
-)
-
-# docs/support.md shows the same rows; a test compares them. A predicate sees the command line's
-# namespace, or the merged configurations of a script on megatron-core, where most keys are absent:
-# absent means not asked for.
-UNSUPPORTED: tuple[Unsupported, ...] = (
+_REFUSED_OPTIMIZERS: tuple[Unsupported, ...] = (
     Unsupported(
         "--optimizer dist_muon",
         _asks_for("dist_muon"),
@@ -139,20 +109,64 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "--optimizer scion",
         _asks_for("scion"),
-        "Megatron cannot build it: it passes betas, which it does not take",
-        "use --optimizer muon --muon-scale-mode unit_rms_norm --weight-decay 1 without "
-        "--muon-nesterov; --muon-extra-scale-factor is the spectral radius",
+        "Megatron cannot build it: Scion takes no betas, which Megatron passes",
+        "use --optimizer muon --muon-scale-mode unit_rms_norm without --muon-nesterov; "
+        "--muon-extra-scale-factor is the spectral radius. Scion's weight decay of 1 would reach "
+        "what Adam steps, too",
     ),
     Unsupported(
         "--optimizer muon_hyperball, polargrad, spel, mop or sinkhorn_muon",
         _asks_for("muon_hyperball", "polargrad", "spel", "mop", "sinkhorn_muon"),
-        "Megatron cannot build them: it passes betas, which they do not take",
+        "Megatron cannot build them: they take no betas, which Megatron passes",
         "use --optimizer muon or adaptive_muon",
         _value("optimizer"),
     ),
+)
+
+# Whatever the optimizer is: Adam's weights are clipped too.
+QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
+    Unsupported(
+        "--qk-clip with tensor parallelism, but for multi-latent attention",
+        lambda s: (
+            bool(s.get("qk_clip"))
+            and (s.get("tensor_model_parallel_size") or 1) > 1
+            and not s.get("multi_latent_attention")
+        ),
+        "upstream's clip divides the sizes of all ranks by the query groups of one, and fails",
+        "use data parallelism alone, or --multi-latent-attention",
+        _flags("tensor_model_parallel_size"),
+    ),
+    Unsupported(
+        "--qk-clip --attention-output-gate",
+        lambda s: bool(s.get("qk_clip") and s.get("attention_output_gate")),
+        "upstream's clip leaves the gate out of linear_qkv, and fails",
+        "drop one of them",
+    ),
+    Unsupported(
+        "--qk-clip --optimizer-cpu-offload",
+        lambda s: bool(s.get("qk_clip") and s.get("optimizer_cpu_offload")),
+        "the next step overwrites clipped weights with their copies on the CPU",
+        "drop one of them",
+    ),
+    Unsupported(
+        "--qk-clip --experimental-attention-variant dsa",
+        lambda s: bool(s.get("qk_clip")) and s.get("experimental_attention_variant") == "dsa",
+        "upstream has no clip for absorbed multi-latent attention",
+        "drop --qk-clip",
+    ),
+)
+
+# docs/support.md shows the same rows; a test compares them. A predicate sees the command line's
+# namespace, or the merged configurations of a script on megatron-core, where most keys are absent:
+# absent means not asked for.
+UNSUPPORTED: tuple[Unsupported, ...] = (
+    *_REFUSED_OPTIMIZERS,
     Unsupported(
         "--optimizer of another name",
-        lambda s: not _is_known(s.get("optimizer")),
+        lambda s: (
+            s.get("optimizer") not in BUILT_OPTIMIZERS
+            and not any(row.is_requested(s) for row in _REFUSED_OPTIMIZERS)
+        ),
         "it has no implementation over row shards here",
         "use --optimizer muon, adaptive_muon, lion, adam or sgd",
         _value("optimizer"),
@@ -332,17 +346,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "drop it",
     ),
 )
-
-
-# Named by the rows above.
-_REFUSED_OPTIMIZERS = (
-    *("dist_muon", "soap", "rekls", "laprop", "scion"),
-    *("muon_hyperball", "polargrad", "spel", "mop", "sinkhorn_muon"),
-)
-
-
-def _is_known(optimizer: object) -> bool:
-    return optimizer in (*BUILT_OPTIMIZERS, *_REFUSED_OPTIMIZERS)
 
 
 def unsupported_settings(settings: Settings) -> list[str]:

@@ -5,7 +5,7 @@
 ``scripts/check_compat.py`` runs every row that can be installed in an environment of its own and
 fails where the table says something else. A release inside of the accepted ranges that is in no
 row is tried: its symbols are verified as those of any other, and a warning names it. One outside of
-them is refused.
+them is refused, but for a source tree of the table.
 """
 
 import functools
@@ -165,8 +165,14 @@ def is_tested(versions: Mapping[str, str | None]) -> bool:
     found = {name: Version(version or "0").public for name, version in versions.items()}
     commit = Version(versions.get("megatron-core") or "0").local or ""
     return any(
-        row.versions == found and not row.refusal and commit.startswith(row.commit) for row in TABLE
+        row.versions == found and not row.refusal and _is_commit(commit, row.commit)
+        for row in TABLE
     )
+
+
+def _is_commit(found: str, tried: str) -> bool:
+    """Return whether two starts of a commit's name, of any length, agree; git gives 7 or more."""
+    return not tried or (len(found) >= 7 and (found.startswith(tried) or tried.startswith(found)))
 
 
 def warn_where_untested(versions: Mapping[str, str | None]) -> None:

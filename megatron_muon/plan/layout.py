@@ -47,6 +47,11 @@ class RowLayout:
             )
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the whole matrix."""
+        return (self.num_rows, self.num_cols)
+
+    @property
     def max_shard_rows(self) -> int:
         """Rows of the largest shard."""
         return max(stop - start for start, stop in self.shards)

@@ -29,7 +29,10 @@ HSDP = {"num_distributed_optimizer_instances": 2}
         ({"optimizer": "psgd_pro"}, "--optimizer of another name, got psgd_pro: it has no"),
         ({"pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size above 1, got 4: "),
         ({"fp16": True}, "--fp16: emerging optimizers have no loss scaling; use --bf16."),
-        ({"qk_clip": True}, "--qk-clip and --log-max-attention-logit, got --qk-clip: upstream"),
+        (
+            {"qk_clip": True, "tensor_model_parallel_size": 2},
+            "got --tensor-model-parallel-size 2: upstream's clip divides the sizes of all ranks",
+        ),
         ({"use_layer_wise_param_layout": False}, "optimizer, got --no-use-layer-wise-param-layout"),
         (HSDP, "--overlap-grad-reduce, got --num-distributed-optimizer-instances 2: Megatron"),
         (

@@ -4,10 +4,11 @@
 
 Files, each importing only those above it::
 
-    adamuon      a moment for each element
-    held_blocks  the rows of blocks that a rank holds, and sums over all that hold some
-    block_muon   normalizes the results of whole blocks at the end of a step
-    normuon      a moment for each row, or each column
-    namo         a moment for the norm of a block
-    methods      the class of each --adaptive-muon-moment2-method
+    second_moment  settings of a moment, and the scale
+    adamuon        a moment for each element
+    held_blocks    the rows of blocks that a rank holds, and sums over all that hold some
+    block_muon     normalizes the results of whole blocks at the end of a step
+    normuon        a moment for each row, or each column
+    namo           a moment for the norm of a block
+    methods        the class of each --adaptive-muon-moment2-method
 """

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
-from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+from megatron_muon.mcore.adaptive.second_moment import FSDPAdaptiveMuon
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
 
-class FSDPAdaMuon(FSDPZeROTensorParallelMuon):
+class FSDPAdaMuon(FSDPAdaptiveMuon):
     """Step as ``TensorParallelAdaptiveMuon`` of Megatron-LM main with ``adamuon``, on row shards.
 
     The second moment is elementwise, so each rank has that of its rows. As upstream, an update is
@@ -21,25 +20,9 @@ class FSDPAdaMuon(FSDPZeROTensorParallelMuon):
 
     Method: AdaMuon (https://arxiv.org/abs/2507.11005).
 
-    Args:
-        params: See :class:`FSDPZeROTensorParallelMuon`.
-        beta2: Decay rate of the second moment.
-        eps: Added to its root.
-        **muon_kwargs: See :class:`FSDPZeROTensorParallelMuon`.
-
-    Memory: a second moment of the size of the momentum; while results are applied, two copies of
-        those of a bucket.
+    Memory: a second moment of the size of the momentum; while results are applied, a copy of those
+        of a bucket.
     """
-
-    def __init__(
-        self, params: Any, *, beta2: float = 0.95, eps: float = 1e-8, **muon_kwargs: Any
-    ) -> None:
-        self._scale_mode = muon_kwargs.get("scale_mode", "spectral")
-        self._extra_scale_factor = muon_kwargs.get("extra_scale_factor", 1.0)
-        super().__init__(params, **muon_kwargs)
-        for group in self.param_groups:
-            group.setdefault("beta2", beta2)
-            group.setdefault("eps", eps)
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         super()._init_group(group, skip_non_grad_params)
@@ -58,12 +41,9 @@ class FSDPAdaMuon(FSDPZeROTensorParallelMuon):
             roots = torch._foreach_sqrt(moments)
             torch._foreach_add_(roots, group["eps"])
             torch._foreach_div_(results, roots)
-            layouts = [self._matrices[param].layout for param in held]
-            factors = [
-                get_muon_scale_factor(layout.num_rows, layout.num_cols, mode=self._scale_mode)
-                for layout in layouts
-            ]
-            # One after the other, as upstream does: their product has other bits.
-            torch._foreach_mul_(results, factors)
-            torch._foreach_mul_(results, self._extra_scale_factor)
+            factors, extras = zip(
+                *(self._factors(*self._matrices[param].layout.shape) for param in held), strict=True
+            )
+            torch._foreach_mul_(results, list(factors))
+            torch._foreach_mul_(results, list(extras))
         super()._apply(params)

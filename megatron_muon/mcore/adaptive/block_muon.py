@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
 from megatron_muon.mcore.adaptive.held_blocks import HeldBlock, held_blocks
-from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+from megatron_muon.mcore.adaptive.second_moment import FSDPAdaptiveMuon
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.norms import SumOfSquares
 
 
-class FSDPBlockMuon(FSDPZeROTensorParallelMuon):
+class FSDPBlockMuon(FSDPAdaptiveMuon):
     """Collect raw results in the memory of gradients, normalize them block by block, apply them.
 
     A block is what Newton-Schulz sees as one matrix. It is normalized and scaled as
@@ -25,9 +24,7 @@ class FSDPBlockMuon(FSDPZeROTensorParallelMuon):
 
     Args:
         params: See :class:`FSDPZeROTensorParallelMuon`.
-        beta2: Decay rate of the second moment.
-        eps: Least value of what is divided by.
-        **muon_kwargs: See :class:`FSDPZeROTensorParallelMuon`.
+        **kwargs: See :class:`FSDPAdaptiveMuon`.
 
     Raises:
         ValueError: The exchange is ``all_gather``, by which upstream's code scales results.
@@ -35,20 +32,14 @@ class FSDPBlockMuon(FSDPZeROTensorParallelMuon):
 
     _scales_results = False  # after they have been normalized
 
-    def __init__(
-        self, params: Any, *, beta2: float = 0.95, eps: float = 1e-8, **muon_kwargs: Any
-    ) -> None:
-        self._scale_mode = muon_kwargs.get("scale_mode", "spectral")
-        self._extra_scale_factor = muon_kwargs.get("extra_scale_factor", 1.0)
-        super().__init__(params, **muon_kwargs)
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
         if self.exchange.mode != "owner":
             raise ValueError(
                 f"{type(self).__name__}: expected --muon-fsdp-exchange owner, got "
-                f"{self.exchange.mode}, which scales results before they can be normalized."
+                f"{self.exchange.mode}, which scales results before they can be normalized. Leave "
+                "it out, or use --adaptive-muon-moment2-method adamuon."
             )
-        for group in self.param_groups:
-            group.setdefault("beta2", beta2)
-            group.setdefault("eps", eps)
 
     @functools.cached_property
     def _blocks(self) -> dict[Any, list[HeldBlock]]:
@@ -76,16 +67,15 @@ class FSDPBlockMuon(FSDPZeROTensorParallelMuon):
         return local_tensor(param if param.grad is None else param.grad)
 
     def _all_blocks(self) -> Iterator[tuple[Any, HeldBlock, torch.Tensor]]:
-        """Yield each block with its parameter, and that one's local rows of the result."""
+        """Yield each block: its parameter, the block, and the parameter's local rows of results."""
         for param, blocks in self._blocks.items():
             rows = self._rows(param)
             for block in blocks:
                 yield param, block, rows
 
     def _scaled(self, block: HeldBlock, rows: torch.Tensor) -> torch.Tensor:
-        factor = get_muon_scale_factor(*block.shape, mode=self._scale_mode)
-        # One after the other, as emerging-optimizers does: their product has other bits.
-        return rows * factor * self._extra_scale_factor
+        factor, extra = self._factors(*block.shape)
+        return rows * factor * extra
 
     def _apply(self, params: Sequence[Any]) -> None:
         """Leave results where they are until all have come."""

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The class of each ``--adaptive-muon-moment2-method``."""
 
+import functools
 import logging
 from collections.abc import Mapping
 
@@ -36,11 +37,17 @@ def adaptive_muon(method: str) -> type[FSDPZeROTensorParallelMuon]:
             "Set --adaptive-muon-moment2-method."
         )
     if method != "adamuon":
-        log_single_rank(
-            logger,
-            logging.WARNING,
-            "%s: results are scaled once, as in emerging-optimizers 0.3.0; Megatron-LM main of "
-            "2026-08-22 scales them twice",
-            method,
-        )
+        _warn_of_scale(method)
     return METHODS[method]
+
+
+# Once: experts and dense matrices have an optimizer each.
+@functools.cache
+def _warn_of_scale(method: str) -> None:
+    log_single_rank(
+        logger,
+        logging.WARNING,
+        "%s: results are scaled once, as in emerging-optimizers 0.3.0; Megatron-LM main of "
+        "2026-08-22 scales them twice",
+        method,
+    )

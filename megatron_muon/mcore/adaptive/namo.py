@@ -35,8 +35,8 @@ class FSDPNamo(FSDPBlockMuon):
         super().__init__(params, **kwargs)
         if self.weight_decay_method == "l2":
             raise ValueError(
-                "namo: expected decoupled weight decay, got l2, which changes the gradients whose "
-                "norms it averages. Leave out --no-decoupled-weight-decay."
+                "namo: expected use_decoupled_weight_decay, got weight decay in the gradients, "
+                "whose norms it averages. Leave use_decoupled_weight_decay True."
             )
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:

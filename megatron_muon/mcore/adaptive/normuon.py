@@ -24,12 +24,14 @@ class FSDPNorMuon(FSDPBlockMuon):
     0.3.0, ``AdaptiveMuon``. Means and norms are summed in float64, so that they do not depend on
     the shards.
 
-    State: ``moment2_rows``, ``(rows, 1)``, sharded like the parameter; ``moment2_cols``, ``(blocks,
-    cols)``, on every rank; each where the parameter has such blocks.
+    State: ``moment2_rows``, a column sharded like the parameter's rows; ``moment2_cols``,
+    ``(blocks, cols)``, on every rank; each where the parameter has such blocks.
 
     Communication: at the end of a step one all-reduce of 8 bytes a column of blocks that are wider
-        than long, and one of 16 bytes a block, over the ranks that hold a block.
-    Memory: the state; while a step ends, a copy of the rows of one block.
+        than long, and one of 16 bytes a block, over the ranks that hold a block. Where
+        tensor-parallel ranks join columns, 8 bytes a row of long blocks too, over these ranks.
+    Memory: the state; while a step ends, 8 bytes for each number of it, and three copies of the
+        rows of one block.
     """
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:

@@ -172,6 +172,9 @@ OTHER_WORLD = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
+        (2, 1, NAMO), (4, 3, (*NAMO, *HSDP)), FP32_TOLERANCE, id="namo", marks=pytest.mark.slow
+    ),
+    pytest.param(
         (4, 3, (*ADAMUON, *EP)),
         (2, 2, (*ADAMUON, *MOE)),
         MOE_TOLERANCE,
@@ -219,6 +222,16 @@ def test_checkpoint_loads_on_other_ranks(before, after, tolerance, tmp_path):
         assert resumed.losses[-1] < resumed.losses[0] - 0.15
     else:
         assert max(differences) <= tolerance, differences
+
+
+@pytest.mark.slow
+def test_moments_of_a_tensor_parallel_rank_are_refused_on_another_number_of_them(tmp_path):
+    """Of blocks that one rank has for itself, before anything is loaded."""
+    _, folder = saved(4, 1, *NORMUON, *GATED, *TP)
+    run = resumed_run(2, folder, tmp_path / "resumed", ZERO[1], *NORMUON, *GATED)
+    assert run.exit_codes == [1, 1]
+    assert "got moment2_cols_tensor_rank_0_of_2, moment2_cols_tensor_rank_1_of_2" in run.outputs[0]
+    assert "Nothing was loaded." in run.outputs[0]
 
 
 PLAIN_READER = """

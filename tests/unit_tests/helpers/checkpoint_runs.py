@@ -102,7 +102,9 @@ def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[s
     merged: dict[str, torch.Tensor] = {}
     for rank in range(world_size):
         for name, tensor in torch.load(folder / f"whole_{rank}.pt").items():
-            if "linear_fc1.weight" in name and "moment2_cols" not in name:
+            # Moments of whole blocks have no rows of it.
+            has_rows = tensor.dim() == 2 and not name.endswith(".moment2_cols")
+            if "linear_fc1.weight" in name and has_rows:
                 ranks = etp if ".experts." in name else tp
                 halves = tensor.view(ranks, 2, -1, tensor.shape[1])
                 tensor = halves.transpose(0, 1).reshape(tensor.shape)

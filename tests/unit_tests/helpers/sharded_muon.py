@@ -159,8 +159,8 @@ def build_optimizers(
         "cpu", (num_replicas, num_shards, num_tensor_ranks), mesh_dim_names=names
     )
     replicas, shards, tensor = (mesh[name].get_group() for name in names)
-    cases = cases or [*LAYOUTS[num_shards], (24, QKV_ROWS[num_shards])]
     params = []
+    cases = cases or [*LAYOUTS[num_shards], (24, QKV_ROWS[num_shards])]
     for index, (cols, rows) in enumerate(cases):
         layout = rows_cut_at(sum(rows), cols, list(rows))
         param, reference = _parameter_and_reference(
@@ -171,9 +171,8 @@ def build_optimizers(
             split_shapes=blocks[index] if blocks is not None else None,
         )
         if by_head and by_head[index]:
-            param.is_split_by_head = True
             # Upstream joins what is sharded.
-            reference.partition_dim = -1
+            param.is_split_by_head, reference.partition_dim = True, -1
         matrix = ShardedMatrix(
             f"layer.{index}.weight", layout, shards, replicas if num_replicas > 1 else None
         )

@@ -35,7 +35,10 @@ REFUSALS = [
     (("--ckpt-format", "torch_dist"), "--ckpt-format other than fsdp_dtensor"),
     (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),
     (("--muon-fp32-matmul-prec", "low"), "torch has no such precision"),
-    (("--qk-clip", *TP), "upstream's clip of a rank's heads takes the sizes of all ranks"),
+    (
+        ("--qk-clip", *TP),
+        "upstream's clip divides the sizes of all ranks by the query groups of one",
+    ),
     (("--qk-clip", *TP, "--optimizer", "adam"), "--optimizer adam --use-megatron-fsdp cannot run"),
     (("--qk-clip", "--attention-output-gate"), "leaves the gate out of linear_qkv"),
     (
@@ -65,6 +68,8 @@ REFUSALS = [
         "--muon-split-qkv-per-head: expected query, key and value apart, got --muon-no-split-qkv",
     ),
     ((*HEADS_TP, "--muon-fsdp-exchange", "all_gather"), UPSTREAM_JOINS),
+    (("--optimizer", "lion", "--muon-split-glu"), "got lion, which orthogonalizes nothing"),
+    (("--optimizer", "adam", "--qk-clip", "--optimizer-cpu-offload"), "copies on the CPU"),
     (("--muon-fsdp-cost-model", "gbps=fast"), "cost model: expected name=value with a name of"),
     (
         ("--muon-fsdp-wire", "bf16", "--muon-fp32-matmul-prec", "high"),

@@ -64,5 +64,6 @@ def test_method_trains_and_says_that_it_scales_once(method):
     """Upstream has no run to compare with: 0.19.2 fails, and main scales twice."""
     flags = (*ADAPTIVE, method, "--muon-split-glu", "--swiglu")
     run = launch(2, [*fsdp_toy_gpt(ZERO[3], *flags), *microbatches(1, 2, ())]).check()
+    # As all runs of the toy: untrained, losses stay within 0.05.
     assert run.losses[-1] < run.losses[0] - 0.2
     assert sum(f"{method}: results are scaled once" in text for text in run.outputs) == 1

@@ -175,6 +175,40 @@ def test_rows_have_the_bits_of_upstreams_clip(
         assert found["returned"] == [pytest.approx(found["largest"], rel=1e-6), 0.0]
 
 
+def _step_adam_over_any_module() -> list[float]:
+    """Step Adam over a module without a configuration, which a script may wrap."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    import megatron_muon
+    from megatron_muon.mcore.qk_clip import clip_row_shards
+
+    megatron_muon.enable()
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    found = []
+    for settings in ({}, {"qk_clip": True, "attention_output_gate": True}):
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
+        inside = torch.nn.Linear(8, 8)
+        wrapped = type("MegatronFSDP", (), {"module": inside, "config": config})()
+        try:
+            clip_row_shards(wrapped)
+            found.append("nothing")
+        except ValueError as error:
+            found.append(str(error))
+    clip_row_shards(type("MegatronFSDP", (), {"module": torch.nn.Linear(8, 8)})())
+    return found
+
+
+def test_models_of_scripts_are_left_alone_or_refused_before_the_first_clip():
+    """Any module may be inside; what upstream's clip fails on fails in the first step."""
+    for nothing, refusal in run_ranks(1, _step_adam_over_any_module).check().results:
+        assert nothing == "nothing"
+        assert "--qk-clip --attention-output-gate" in refusal
+
+
 CLIP = ("--qk-clip", "--qk-clip-threshold", "1.0", "--qk-clip-alpha", "0.3")
 # So that logits are large from the start.
 LARGE = ("--init-method-std", "0.25")

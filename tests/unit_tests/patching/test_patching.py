@@ -109,7 +109,7 @@ def test_argument_of_muon_that_is_not_known_is_refused(monkeypatch):
     """It would be ignored: --muon-use-syrk of later releases is known, and chooses a backend."""
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megatron_muon.mcore.patches import REQUIREMENTS
+    from megatron_muon.mcore.requirements import REQUIREMENTS
 
     (target,) = (each for each in REQUIREMENTS if each.name == "TensorParallelMuon.__init__")
     assert target.problems() == []
@@ -200,6 +200,7 @@ def test_enable_refuses_a_misfit_of_any_package_with_the_table(monkeypatch, pack
         ({"megatron-core": "0.19.0rc3"}, True),
         # Main has this version at every commit; one was tried.
         ({"megatron-core": "0.20.0+d98e8a64dd"}, False),
+        ({"megatron-core": "0.20.0+d98e8a6"}, False),
         ({"megatron-core": "0.20.0+abc1234"}, True),
         ({"megatron-core": "0.20.0"}, True),
         ({"megatron-core": "0.20.0rc1"}, True),
