@@ -90,9 +90,7 @@ SAME_WORLD = [
     ),
     pytest.param(2, 3, (*NORMUON, *GATED), id="zero3_normuon"),
     pytest.param(4, 1, (*NORMUON, *GATED, *TP), id="normuon_tp2", marks=pytest.mark.slow),
-    pytest.param(2, 0, (*NORMUON, *GATED), id="zero0_normuon", marks=pytest.mark.slow),
     pytest.param(4, 3, (*NAMO, *EP, *TP, *SEQUENCE, "1"), id="namo", marks=pytest.mark.slow),
-    pytest.param(4, 3, (*ADAMUON, *GATED, *HFSDP), id="adamuon", marks=pytest.mark.slow),
 ]
 
 
@@ -155,13 +153,6 @@ OTHER_WORLD = [
         (2, 1, WHOLE),
         FP32_TOLERANCE,
         id="tp2_to_tp1",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        (2, 3, (*NORMUON, *GATED)),
-        (4, 3, (*NORMUON, *GATED, *HFSDP)),
-        FP32_TOLERANCE,
-        id="normuon_2_to_4",
         marks=pytest.mark.slow,
     ),
     pytest.param(
