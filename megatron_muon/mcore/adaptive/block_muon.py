@@ -55,11 +55,12 @@ class FSDPBlockMuon(FSDPAdaptiveMuon):
         Tensor-parallel ranks that orthogonalize blocks of their own need a name each: of equal ones
         a checkpoint keeps one.
         """
-        group = self._tensor_group(param)
+        tensor_group = self._tensor_group(param)
         is_joined = self._owned(param).tensor_group is not None
         if is_joined or not self._is_tensor_sharded(param):
             return name
-        return f"{name}_tensor_rank_{dist.get_rank(group)}_of_{dist.get_world_size(group)}"
+        rank, size = dist.get_rank(tensor_group), dist.get_world_size(tensor_group)
+        return f"{name}_tensor_rank_{rank}_of_{size}"
 
     def _rows(self, param: Any) -> torch.Tensor:
         """Return the memory of a parameter's gradient, ``(local_rows, cols)``."""
@@ -85,5 +86,8 @@ class FSDPBlockMuon(FSDPAdaptiveMuon):
         super()._apply(self._params)
 
     def _normalize(self) -> None:
-        """Normalize and scale the results of all blocks, in the memory of gradients."""
-        raise NotImplementedError
+        """Normalize and scale the results of all blocks, in the memory of gradients.
+
+        Each method has its own way; this class only collects and applies.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: expected a method that normalizes")

@@ -38,15 +38,21 @@ class FSDPNorMuon(FSDPBlockMuon):
         super()._init_group(group, skip_non_grad_params)
         for param in group["params"]:
             state, blocks = self.state[param], self._blocks[param]
+            # Of q, k and v some may be wide and others long: a parameter can have both states. They
+            # are made on ranks with empty shards too, as momentum is: a save needs equal keys.
             wide = [block for block in blocks if not _is_long(block)]
             if len(wide) < len(blocks) and "moment2_rows" not in state:
                 state["moment2_rows"] = _rows_like(param, is_joined=blocks[0].has_tensor_cols)
             key = self._shared_key("moment2_cols", param)
+            # A column crosses all shards, so its moment has no place in one of them: every rank
+            # keeps all of them, and computes them from sums that are equal on all ranks.
             if wide and key not in state:
                 state[key] = local_tensor(param).new_zeros(len(wide), wide[0].shape[1])
 
     def _normalize(self) -> None:
         blocks = list(self._all_blocks())
+        # Two all-reduces, not one: the norm of the update is known only once the moments are, which
+        # need the means of columns first.
         means = add_up(
             [_squares(block, block.take(rows)) for _, block, rows in blocks],
             [_mean_groups(block) for _, block, _ in blocks],
@@ -55,17 +61,20 @@ class FSDPNorMuon(FSDPBlockMuon):
         norms = []
         for (param, block, rows), mean, moment in zip(blocks, means, moments, strict=True):
             group = self._group_of[param]
+            # A row of a long block has as many elements as the block has columns, the shorter side;
+            # a column of a wide one has as many as rows, the shorter side again.
             new = moment.value.lerp_((mean / min(block.shape)).float(), 1 - group["beta2"])
             moment.keep(new)
             step_size = new.clamp_min(group["eps"]).rsqrt_()
-            held = block.take(rows)
-            update = held * _beside(block, step_size, held.shape[1])
-            norms.append(self._sum_of_squares([held, update]))
+            before = block.take(rows)
+            update = before * _beside(block, step_size, before.shape[1])
+            # Before the rows are overwritten: ``before`` may be a view of them.
+            norms.append(self._sum_of_squares([before, update]))
             block.put(rows, update)
         norms = add_up(norms, [block.groups for _, block, _ in blocks])
         for (param, block, rows), squares in zip(blocks, norms, strict=True):
-            before, after = squares.sqrt().float()
-            ratio = before / after.clamp_min(self._group_of[param]["eps"])
+            norm_before, norm_after = squares.sqrt().float()
+            ratio = norm_before / norm_after.clamp_min(self._group_of[param]["eps"])
             block.put(rows, self._scaled(block, block.take(rows) * ratio))
 
     def _moments(self) -> list["_Moment"]:
@@ -99,6 +108,7 @@ class _Moment(NamedTuple):
 
     def keep(self, value: torch.Tensor) -> None:
         """Write it back: rows that are apart were copied."""
+        # A view has been written already.
         if self.block is not None:
             self.block.put(self.state, value)
 
@@ -112,14 +122,17 @@ def _mean_groups(block: HeldBlock) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups over which a row or a column with a moment is spread."""
     if not _is_long(block):
         return block.groups
+    # Shards cut rows, never columns: of a row only tensor-parallel ranks hold parts.
     return block.tensor_groups if block.has_tensor_cols else ()
 
 
 def _squares(block: HeldBlock, rows: torch.Tensor) -> torch.Tensor:
     """Return the sums of squares that this rank has, of its rows or of all columns, float64."""
+    # float64: the sum of a column then rounds alike however rows are dealt out to ranks.
     squares = rows.square()
     if _is_long(block):
         return squares.sum(dim=1, dtype=torch.float64)
+    # Of all columns, also of other tensor-parallel ranks': all add to one vector.
     sums = squares.new_zeros(block.shape[1], dtype=torch.float64)
     sums[block.first_col : block.first_col + rows.shape[1]] = squares.sum(
         dim=0, dtype=torch.float64
@@ -146,10 +159,13 @@ def _rows_like(param: Any, *, is_joined: bool) -> DTensor:
         Replicate() if is_joined and placement.is_shard(1) else placement
         for placement in param.placements
     ]
+    # Ranks that shard columns, and keep blocks of their own, have a column of moments each.
     num_cols = 1
     for axis, placement in enumerate(placements):
         if placement.is_shard(1):
             num_cols *= param.device_mesh.size(axis)
+    # Without a check: it would be a collective for each parameter, and compares what the model's
+    # own DTensor has been compared for.
     return DTensor.from_local(
         local_tensor(param).new_zeros(local_tensor(param).shape[0], 1),
         param.device_mesh,

@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.mcore.checkpoint.state import agree_on_step, complete_state
 from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_wrapped
 
+# By name of the parameter, then by kind of state.
+type _States = dict[str, dict[str, Any]]
+
 _IS_REPLICATED = "_megatron_muon_is_replicated"
 
 
@@ -33,18 +36,11 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
     split, in the order of names, which is the same on all ranks.
     """
 
-    @functools.wraps(original)
-    def handle_swiglu_in_state_dict(
-        model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Split gated layers of the model and of every state."""
-        located = _LocatedParameters(model)
-        model_state_dict, _ = original(located, model_state_dict, None)
-        if optimizer_state_dict is None:
-            return model_state_dict, None
-        # States split like the weights. The original takes one tensor for each name, so it is
-        # called once for each kind of state.
-        whole = optimizer_state_dict["state"]
+    def split_states(model: Any, located: "_LocatedParameters", whole: _States) -> _States:
+        """Split gated layers of every state, which split like the weights.
+
+        The original takes one tensor for each name, so it is called once for each kind of state.
+        """
         num_experts = get_model_config(model).num_moe_experts
         # Sorted: Adam's state comes in the order it was made, which empty shards change by rank.
         global_names = dict(sorted((expert_param_local_key(n, num_experts), n) for n in whole))
@@ -66,9 +62,9 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
                 parent, half = (local, "") if local in of_kind else (local[:-2], local[-2:])
                 name = global_names[parent]
                 split.setdefault(name + half, dict(whole[name]))[kind] = tensor
-        return model_state_dict, {**optimizer_state_dict, "state": split}
+        return split
 
-    return handle_swiglu_in_state_dict
+    return _handler(original, split_states)
 
 
 def split_fused_latent_states(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,18 +76,11 @@ def split_fused_latent_states(original: Callable[..., Any]) -> Callable[..., Any
     Communication: as :func:`split_every_state`.
     """
 
-    @functools.wraps(original)
-    def handle_mla_down_proj_in_state_dict(
-        model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Split fused down-projections of the model and of every state."""
-        located = _LocatedParameters(model)
-        model_state_dict, _ = original(located, model_state_dict, None)
-        if optimizer_state_dict is None:
-            return model_state_dict, None
+    def split_states(model: Any, located: "_LocatedParameters", whole: _States) -> _States:
+        """Split fused down-projections of every state."""
         split: dict[str, dict[str, Any]] = {}
         # Sorted, as the states of a parameter: each is split by collectives.
-        for name, states in sorted(optimizer_state_dict["state"].items()):
+        for name, states in sorted(whole.items()):
             if ".linear_qkv_down_proj." not in name:
                 split[name] = states
                 continue
@@ -100,9 +89,36 @@ def split_fused_latent_states(original: Callable[..., Any]) -> Callable[..., Any
                 located.states = {bare_name(name): states[kind]}
                 for part, tensor in original(located, {name: states[kind]}, None)[0].items():
                     split.setdefault(part, dict(others))[kind] = tensor
-        return model_state_dict, {**optimizer_state_dict, "state": split}
+        return split
 
-    return handle_mla_down_proj_in_state_dict
+    return _handler(original, split_states)
+
+
+def _handler(
+    original: Callable[..., Any],
+    split_states: Callable[[Any, "_LocatedParameters", _States], _States],
+) -> Callable[..., Any]:
+    """Return a handler that splits the model as the original does, and every state.
+
+    Args:
+        original: The handler of megatron-core.
+        split_states: Splits all states, given the model, its parameters for the original, and the
+            states by name of the parameter.
+    """
+
+    @functools.wraps(original)
+    def handle(
+        model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Split the model and every state."""
+        located = _LocatedParameters(model)
+        model_state_dict, _ = original(located, model_state_dict, None)
+        if optimizer_state_dict is None:
+            return model_state_dict, None
+        states = split_states(model, located, optimizer_state_dict["state"])
+        return model_state_dict, {**optimizer_state_dict, "state": states}
+
+    return handle
 
 
 def _is_sharded(value: Any) -> bool:

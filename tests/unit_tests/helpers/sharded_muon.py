@@ -177,17 +177,7 @@ def build_optimizers(
             f"layer.{index}.weight", layout, shards, replicas if num_replicas > 1 else None
         )
         params.append((param, reference, matrix))
-    arguments = {
-        "lr": 0.02,
-        "weight_decay": 0.1,
-        "nesterov": True,
-        "split_qkv": True,
-        "is_qkv_fn": lambda param: param.is_qkv,
-        "qkv_split_shapes": QKV_SPLIT,
-        "pg_collection": SimpleNamespace(tp=tensor, expt_tp=tensor, gtp_remat=None),
-        "tp_mode": "duplicated" if num_tensor_ranks > 1 else "blockwise",
-        **(settings or {}),
-    }
+    arguments = _arguments(tensor) | (settings or {})
     return Optimizers(
         (sharded or FSDPZeROTensorParallelMuon)(
             [param for param, _, _ in params],
@@ -199,6 +189,20 @@ def build_optimizers(
         params,
         tensor.rank(),
     )
+
+
+def _arguments(tensor: Any) -> dict[str, Any]:
+    """Return the arguments of both optimizers, for a group of tensor-parallel ranks."""
+    return {
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "nesterov": True,
+        "split_qkv": True,
+        "is_qkv_fn": lambda param: param.is_qkv,
+        "qkv_split_shapes": QKV_SPLIT,
+        "pg_collection": SimpleNamespace(tp=tensor, expt_tp=tensor, gtp_remat=None),
+        "tp_mode": "duplicated" if tensor.size() > 1 else "blockwise",
+    }
 
 
 def _parameter_and_reference(

@@ -3,9 +3,12 @@
 """Flags of the toy GPT that the run-level tests train."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import gpt_flags
 from gpt_flags import FSDP, MUON, SMALL_GPT
+
+from helpers.ranks import Run, launch
 
 SEQ_LENGTH, NUM_ITERATIONS = 16, 8
 
@@ -66,6 +69,12 @@ def microbatches(number: int, world_size: int, flags: Sequence[str]) -> list[str
 def fsdp_toy_gpt(sharding: str, *flags: str) -> list[str]:
     """Return the flags of the same model under Megatron-FSDP with a sharding strategy."""
     return toy_gpt(*FSDP.split(), "--data-parallel-sharding-strategy", sharding, *flags)
+
+
+def train(world_size: int, flags: Sequence[str], num_microbatches: int = 1, **options: Any) -> Run:
+    """Train on the same samples on any number of ranks."""
+    batches = microbatches(num_microbatches, world_size, flags)
+    return launch(world_size, without_query_groups([*flags, *batches]), **options).check()
 
 
 def relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:

@@ -17,13 +17,11 @@ bf16                           1.5e-4     weights are rounded to bf16 in each it
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from helpers.broken_optimizers import orthogonalize_local_rows, skip_newton_schulz
-from helpers.ranks import Run, launch
 from helpers.toy_gpt import (
     BF16,
     EP,
@@ -36,10 +34,9 @@ from helpers.toy_gpt import (
     TP,
     ZERO,
     fsdp_toy_gpt,
-    microbatches,
     relative_differences,
     toy_gpt,
-    without_query_groups,
+    train,
 )
 
 pytestmark = pytest.mark.ranks
@@ -48,12 +45,6 @@ HIGH = ("--muon-fp32-matmul-prec", "high")
 HIGH_TOLERANCE, MEDIUM_TOLERANCE, BF16_TOLERANCE = 5e-7, 1e-5, 1.5e-4
 SLOW_4 = pytest.param(4, marks=pytest.mark.slow)
 SLOW_4_0, SLOW_4_1, SLOW_4_3 = (pytest.param(4, zero, marks=pytest.mark.slow) for zero in (0, 1, 3))
-
-
-def train(world_size: int, flags: Sequence[str], num_microbatches: int = 1, **options: Any) -> Run:
-    """Train on the same samples on any number of ranks."""
-    batches = microbatches(num_microbatches, world_size, flags)
-    return launch(world_size, without_query_groups([*flags, *batches]), **options).check()
 
 
 @functools.cache

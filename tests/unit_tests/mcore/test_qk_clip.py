@@ -10,7 +10,7 @@ by 2e-2.
 from typing import Any
 
 import pytest
-from helpers.ranks import launch, run_ranks
+from helpers.ranks import run_ranks
 from helpers.toy_gpt import (
     BF16,
     EP,
@@ -18,10 +18,9 @@ from helpers.toy_gpt import (
     LATENT,
     ZERO,
     fsdp_toy_gpt,
-    microbatches,
     relative_differences,
     toy_gpt,
-    without_query_groups,
+    train,
 )
 
 pytestmark = pytest.mark.ranks
@@ -215,12 +214,6 @@ LARGE = ("--init-method-std", "0.25")
 TOLERANCE = 1e-3
 
 
-def train(world_size: int, flags: tuple[str, ...] | list[str], **options: Any) -> list[float]:
-    """Train, and return the losses."""
-    batches = microbatches(1, world_size, flags)
-    return launch(world_size, without_query_groups([*flags, *batches]), **options).check().losses
-
-
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [
@@ -232,10 +225,10 @@ def train(world_size: int, flags: tuple[str, ...] | list[str], **options: Any) -
 def test_clipped_run_trains_like_ddp(model, optimizer):
     """MuonClip, and Adam with QK-clip."""
     flags = (*BF16, *LARGE, *model, *optimizer)
-    expected = train(2, toy_gpt(*flags, *CLIP))
-    found = train(2, fsdp_toy_gpt(ZERO[3], *flags, *FP32_GRADIENTS, *CLIP))
+    expected = train(2, toy_gpt(*flags, *CLIP)).losses
+    found = train(2, fsdp_toy_gpt(ZERO[3], *flags, *FP32_GRADIENTS, *CLIP)).losses
     differences = relative_differences(found, expected)
     print(f"largest relative difference: {max(differences):.1e}")
     assert max(differences) <= TOLERANCE, differences
-    without = train(2, fsdp_toy_gpt(ZERO[3], *flags, *FP32_GRADIENTS))
+    without = train(2, fsdp_toy_gpt(ZERO[3], *flags, *FP32_GRADIENTS)).losses
     assert max(relative_differences(found, without)) > 5 * TOLERANCE
