@@ -44,7 +44,8 @@ from megatron_muon.plan.layout import RowLayout
 from megatron_muon.plan.schedule import Depth, Round
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.step_estimate import PlanSeconds, step_seconds
-from megatron_muon.runtime.owner_compute import OwnedParameter, OwnerCompute
+from megatron_muon.runtime.owned_parameters import OwnedParameter, lay_out
+from megatron_muon.runtime.owner_compute import OwnerCompute
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 COLS = 64
@@ -220,12 +221,13 @@ def _compute(
 ) -> OwnerCompute:
     rate = GBPS * variant.link
     rates = f"tflops={TFLOPS},gbps={rate},gbps_between_nodes={rate},kernel_us=0"
+    cpu = torch.device("cpu")
     return OwnerCompute(
-        kinds,
+        [lay_out(kind, cpu) for kind in kinds],
         NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,)),
         ExchangeSettings(max_parts=1, cost_model=f"{rates},stack_tiles=1"),
         initial_load_s=initial_load_s,
-        device=torch.device("cpu"),
+        device=cpu,
     )
 
 

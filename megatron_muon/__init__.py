@@ -13,6 +13,7 @@ Parts, each importing only those above it::
     newton_schulz/  ways to compute Newton-Schulz, and what each costs
     plan/           who orthogonalizes which matrix, and which rows travel; integers, no torch
     runtime/        runs a plan; torch.distributed, no megatron
+    fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
     checkpoint/     reads and verifies checkpoint files, without megatron
     patching/       changes a package at run time: verified first, reversible
     cpu_ranks/      Megatron on gloo ranks, without a GPU

@@ -8,7 +8,6 @@ Files, each importing only those above it::
     fsdp_model              reads Megatron-FSDP: parameters, row shards, groups
     gradient_check          are gradients complete and finite on all ranks
     gradient_norm           norm, clipping and check, with one read by the host
-    weight_decay            upstream's rules, all parameters at once
     muon                    FSDPZeROTensorParallelMuon
     adaptive/               Muon divided by a second moment
     lion                    FSDPLion

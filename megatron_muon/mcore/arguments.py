@@ -16,6 +16,7 @@ from megatron_muon.mcore.unsupported import (
     unsupported_settings,
 )
 from megatron_muon.newton_schulz.registry import BackendChoice
+from megatron_muon.plan.flags import in_flags
 from megatron_muon.plan.settings import ExchangeMode, ExchangeSettings, WireChoice
 from megatron_muon.plan.splits import Splits
 from megatron_muon.user_errors import SettingsError
@@ -165,7 +166,7 @@ def check(args: argparse.Namespace) -> None:
         try:
             _exchange_settings(args).wire_for(args.muon_fp32_matmul_prec == "medium")
         except ValueError as error:
-            refusals.append(str(error))
+            refusals.append(in_flags(str(error)))
         refusals += _split_refusals(args)
         raise_where_refused(args.optimizer, refusals)
     elif args.use_megatron_fsdp:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.finite import find_not_finite
 
 
 def missing_gradients(fqns: Mapping[Any, str]) -> list[str]:
@@ -41,9 +42,7 @@ def raise_where_gradients_fail(
         for param, fqn in fqns.items()
         if param.grad is not None and param.grad._local_tensor.numel() > 0
     }
-    # A norm is not finite where an element is not; it is a fused pass, and a fast one.
-    norms = torch._foreach_norm(list(grads.values())) if grads else [torch.zeros((), device=device)]
-    not_finite = ~torch.stack([norm.float() for norm in norms]).isfinite()
+    not_finite = find_not_finite(grads, device)
     raise_where_any_rank_fails(
         [*problems, *missing_gradients(fqns)],
         None,
@@ -51,11 +50,6 @@ def raise_where_gradients_fail(
         "Every trainable parameter needs a finite, reduced gradient before step(): call "
         "finish_grad_sync() after the backward pass, and look for NaN or Inf in the loss. Nothing "
         "was updated.",
-        suspects=not_finite.sum(dtype=torch.int32),
-        explain=lambda: [
-            f"{fqn}: expected a finite gradient, got NaN or Inf, or a norm beyond float32, in a "
-            f"shard of shape {tuple(grad.shape)}"
-            for (fqn, grad), is_bad in zip(grads.items(), not_finite.tolist(), strict=False)
-            if is_bad
-        ],
+        suspects=not_finite.number,
+        explain=not_finite.explain,
     )

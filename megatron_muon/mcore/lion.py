@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from emerging_optimizers.scalar_optimizers import Lion
 
-from megatron_muon.mcore.weight_decay import decay_weights
 from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.weight_decay import decay_weights
 
 
 class FSDPLion(Lion):

@@ -18,13 +18,15 @@ from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.mcore.gradient_check import raise_where_gradients_fail
-from megatron_muon.mcore.weight_decay import decay_weights
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.plan.flags import naming_flags
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.runtime.all_gather_compute import AllGatherCompute
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.owner_compute import OwnedParameter, OwnerCompute
+from megatron_muon.runtime.momentum import advance_momentum
+from megatron_muon.runtime.owned_parameters import OwnedParameter, lay_out
+from megatron_muon.runtime.owner_compute import OwnerCompute
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 
@@ -137,8 +139,13 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         optimizers = [each for each in (self._experts, self) if each is not None]
         kinds = [kind for optimizer in optimizers for kind in optimizer._kinds()]
         # Shapes may be timed here, which has to be done as a step does it.
-        with fp32_matmul_precision(self.fp32_matmul_prec):
-            compute = OwnerCompute(kinds, newton_schulz, self.exchange, device=self._device)
+        with naming_flags(), fp32_matmul_precision(self.fp32_matmul_prec):
+            compute = OwnerCompute(
+                [lay_out(kind, self._device) for kind in kinds],
+                newton_schulz,
+                self.exchange,
+                device=self._device,
+            )
         if self._experts is not None:
             self._experts.compute = compute
         return compute
@@ -313,21 +320,16 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             rows |= momentum
             # Megatron-FSDP attaches no gradient to an empty shard.
             held = [param for param in group["params"] if param.grad is not None]
-            if not held:
-                continue
-            grads = [local_tensor(param.grad) for param in held]
-            buffers = [momentum[param] for param in held]
-            decay_weights(
-                self.weight_decay_method,
+            advanced = advance_momentum(
+                group,
                 [local_tensor(param) for param in held],
-                grads,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
+                [local_tensor(param.grad) for param in held],
+                [momentum[param] for param in held],
+                weight_decay_method=self.weight_decay_method,
+                nesterov=self.nesterov,
+                overwrites_gradients=True,
             )
-            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-            if self.nesterov:
-                torch._foreach_lerp_(grads, buffers, group["momentum"])
-                rows.update(zip(held, grads, strict=True))
+            rows.update(zip(held, advanced, strict=True))
         return rows
 
     def _orthogonalize_whole(self, param: Any, momentum: torch.Tensor) -> torch.Tensor:

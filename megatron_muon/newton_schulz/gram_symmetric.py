@@ -51,7 +51,7 @@ class GramSymmetric(Gram):
 
         found = []
         if not settings.is_bf16:
-            found.append("expected --muon-fp32-matmul-prec medium: the kernels multiply 16 bits")
+            found.append("expected fp32_matmul_prec medium: the kernels multiply 16 bits")
         try:
             from quack.gemm_interface import gemm_symmetric  # type: ignore # noqa: F401
         # Its compiler is a package apart, and fails in ways of its own.

@@ -118,6 +118,6 @@ def check_against_reference(backend: Backend, stack: "torch.Tensor", call: Call)
         raise RuntimeError(
             f"Newton-Schulz {backend.name}: expected results within {_MAX_DIFFERENCE} of those of "
             f"{backend.reference} for {stack.shape[1]} x {stack.shape[2]} matrices, got "
-            f"{difference:.2g} of their norm. Use --muon-fsdp-newton-schulz {backend.reference}, "
+            f"{difference:.2g} of their norm. Use exchange.newton_schulz {backend.reference}, "
             "and report it with the versions of the kernels."
         )

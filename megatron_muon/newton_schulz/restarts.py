@@ -57,7 +57,7 @@ def segments_of(coefficients: tuple[Coefficients, ...]) -> tuple[int, ...]:
         if not ways:
             raise ValueError(
                 f"gram: expected coefficients whose single steps keep rounding below {MAX_ERROR}, "
-                f"got {coefficients[end - 1]}. Use --muon-fsdp-newton-schulz standard."
+                f"got {coefficients[end - 1]}. Use exchange.newton_schulz standard."
             )
         best.append(min(ways))
     return tuple(end - start for start, end in pairwise(best[num_steps][2]))

@@ -48,7 +48,7 @@ class Symmetric(Backend):
 
         found = []
         if not settings.is_bf16:
-            found.append("expected --muon-fp32-matmul-prec medium: the kernels multiply bf16")
+            found.append("expected fp32_matmul_prec medium: the kernels multiply bf16")
         try:
             from emerging_optimizers import triton_kernels
 

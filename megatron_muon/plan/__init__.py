@@ -51,7 +51,8 @@ Files, each importing only those above it::
     splits             which parts of fused matrices are orthogonalized apart
     cost_table         measured seconds of Newton-Schulz by shape, in a file
     cost               seconds of Newton-Schulz by shape, seconds of traffic by link
-    settings           the ``--muon-fsdp-*`` flags as one object
+    flags              Megatron's flags in place of arguments, in errors
+    settings           how matrices are exchanged: one object
     balance            places matrices on ranks up to a capacity
     assignment         the owners of every matrix
     routes             where each rectangle of a matrix goes

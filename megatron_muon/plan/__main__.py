@@ -18,6 +18,7 @@ from megatron_muon.newton_schulz.registry import BackendChoice, requested_backen
 from megatron_muon.plan.assignment import Objective
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.cost_table import CostSource, CostTable
+from megatron_muon.plan.flags import in_flags
 from megatron_muon.plan.preview.model_shape import PRESETS, ModelShape
 from megatron_muon.plan.preview.simulation import (
     Machine,
@@ -219,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.plot is not None:
             _plot(report, options.plot)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.error(in_flags(str(error)))
     if options.json:
         json.dump(report.as_json(), sys.stdout)
         sys.stdout.write("\n")

@@ -126,7 +126,7 @@ class CostTable:
             raise ValueError(
                 f"cost table: expected a time of {matrices_text(backend, rows, cols)}, got times "
                 f"of {', '.join(there) or 'none'}. Measure this model: "
-                "--muon-fsdp-cost-model measure:PATH."
+                "exchange.cost_model measure:PATH."
             )
         return self._seconds[key] * num_ns_steps
 
@@ -182,8 +182,7 @@ class CostTable:
             raise ValueError(
                 f"cost table {path}: expected JSON with num_ns_steps, precision, and shapes of "
                 "rows, cols, stack, milliseconds and backend, got "
-                f"{type(error).__name__}: {error}. Write one with --muon-fsdp-cost-model "
-                "measure:PATH."
+                f"{type(error).__name__}: {error}. Write one with exchange.cost_model measure:PATH."
             ) from None
 
     def write(self, path: Path) -> None:

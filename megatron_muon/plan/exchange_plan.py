@@ -194,7 +194,8 @@ class ExchangePlan:
         return [
             f"{matrix.fqn} {matrix.blocks} owners {owners} bucket {bucket_of.get(index, 'local')} "
             f"layout {zlib.crc32(repr(matrix.regions).encode()):08x}"
-            f"{' with copies' if matrix.has_copies else ''} "
+            f"{' with copies' if matrix.has_copies else ''}"
+            f"{' transposed' if matrix.is_transposed else ''} "
             f"by {' '.join(self.backend(index, block) for block in range(len(matrix.blocks)))}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
@@ -219,7 +220,7 @@ def staging_problem(plans: Sequence[ExchangePlan], staging_bytes: int | None) ->
         f"staging memory: expected a plan within {staging_bytes:,} bytes a rank{kinds}, got "
         f"{needed:,} for the one that takes the least; the largest matrix, {matrix.fqn}, has "
         f"{matrix.num_elements * largest.wire.gather_bytes:,}, the largest stack {stack_bytes:,}. "
-        f"Set --muon-fsdp-staging-bytes to {needed} or more, or shard the model over more ranks."
+        f"Set exchange.staging_bytes to {needed} or more, or shard the model over more ranks."
     )
 
 

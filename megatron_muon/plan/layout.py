@@ -162,6 +162,8 @@ class MatrixLayout:
         has_copies: Whether other tensor-parallel ranks have a matrix of the same values. Each of
             them is orthogonalized whole and alone, so that all results have the same bits: stacks
             and parts would differ where plans do.
+        is_transposed: Whether it is stored as (inputs, outputs), so that its result is scaled as
+            that of its transpose.
 
     Raises:
         ValueError: Regions that do not have as many elements as the blocks, or a holder that may
@@ -173,6 +175,7 @@ class MatrixLayout:
     regions: tuple[Region, ...]
     ranks: tuple[int, ...]
     has_copies: bool = False
+    is_transposed: bool = False
 
     def __post_init__(self) -> None:
         """Check the regions against the blocks."""
@@ -239,8 +242,8 @@ def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[R
     group_rows = sum(split_shapes)
     if num_rows % group_rows:
         raise ValueError(
-            f"qkv split: expected a multiple of {group_rows} rows ({list(split_shapes)} a query "
-            f"group), got {num_rows}. Use --muon-no-split-qkv for this model."
+            f"split: expected a multiple of {group_rows} rows ({list(split_shapes)} a group), got "
+            f"{num_rows}. Leave the matrix whole."
         )
     # Fused QKV interleaves: the rows of one query group are query, key, value, then the next group.
     blocks, first = [], 0

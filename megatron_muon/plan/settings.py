@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How matrices are exchanged: one frozen object from the ``--muon-fsdp-*`` flags."""
+"""How matrices are exchanged: one frozen object.
+
+Its errors call a field ``exchange.NAME``; :mod:`megatron_muon.plan.flags` knows its flag.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -62,38 +65,36 @@ class ExchangeSettings:
 
     def __post_init__(self) -> None:
         """Check the choices, and that the cost model parses."""
-        for flag, value, choices in (
-            ("exchange", self.mode, get_args(ExchangeMode)),
+        for field, value, choices in (
+            ("mode", self.mode, get_args(ExchangeMode)),
             ("wire", self.wire, get_args(WireChoice)),
-            ("newton-schulz", self.newton_schulz, get_args(BackendChoice)),
+            ("newton_schulz", self.newton_schulz, get_args(BackendChoice)),
         ):
             if value not in choices:
                 raise ValueError(
-                    f"{flag}: expected one of {choices}, got {value!r}. "
-                    f"Set --muon-fsdp-{flag} accordingly."
+                    f"exchange.{field}: expected one of {choices}, got {value!r}. Choose one."
                 )
         if self.newton_schulz != "standard" and self.mode == "all_gather":
             raise ValueError(
-                "newton-schulz: expected standard with --muon-fsdp-exchange all_gather, which runs "
-                f"upstream's own function, got {self.newton_schulz}. Use --muon-fsdp-exchange "
-                "owner."
+                "exchange.newton_schulz: expected standard with exchange.mode all_gather, which "
+                f"runs upstream's own function, got {self.newton_schulz}. Use exchange.mode owner."
             )
         if self.staging_bytes is not None and self.staging_bytes < 1:
             raise ValueError(
-                f"staging memory: expected a positive number of bytes, got {self.staging_bytes}. "
-                "Set --muon-fsdp-staging-bytes accordingly."
+                "exchange.staging_bytes: expected a positive number of bytes, got "
+                f"{self.staging_bytes}. Leave it out for 4 GB."
             )
         # A power of two: parts are doubled until a matrix is short enough.
         if self.max_parts < 1 or self.max_parts & (self.max_parts - 1):
             raise ValueError(
-                f"max parts: expected a power of two, got {self.max_parts}. "
-                "Set --muon-fsdp-max-parts accordingly."
+                f"exchange.max_parts: expected a power of two, got {self.max_parts}. Use 1 to keep "
+                "each matrix whole."
             )
         # The optimizer knows its number of steps; a second value here could only disagree.
         if "num_ns_steps" in self.cost_source.rates:
             raise ValueError(
-                f"cost model: expected rates of the machine, got {self.cost_model!r}. "
-                "Set --muon-num-ns-steps for the number of steps."
+                f"exchange.cost_model: expected rates of the machine, got {self.cost_model!r}. Set "
+                "num_ns_steps for the number of steps."
             )
         CostModel.parse(self.cost_source.rates)
 
@@ -115,8 +116,8 @@ class ExchangeSettings:
         """
         if self.wire == "bf16" and not is_bf16:
             raise ValueError(
-                "wire: expected fp32 for Newton-Schulz in fp32, got bf16, which would round its "
-                "input. Set --muon-fsdp-wire fp32, or --muon-fp32-matmul-prec medium."
+                "exchange.wire: expected fp32 for Newton-Schulz in fp32, got bf16, which would "
+                "round its input. Use exchange.wire fp32, or fp32_matmul_prec medium."
             )
         if self.wire == "auto":
             return Wire.of("bf16" if is_bf16 else "fp32", is_bf16=is_bf16)

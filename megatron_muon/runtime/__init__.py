@@ -17,6 +17,10 @@ Files, each importing only those above it::
     plan_buckets        messages and stacks of one plan
     engine              runs the plans of a rank: local rows in, orthogonalized local rows out
     all_gather_compute  every matrix on every rank: the simple way
-    owner_compute       domains, plans and engine for the parameters of one optimizer
+    owner_compute       plans and engine for the matrices of one optimizer
+    owned_parameters    parameters sharded over process groups, laid out as matrices
+    weight_decay        emerging-optimizers' rules, all parameters at once
+    momentum            weight decay, momentum and Nesterov, all parameters at once
+    finite              which gradients are not finite
     dtensor_layout      local rows of a DTensor, and its row shards outside of Megatron-FSDP
 """

@@ -1,12 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks compare what they know before they act on it, and fail together."""
+"""Ranks compare what they know before they act on it, and fail together.
+
+A process without a process group is a job of one rank.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+
+
+def own_rank() -> int:
+    """Return the rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def raise_where_any_rank_fails(
@@ -38,12 +46,15 @@ def raise_where_any_rank_fails(
     if suspects is not None:
         num_problems += suspects
     # Texts are only exchanged once somebody has one: the usual step pays for four bytes.
-    dist.all_reduce(num_problems, group=group)
+    if dist.is_initialized():
+        dist.all_reduce(num_problems, group=group)
     if num_problems.item() == 0:
         return
     problems = [*problems, *explain()]
-    texts: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(texts, problems, group=group)
+    texts = [problems]
+    if dist.is_initialized():
+        texts = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(texts, problems, group=group)
     ranks = dist.get_process_group_ranks(group) if group is not None else range(len(texts))
     # The same sentence from many ranks is one line with all of them.
     by_text: dict[str, list[str]] = {}
@@ -69,16 +80,39 @@ def raise_where_ranks_differ(
     """Check that all ranks of a group hold the same list, by its hash.
 
     Args:
+        entries: See :func:`difference_between_ranks`.
+        group: See there.
+        device: See there.
+        what: See there.
+        advice: What the user should do, the end of the message.
+
+    Raises:
+        RuntimeError: On all ranks of the group, naming the first item that differs on each
+            deviating rank.
+
+    Communication: that of :func:`difference_between_ranks`.
+    """
+    difference = difference_between_ranks(entries, group, device, what)
+    if difference is not None:
+        raise RuntimeError(f"{difference}. {advice}")
+
+
+def difference_between_ranks(
+    entries: Sequence[str], group: dist.ProcessGroup, device: torch.device, what: str
+) -> str | None:
+    """Describe how the lists of a group's ranks differ, or return None where they are the same.
+
+    Args:
         entries: The list, one line of text for each item, in order.
         group: Ranks that must agree.
         device: Where the hash that is gathered lives (the backend's device).
         what: Name of the list for the message.
-        advice: What the user should do, the end of the message.
 
-    Raises:
-        RuntimeError: On all ranks, naming the first item that differs on each deviating rank.
+    Returns:
+        A sentence without a full stop that names the first item that differs on each deviating
+        rank, the same on all ranks of the group.
 
-    Communication: one all-gather of one int64 a rank; the lists only before raising.
+    Communication: one all-gather of one int64 a rank; the lists only where they differ.
     """
     # Seven bytes of the hash fit into a positive int64, the largest integer all backends gather.
     digest = hashlib.sha256("\n".join(entries).encode()).digest()
@@ -86,7 +120,7 @@ def raise_where_ranks_differ(
     hashes = mine.new_empty(dist.get_world_size(group))
     dist.all_gather_into_tensor(hashes, mine, group=group)
     if bool((hashes == hashes[0]).all()):
-        return
+        return None
     # Only now that ranks are known to differ: the lists of a large model are megabytes.
     lists: list[list[str]] = [[] for _ in range(len(hashes))]
     dist.all_gather_object(lists, list(entries), group=group)
@@ -100,11 +134,7 @@ def raise_where_ranks_differ(
             if here != there:
                 lines.append(f"rank {rank} has {here!r} where rank {ranks[0]} has {there!r}")
                 break
-    raise RuntimeError(
-        f"{what}: expected the same on all ranks of the group, got "
-        + "; ".join(lines[:8])
-        + f". {advice}"
-    )
+    return f"{what}: expected the same on all ranks of the group, got " + "; ".join(lines[:8])
 
 
 def first_line(error: Exception) -> str:

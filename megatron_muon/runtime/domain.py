@@ -30,20 +30,30 @@ class Domain:
 
     Args:
         ranks: Ranks of the job, ascending.
-        holders: Ranks that hold a shard, as ``holders[tensor_rank][shard]``.
-        tensor_rank: Position of this rank in the tensor group.
-        initial_load_s: Seconds that each rank spends on other matrices.
         group: Their process group; None where this rank is alone.
         ranks_per_node: Ranks that the launcher started on each node; None where it did not say so
             on every rank.
     """
 
     ranks: tuple[int, ...]
-    holders: Holders
-    tensor_rank: int
-    initial_load_s: dict[int, float]
     group: dist.ProcessGroup | None
     ranks_per_node: int | None
+
+
+@dataclass(frozen=True)
+class Grid(Domain):
+    """A domain whose ranks form a grid.
+
+    Args:
+        ranks: See :class:`Domain`.
+        group: See there.
+        ranks_per_node: See there.
+        holders: Ranks that hold a shard, as ``holders[tensor_rank][shard]``.
+        tensor_rank: Position of this rank in the tensor group.
+    """
+
+    holders: Holders
+    tensor_rank: int
 
 
 class _Row(NamedTuple):
@@ -60,20 +70,16 @@ class _Row(NamedTuple):
     first_of_replica_group: int
     replica: int
     num_ranks_on_node: int  # 0 where the launcher did not say
-    # An integer too, so that one int64 all-gather carries all. Nanoseconds are finer than any
-    # estimate.
-    initial_load_ns: int
 
 
-def find_domain(
+def find_grid(
     shard_group: dist.ProcessGroup | None,
     tensor_group: dist.ProcessGroup | None,
     replica_group: dist.ProcessGroup | None,
     holder_group: dist.ProcessGroup | None = None,
     *,
-    initial_load_s: float,
     device: torch.device,
-) -> Domain:
+) -> Grid:
     """Learn who holds what from the groups of all ranks.
 
     Args:
@@ -81,13 +87,12 @@ def find_domain(
         tensor_group: Tensor-parallel ranks to join; None where each orthogonalizes its own matrix.
         replica_group: Ranks that hold the same rows; None where there are none.
         holder_group: Shards x replicas, where the model has a group of them.
-        initial_load_s: Seconds that this rank spends on other matrices.
         device: Where small tensors are exchanged (the backend's device).
 
     Raises:
         RuntimeError: On all ranks, when the groups do not form a grid.
 
-    Communication: one all-gather of 72 bytes a rank, a flag and a gather of objects over all ranks
+    Communication: one all-gather of 64 bytes a rank, a flag and a gather of objects over all ranks
         of the job, and a new process group where no group that exists is the domain.
     """
     groups = (tensor_group, shard_group, replica_group)
@@ -95,10 +100,8 @@ def find_domain(
     for group in groups:
         mine.append(dist.get_process_group_ranks(group)[0] if group is not None else mine[0])
         mine.append(dist.get_rank(group) if group is not None else 0)
-    # torchrun sets it, and counts the ranks of a node in a row.
-    on_node = os.environ.get("LOCAL_WORLD_SIZE", "")
-    mine.append(int(on_node) if on_node.isdecimal() else 0)
-    own_row = torch.tensor([*mine, round(initial_load_s * 1e9)], dtype=torch.int64, device=device)
+    mine.append(num_ranks_on_node())
+    own_row = torch.tensor(mine, dtype=torch.int64, device=device)
     table = own_row.new_empty(dist.get_world_size(), len(_Row._fields))
     dist.all_gather_into_tensor(table.view(-1), own_row)
     rows = [_Row(*row) for row in table.tolist()]
@@ -115,18 +118,24 @@ def find_domain(
     raise_where_any_rank_fails(
         problems, None, device, "Pass the process groups that the model was built with."
     )
-    return Domain(
+    return Grid(
         ranks=ranks,
         holders=holders,
         tensor_rank=rows[dist.get_rank()].tensor_rank,
-        initial_load_s={rank: rows[rank].initial_load_ns * 1e-9 for rank in ranks},
         # Of groups with the same ranks the first: those of the model are in use, and so connected.
         group=_group_of(ranks, (*groups, dist.group.WORLD, holder_group)),
-        ranks_per_node=_ranks_per_node([row.num_ranks_on_node for row in rows]),
+        ranks_per_node=ranks_per_node([row.num_ranks_on_node for row in rows]),
     )
 
 
-def _ranks_per_node(sizes: Sequence[int]) -> int | None:
+def num_ranks_on_node() -> int:
+    """Return how many ranks the launcher started on this node; 0 where it did not say."""
+    # torchrun sets it, and counts the ranks of a node in a row.
+    on_node = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(on_node) if on_node.isdecimal() else 0
+
+
+def ranks_per_node(sizes: Sequence[int]) -> int | None:
     """Return one number for all nodes; None where the launcher did not say on all of them.
 
     Where nodes have different numbers of ranks it is their greatest common divisor: ranks that then
@@ -227,6 +236,8 @@ def new_groups(sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.Pr
 
     Communication: one gather of objects over the job.
     """
+    if not dist.is_initialized():
+        return {}
     rank = dist.get_rank()
     wanted: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(wanted, [ranks for ranks in sets if ranks[0] == rank])

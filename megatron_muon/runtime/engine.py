@@ -18,6 +18,7 @@ host never waits. Over gloo they run on its threads.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -121,22 +122,21 @@ class Engine:
         return self._arena.num_bytes
 
     @torch.no_grad()
-    def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[torch.Tensor]]:
-        """Orthogonalize all matrices, and yield parameters as their results arrive.
+    def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[Any]]:
+        """Orthogonalize all matrices, and yield handles as their results arrive.
 
         The caller must exhaust the iterator: every rank joins the collectives of all buckets.
         Nothing is sent before the first item is asked for.
 
         Args:
-            momentum: By parameter, this rank's rows of what is orthogonalized, ``(local_rows,
-                cols)`` float32. They must stay as they are until the parameter is yielded.
-            results: By parameter, where its rows of the scaled result are written, of the same
-                shape and dtype. It may be the momentum's own memory: all rows of a parameter have
-                been read when its first result comes.
+            momentum: By handle, this rank's rows of what is orthogonalized, ``(local_rows,
+                cols)`` float32. They must stay as they are until the handle is yielded.
+            results: By handle, where its rows of the scaled result are written, of the same shape
+                and dtype. It may be the momentum's own memory: all rows of a handle have been read
+                when its first result comes.
 
         Yields:
-            Lists of parameters whose results are complete. Each parameter of which this rank holds
-            rows is yielded once.
+            Lists of handles whose results are complete. Each handle of this rank is yielded once.
         """
         for plan in self._plans:
             plan.wait_for_leftovers()
@@ -151,13 +151,14 @@ class Engine:
         for plan in self._plans:
             plan.end()
 
-    def _run(self, action: Action) -> Iterator[list[torch.Tensor]]:
+    def _run(self, action: Action) -> Iterator[list[Any]]:
         """Run one action of :mod:`megatron_muon.plan.schedule`."""
         kind, number = action.kind, action.number
-        plan = self._plans[action.plan]
         if kind == "local":
             yield from self._orthogonalize_local(self._schedule.local[number])
-        elif kind == "start_gather":
+            return
+        plan = self._plans[action.plan]
+        if kind == "start_gather":
             plan.start_gather(number)
         elif kind == "wait_for_gather":
             plan.wait_for_gather(number)
@@ -170,7 +171,7 @@ class Engine:
         elif kind == "finish_scatter":
             yield plan.finish_scatter(number)
 
-    def _orthogonalize_local(self, local: Sequence[LocalStack]) -> Iterator[list[torch.Tensor]]:
+    def _orthogonalize_local(self, local: Sequence[LocalStack]) -> Iterator[list[Any]]:
         # One stack after the other: they lie in one place, and each is written back before the next
         # is read.
         for stack in local:

@@ -3,7 +3,7 @@
 """This rank's rows: read normalized for sending, and written scaled as results arrive."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,19 +16,21 @@ from megatron_muon.runtime.equally_spaced import as_one
 from megatron_muon.runtime.norms import BlockNorms
 from megatron_muon.runtime.stacks import in_shard
 
-# Rows of this rank, (local_rows, cols) float32, by parameter.
-type Rows = Mapping[torch.Tensor, torch.Tensor]
+# What stands for the rows that this rank holds of a matrix: a parameter, or part of one.
+type Handle = Hashable
+# These rows, (local_rows, cols) float32.
+type Rows = Mapping[Handle, torch.Tensor]
 
 
 class LocalRows:
-    """Rows of the parameters of one plan on this rank, while a step runs.
+    """Rows of the matrices of one plan on this rank, while a step runs.
 
     In a step: :meth:`begin`, then :meth:`read` and :meth:`write` for every route, :meth:`end`.
 
     Args:
         plan: The plan, equal on all ranks of the group.
         newton_schulz: The scale of results.
-        parameters: By matrix of the plan, the parameters of which this rank holds rows.
+        handles: By matrix of the plan, what stands for the rows that this rank holds.
         num_results: By matrix, how many pieces their results arrive in.
         rank: This rank of the job.
         group: Ranks of the plan; None where nothing travels.
@@ -49,7 +51,7 @@ class LocalRows:
         self,
         plan: ExchangePlan,
         newton_schulz: NewtonSchulzSettings,
-        parameters: Mapping[int, torch.Tensor],
+        handles: Mapping[int, Handle],
         num_results: Mapping[int, int],
         *,
         rank: int,
@@ -58,7 +60,7 @@ class LocalRows:
     ) -> None:
         self._plan = plan
         self._newton_schulz = newton_schulz
-        self._parameters = parameters
+        self._handles = handles
         self._device = device
         self._norms = BlockNorms(plan, rank, group, device)
         self._num_results = num_results
@@ -69,8 +71,8 @@ class LocalRows:
 
         What an earlier step left behind that ended with an exception is dropped.
         """
-        self._momentum = {index: momentum[param] for index, param in self._parameters.items()}
-        self._results = {index: results[param] for index, param in self._parameters.items()}
+        self._momentum = {index: momentum[each] for index, each in self._handles.items()}
+        self._results = {index: results[each] for index, each in self._handles.items()}
         self._missing = dict(self._num_results)
         # fp32 rows are not normalized before they travel.
         if self._plan.wire.normalizes:
@@ -94,14 +96,14 @@ class LocalRows:
             # One pass: the quotient is taken in fp32, and rounded as it is written.
             torch.div(rows, self._norms.of(routes), out=target)
 
-    def write(self, results: Sequence[tuple[Route, torch.Tensor]]) -> list[torch.Tensor]:
+    def write(self, results: Sequence[tuple[Route, torch.Tensor]]) -> list[Handle]:
         """Scale results in fp32, and write them to this rank's rows.
 
         Args:
             results: Routes, with ``(num_rows, num_cols)`` in the scatter dtype.
 
         Returns:
-            Parameters whose last results these are.
+            What stands for rows whose last results these are.
         """
         calls = self._merged(
             [
@@ -141,7 +143,7 @@ class LocalRows:
         for call in calls:
             # Query groups of a block have one norm; whole blocks of one shape have one factor.
             block = _block(call) if num_routes[_block(call)] > 1 else None
-            alike[block, self._shape(call.routes[0]), call.rows.shape].append(call)
+            alike[block, self._scaled_shape(call.routes[0]), call.rows.shape].append(call)
         merged: list[_Call] = []
         for group in alike.values():
             routes = [call.routes[0] for call in group]
@@ -153,11 +155,14 @@ class LocalRows:
                 merged.append(_Call(routes, rows, other))
         return merged
 
-    def _shape(self, route: Route) -> tuple[int, int]:
-        return self._plan.matrices[route.matrix].blocks[route.block]
+    def _scaled_shape(self, route: Route) -> tuple[int, int]:
+        """Return outputs and inputs of a block, by which its result is scaled."""
+        matrix = self._plan.matrices[route.matrix]
+        rows, cols = matrix.blocks[route.block]
+        return (cols, rows) if matrix.is_transposed else (rows, cols)
 
     def _scale(self, route: Route) -> Sequence[float]:
-        return self._newton_schulz.scale(*self._shape(route))
+        return self._newton_schulz.scale(*self._scaled_shape(route))
 
     def _on_device(self, factor: float) -> torch.Tensor:
         """Return a factor as a float32 matrix of one element.
@@ -169,13 +174,13 @@ class LocalRows:
             self._factors[factor] = torch.full((1, 1), factor, device=self._device)
         return self._factors[factor]
 
-    def _completed(self, routes: Sequence[Route]) -> list[torch.Tensor]:
-        parameters = []
+    def _completed(self, routes: Sequence[Route]) -> list[Handle]:
+        complete = []
         for route in routes:
             self._missing[route.matrix] -= 1
             if self._missing[route.matrix] == 0:
-                parameters.append(self._parameters[route.matrix])
-        return parameters
+                complete.append(self._handles[route.matrix])
+        return complete
 
 
 class _Call(NamedTuple):

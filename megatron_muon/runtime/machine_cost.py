@@ -22,27 +22,26 @@ from megatron_muon.plan.cost import CPU_RANKS, CostModel
 from megatron_muon.plan.cost_table import CostTable, ShapeTime, matrices_text, timed_shapes
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
 from megatron_muon.runtime.domain import Domain
 
 # The first call of a shape chooses kernels, and on a GPU loads them.
 _NUM_WARM_UP, _NUM_TIMED = 1, 3
 
 
-def machine_cost(
-    matrices: Sequence[MatrixLayout],
+def machine_costs(
+    domains: Sequence[tuple[Domain, Sequence[MatrixLayout]]],
     ns_settings: NewtonSchulzSettings,
     settings: ExchangeSettings,
-    domain: Domain,
     device: torch.device,
-) -> CostModel:
-    """Put the costs together: backends, defaults of the device, user's rates, measured times.
+) -> list[CostModel]:
+    """Put the costs of each domain together: backends, rates, measured times.
 
     Args:
-        matrices: Of the domain.
+        domains: Ranks that plan together, and their matrices; in one order on all ranks. A rank may
+            have none.
         ns_settings: Steps, coefficients and precision.
         settings: Rates, and whether to measure.
-        domain: Ranks that plan together.
         device: Of this rank.
 
     Raises:
@@ -50,12 +49,57 @@ def machine_cost(
             times cannot be measured, read or written, miss a shape, or are of another precision.
 
     Communication: where another backend than ``standard`` may run a flag over all ranks, and a
-        gather of objects over the domain; with measured times a flag over all ranks, and a
-        broadcast of the times over the domain.
+        gather of objects over each domain; with measured times a flag over all ranks, and a
+        broadcast of the times over each domain.
     Memory: with ``measure``, one stack and what Newton-Schulz needs for it, until it returns.
     """
+    backends = _own_backends(ns_settings, settings, device)
+    costs = [
+        _rates(_shared_backends(backends, settings, domain), ns_settings, settings, domain, device)
+        for domain, _ in domains
+    ]
+    source = settings.cost_source
+    if not source.measures and source.path is None:
+        return costs
+    problems: list[str] = []
+    tables: list[CostTable | None] = []
+    for (domain, matrices), cost in zip(domains, costs, strict=True):
+        table = None
+        # One rank: two that measured would come to two plans, and thousands would open one file.
+        if own_rank() == domain.ranks[0]:
+            try:
+                table, found = _table(matrices, ns_settings, settings, cost, device)
+                problems += found
+            # What one rank raises alone, the others would wait for; kernels raise what they like.
+            except Exception as error:
+                problems.append(f"cost model: {str(error).partition(chr(10))[0]}")
+        tables.append(table)
+    raise_where_any_rank_fails(
+        problems,
+        None,
+        device,
+        "Measure the shapes of this model with exchange.cost_model measure:PATH, or leave "
+        "measured times out. No optimizer was built.",
+    )
+    for number, (domain, _) in enumerate(domains):
+        if domain.group is not None:
+            shared = [tables[number]]
+            dist.broadcast_object_list(shared, src=domain.ranks[0], group=domain.group)
+            (tables[number],) = shared
+    return [
+        dataclasses.replace(cost, measured=table) for cost, table in zip(costs, tables, strict=True)
+    ]
+
+
+def _rates(
+    backends: tuple[str, ...],
+    ns_settings: NewtonSchulzSettings,
+    settings: ExchangeSettings,
+    domain: Domain,
+    device: torch.device,
+) -> CostModel:
+    """Put together what is not measured."""
     # The rates of the device: a plan for CPU ranks must not assume a GPU's kernels.
-    backends = _shared_backends(ns_settings, settings, domain, device)
     defaults = dataclasses.replace(
         CPU_RANKS if device.type == "cpu" else CostModel(),
         num_ns_steps=ns_settings.steps,
@@ -66,51 +110,35 @@ def machine_cost(
         defaults = dataclasses.replace(defaults, segments=segments_of(coefficients))
     if domain.ranks_per_node is not None:
         defaults = dataclasses.replace(defaults, ranks_per_node=domain.ranks_per_node)
-    source = settings.cost_source
-    cost = CostModel.parse(source.rates, defaults)
-    if not source.measures and source.path is None:
-        return cost
-    shapes = [shape for matrix in matrices for shape in matrix.blocks]
-    problems, table = [], None
-    # One rank: two that measured would come to two plans, and thousands would open one file.
-    if dist.get_rank() == domain.ranks[0]:
-        try:
-            if source.measures:
-                table = measure_newton_schulz(
-                    shapes,
-                    ns_settings,
-                    cost,
-                    normalizes=settings.wire_for(ns_settings.is_bf16).normalizes,
-                    device=device,
-                )
-                _write(table, source.path)
-            elif source.path is not None:
-                table = CostTable.read(source.path)
-                problems += _table_problems(table, shapes, cost)
-        # What one rank raises alone, the others would wait for; kernels raise what they like.
-        except Exception as error:
-            problems.append(f"cost model: {str(error).partition(chr(10))[0]}")
-    raise_where_any_rank_fails(
-        problems,
-        None,
-        device,
-        "Measure the shapes of this model with --muon-fsdp-cost-model measure:PATH, or leave "
-        "measured times out. No optimizer was built.",
-    )
-    if domain.group is not None:
-        shared = [table]
-        dist.broadcast_object_list(shared, src=domain.ranks[0], group=domain.group)
-        (table,) = shared
-    return dataclasses.replace(cost, measured=table)
+    return CostModel.parse(settings.cost_source.rates, defaults)
 
 
-def _shared_backends(
+def _table(
+    matrices: Sequence[MatrixLayout],
     ns_settings: NewtonSchulzSettings,
     settings: ExchangeSettings,
-    domain: Domain,
+    cost: CostModel,
     device: torch.device,
+) -> tuple[CostTable, list[str]]:
+    """Measure or read the times of a domain, and list what is wrong with them."""
+    shapes = [shape for matrix in matrices for shape in matrix.blocks]
+    source = settings.cost_source
+    if source.measures:
+        normalizes = settings.wire_for(ns_settings.is_bf16).normalizes
+        table = measure_newton_schulz(
+            shapes, ns_settings, cost, normalizes=normalizes, device=device
+        )
+        _write(table, source.path)
+        return table, []
+    assert source.path is not None  # otherwise there are no times
+    table = CostTable.read(source.path)
+    return table, _table_problems(table, shapes, cost)
+
+
+def _own_backends(
+    ns_settings: NewtonSchulzSettings, settings: ExchangeSettings, device: torch.device
 ) -> tuple[str, ...]:
-    """Return the backends that all ranks of a domain can run: their plans must be one."""
+    """Return the backends that this rank can run, or raise on all ranks."""
     choice = settings.newton_schulz
     if choice == "standard":
         return (choice,)
@@ -119,10 +147,18 @@ def _shared_backends(
         [] if choice == "auto" else reasons,
         None,
         device,
-        "Use --muon-fsdp-newton-schulz standard, or auto for what this machine can run. No "
+        "Use exchange.newton_schulz standard, or auto for what this machine can run. No "
         "optimizer was built.",
     )
-    if domain.group is None:
+    return backends
+
+
+def _shared_backends(
+    backends: tuple[str, ...], settings: ExchangeSettings, domain: Domain
+) -> tuple[str, ...]:
+    """Return the backends that all ranks of a domain can run: their plans must be one."""
+    # By what was asked for, which all ranks know, not by what this one can run.
+    if domain.group is None or settings.newton_schulz == "standard":
         return backends
     of_ranks: list[tuple[str, ...]] = [()] * len(domain.ranks)
     dist.all_gather_object(of_ranks, backends, group=domain.group)
@@ -144,7 +180,7 @@ def _table_problems(
     precision = torch.get_float32_matmul_precision()
     if table.precision != precision:
         problems.append(
-            f"cost table: expected times in {precision} precision (--muon-fp32-matmul-prec), got "
+            f"cost table: expected times in {precision} precision (fp32_matmul_prec), got "
             f"{table.precision}"
         )
     return problems
@@ -152,7 +188,7 @@ def _table_problems(
 
 def _write(table: CostTable, path: Path | None) -> None:
     """Add a table to a file, on the first rank of the job: experts and dense matrices have one."""
-    if path is None or dist.get_rank() != 0:
+    if path is None or own_rank() != 0:
         return
     (CostTable.read(path).joined(table) if path.exists() else table).write(path)
 

@@ -1,69 +1,60 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Plans and engine for the parameters of one Muon optimizer."""
+"""Plans and engine for the matrices of one Muon optimizer."""
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.assignment import assign
+from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
-from megatron_muon.plan.layout import MatrixLayout, block_rows, whole_matrix
+from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.report import log_lines
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import (
+    difference_between_ranks,
     first_line,
+    own_rank,
     raise_where_any_rank_fails,
-    raise_where_ranks_differ,
 )
-from megatron_muon.runtime.domain import Domain, find_domain, new_groups
+from megatron_muon.runtime.domain import Domain, new_groups
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
-from megatron_muon.runtime.machine_cost import machine_cost
+from megatron_muon.runtime.machine_cost import machine_costs
 from megatron_muon.runtime.plan_buckets import PlanOfRank
-from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class OwnedParameter:
-    """One parameter, and which matrices Newton-Schulz sees of it.
+class Kind(NamedTuple):
+    """Matrices of one domain that are replicated alike: they share a plan.
 
     Args:
-        param: The parameter.
-        matrix: Its row shards.
-        tensor_group: Tensor-parallel ranks whose parameters are one joined matrix; None where each
-            orthogonalizes its own.
-        partition_dim: Dimension that the tensor group shards.
-        split_shapes: Rows of a query group that go to query, key and value; None for one block.
-        has_copies: Whether other tensor-parallel ranks have a parameter of the same values.
+        domain: The ranks that exchange them.
+        matrices: All of them, in the same order on all ranks of the domain.
+        handles: By index among the matrices, what stands for those of which this rank holds rows:
+            :meth:`OwnerCompute.orthogonalize` takes and yields them.
+        replica_group: Ranks that hold the same rows; None where nobody else does.
     """
 
-    param: torch.Tensor
-    matrix: ShardedMatrix
-    tensor_group: dist.ProcessGroup | None
-    partition_dim: int | None
-    split_shapes: tuple[int, ...] | None
-    has_copies: bool = False
+    domain: Domain
+    matrices: Sequence[MatrixLayout]
+    handles: Mapping[int, Any]
+    replica_group: dist.ProcessGroup | None
 
 
 class OwnerCompute:
-    """Orthogonalize the parameters of an optimizer, each on one rank of its domain.
-
-    A parameter that tensor-parallel ranks replicate, such as a router, is one matrix for each of
-    them, as it is upstream. Equal gradients keep these copies equal: each is orthogonalized whole
-    and alone, by the same operations, whatever the plans of these ranks are. Only norms on the bf16
-    wire may differ, as rarely as docs/numerics.md says.
+    """Orthogonalize the matrices of an optimizer, each on one rank of its domain.
 
     Args:
-        kinds: Parameters of each kind, experts or dense matrices, in the same order on all ranks.
-            Those of one kind are sharded over the same groups.
+        kinds: Those that this rank has. Ranks may have different ones. Each rank has its own in an
+            order that all ranks of the job share.
         newton_schulz: Steps, coefficients, precision and scale.
         settings: Wire, sizes and cost model.
         device: Where shards live.
@@ -71,18 +62,16 @@ class OwnerCompute:
 
     Raises:
         ValueError: bf16 on the wire with Newton-Schulz in fp32.
-        RuntimeError: On all ranks, when parameters are sharded over different groups, have rows
-            that are no whole number of query groups, when no plan fits into the staging memory,
-            when ranks came to different plans, or when one of them lacks memory for the engine or a
-            kernel for Newton-Schulz.
+        RuntimeError: On all ranks, when no plan fits into the staging memory, when ranks came to
+            different plans, or when one of them lacks memory for the engine or a kernel for
+            Newton-Schulz.
 
-    Communication: at construction a flag, and for each kind an all-gather of 72 bytes a rank, two
-        flags and a hash, lists of ranks and of differences as objects, and new process groups where
-        a domain or a split matrix needs one. One element is all-reduced in each group of a split
-        matrix. Two collectives send one from each rank to those that it will send to, and one
-        gathers one from each replica. A choice of
-        Newton-Schulz takes one flag and lists of names more, measured times one flag and one
-        broadcast. A limit of staging memory takes two flags more.
+    Communication: at construction three flags over the job; for each kind an all-gather of 8 bytes
+        a rank and a hash; a list of ranks as objects, and a new process group for each set of ranks
+        that splits a matrix, in which one element is all-reduced. For each kind two collectives
+        send one element from each rank to those that it will send to, and one gathers one from each
+        replica. A choice of Newton-Schulz takes one flag more, and lists of names; measured times
+        take one flag and broadcasts. A limit of staging memory takes two flags more.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
@@ -91,20 +80,42 @@ class OwnerCompute:
 
     def __init__(
         self,
-        kinds: Sequence[Sequence[OwnedParameter]],
+        kinds: Sequence[Kind],
         newton_schulz: NewtonSchulzSettings,
         settings: ExchangeSettings,
         *,
         device: torch.device,
         initial_load_s: float = 0.0,
     ) -> None:
+        rank = own_rank()
+        self.plans = []
         self.load_s = initial_load_s
-        rank = dist.get_rank()
-        of_rank = [self._plan(kind, newton_schulz, settings, len(kinds), device) for kind in kinds]
-        self.plans = [each.plan for each in of_rank]
+        costs = machine_costs(
+            [(kind.domain, kind.matrices) for kind in kinds], newton_schulz, settings, device
+        )
+        differences = []
+        for kind, cost in zip(kinds, costs, strict=True):
+            plan = _build_plan(
+                kind, newton_schulz, settings, cost, len(kinds), self._loads(kind.domain, device)
+            )
+            self.plans.append(plan)
+            self.load_s = plan.assignment.load_s[rank]
+            differences += _differences(plan, newton_schulz, settings, kind.domain, device)
+        # Here, and not where they are found: ranks of other domains may be fine, and all of them
+        # stop together.
+        raise_where_any_rank_fails(
+            differences,
+            None,
+            device,
+            "Build the same model with the same arguments on every rank. No optimizer was built.",
+        )
         if settings.staging_bytes is not None:
-            # Ranks of other domains may have smaller matrices: all of them stop together.
             _raise_where_any_rank_says(staging_problem(self.plans, settings.staging_bytes), device)
+        parts_groups = _parts_groups(self.plans, rank, device)
+        of_rank = [
+            PlanOfRank(plan, kind.handles, kind.domain.group, kind.replica_group, parts_groups)
+            for plan, kind in zip(self.plans, kinds, strict=True)
+        ]
         self._engine = _together(
             lambda: Engine(of_rank, newton_schulz, rank=rank, device=device), settings, device
         )
@@ -119,57 +130,25 @@ class OwnerCompute:
                 for line in log_lines(plan):
                     logger.info("%s", line)
 
-    def _plan(
-        self,
-        parameters: Sequence[OwnedParameter],
-        newton_schulz: NewtonSchulzSettings,
-        settings: ExchangeSettings,
-        num_kinds: int,
-        device: torch.device,
-    ) -> PlanOfRank:
-        """Plan the exchange of one kind of parameters, and add its load to this rank's."""
-        raise_where_any_rank_fails(_problems(parameters), None, device, "No optimizer was built.")
-        # All parameters share these groups, which was just checked. A tensor group is found on
-        # those that are joined.
-        first = parameters[0].matrix
-        tensor_groups = [p.tensor_group for p in parameters if p.tensor_group is not None]
-        domain = find_domain(
-            first.shard_group,
-            tensor_groups[0] if tensor_groups else None,
-            first.replica_group,
-            first.holder_group,
-            initial_load_s=self.load_s,
-            device=device,
-        )
-        rank = dist.get_rank()
-        matrices, own_parameters = _lay_out(parameters, domain)
-        plan = _build_plan(matrices, newton_schulz, settings, num_kinds, domain, device)
-        self.load_s = plan.assignment.load_s[rank]
-        if domain.group is not None:
-            # Every rank has built the plan by itself. Comparing hashes here turns what would be a
-            # hang in the first step into an error that names the first difference.
-            entries = [
-                f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.order} "
-                # Decides which replica is near, and so who gets how much of a result.
-                f"{plan.cost.ranks_per_node} ranks a node"
-            ]
-            entries += plan.entries()
-            raise_where_ranks_differ(entries, domain.group, device, "Muon exchange plan")
-        return PlanOfRank(
-            plan,
-            own_parameters,
-            domain.group,
-            first.replica_group,
-            _parts_groups(plan, rank, device),
-        )
+    def _loads(self, domain: Domain, device: torch.device) -> dict[int, float]:
+        """Gather the seconds that each rank of a domain spends on matrices planned before."""
+        if domain.group is None:
+            return {domain.ranks[0]: self.load_s}
+        # Nanoseconds are finer than any estimate, and all backends gather integers.
+        mine = torch.tensor([round(self.load_s * 1e9)], dtype=torch.int64, device=device)
+        table = mine.new_empty(len(domain.ranks))
+        dist.all_gather_into_tensor(table, mine, group=domain.group)
+        return {
+            rank: load_ns * 1e-9 for rank, load_ns in zip(domain.ranks, table.tolist(), strict=True)
+        }
 
     @property
     def staging_bytes(self) -> int:
         """Memory of messages and stacks while a step runs, bytes."""
         return self._engine.staging_bytes
 
-    def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[torch.Tensor]]:
-        """Orthogonalize all parameters; see :meth:`Engine.orthogonalize`."""
+    def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[Any]]:
+        """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`."""
         return self._engine.orthogonalize(momentum, results)
 
 
@@ -187,7 +166,7 @@ def _excess(engine: Engine, staging_bytes: int) -> str | None:
         return None
     return (
         f"staging memory: expected at most {staging_bytes:,} bytes, got {engine.staging_bytes:,}. "
-        f"Set --muon-fsdp-staging-bytes to {math.ceil(1.1 * engine.staging_bytes)} or more"
+        f"Set exchange.staging_bytes to {math.ceil(1.1 * engine.staging_bytes)} or more"
     )
 
 
@@ -208,7 +187,7 @@ def _together[T](build: Callable[[], T], settings: ExchangeSettings, device: tor
         problems,
         None,
         device,
-        "If memory is short, lower --muon-fsdp-staging-bytes (now "
+        "If memory is short, lower exchange.staging_bytes (now "
         f"{settings.wanted_staging_bytes:,}), shard over more ranks, or leave more memory free. No "
         "optimizer was built.",
     )
@@ -216,25 +195,29 @@ def _together[T](build: Callable[[], T], settings: ExchangeSettings, device: tor
 
 
 def _build_plan(
-    matrices: Sequence[MatrixLayout],
+    kind: Kind,
     newton_schulz: NewtonSchulzSettings,
     settings: ExchangeSettings,
+    cost: CostModel,
     num_kinds: int,
-    domain: Domain,
-    device: torch.device,
+    loads_s: Mapping[int, float],
 ) -> ExchangePlan:
-    """Plan the exchange of a domain; every rank comes to the same plan."""
+    """Plan the exchange of a kind; every rank of its domain comes to the same plan.
+
+    Args:
+        kind: The matrices.
+        newton_schulz: Precision.
+        settings: Wire and sizes.
+        cost: Rates of the machine.
+        num_kinds: Kinds that share the staging memory.
+        loads_s: Seconds that ranks spend on other matrices.
+    """
     wire = settings.wire_for(newton_schulz.is_bf16)
-    cost = machine_cost(matrices, newton_schulz, settings, domain, device)
     assignment = assign(
-        matrices,
-        cost,
-        wire,
-        max_parts=settings.max_parts,
-        initial_load_s=domain.initial_load_s,
+        kind.matrices, cost, wire, max_parts=settings.max_parts, initial_load_s=loads_s
     )
     return ExchangePlan.build(
-        matrices,
+        kind.matrices,
         assignment,
         cost,
         wire,
@@ -243,79 +226,39 @@ def _build_plan(
     )
 
 
+def _differences(
+    plan: ExchangePlan,
+    newton_schulz: NewtonSchulzSettings,
+    settings: ExchangeSettings,
+    domain: Domain,
+    device: torch.device,
+) -> list[str]:
+    """Compare the plans of a domain's ranks, each of which has built it by itself.
+
+    What differs would be a hang in the first step.
+    """
+    if domain.group is None:
+        return []
+    entries = [
+        f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.order} "
+        # Decides which replica is near, and so who gets how much of a result.
+        f"{plan.cost.ranks_per_node} ranks a node",
+        *plan.entries(),
+    ]
+    difference = difference_between_ranks(entries, domain.group, device, "Muon exchange plan")
+    return [] if difference is None else [difference]
+
+
 def _parts_groups(
-    plan: ExchangePlan, rank: int, device: torch.device
+    plans: Sequence[ExchangePlan], rank: int, device: torch.device
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Make the groups of ranks that split matrices, and use each once.
 
     A backend connects a group at its first collective, and what fails should fail here.
     """
-    groups = new_groups(owners for owners in plan.sets_of_owners if rank in owners)
+    groups = new_groups(
+        {owners for plan in plans for owners in plan.sets_of_owners if rank in owners}
+    )
     for owners in sorted(groups):
         dist.all_reduce(torch.zeros(1, device=device), group=groups[owners])
     return groups
-
-
-def _problems(parameters: Sequence[OwnedParameter]) -> list[str]:
-    problems = []
-    first = parameters[0].matrix
-    # One domain has one grid of ranks: parameters of other groups need another OwnerCompute.
-    for parameter in parameters:
-        matrix = parameter.matrix
-        if matrix.shard_group is not first.shard_group or (
-            matrix.replica_group is not first.replica_group
-        ):
-            problems.append(
-                f"{matrix.fqn}: expected the shard group of {first.fqn}, got another. Build one "
-                "optimizer for dense parameters and one for experts"
-            )
-        try:
-            block_rows(matrix.layout.num_rows, parameter.split_shapes)
-        except ValueError as error:
-            problems.append(f"{matrix.fqn}: {error}")
-    return problems
-
-
-def _lay_out(
-    parameters: Sequence[OwnedParameter], domain: Domain
-) -> tuple[list[MatrixLayout], dict[int, torch.Tensor]]:
-    """Lay out the matrices of all parameters.
-
-    Returns:
-        All matrices of the domain, those of other tensor-parallel ranks included; and by its index
-        among them, the parameter of this rank.
-    """
-    matrices: list[MatrixLayout] = []
-    own_parameters: dict[int, torch.Tensor] = {}
-    for parameter in parameters:
-        # Joined, all tensor ranks have the one matrix. Otherwise each has one, in their order.
-        tensor_rank = domain.tensor_rank if parameter.tensor_group is None else 0
-        own_parameters[len(matrices) + tensor_rank] = parameter.param
-        matrices += _matrices_of(parameter, domain)
-    return matrices, own_parameters
-
-
-def _matrices_of(parameter: OwnedParameter, domain: Domain) -> list[MatrixLayout]:
-    """Return the one matrix of a joined parameter, or that of each tensor-parallel rank."""
-    matrix = parameter.matrix
-    if parameter.tensor_group is not None:
-        return [
-            whole_matrix(
-                matrix.fqn,
-                matrix.layout,
-                domain.holders,
-                partition_dim=parameter.partition_dim,
-                split_shapes=parameter.split_shapes,
-                domain=domain.ranks,
-            )
-        ]
-    return [
-        whole_matrix(
-            matrix.fqn if len(domain.holders) == 1 else f"{matrix.fqn} (tensor rank {index})",
-            matrix.layout,
-            [holders],
-            split_shapes=parameter.split_shapes,
-            has_copies=parameter.has_copies,
-        )
-        for index, holders in enumerate(domain.holders)
-    ]

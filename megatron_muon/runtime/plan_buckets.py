@@ -27,7 +27,7 @@ from megatron_muon.runtime.exchange import (
     one_behind_the_other,
     place,
 )
-from megatron_muon.runtime.local_rows import LocalRows, Rows
+from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows
 from megatron_muon.runtime.stacks import OwnStacks
 
 
@@ -36,7 +36,7 @@ class PlanOfRank(NamedTuple):
 
     Args:
         plan: The plan, equal on all ranks of the group.
-        parameters: By matrix of the plan, the parameters of which this rank holds rows.
+        handles: By matrix of the plan, what stands for the rows that this rank holds.
         group: Ranks of the plan; None where nothing travels.
         replica_group: Ranks that hold the same rows; None where nobody else does.
         parts_groups: By owners, the group of each set of ranks that split a matrix and that this
@@ -44,7 +44,7 @@ class PlanOfRank(NamedTuple):
     """
 
     plan: ExchangePlan
-    parameters: Mapping[int, torch.Tensor]
+    handles: Mapping[int, Handle]
     group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None
     parts_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
@@ -100,7 +100,7 @@ class PlanBuckets:
         self._rows = LocalRows(
             self.plan,
             newton_schulz,
-            of_rank.parameters,
+            of_rank.handles,
             rank_plan.num_results(),
             rank=rank,
             group=of_rank.group,
@@ -252,8 +252,8 @@ class PlanBuckets:
         """Drop the rows, which may be memory of the caller's."""
         self._rows.end()
 
-    def orthogonalize_local(self, number: int) -> list[torch.Tensor]:
-        """Orthogonalize a stack of local matrices, and return the parameters that are complete."""
+    def orthogonalize_local(self, number: int) -> list[Handle]:
+        """Orthogonalize a stack of local matrices, and return the rows that are complete."""
         stacks = self._local[number]
         self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
         return self._write_staying(stacks, self._orthogonalize(stacks))
@@ -291,11 +291,11 @@ class PlanBuckets:
             results.append(backend.run(tensor, self._call(part)))
         return results
 
-    def start_scatter(self, number: int) -> list[torch.Tensor]:
+    def start_scatter(self, number: int) -> list[Handle]:
         """Pack and send results.
 
         Returns:
-            Parameters that are complete: what stays here is written while the rest travels.
+            Rows that are complete: what stays here is written while the rest travels.
         """
         bucket, position = divmod(number, self.plan.num_scatters)
         stacks, packing = self._buckets[bucket], self._scatters.packing(number)
@@ -317,15 +317,13 @@ class PlanBuckets:
         _wait(self._scattering.pop(number))
         self._spreading[number] = self._spread.start(number)
 
-    def finish_scatter(self, number: int) -> list[torch.Tensor]:
-        """Wait for results, write them, and return the parameters that are complete."""
+    def finish_scatter(self, number: int) -> list[Handle]:
+        """Wait for results, write them, and return the rows that are complete."""
         under_way = self._scattering if self._spread is None else self._spreading
         _wait(under_way.pop(number))
         return self._rows.write(self._arrivals[number])
 
-    def _write_staying(
-        self, stacks: OwnStacks, results: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _write_staying(self, stacks: OwnStacks, results: Sequence[torch.Tensor]) -> list[Handle]:
         """Write the results that do not travel."""
         return self._rows.write([(r, stacks.result(results, r)) for r in stacks.staying])
 

@@ -17,7 +17,8 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan import buckets
 from megatron_muon.plan.layout import RowLayout, block_rows
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.runtime.owner_compute import OwnedParameter, OwnerCompute
+from megatron_muon.runtime.owned_parameters import OwnedParameter, lay_out
+from megatron_muon.runtime.owner_compute import OwnerCompute
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 # A CPU prepares its bf16 products anew for each shape, which takes longer than the products.
@@ -175,10 +176,9 @@ class OwnerRun:
         tried = buckets._NUM_BUCKETS if problem.num_buckets is None else (problem.num_buckets,)
         with mock.patch.object(buckets, "_NUM_BUCKETS", tried):
             self.compute = OwnerCompute(
-                [owned],
+                [lay_out(owned, problem.device)],
                 settings,
                 ExchangeSettings(**problem.exchange),
-                initial_load_s=0.0,
                 device=problem.device,
             )
         if before_read is not None:

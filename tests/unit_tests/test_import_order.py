@@ -37,6 +37,7 @@ LAYERS = {
     "newton_schulz": Layer(barred=frozenset({MEGATRON})),
     "plan": Layer(frozenset({"closed_pipe", "newton_schulz"}), frozenset({TORCH, MEGATRON})),
     "runtime": Layer(frozenset({"newton_schulz", "plan"}), frozenset({MEGATRON})),
+    "fsdp2": Layer(frozenset({"newton_schulz", "plan", "runtime"}), frozenset({MEGATRON})),
     "checkpoint": Layer(frozenset({"closed_pipe"}), barred=frozenset({MEGATRON})),
     "patching": Layer(frozenset({"user_errors"}), frozenset({TORCH, MEGATRON})),
     "cpu_ranks": Layer(frozenset({"user_errors"})),

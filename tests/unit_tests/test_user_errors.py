@@ -89,7 +89,7 @@ def test_refused_flags_end_with_one_text_on_rank_0():
         "  --fp16: emerging optimizers have no loss scaling; use --bf16.\n"
         "  --ckpt-format other than fsdp_dtensor, got torch_dist: Megatron-FSDP writes no other "
         "format; use --ckpt-format fsdp_dtensor.\n"
-        "  max parts: expected a power of two, got 3. "
+        "  --muon-fsdp-max-parts: expected a power of two, got 3. "
     )
     assert f"\n{done.stderr}".count(f"\n{text}") == 1
     # torchrun's own, of the process that started the ranks; below it the text once more.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.plan.layout import block_rows
-from megatron_muon.runtime.owner_compute import OwnedParameter
+from megatron_muon.runtime.owned_parameters import OwnedParameter
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,12 @@ REFUSALS = [
     (("--muon-fsdp-exchange", "nobody"), "invalid choice: 'nobody' (choose from 'owner', "),
     (
         ("--muon-fsdp-staging-bytes", "0"),
-        "staging memory: expected a positive number of bytes, got",
+        "--muon-fsdp-staging-bytes: expected a positive number of bytes, got",
     ),
-    (("--muon-fsdp-max-parts", "3"), "max parts: expected a power of two, got 3."),
+    (("--muon-fsdp-max-parts", "3"), "--muon-fsdp-max-parts: expected a power of two, got 3."),
     (
         ("--muon-fsdp-newton-schulz", "gram", "--muon-fsdp-exchange", "all_gather"),
-        "newton-schulz: expected standard with --muon-fsdp-exchange all_gather",
+        "--muon-fsdp-newton-schulz: expected standard with --muon-fsdp-exchange all_gather",
     ),
     (
         ("--muon-split-qkv-per-head", "--muon-no-split-qkv"),
@@ -73,7 +73,7 @@ REFUSALS = [
     (("--muon-fsdp-cost-model", "gbps=fast"), "cost model: expected name=value with a name of"),
     (
         ("--muon-fsdp-wire", "bf16", "--muon-fp32-matmul-prec", "high"),
-        "wire: expected fp32 for Newton-Schulz in fp32, got bf16",
+        "--muon-fsdp-wire: expected fp32 for Newton-Schulz in fp32, got bf16",
     ),
 ]
 

@@ -322,7 +322,7 @@ def test_what_a_machine_lacks_is_said():
     """By name, with what was expected and what came."""
     usable, reasons = usable_backends("symmetric", settings(is_bf16=False), CPU)
     assert usable == ("standard",)
-    assert reasons[0].startswith("Newton-Schulz symmetric: expected --muon-fp32-matmul-prec medium")
+    assert reasons[0].startswith("Newton-Schulz symmetric: expected fp32_matmul_prec medium")
     assert reasons[-1] == "Newton-Schulz symmetric: expected a GPU, got cpu ranks"
     assert usable_backends("gram", settings(), CPU) == (("gram", "gram_shared"), [])
     usable, reasons = usable_backends("auto", settings(), CPU)

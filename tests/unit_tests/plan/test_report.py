@@ -138,7 +138,7 @@ def test_table_and_plot_for_people(shard_map, capsys, tmp_path):
         ),
         (["--preset", "llama3-8b", "--tp", "3"], "to be a multiple of 3 tensor-parallel ranks"),
         (["--preset", "llama3-8b", "--tflops", "0"], "expected a positive tflops, got 0.0"),
-        (["--preset", "llama3-8b", "--max-parts", "3"], "max parts: expected a power of two"),
+        (["--preset", "llama3-8b", "--max-parts", "3"], "max-parts: expected a power of two"),
         (["--shards", "/nowhere.json"], "No such file"),
     ],
 )

@@ -5,6 +5,7 @@
 import pytest
 
 from megatron_muon.plan.cost import CPU_RANKS, CostModel
+from megatron_muon.plan.flags import naming_flags
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.wire import Wire
 
@@ -12,29 +13,32 @@ from megatron_muon.plan.wire import Wire
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "broadcast"}, r"exchange: expected one of \('owner', 'all_gather'\), got"),
-        ({"wire": "fp8"}, "wire: expected one of .* Set --muon-fsdp-wire accordingly"),
+        ({"mode": "broadcast"}, r"exchange.mode: expected one of \('owner', 'all_gather'\), got"),
+        ({"wire": "fp8"}, "exchange.wire: expected one of .* got 'fp8'"),
         (
             {"newton_schulz": "svd"},
-            "newton-schulz: expected one of .*'gram', .*'auto'.*, got 'svd'",
+            "exchange.newton_schulz: expected one of .*'gram', .*'auto'.*, got 'svd'",
         ),
         (
             {"newton_schulz": "gram", "mode": "all_gather"},
-            "newton-schulz: expected standard with --muon-fsdp-exchange all_gather, .* got gram",
+            "newton_schulz: expected standard with exchange.mode all_gather, .* got gram",
         ),
-        ({"staging_bytes": 0}, "staging memory: expected a positive number of bytes, got 0"),
-        ({"max_parts": 6}, "max parts: expected a power of two, got 6"),
+        (
+            {"staging_bytes": 0},
+            "exchange.staging_bytes: expected a positive number of bytes, got 0",
+        ),
+        ({"max_parts": 6}, "exchange.max_parts: expected a power of two, got 6"),
         (
             {"cost_model": "speed=3"},
             "cost model: expected name=value with a name of .* got 'speed=3'",
         ),
         ({"cost_model": "tflops=fast"}, "got 'tflops=fast'"),
-        ({"cost_model": "num_ns_steps=7"}, "Set --muon-num-ns-steps"),
+        ({"cost_model": "num_ns_steps=7"}, "Set num_ns_steps"),
         ({"cost_model": "gbps=0"}, "cost model: expected a positive gbps, got 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
-    """Each names the flag, what was expected and what came."""
+    """Each names the field, what was expected and what came."""
     with pytest.raises(ValueError, match=message):
         ExchangeSettings(**settings)
 
@@ -94,3 +98,19 @@ def test_links_within_a_node_are_those_of_consecutive_ranks():
     cost = CostModel(gbps=450, gbps_between_nodes=45)
     assert cost.seconds_per_byte(0, 7) == pytest.approx(1e-9 / 450)
     assert cost.seconds_per_byte(7, 8) == pytest.approx(1e-9 / 45)
+
+
+def test_errors_name_flags_to_who_set_flags():
+    """Shared code names arguments; under Megatron each stands for a flag."""
+    with (
+        pytest.raises(ValueError, match="^--muon-fsdp-wire: .* --muon-fp32-matmul-prec medium.$"),
+        naming_flags(),
+    ):
+        ExchangeSettings(wire="bf16").wire_for(is_bf16=False)
+    with (
+        pytest.raises(RuntimeError, match="use --muon-fsdp-exchange, --muon-fsdp-staging-bytes$"),
+        naming_flags(),
+    ):
+        raise RuntimeError("use exchange.mode, exchange.staging_bytes")
+    with pytest.raises(RuntimeError, match="^nothing to name$"), naming_flags():
+        raise RuntimeError("nothing to name")

@@ -37,7 +37,7 @@ def _domains() -> list[Any]:
     import torch
     import torch.distributed as dist
 
-    from megatron_muon.runtime.domain import find_domain
+    from megatron_muon.runtime.domain import find_grid
 
     dist.init_process_group("gloo")
     rank, cpu = dist.get_rank(), torch.device("cpu")
@@ -47,17 +47,17 @@ def _domains() -> list[Any]:
         return next((group for ranks, group in made.items() if rank in ranks), None)
 
     shards, replicas = my_group((0, 1), (2, 3)), my_group((0, 2), (1, 3))
-    grid = find_domain(shards, None, replicas, initial_load_s=rank, device=cpu)
-    alone = find_domain(None, None, None, initial_load_s=0.0, device=cpu)
+    grid = find_grid(shards, None, replicas, device=cpu)
+    alone = find_grid(None, None, None, device=cpu)
     # Ranks 0 to 2 hold a shard each, and rank 3 a copy of the last.
     crooked = my_group((0, 1, 2)), None, my_group((2, 3))
     try:
-        find_domain(*crooked, initial_load_s=0.0, device=cpu)
+        find_grid(*crooked, device=cpu)
         error = "no error"
     except RuntimeError as problem:
         error = str(problem)
     dist.barrier()
-    return [grid.ranks, grid.holders, sorted(grid.initial_load_s.items()), alone.ranks, error]
+    return [grid.ranks, grid.holders, alone.ranks, error]
 
 
 @functools.cache
@@ -68,10 +68,9 @@ def domains() -> list[Any]:
 
 def test_domain_joins_what_groups_link():
     """Two replicas of two shards are one domain; a rank without groups is one by itself."""
-    for rank, (ranks, holders, load_s, alone, _) in enumerate(domains()):
+    for rank, (ranks, holders, alone, _) in enumerate(domains()):
         assert ranks == [0, 1, 2, 3]
         assert holders == [[[0, 2], [1, 3]]]
-        assert load_s == [[rank, rank] for rank in range(4)]
         assert alone == [rank]
 
 
@@ -87,7 +86,7 @@ def _groups_of_domains() -> list[bool]:
     import torch
     import torch.distributed as dist
 
-    from megatron_muon.runtime.domain import find_domain
+    from megatron_muon.runtime.domain import find_grid
 
     dist.init_process_group("gloo")
     rank, cpu = dist.get_rank(), torch.device("cpu")
@@ -95,12 +94,11 @@ def _groups_of_domains() -> list[bool]:
     shards, replicas = (made[pair] for pair in made if rank in pair) if rank < 4 else (None, None)
     holders = dist.new_group([0, 1, 2, 3])
     holders = holders if rank < 4 else None
-    known = find_domain(shards, None, replicas, holders, initial_load_s=0.0, device=cpu)
-    new = find_domain(shards, None, replicas, initial_load_s=0.0, device=cpu)
+    known = find_grid(shards, None, replicas, holders, device=cpu)
+    new = find_grid(shards, None, replicas, device=cpu)
     everyone = dist.new_group(list(range(dist.get_world_size())))
-    world = find_domain(everyone, None, None, initial_load_s=0.0, device=cpu)
-    pairs = find_domain(made[0, 1] if rank < 2 else None, None, None,
-                        initial_load_s=0.0, device=cpu)  # fmt: skip
+    world = find_grid(everyone, None, None, device=cpu)
+    pairs = find_grid(made[0, 1] if rank < 2 else None, None, None, device=cpu)
     one = torch.ones(1)
     if new.group is not None:
         dist.all_reduce(one, group=new.group)
@@ -122,15 +120,13 @@ def _group_of_all_ranks() -> bool:
     import torch
     import torch.distributed as dist
 
-    from megatron_muon.runtime.domain import find_domain
+    from megatron_muon.runtime.domain import find_grid
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     rows, columns = ([dist.new_group([0, 1]), dist.new_group([2, 3])],
                      [dist.new_group([0, 2]), dist.new_group([1, 3])])  # fmt: skip
-    found = find_domain(
-        rows[rank // 2], columns[rank % 2], None, initial_load_s=0.0, device=torch.device("cpu")
-    )
+    found = find_grid(rows[rank // 2], columns[rank % 2], None, device=torch.device("cpu"))
     return found.group is dist.group.WORLD
 
 

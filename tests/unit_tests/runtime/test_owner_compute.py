@@ -106,9 +106,8 @@ def test_engine_that_exceeds_the_limit_is_an_error():
 
     engine = SimpleNamespace(staging_bytes=1000)
     assert _excess(engine, 1000) is None
-    assert (
-        "expected at most 999 bytes, got 1,000. Set --muon-fsdp-staging-bytes to 1100"
-        in _excess(engine, 999)
+    assert "expected at most 999 bytes, got 1,000. Set exchange.staging_bytes to 1100" in _excess(
+        engine, 999
     )
 
 

@@ -19,7 +19,7 @@ def _owned(name: str, rows: list[int], group: Any, seed: int) -> tuple[Any, Any]
     """Make a parameter of this rank, and draw the whole matrix that its momentum is rows of."""
     import torch
 
-    from megatron_muon.runtime.owner_compute import OwnedParameter
+    from megatron_muon.runtime.owned_parameters import OwnedParameter
     from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
     matrix = ShardedMatrix(name, rows_cut_at(sum(rows), COLS, rows), group)
@@ -39,6 +39,7 @@ def _two_kinds(num_experts: list[int], num_dense: int, num_buckets: int) -> dict
 
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.plan.settings import ExchangeSettings
+    from megatron_muon.runtime.owned_parameters import lay_out
     from megatron_muon.runtime.owner_compute import OwnerCompute
 
     init_group()
@@ -56,10 +57,12 @@ def _two_kinds(num_experts: list[int], num_dense: int, num_buckets: int) -> dict
     torch.set_float32_matmul_precision("highest")
     with planned_in(num_buckets=num_buckets):
         compute = OwnerCompute(
-            [[owned for owned, _ in kind] for kind in (experts, dense)],
+            [
+                lay_out([owned for owned, _ in kind], torch.device("cpu"))
+                for kind in (experts, dense)
+            ],
             NewtonSchulzSettings(5, "quintic", False, lambda rows, cols: (1.0,)),
             ExchangeSettings(),
-            initial_load_s=0.0,
             device=torch.device("cpu"),
         )
     wrong = []

@@ -1,0 +1,42 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which gradients are not finite, found in one pass and without a read by the host."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class NotFinite(NamedTuple):
+    """Gradients that are not finite.
+
+    Args:
+        number: How many there are, an integer scalar on the device.
+        explain: Returns a sentence for each of them; the host reads then.
+    """
+
+    number: torch.Tensor
+    explain: Callable[[], list[str]]
+
+
+def find_not_finite(grads: Mapping[str, torch.Tensor], device: torch.device) -> NotFinite:
+    """Look for NaN and Inf in gradients.
+
+    Args:
+        grads: Local tensors that are not empty, by name of the parameter.
+        device: Where they live.
+    """
+    # A norm is not finite where an element is not; it is a fused pass, and a fast one.
+    norms = torch._foreach_norm(list(grads.values())) if grads else [torch.zeros((), device=device)]
+    not_finite = ~torch.stack([norm.float() for norm in norms]).isfinite()
+
+    def explain() -> list[str]:
+        return [
+            f"{fqn}: expected a finite gradient, got NaN or Inf, or a norm beyond float32, in a "
+            f"shard of shape {tuple(grad.shape)}"
+            for (fqn, grad), is_bad in zip(grads.items(), not_finite.tolist(), strict=False)
+            if is_bad
+        ]
+
+    return NotFinite(not_finite.sum(dtype=torch.int32), explain)
