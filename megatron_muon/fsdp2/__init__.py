@@ -1,0 +1,25 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Muon for models sharded with ``torch.distributed.fsdp.fully_shard``; needs no megatron.
+
+::
+
+    from megatron_muon.fsdp2 import Muon
+
+    matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]
+    muon = Muon(matrices, lr=2e-2)
+
+Files, each importing only those above it::
+
+    rectangles  which rectangle of a DTensor each rank of its mesh holds; integers
+    batches     the matrices of a parameter, and this rank's rows of each
+    kinds       parameters that share a plan, and their process groups
+    gradients   which parameters have gradients, and are they finite
+    problems    what cannot be stepped, and what to do about it
+    muon        the optimizer
+"""
+
+from megatron_muon.fsdp2.muon import Muon
+from megatron_muon.plan.settings import ExchangeSettings
+
+__all__ = ["ExchangeSettings", "Muon"]

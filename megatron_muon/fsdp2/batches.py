@@ -1,0 +1,198 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The matrices of a parameter: one, a batch of them, or the parts of a fused one."""
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron_muon.fsdp2.rectangles import Box
+from megatron_muon.plan.layout import MatrixLayout, Region, RowRange, block_rows
+
+type SplitSizes = int | tuple[int, ...] | None
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixRows:
+    """This rank's rows of one matrix: where they lie in the local tensor of a parameter.
+
+    Args:
+        param: The parameter.
+        index: Position in the batch of the local tensor; None where the parameter is no batch.
+        start: First of its local rows.
+        stop: The row behind the last one.
+    """
+
+    param: torch.Tensor
+    index: int | None
+    start: int
+    stop: int
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """View them, ``(rows, cols)``, in a tensor shaped like the parameter's local one."""
+        matrix = local if self.index is None else local[self.index]
+        return matrix[self.start : self.stop]
+
+
+class Segment(NamedTuple):
+    """Consecutive rows of each matrix of a parameter that are orthogonalized apart.
+
+    Args:
+        rows: Where they lie.
+        blocks: Rows of one group that go to each block, such as query, key and value, where groups
+            repeat; None for one block.
+    """
+
+    rows: RowRange
+    blocks: tuple[int, ...] | None
+
+
+def segments_of(num_rows: int, split_sizes: SplitSizes) -> list[Segment]:
+    """Return what is orthogonalized apart.
+
+    Blocks that follow one another once become matrices with owners of their own. Those of repeating
+    groups are many short pieces; they stay with one owner.
+
+    Args:
+        num_rows: Rows of the parameter.
+        split_sizes: A number of equal blocks; rows of each block, of all rows or of one group; None
+            for one block.
+
+    Raises:
+        ValueError: They do not divide the rows.
+    """
+    whole = RowRange(0, num_rows)
+    if split_sizes is None:
+        return [Segment(whole, None)]
+    if isinstance(split_sizes, int):
+        if split_sizes < 1 or num_rows % split_sizes:
+            raise ValueError(
+                f"split_sizes: expected a number of blocks that divides {num_rows} rows, got "
+                f"{split_sizes}. Give the rows of each block as a tuple"
+            )
+        split_sizes = (num_rows // split_sizes,) * split_sizes
+    if not split_sizes or min(split_sizes) < 1 or num_rows % sum(split_sizes):
+        raise ValueError(
+            f"split_sizes: expected rows of blocks that add up to {num_rows}, or to a divisor of "
+            f"it for groups that repeat, got {split_sizes}. Count the rows of the parameter"
+        )
+    if sum(split_sizes) < num_rows:
+        if len(split_sizes) == 1:
+            return segments_of(num_rows, num_rows // split_sizes[0])
+        return [Segment(whole, split_sizes)]
+    ends = list(itertools.accumulate(split_sizes, initial=0))
+    return [Segment(RowRange(*ends[i : i + 2]), None) for i in range(len(split_sizes))]
+
+
+def matrices_of(
+    name: str,
+    param: torch.Tensor,
+    boxes: Mapping[int, Box],
+    domain: tuple[int, ...],
+    split_sizes: SplitSizes,
+    is_transposed: bool,
+    rank: int,
+) -> Iterator[tuple[MatrixLayout, MatrixRows | None]]:
+    """Yield the matrices of a parameter that a domain exchanges, with this rank's rows of each.
+
+    Args:
+        name: Of the parameter.
+        param: 2-D, or 3-D for a batch of matrices along dimension 0.
+        boxes: What each rank of its mesh holds.
+        domain: Ranks that exchange its matrices, ascending.
+        split_sizes: See :func:`segments_of`.
+        is_transposed: Whether matrices are stored as (inputs, outputs).
+        rank: This rank.
+    """
+    rows, cols = param.shape[-2:]
+    own = boxes[rank]
+    segments = segments_of(rows, split_sizes)
+    for index in range(param.shape[0]) if param.ndim == 3 else (None,):
+        held = {
+            each: box[-2:]
+            for each in domain
+            for box in (boxes[each],)
+            if index is None or box[0][0] <= index < box[0][1]
+        }
+        # Matrices that only ranks of other domains hold are theirs.
+        if not held:
+            continue
+        for segment in segments:
+            blocks, regions = _tiling(cols, segment, tuple(sorted(held.items())))
+            yield (
+                MatrixLayout(
+                    _name(name, index, segment, len(segments)),
+                    blocks,
+                    regions,
+                    domain,
+                    is_transposed=is_transposed,
+                ),
+                _own_rows(param, own, index, segment.rows) if rank in held else None,
+            )
+
+
+def _name(name: str, index: int | None, segment: Segment, num_segments: int) -> str:
+    if index is not None:
+        name = f"{name}[{index}]"
+    if num_segments > 1:
+        name = f"{name} rows {segment.rows.start} to {segment.rows.stop - 1}"
+    return name
+
+
+def _own_rows(
+    param: torch.Tensor, own: Box, index: int | None, rows: RowRange
+) -> MatrixRows | None:
+    """Return this rank's rows of a segment, or None where it holds none of it."""
+    (first, last), (left, right) = own[-2:]
+    start, stop = max(rows.start, first), min(rows.stop, last)
+    if start >= stop or left == right:
+        return None
+    position = None if index is None else index - own[0][0]
+    return MatrixRows(param, position, start - first, stop - first)
+
+
+# Equal layers share regions, and what the planner works out from them.
+@functools.lru_cache(maxsize=1024)
+def _tiling(
+    num_cols: int, segment: Segment, held: tuple[tuple[int, Box], ...]
+) -> tuple[tuple[tuple[int, int], ...], tuple[Region, ...]]:
+    """Return the blocks of a segment, and the rectangles that tile them.
+
+    Args:
+        num_cols: Columns of the matrix.
+        segment: Its rows.
+        held: Rows and columns that each rank holds, by rank.
+    """
+    top, bottom = segment.rows
+    holders: dict[Box, list[int]] = defaultdict(list)
+    for rank, box in held:
+        holders[box].append(rank)
+    shapes: list[tuple[int, int]] = []
+    regions: list[Region] = []
+    for block, runs in enumerate(block_rows(bottom - top, segment.blocks)):
+        row = 0
+        for run in runs:
+            for ((first, last), (left, right)), ranks in sorted(holders.items()):
+                # Rows of the segment that these ranks hold.
+                first, last = max(first, top) - top, min(last, bottom) - top
+                start, stop = max(run.start, first), min(run.stop, last)
+                if start < stop and left < right:
+                    regions.append(
+                        Region(
+                            holders=tuple(ranks),
+                            block=block,
+                            row=row + start - run.start,
+                            num_rows=stop - start,
+                            col=left,
+                            num_cols=right - left,
+                            local_row=start - first,
+                        )
+                    )
+            row += run.stop - run.start
+        shapes.append((row, num_cols))
+    return tuple(shapes), tuple(regions)

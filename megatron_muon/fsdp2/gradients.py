@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks agree which parameters have gradients, and that these are finite."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.fsdp2.kinds import FSDP2Kind, NamedParameter
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.finite import find_not_finite
+
+_ADVICE = "Nothing was updated."
+
+
+def parameters_without_gradient(
+    kinds: Sequence[FSDP2Kind], group: dist.ProcessGroup | None, device: torch.device
+) -> set[torch.Tensor]:
+    """Return the parameters that nobody has a gradient of, once all others are found to be fine.
+
+    Args:
+        kinds: Of this rank.
+        group: Ranks that step together; None for all of the job.
+        device: Where flags are reduced.
+
+    Raises:
+        RuntimeError: On all ranks of the group, naming rank and parameter, when a gradient is not
+            finite, is of another dtype, placement or shape than its parameter, or is missing on
+            some ranks that hold the parameter and not on others.
+
+    Communication: one all-reduce of two int32 over the group, read by the host once. Where a
+        gradient is missing: one more of two int32 a parameter over each domain, and a flag.
+    """
+    parameters = [each for kind in kinds for each in kind.parameters]
+    problems: list[str] = []
+    grads: dict[str, torch.Tensor] = {}
+    for each in parameters:
+        found = _problems(each)
+        problems += found
+        # One with a problem is left out: a sparse gradient has no norm of this kind.
+        if each.param.grad is not None and not found and _num_local(each.param):
+            grads[each.name] = local_tensor(each.param.grad)
+    not_finite = find_not_finite(grads, device)
+    num_missing = sum(_is_missing(each) for each in parameters)
+    flags = torch.tensor([len(problems), num_missing], dtype=torch.int32, device=device)
+    flags[0] += not_finite.number
+    if dist.is_initialized():
+        dist.all_reduce(flags, group=group)
+    num_problems, num_missing = flags.tolist()
+    # Only now, once somebody has something to say: the usual step pays for eight bytes.
+    if num_problems:
+        problems += not_finite.explain()
+        raise_where_any_rank_fails(problems, group, device, _ADVICE)
+    if not num_missing:
+        return set()
+    without: set[torch.Tensor] = set()
+    for kind in kinds:
+        names = _missing_on_some(kind, without, device)
+        problems += [
+            f"{name}: expected a gradient on all ranks that hold the parameter or on none, got it "
+            "on some. Let all ranks use the parameter in the loss"
+            for name in names
+        ]
+    raise_where_any_rank_fails(problems, group, device, _ADVICE)
+    return without
+
+
+def _missing_on_some(
+    kind: FSDP2Kind, without: set[torch.Tensor], device: torch.device
+) -> list[str]:
+    """Return names of parameters with a gradient on some ranks; add to ``without`` those on none.
+
+    Ranks that hold nothing of a parameter have no say.
+    """
+    holds = [bool(_num_local(each.param)) for each in kind.parameters]
+    missing = [_is_missing(each) for each in kind.parameters]
+    counts = torch.tensor([missing, holds], dtype=torch.int32, device=device)
+    if kind.kind.domain.group is not None:
+        dist.all_reduce(counts, group=kind.kind.domain.group)
+    names = []
+    for each, num_missing, num_holding in zip(kind.parameters, *counts.tolist(), strict=True):
+        if num_missing == num_holding:
+            without.add(each.param)
+        elif num_missing:
+            names.append(each.name)
+    return names
+
+
+def _is_missing(parameter: NamedParameter) -> bool:
+    return parameter.param.grad is None and _num_local(parameter.param) > 0
+
+
+def _num_local(tensor: torch.Tensor) -> int:
+    return local_tensor(tensor).numel()
+
+
+def _problems(parameter: NamedParameter) -> list[str]:
+    """Return what is wrong with a gradient, a sentence or none."""
+    param, grad = parameter.param, parameter.param.grad
+    if grad is None or _is_alike(param, grad):
+        return []
+    return [
+        f"{parameter.name}: expected a gradient like the parameter, {_description(param)}, got "
+        f"{_description(grad)}. Let backward() make it"
+    ]
+
+
+def _is_alike(param: torch.Tensor, grad: torch.Tensor) -> bool:
+    own, other = local_tensor(param), local_tensor(grad)
+    return (
+        (own.dtype, own.shape, own.device, own.layout)
+        == (other.dtype, other.shape, other.device, other.layout)
+        and type(grad) is type(param.data)
+        and getattr(grad, "placements", None) == getattr(param, "placements", None)
+    )
+
+
+def _description(tensor: torch.Tensor) -> str:
+    local = local_tensor(tensor)
+    text = f"{local.dtype} {tuple(local.shape)} {local.layout} on {local.device.type}"
+    return text + (f" {tensor.placements}" if isinstance(tensor, DTensor) else "")

@@ -1,0 +1,246 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that share a plan: those of one domain that are replicated alike."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.fsdp2.batches import MatrixRows, SplitSizes, matrices_of
+from megatron_muon.fsdp2.rectangles import (
+    Box,
+    Rectangles,
+    cutting_axes,
+    has_recorded_chunks,
+    own_box,
+    rectangles_of,
+)
+from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
+from megatron_muon.runtime.domain import Domain, new_groups, num_ranks_on_node, ranks_per_node
+from megatron_muon.runtime.owner_compute import Kind
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter of the optimizer.
+
+    Args:
+        name: For errors.
+        param: 2-D, or 3-D for a batch of matrices.
+        split_sizes: See :func:`~megatron_muon.fsdp2.batches.segments_of`.
+        is_transposed: Whether matrices are stored as (inputs, outputs).
+    """
+
+    name: str
+    param: torch.Tensor
+    split_sizes: SplitSizes
+    is_transposed: bool
+
+
+class FSDP2Kind(NamedTuple):
+    """A kind, and what a step needs to know of its parameters.
+
+    Args:
+        kind: Matrices, their ranks, and this rank's rows of them.
+        parameters: In the same order on all ranks of the domain.
+    """
+
+    kind: Kind
+    parameters: Sequence[NamedParameter]
+
+
+class _Key(NamedTuple):
+    """What parameters of one kind have in common; kinds are ordered by it.
+
+    Every rank sorts its kinds so: two ranks that share several meet in the same order. Small
+    domains come first. Matrices of large ones fill the ranks that these leave idle.
+    """
+
+    num_ranks: int
+    ranks: tuple[int, ...]
+    # Sets of ranks that hold the same rows: replicas pass results on among them, the same in all
+    # matrices of a plan.
+    replicas: tuple[tuple[int, ...], ...]
+
+
+class _Facts(NamedTuple):
+    """What a rank tells all others at construction.
+
+    Args:
+        num_ranks_on_node: Ranks that the launcher started beside it.
+        recorded: Rectangles that follow from no rule, by parameter: Megatron-FSDP's.
+    """
+
+    num_ranks_on_node: int
+    recorded: Mapping[tuple[int, ...], Box]
+
+
+def find_kinds(parameters: Sequence[NamedParameter], device: torch.device) -> list[FSDP2Kind]:
+    """Sort parameters into kinds, and make their process groups; called by all ranks together.
+
+    Args:
+        parameters: Of this rank, checked; it may have none.
+        device: Where a flag is reduced.
+
+    Raises:
+        RuntimeError: On all ranks, when parameters of a domain differ between its ranks so that
+            groups cannot be made, or rectangles do not tile a parameter.
+
+    Communication: two gathers of objects over the job, a flag, and a new process group for each
+        domain and each set of replicas that has none yet.
+    """
+    facts = _gather_facts(parameters)
+    by_key: dict[_Key, list[tuple[NamedParameter, Rectangles]]] = defaultdict(list)
+    for parameter, found in zip(parameters, _rectangles(parameters, facts), strict=True):
+        by_key[_key(parameter.param, found)].append((parameter, found))
+    groups = _groups(by_key, _known_groups(parameters))
+    nodes = ranks_per_node([each.num_ranks_on_node for each in facts])
+    kinds, problems = [], []
+    for key in sorted(by_key):
+        try:
+            kinds.append(_kind(key, by_key[key], groups, nodes))
+        except (KeyError, ValueError) as error:
+            problems.append(
+                f"{by_key[key][0][0].name}: expected the ranks of its mesh to have the same "
+                f"parameters, got {error}"
+            )
+    raise_where_any_rank_fails(
+        problems,
+        None,
+        device,
+        "Build the optimizer with the same parameters on all ranks of a mesh. No optimizer was "
+        "built.",
+    )
+    return kinds
+
+
+def _gather_facts(parameters: Sequence[NamedParameter]) -> list[_Facts]:
+    """Gather what all ranks know, by rank."""
+    recorded = {}
+    for number, parameter in enumerate(parameters):
+        param = parameter.param
+        if isinstance(param, DTensor) and has_recorded_chunks(param):
+            box = own_box(param)
+            recorded[_recorded_key(number, param)] = box or ((0, 0),) * param.ndim
+    mine = _Facts(num_ranks_on_node(), recorded)
+    if not dist.is_initialized():
+        return [mine]
+    facts = [mine] * dist.get_world_size()
+    dist.all_gather_object(facts, mine)
+    return facts
+
+
+def _recorded_key(number: int, param: DTensor) -> tuple[int, ...]:
+    """Return what names a parameter on all ranks of its mesh."""
+    return (number, *param.device_mesh.mesh.flatten().tolist())
+
+
+def _rectangles(
+    parameters: Sequence[NamedParameter], facts: Sequence[_Facts]
+) -> Iterator[Rectangles]:
+    for number, parameter in enumerate(parameters):
+        found = rectangles_of(parameter.param)
+        if isinstance(parameter.param, DTensor) and has_recorded_chunks(parameter.param):
+            key = _recorded_key(number, parameter.param)
+            nothing = ((0, 0),) * parameter.param.ndim
+            # A rank that lacks the parameter makes the tiling fail, which is an error on all.
+            boxes = {rank: facts[rank].recorded.get(key, nothing) for rank in found.boxes}
+            found = Rectangles(boxes, found.replicas)
+        yield found
+
+
+def _key(param: torch.Tensor, found: Rectangles) -> _Key:
+    ranks = _domain(param)
+    return _Key(len(ranks), ranks, tuple(sorted({found.replicas[rank] for rank in ranks})))
+
+
+def _domain(param: torch.Tensor) -> tuple[int, ...]:
+    """Return the ranks that exchange matrices of a parameter, ascending.
+
+    An axis of the mesh that deals out whole matrices of a batch, equally many to each rank, needs
+    no exchange: its ranks plan apart. That keeps plans small where experts are many.
+    """
+    if not isinstance(param, DTensor):
+        return (own_rank(),)
+    mesh = param.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # a rank outside of the mesh has no such parameter
+    index: list[slice | int] = [slice(None)] * mesh.ndim
+    num_matrices = param.shape[0]
+    for axis in cutting_axes(param.placements, 0) if param.ndim == 3 else ():
+        if num_matrices % mesh.size(axis):
+            break
+        num_matrices //= mesh.size(axis)
+        index[axis] = coordinate[axis]
+    return tuple(sorted(mesh.mesh[tuple(index)].flatten().tolist()))
+
+
+def _known_groups(parameters: Sequence[NamedParameter]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Return the groups of the job and of all axes of meshes, by their ranks, ascending.
+
+    A communicator of NCCL takes hundreds of megabytes of a GPU: those that exist are used again.
+    """
+    if not dist.is_initialized():
+        return {}
+    world = dist.group.WORLD
+    assert world is not None
+    known = {tuple(range(dist.get_world_size())): world}
+    meshes = {p.param.device_mesh: None for p in parameters if isinstance(p.param, DTensor)}
+    for mesh in meshes:
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            known.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
+    return known
+
+
+def _groups(
+    keys: Mapping[_Key, object], known: Mapping[tuple[int, ...], dist.ProcessGroup]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make the groups that are missing, of all kinds at once: ranks have different numbers."""
+    wanted = {key.ranks for key in keys} | {_own_replicas(key) for key in keys}
+    missing = {ranks for ranks in wanted if len(ranks) > 1 and ranks not in known}
+    return {**known, **new_groups(missing)}
+
+
+def _own_replicas(key: _Key) -> tuple[int, ...]:
+    (replicas,) = (ranks for ranks in key.replicas if own_rank() in ranks)
+    return replicas
+
+
+def _kind(
+    key: _Key,
+    parameters: Sequence[tuple[NamedParameter, Rectangles]],
+    groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+    nodes: int | None,
+) -> FSDP2Kind:
+    matrices: list[MatrixLayout] = []
+    handles: dict[int, MatrixRows] = {}
+    for parameter, found in parameters:
+        for matrix, rows in matrices_of(
+            parameter.name,
+            parameter.param,
+            found.boxes,
+            key.ranks,
+            parameter.split_sizes,
+            parameter.is_transposed,
+            own_rank(),
+        ):
+            if rows is not None:
+                handles[len(matrices)] = rows
+            matrices.append(matrix)
+    replicas = _own_replicas(key)
+    return FSDP2Kind(
+        Kind(
+            Domain(key.ranks, None if key.num_ranks == 1 else groups[key.ranks], nodes),
+            matrices,
+            handles,
+            groups[replicas] if len(replicas) > 1 else None,
+        ),
+        [parameter for parameter, _ in parameters],
+    )

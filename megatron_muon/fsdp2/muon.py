@@ -1,0 +1,344 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Muon for DTensors: momentum on shards, Newton-Schulz on whole matrices."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from emerging_optimizers.mixin import WeightDecayT
+from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
+from emerging_optimizers.orthogonalized_optimizers.muon import MuonScaleT
+from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
+from torch.optim.optimizer import ParamsT
+
+from megatron_muon.fsdp2.batches import MatrixRows
+from megatron_muon.fsdp2.gradients import parameters_without_gradient
+from megatron_muon.fsdp2.kinds import FSDP2Kind, NamedParameter, find_kinds
+from megatron_muon.fsdp2.problems import parameter_problem, subclass_problems
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.momentum import advance_momentum
+from megatron_muon.runtime.owner_compute import OwnerCompute
+
+# Of a parameter group: they decide the plan, so those of construction stay.
+_PLANNED = {"split_sizes": None, "transposed": False}
+
+
+class Muon(WholeMatrixMuon):
+    """Step matrices that ``fully_shard`` has sharded, each orthogonalized once, on one rank.
+
+    A step equals that of emerging-optimizers' ``Muon`` on the unsharded model: to the bit with
+    ``exchange.wire`` fp32 and ``exchange.max_parts`` 1, otherwise but for rounding
+    (docs/numerics.md). The mesh and the placements of each parameter say where it lies; parameters
+    of several meshes may be mixed. Step all else, such as embeddings, norms and biases, with AdamW.
+
+    It is built by all ranks of the job together, once parameters are DTensors: before the first
+    forward pass, or after a backward pass. A rank without parameters, as a pipeline stage may be,
+    passes ``[]``.
+
+    Args:
+        params: Parameters, pairs of name and parameter, or groups of either. A matrix is
+            ``(outputs, inputs)``; three dimensions are a batch of them. Groups may have, besides
+            ``lr``, ``momentum`` and ``weight_decay``: ``split_sizes``, rows of blocks that are
+            orthogonalized apart (a number of equal blocks; rows of each block; or rows of each
+            block of a group that repeats, such as query, key and value), and ``transposed``, for
+            matrices stored as ``(inputs, outputs)``, as which they are scaled.
+        lr: Learning rate.
+        momentum: Weight of the momentum's past.
+        weight_decay: Coefficient.
+        nesterov: Whether the gradient is averaged into the momentum once more.
+        weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2``.
+        fp32_matmul_prec: Precision of Newton-Schulz; ``medium`` is bf16.
+        coefficient_type: Name of emerging-optimizers' coefficients.
+        num_ns_steps: Newton-Schulz steps.
+        scale_mode: How results are scaled by shape.
+        extra_scale_factor: Another factor of results; 0.2 is the update size of AdamW.
+        use_syrk: Must be False; ``exchange.newton_schulz`` chooses kernels.
+        exchange: Who orthogonalizes what, and what travels; None for the defaults.
+        group: Ranks that step together; None for all ranks of the job.
+
+    Raises:
+        ValueError: ``use_syrk``, or ``exchange.mode`` ``all_gather``; bf16 on the wire with
+            Newton-Schulz in fp32.
+        RuntimeError: On all ranks, naming ranks and parameters, when one cannot be stepped (see
+            docs/fsdp2.md), or when ranks have different settings, parameters or plans.
+
+    Communication: at construction see :func:`~megatron_muon.fsdp2.kinds.find_kinds` and
+        :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: see
+        :func:`~megatron_muon.fsdp2.gradients.parameters_without_gradient` and
+        :class:`~megatron_muon.runtime.engine.Engine`.
+    Memory: one float32 for each local element of a parameter; while a step runs another one, for
+        results, and what the engine stages.
+    """
+
+    # torch.amp.GradScaler sets grad_scale on optimizers that have it, so that step() can refuse it.
+    _step_supports_amp_scaling = True
+
+    compute: OwnerCompute
+    _kinds: list[FSDP2Kind]
+    _num_matrices: Counter[torch.Tensor]  # of which this rank has rows, by parameter
+    _is_built: bool = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 3e-4,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+        *,
+        nesterov: bool = False,
+        weight_decay_method: WeightDecayT = "decoupled",
+        fp32_matmul_prec: FP32MatmulPrecT = "medium",
+        coefficient_type: str = "quintic",
+        num_ns_steps: int = 5,
+        scale_mode: MuonScaleT = "spectral",
+        extra_scale_factor: float = 1.0,
+        use_syrk: bool = False,
+        exchange: ExchangeSettings | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if use_syrk:
+            raise ValueError(
+                "use_syrk: expected False, got True. Pass "
+                'exchange=ExchangeSettings(newton_schulz="symmetric") for such kernels.'
+            )
+        # torch refuses an empty list, which a pipeline stage may have.
+        given = list(params)
+        super().__init__(
+            given or [{"params": []}],
+            lr,
+            momentum,
+            weight_decay,
+            nesterov=nesterov,
+            weight_decay_method=weight_decay_method,
+            fp32_matmul_prec=fp32_matmul_prec,
+            coefficient_type=coefficient_type,  # type: ignore[arg-type]
+            num_ns_steps=num_ns_steps,
+            scale_mode=scale_mode,
+            extra_scale_factor=extra_scale_factor,
+        )
+        self.exchange = exchange or ExchangeSettings()
+        if self.exchange.mode != "owner":
+            raise ValueError(
+                f"exchange.mode: expected owner, got {self.exchange.mode}, which is Megatron's. "
+                "Leave it out."
+            )
+        self._group = group
+        for param_group in self.param_groups:
+            for key, default in _PLANNED.items():
+                param_group.setdefault(key, default)
+        self._device = self._find_device()
+
+        def scale(rows: int, cols: int) -> tuple[float, float]:
+            """Return the two factors, which emerging-optimizers multiplies with in turn."""
+            return get_muon_scale_factor(rows, cols, mode=scale_mode), extra_scale_factor
+
+        self._plan(
+            NewtonSchulzSettings(
+                num_ns_steps, coefficient_type, fp32_matmul_prec == "medium", scale
+            ),
+            f"scale {scale_mode} {extra_scale_factor}, {nesterov=}, {weight_decay_method=}",
+        )
+        # For all parameters from the start: checkpoints need no step to make state, and no rank
+        # lacks any.
+        for param_group in self.param_groups:
+            self._init_group(param_group, skip_non_grad_params=False)
+        self._is_built = True
+
+    def _plan(self, newton_schulz: NewtonSchulzSettings, other_settings: str) -> None:
+        """Check parameters on all ranks, and plan their exchange."""
+        parameters = list(self._parameters())
+        problems = subclass_problems(self)
+        for parameter in parameters:
+            problem = parameter_problem(parameter, self._device)
+            if problem is not None:
+                problems.append(problem)
+        raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
+        if dist.is_initialized():
+            # What follows is collective, and which collectives depends on these.
+            raise_where_ranks_differ(
+                [
+                    str(self.exchange),
+                    f"{newton_schulz.steps} steps of {newton_schulz.coefficient_type} "
+                    f"coefficients, precision {self.fp32_matmul_prec}",
+                    other_settings,
+                ],
+                dist.group.WORLD,  # type: ignore[arg-type]
+                self._device,
+                "Muon settings",
+            )
+        self._kinds = find_kinds(parameters, self._device)
+        # Shapes may be timed here, which has to be done as a step does it.
+        with fp32_matmul_precision(self.fp32_matmul_prec):
+            self.compute = OwnerCompute(
+                [each.kind for each in self._kinds],
+                newton_schulz,
+                self.exchange,
+                device=self._device,
+            )
+        self._num_matrices = Counter(rows.param for rows in self._all_rows())
+
+    def _parameters(self) -> Iterator[NamedParameter]:
+        number = 0
+        for group in self.param_groups:
+            names = group.get("param_names") or [
+                f"parameter {number + i}" for i in range(len(group["params"]))
+            ]
+            number += len(names)
+            sizes = group["split_sizes"]
+            for name, param in zip(names, group["params"], strict=True):
+                yield NamedParameter(
+                    name,
+                    param,
+                    tuple(sizes) if isinstance(sizes, list | tuple) else sizes,
+                    group["transposed"],
+                )
+
+    def _find_device(self) -> torch.device:
+        """Return where parameters live; without any, where flags of this job do."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                return local_tensor(param).device
+        is_gpu = dist.is_initialized() and "nccl" in str(dist.get_backend())
+        return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+
+    def _all_rows(self) -> Iterator[MatrixRows]:
+        for each in self._kinds:
+            yield from each.kind.handles.values()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does at construction; later the plan is made."""
+        if self._is_built:
+            raise RuntimeError(
+                "add_param_group: expected all parameters at construction, where their exchange is "
+                "planned, got more. Build a new optimizer with all of them."
+            )
+        super().add_param_group(param_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Muon":
+        """Refuse a copy: process groups have none."""
+        raise TypeError(
+            "Muon: expected no copy, which would need process groups of its own. Build another one."
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load momentum and groups; how matrices are split stays that of this run.
+
+        Raises:
+            RuntimeError: On all ranks, when a parameter gets no momentum, or one that is sharded
+                otherwise.
+
+        Communication: a flag over the ranks that step together.
+        """
+        own = [{key: group[key] for key in _PLANNED} for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for number, (group, planned) in enumerate(zip(self.param_groups, own, strict=True)):
+            for key, value in planned.items():
+                if key in group and _as_tuple(group[key]) != _as_tuple(value):
+                    warnings.warn(
+                        f"group {number}: the checkpoint has {key} {group[key]}, this run "
+                        f"{value}, which it keeps.",
+                        stacklevel=2,
+                    )
+                group[key] = value
+        problems = []
+        for parameter in self._parameters():
+            loaded = self.state[parameter.param].get("momentum_buffer")
+            got = "nothing" if loaded is None else tuple(local_tensor(loaded).shape)
+            if got != tuple(local_tensor(parameter.param).shape):
+                problems.append(
+                    f"{parameter.name}: expected momentum of local shape "
+                    f"{tuple(local_tensor(parameter.param).shape)}, got {got}. Load through "
+                    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+                )
+        raise_where_any_rank_fails(problems, self._group, self._device, "Do not train on.")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update parameters and momentum by their gradients; called by all ranks together.
+
+        A parameter that has no gradient on any rank keeps its value and momentum.
+
+        Args:
+            closure: Computes the loss again, and gradients; None where they are there.
+
+        Returns:
+            The loss of the closure.
+
+        Raises:
+            RuntimeError: On all ranks, when a gradient is not finite, or missing on some ranks;
+                nothing was updated. Gradients are scaled by a ``GradScaler``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if getattr(self, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "step: expected gradients that are not scaled, got a GradScaler. Compute in "
+                "bfloat16, which needs none."
+            )
+        without = parameters_without_gradient(self._kinds, self._group, self._device)
+        momentum, results = self._advance(without)
+        # Loading a state replaces the dictionaries of groups, and schedulers change their values.
+        group_of = {param: group for group in self.param_groups for param in group["params"]}
+        missing = self._num_matrices.copy()
+        with fp32_matmul_precision(self.fp32_matmul_prec):
+            for done in self.compute.orthogonalize(
+                {rows: rows.of(momentum[rows.param]) for rows in self._all_rows()},
+                {rows: rows.of(results[rows.param]) for rows in self._all_rows()},
+            ):
+                missing.subtract(rows.param for rows in done)
+                for param in {rows.param for rows in done}:
+                    # All matrices of a batch at once.
+                    if missing[param] == 0 and param not in without:
+                        local_tensor(param).add_(results[param], alpha=-group_of[param]["lr"])
+        return loss
+
+    def _advance(
+        self, without: set[torch.Tensor]
+    ) -> tuple[dict[torch.Tensor, torch.Tensor], dict[torch.Tensor, torch.Tensor]]:
+        """Decay weights, and average gradients into momentum.
+
+        Args:
+            without: Parameters that have no gradient, and stay as they are.
+
+        Returns:
+            By parameter, the local tensor of what is orthogonalized, and where results go.
+        """
+        momentum: dict[torch.Tensor, torch.Tensor] = {}
+        results: dict[torch.Tensor, torch.Tensor] = {}
+        for group in self.param_groups:
+            buffers = {p: local_tensor(self.state[p]["momentum_buffer"]) for p in group["params"]}
+            # An empty shard may have no gradient, and has nothing to step.
+            stepped = [p for p in buffers if p.grad is not None and p not in without]
+            advanced = advance_momentum(
+                group,
+                [local_tensor(param) for param in stepped],
+                [local_tensor(param.grad) for param in stepped],
+                [buffers[param] for param in stepped],
+                weight_decay_method=self.weight_decay_method,
+                nesterov=self.nesterov,
+                # Gradients are the user's: a logger may read them after the step.
+                overwrites_gradients=False,
+            )
+            # The exchange is planned for all: what is not stepped travels in vain.
+            momentum |= {**buffers, **dict(zip(stepped, advanced, strict=True))}
+            results |= {
+                # With Nesterov the memory is new, and takes the result.
+                param: rows if rows is not buffers[param] else torch.empty_like(rows)
+                for param, rows in ((param, momentum[param]) for param in buffers)
+            }
+        return momentum, results
+
+
+def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - whatever a checkpoint holds
+    """Return lists as tuples: a checkpoint may have made one of the other."""
+    return tuple(value) if isinstance(value, list) else value

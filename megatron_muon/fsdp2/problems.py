@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What Muon cannot step, and what to do about it: checked at construction, on all ranks."""
+
+import torch
+import torch.distributed as dist
+from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.fsdp2.batches import segments_of
+from megatron_muon.fsdp2.kinds import NamedParameter
+from megatron_muon.fsdp2.rectangles import has_recorded_chunks, own_box, rectangles_of
+from megatron_muon.runtime.agreement import own_rank
+from megatron_muon.runtime.dtensor_layout import local_tensor
+
+# Of emerging-optimizers: they see whole matrices there, and would see shards here.
+_HOOKS = ("orthogonalize", "pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
+
+
+def subclass_problems(optimizer: WholeMatrixMuon) -> list[str]:
+    """List the methods of a subclass that would not see what they expect."""
+    return [
+        f"{type(optimizer).__name__}.{name}: expected emerging-optimizers' own, got another, which "
+        "would see a shard. Change what is orthogonalized by split_sizes"
+        for name in _HOOKS
+        if getattr(type(optimizer), name) is not getattr(WholeMatrixMuon, name)
+    ]
+
+
+def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | None:
+    """Describe why a parameter cannot be stepped, a sentence that starts with its name, or None.
+
+    Args:
+        parameter: What the user gave.
+        device: Of the other parameters.
+    """
+    problem = _tensor_problem(parameter, device) or _layout_problem(parameter.param)
+    if problem is None:
+        try:
+            segments_of(parameter.param.shape[-2], parameter.split_sizes)
+        except ValueError as error:
+            problem = str(error)
+    return None if problem is None else f"{parameter.name}: {problem}"
+
+
+def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | None:
+    """Describe what is wrong with the tensor itself."""
+    param, local = parameter.param, local_tensor(parameter.param)
+    if param.ndim not in (2, 3):
+        return (
+            f"expected a matrix, or a batch of matrices, got shape {tuple(param.shape)}. Step it "
+            "with AdamW; view a convolution as a matrix"
+        )
+    if param.ndim == 3 and parameter.split_sizes is not None:
+        return (
+            f"split_sizes: expected none for a batch of matrices, got {parameter.split_sizes}. "
+            "Leave the matrices whole, or keep the parts as parameters of their own"
+        )
+    if not isinstance(param, DTensor) and dist.is_initialized() and dist.get_world_size() > 1:
+        return (
+            f"expected a DTensor in a job of {dist.get_world_size()} ranks, got a plain tensor. "
+            "Call fully_shard first; build the optimizer before the first forward pass or after a "
+            "backward pass, as modules hold gathered copies in between; under DDP use "
+            "torch.optim.Muon"
+        )
+    if param.dtype != torch.float32:
+        return (
+            f"expected float32, got {param.dtype}. Keep parameters in float32 and compute in "
+            "bfloat16: fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+        )
+    if local.device != device or (
+        isinstance(param, DTensor) and param.device_mesh.device_type != local.device.type
+    ):
+        return (
+            f"expected shards on {device}, as the mesh and the other parameters are, got "
+            f"{local.device}. Shard without CPUOffloadPolicy"
+        )
+    return None
+
+
+def _layout_problem(param: torch.Tensor) -> str | None:
+    """Describe what is wrong with mesh and placements, or return None."""
+    try:
+        found = rectangles_of(param)
+    except ValueError as error:
+        return str(error)
+    if not isinstance(param, DTensor) or has_recorded_chunks(param):
+        return None
+    box = found.boxes.get(own_rank())
+    shape = tuple(param._local_tensor.shape)
+    if box is None:
+        return f"expected a mesh with rank {own_rank()}, got {param.device_mesh}. Leave it out here"
+    # Twice: by the shard that is there, and by what torch writes into checkpoints.
+    is_empty = 0 in shape
+    if shape != tuple(stop - start for start, stop in box) or (
+        not is_empty and own_box(param) != box
+    ):
+        return (
+            f"expected a shard of ranges {box}, as fully_shard cuts {tuple(param.shape)}, got "
+            f"shape {shape} at {own_box(param)}. Report placements {param.placements}"
+        )
+    return None

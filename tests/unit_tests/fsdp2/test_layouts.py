@@ -1,0 +1,174 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Muon on every layout of FSDP2, against emerging-optimizers' Muon on whole matrices."""
+
+import functools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+from helpers import fsdp2_models
+from helpers.fsdp2_models import CASES, Sharded
+from helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+# Wire, and precision of Newton-Schulz.
+SETTINGS = (("fp32", "medium"), ("fp32", "high"), ("bf16", "medium"))
+# This scale tells outputs from inputs.
+MUON = {"lr": 0.02, "weight_decay": 0.1, "nesterov": True, "scale_mode": "unit_rms_norm"}
+
+
+class Reference:
+    """Emerging-optimizers' Muon, with each matrix of a parameter as a parameter of its own."""
+
+    def __init__(self, parameters: Sequence[Sharded], precision: str) -> None:
+        import torch
+        from emerging_optimizers.orthogonalized_optimizers import Muon
+
+        self._parameters = parameters
+        self._matrices = [
+            [torch.nn.Parameter(part.clone()) for part in _parts(each, each.whole)]
+            for each in parameters
+        ]
+        self._muons = [
+            Muon(matrices, fp32_matmul_prec=precision, **MUON) for matrices in self._matrices
+        ]
+
+    def step(self, grads: Sequence[Any], wire: str) -> None:
+        """Step with whole gradients; on the bf16 wire norms are summed in float64."""
+        from emerging_optimizers.orthogonalized_optimizers import muon
+        from gpu_checks.reference import float64_normalize
+
+        for each, matrices, grad in zip(self._parameters, self._matrices, grads, strict=True):
+            for matrix, part in zip(matrices, _parts(each, grad), strict=True):
+                matrix.grad = part.clone()
+        norm: Any = nullcontext()
+        if wire == "bf16":
+            norm = mock.patch("torch.nn.functional.normalize", float64_normalize)
+        original = muon.get_muon_scale_factor
+        for each, optimizer in zip(self._parameters, self._muons, strict=True):
+            scale: Any = nullcontext()
+            if each.keys.get("transposed"):
+                scale = mock.patch.object(
+                    muon,
+                    "get_muon_scale_factor",
+                    lambda rows, cols, mode: original(cols, rows, mode),
+                )
+            with norm, scale:
+                optimizer.step()
+
+    def whole(self, index: int) -> tuple[Any, Any]:
+        """Return the whole value and momentum of a parameter."""
+        each, matrices = self._parameters[index], self._matrices[index]
+        state = self._muons[index].state
+        momentum = [state[matrix]["momentum_buffer"] for matrix in matrices]
+        return _joined(each, matrices), _joined(each, momentum)
+
+
+def _parts(each: Sharded, whole: Any) -> list[Any]:
+    """Cut a parameter into what Newton-Schulz sees: other code than the package's."""
+    import torch
+
+    if whole.ndim == 3:
+        return list(whole)
+    sizes = each.keys.get("split_sizes")
+    if sizes is None:
+        return [whole]
+    rows = torch.arange(len(whole))
+    return [whole[rows[block == rows_block(each, rows)]] for block in range(num_blocks(each))]
+
+
+def _joined(each: Sharded, parts: Sequence[Any]) -> Any:
+    import torch
+
+    parts = [part.detach() for part in parts]
+    if each.whole.ndim == 3:
+        return torch.stack(list(parts))
+    if each.keys.get("split_sizes") is None:
+        return parts[0]
+    rows = torch.arange(len(each.whole))
+    joined = torch.empty_like(each.whole)
+    for block, part in enumerate(parts):
+        joined[rows_block(each, rows) == block] = part
+    return joined
+
+
+def rows_block(each: Sharded, rows: Any) -> Any:
+    """Return the block of each row."""
+    import torch
+
+    sizes = each.keys["split_sizes"]
+    if isinstance(sizes, int):
+        return rows // (len(each.whole) // sizes)
+    if len(sizes) == 1:
+        return rows // sizes[0]
+    of_group = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return of_group.repeat(len(each.whole) // sum(sizes))
+
+
+def num_blocks(each: Sharded) -> int:
+    """Count the blocks of a fused parameter."""
+    sizes = each.keys["split_sizes"]
+    if isinstance(sizes, int):
+        return sizes
+    return len(sizes) if len(sizes) > 1 else len(each.whole) // sizes[0]
+
+
+def _step_all(cases: Sequence[str]) -> dict[str, list[str]]:
+    """Step each case three times in each setting, and list what differs in a bit."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.fsdp2 import ExchangeSettings, Muon
+
+    dist.init_process_group("gloo")
+    found = {}
+    for case in cases:
+        found[case] = []
+        for wire, precision in SETTINGS:
+            parameters = getattr(fsdp2_models, case)()
+            # More parts than one owner round differently; test_owner_compute.py has those.
+            exchange = ExchangeSettings(wire=wire, max_parts=1)
+            groups = [
+                {"params": [(f"weight.{i}", each.param)], **each.keys}
+                for i, each in enumerate(parameters)
+            ]
+            muon = Muon(groups, exchange=exchange, fp32_matmul_prec=precision, **MUON)
+            reference = Reference(parameters, precision)
+            for step in range(3):
+                grads = [
+                    fsdp2_models.drawn(each.whole.shape, 1000 * step + i)
+                    for i, each in enumerate(parameters)
+                ]
+                for each, grad in zip(parameters, grads, strict=True):
+                    each.param.grad = each.like_param(each.own(grad).clone())
+                muon.step()
+                reference.step(grads, wire)
+            for i, each in enumerate(parameters):
+                momentum = muon.state[each.param]["momentum_buffer"]
+                for what, ours, whole in zip(
+                    ("value", "momentum"), (each.param, momentum), reference.whole(i), strict=True
+                ):
+                    if not torch.equal(ours.to_local(), each.own(whole)):
+                        found[case].append(f"{wire}, {precision}: weight.{i}, {what}")
+    return found
+
+
+@functools.cache
+def differences(world_size: int) -> list[dict[str, list[str]]]:
+    """Return what differs, by rank and case."""
+    names = [case.__name__ for case in CASES[world_size]]
+    return run_ranks(world_size, _step_all, names).check().results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [(size, case.__name__) for size, cases in CASES.items() for case in cases],
+)
+def test_step_is_that_of_whole_matrices(world_size, case):
+    """The same bits, of parameters and momentum, on both wires and in both precisions."""
+    for rank, found in enumerate(differences(world_size)):
+        assert found[case] == [], f"rank {rank}"

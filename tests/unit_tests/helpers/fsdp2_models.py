@@ -1,0 +1,271 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices in every layout that FSDP2 makes, beside the whole ones on every rank.
+
+Parameters are sharded by ``fully_shard`` and ``distribute_tensor``. What a rank should hold is cut
+out of the whole matrix by torch's own list of chunks, which checkpoints are written by.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Sharded:
+    """A parameter, and the whole one.
+
+    Args:
+        param: DTensor parameter.
+        whole: All of it, equal on all ranks that share it.
+        keys: Keys of its parameter group.
+    """
+
+    param: Any
+    whole: Any
+    keys: dict[str, Any] = field(default_factory=dict)
+
+    def own(self, whole: Any) -> Any:
+        """Cut this rank's part out of a tensor that is shaped like the whole one."""
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(self.param, DTensor):
+            return whole
+        for chunk in self.param.__create_chunk_list__():
+            ranges = zip(chunk.offsets, chunk.sizes, strict=True)
+            cut = whole[tuple(slice(start, start + size) for start, size in ranges)]
+            return cut.reshape(self.param._local_tensor.shape)
+        return whole.new_empty(self.param._local_tensor.shape)
+
+    def like_param(self, local: Any) -> Any:
+        """Wrap a local tensor as the parameter is."""
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(self.param, DTensor):
+            return local
+        return DTensor.from_local(
+            local,
+            self.param.device_mesh,
+            self.param.placements,
+            run_check=False,
+            shape=self.param.shape,
+            stride=self.param.stride(),
+        )
+
+
+def drawn(shape: Sequence[int], seed: int) -> Any:
+    """Draw a tensor, the same for the same seed."""
+    import torch
+
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+
+
+def shard(
+    shape: Sequence[int],
+    seed: int,
+    mesh: Any,
+    *,
+    dim: int = 0,
+    before: Any = None,
+    before_dim: int | None = None,
+    **keys: Any,
+) -> Sharded:
+    """Make a parameter that ``fully_shard`` has sharded.
+
+    Args:
+        shape: Of the whole parameter.
+        seed: Of its values.
+        mesh: Over which it is sharded: one axis, or replicas and shards.
+        dim: Dimension that is cut.
+        before: Mesh over which it is a DTensor before; None for none.
+        before_dim: Dimension that this one cuts; None where it replicates.
+        **keys: Of its parameter group.
+    """
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    whole = drawn(shape, seed)
+    value = whole.clone()
+    if before is not None:
+        placement = Replicate() if before_dim is None else Shard(before_dim)
+        value = distribute_tensor(value, before, [placement])
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(value)
+    fully_shard(module, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
+    return Sharded(module.weight, whole, keys)
+
+
+type Case = Callable[[], list[Sharded]]
+
+
+def _mesh(shape: Sequence[int], names: str) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names.split()))
+
+
+def _one_axis(*shapes: Sequence[int], **options: Any) -> list[Sharded]:
+    import torch.distributed as dist
+
+    mesh = _mesh([dist.get_world_size()], "shard")
+    return [shard(shape, seed, mesh, **options) for seed, shape in enumerate(shapes)]
+
+
+def uneven() -> list[Sharded]:
+    """Rows that do not divide, and shards of one row and of none."""
+    return _one_axis((10, 12), (5, 10), (2, 5), (32, 2), (12, 32))
+
+
+def columns() -> list[Sharded]:
+    """``shard_placement_fn`` that cuts columns."""
+    return _one_axis((9, 24), (36, 12), dim=1)
+
+
+def experts() -> list[Sharded]:
+    """Batches of 8, 6, 2 and 1 matrices, whole ones on each rank; some ranks have none."""
+    return _one_axis((8, 6, 4), (6, 5, 7), (2, 8, 8), (1, 4, 9))
+
+
+def expert_rows() -> list[Sharded]:
+    """A batch whose matrices are cut, all alike."""
+    return _one_axis((3, 12, 5), dim=1)
+
+
+def expert_columns() -> list[Sharded]:
+    """A batch whose columns are cut."""
+    return _one_axis((3, 5, 12), dim=2)
+
+
+def fused() -> list[Sharded]:
+    """Experts one below the other: whole ones, halves, and what divides neither way."""
+    return [
+        *_one_axis((8 * 3, 4), split_sizes=8),
+        *_one_axis((2 * 6, 5), split_sizes=2),
+        *_one_axis((3 * 5, 6), split_sizes=3),
+    ]
+
+
+def query_key_value() -> list[Sharded]:
+    """Repeating groups, one after the other, and equal blocks; rows that do not end with them."""
+    return [
+        *_one_axis((16, 6), (24, 5), split_sizes=(4, 2, 2)),
+        *_one_axis((21, 9), split_sizes=(8, 5, 8)),
+        *_one_axis((18, 9), split_sizes=(6,)),
+    ]
+
+
+def transposed() -> list[Sharded]:
+    """Stored as (inputs, outputs), beside one of the same shape that is not."""
+    return [*_one_axis((12, 5), transposed=True), *_one_axis((12, 5), (5, 12))]
+
+
+def hybrid() -> list[Sharded]:
+    """Two replicas of two shards, some of them empty."""
+    mesh = _mesh([2, 2], "replica shard")
+    return [shard(shape, i, mesh) for i, shape in enumerate([(9, 12), (1, 7), (32, 8)])]
+
+
+def tensor_parallel() -> list[Sharded]:
+    """Columnwise, rowwise, replicated; uneven blocks; both axes on one dimension."""
+    mesh = _mesh([2, 2], "shard tensor")
+    shards, tensor = mesh["shard"], mesh["tensor"]
+    return [
+        shard((12, 6), 0, shards, before=tensor, before_dim=0),
+        shard((21, 6), 1, shards, before=tensor, before_dim=0),
+        shard((8, 12), 2, shards, before=tensor, before_dim=1),
+        shard((5, 8), 3, shards, before=tensor),
+        shard((8, 12), 4, shards, dim=1, before=tensor, before_dim=1),
+    ]
+
+
+def hybrid_tensor_parallel() -> list[Sharded]:
+    """Three axes, one of a single rank."""
+    mesh = _mesh([2, 1, 2], "replica shard tensor")
+    both = mesh["replica", "shard"]
+    return [
+        shard((12, 6), 0, both, before=mesh["tensor"], before_dim=0),
+        shard((7, 8), 1, both, before=mesh["tensor"], before_dim=1),
+        shard((4, 8), 2, both, before=mesh["tensor"]),
+    ]
+
+
+def tensor_parallel_alone() -> list[Sharded]:
+    """DTensors that no ``fully_shard`` has seen."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = _mesh([dist.get_world_size()], "tensor")
+    found = []
+    for seed, placement in enumerate([Shard(0), Shard(1), Replicate()]):
+        whole = drawn((12, 24), seed)
+        param = torch.nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement]))
+        found.append(Sharded(param, whole))
+    return found
+
+
+def expert_parallel() -> list[Sharded]:
+    """Torchtitan's mesh: experts over one axis, then whole ones, or rows, over the other."""
+    mesh = _mesh([2, 2], "efsdp ep")
+    efsdp, ep = mesh["efsdp"], mesh["ep"]
+    return [
+        shard((8, 6, 4), 0, efsdp, before=ep, before_dim=0),
+        shard((6, 4, 7), 1, efsdp, before=ep, before_dim=0),
+        shard((4, 6, 5), 2, efsdp, dim=1, before=ep, before_dim=0),
+        # More ranks than experts.
+        shard((2, 6, 5), 3, efsdp, before=ep, before_dim=0),
+        shard((4 * 6, 5), 4, efsdp, before=ep, before_dim=0, split_sizes=4),
+        shard((2 * 5, 5), 5, efsdp, before=ep, before_dim=0, split_sizes=2),
+    ]
+
+
+def expert_slices() -> list[Sharded]:
+    """VeOmni's: each rank of ``ep`` has other experts, under the same name."""
+    mesh = _mesh([2, 2], "ep efsdp")
+    first = 100 * mesh.get_local_rank("ep")
+    return [shard((3, 6, 4), first, mesh["efsdp"]), shard((8, 6), first + 1, mesh["efsdp"])]
+
+
+def several_meshes() -> list[Sharded]:
+    """Hybrid, one axis, experts and a fused weight in one optimizer."""
+    return [*hybrid(), *uneven(), *expert_parallel(), *fused()]
+
+
+def stages() -> list[Sharded]:
+    """Pipeline stages: other parameters, another number of kinds, and a stage without any."""
+    import torch.distributed as dist
+
+    mesh = _mesh([2, dist.get_world_size() // 2], "stage shard")
+    if mesh.get_local_rank("stage") == 1:
+        return []
+    shards = mesh["shard"]
+    return [shard((9, 5), 0, shards), shard((4, 6, 5), 1, shards), shard((7, 5), 2, shards)]
+
+
+# By number of ranks. Two and three have what needs no second axis.
+ONE_AXIS: Sequence[Case] = (
+    uneven,
+    columns,
+    experts,
+    expert_rows,
+    expert_columns,
+    fused,
+    query_key_value,
+    transposed,
+    tensor_parallel_alone,
+)
+CASES: Mapping[int, Sequence[Case]] = {
+    2: (*ONE_AXIS, stages),
+    3: ONE_AXIS,
+    4: (
+        *ONE_AXIS,
+        hybrid,
+        tensor_parallel,
+        hybrid_tensor_parallel,
+        expert_parallel,
+        expert_slices,
+        several_meshes,
+        stages,
+    ),
+}
