@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that share a plan: those of one domain that are replicated alike."""
 
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ class NamedParameter:
     is_transposed: bool
 
 
+_ADVICE = (
+    "Build the optimizer with the same parameters on all ranks of a mesh. No optimizer was built."
+)
+
+
 class FSDP2Kind(NamedTuple):
     """A kind, and what a step needs to know of its parameters.
 
@@ -74,10 +80,12 @@ class _Facts(NamedTuple):
 
     Args:
         num_ranks_on_node: Ranks that the launcher started beside it.
+        kinds: A checksum of each of its kinds.
         recorded: Rectangles that follow from no rule, by parameter: Megatron-FSDP's.
     """
 
     num_ranks_on_node: int
+    kinds: tuple[int, ...]
     recorded: Mapping[tuple[int, ...], Box]
 
 
@@ -92,13 +100,16 @@ def find_kinds(parameters: Sequence[NamedParameter], device: torch.device) -> li
         RuntimeError: On all ranks, when parameters of a domain differ between its ranks so that
             groups cannot be made, or rectangles do not tile a parameter.
 
-    Communication: two gathers of objects over the job, a flag, and a new process group for each
+    Communication: two gathers of objects over the job, two flags, and a new process group for each
         domain and each set of replicas that has none yet.
     """
-    facts = _gather_facts(parameters)
+    keys = [_key(parameter.param) for parameter in parameters]
+    facts = _gather_facts(parameters, keys)
+    # Before any collective of a kind: a rank that lacks it would never join.
+    raise_where_any_rank_fails(_missing_kinds(parameters, keys, facts), None, device, _ADVICE)
     by_key: dict[_Key, list[tuple[NamedParameter, Rectangles]]] = defaultdict(list)
-    for parameter, found in zip(parameters, _rectangles(parameters, facts), strict=True):
-        by_key[_key(parameter.param, found)].append((parameter, found))
+    for key, parameter, found in zip(keys, parameters, _rectangles(parameters, facts), strict=True):
+        by_key[key].append((parameter, found))
     groups = _groups(by_key, _known_groups(parameters))
     nodes = ranks_per_node([each.num_ranks_on_node for each in facts])
     kinds, problems = [], []
@@ -110,17 +121,11 @@ def find_kinds(parameters: Sequence[NamedParameter], device: torch.device) -> li
                 f"{by_key[key][0][0].name}: expected the ranks of its mesh to have the same "
                 f"parameters, got {error}"
             )
-    raise_where_any_rank_fails(
-        problems,
-        None,
-        device,
-        "Build the optimizer with the same parameters on all ranks of a mesh. No optimizer was "
-        "built.",
-    )
+    raise_where_any_rank_fails(problems, None, device, _ADVICE)
     return kinds
 
 
-def _gather_facts(parameters: Sequence[NamedParameter]) -> list[_Facts]:
+def _gather_facts(parameters: Sequence[NamedParameter], keys: Sequence[_Key]) -> list[_Facts]:
     """Gather what all ranks know, by rank."""
     recorded = {}
     for number, parameter in enumerate(parameters):
@@ -128,12 +133,34 @@ def _gather_facts(parameters: Sequence[NamedParameter]) -> list[_Facts]:
         if isinstance(param, DTensor) and has_recorded_chunks(param):
             box = own_box(param)
             recorded[_recorded_key(number, param)] = box or ((0, 0),) * param.ndim
-    mine = _Facts(num_ranks_on_node(), recorded)
+    mine = _Facts(num_ranks_on_node(), tuple({_checksum(key) for key in keys}), recorded)
     if not dist.is_initialized():
         return [mine]
     facts = [mine] * dist.get_world_size()
     dist.all_gather_object(facts, mine)
     return facts
+
+
+def _checksum(key: _Key) -> int:
+    # Not the key itself, which may name thousands of ranks, to each of them.
+    return zlib.crc32(repr(tuple(key)).encode())
+
+
+def _missing_kinds(
+    parameters: Sequence[NamedParameter], keys: Sequence[_Key], facts: Sequence[_Facts]
+) -> list[str]:
+    """List the kinds that other ranks should have too and do not, a sentence each."""
+    problems = []
+    for key in dict.fromkeys(keys):
+        checksum = _checksum(key)
+        lacking = [rank for rank in key.ranks if checksum not in facts[rank].kinds]
+        if lacking:
+            name = parameters[keys.index(key)].name
+            problems.append(
+                f"{name}: expected a parameter of its mesh and placements on all of ranks "
+                f"{key.ranks[0]} to {key.ranks[-1]}, got none on ranks {lacking[:8]}"
+            )
+    return problems
 
 
 def _recorded_key(number: int, param: DTensor) -> tuple[int, ...]:
@@ -155,9 +182,9 @@ def _rectangles(
         yield found
 
 
-def _key(param: torch.Tensor, found: Rectangles) -> _Key:
-    ranks = _domain(param)
-    return _Key(len(ranks), ranks, tuple(sorted({found.replicas[rank] for rank in ranks})))
+def _key(param: torch.Tensor) -> _Key:
+    ranks, replicas = _domain(param), rectangles_of(param).replicas
+    return _Key(len(ranks), ranks, tuple(sorted({replicas[rank] for rank in ranks})))
 
 
 def _domain(param: torch.Tensor) -> tuple[int, ...]:

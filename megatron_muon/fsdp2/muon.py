@@ -27,7 +27,8 @@ from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.momentum import advance_momentum
 from megatron_muon.runtime.owner_compute import OwnerCompute
 
-# Of a parameter group: they decide the plan, so those of construction stay.
+# Of a parameter group: they decide the plan, so those of construction stay. A group without them
+# gets none: a checkpoint of torch.optim.Muon has no such keys.
 _PLANNED = {"split_sizes": None, "transposed": False}
 
 
@@ -131,9 +132,6 @@ class Muon(WholeMatrixMuon):
                 "Leave it out."
             )
         self._group = group
-        for param_group in self.param_groups:
-            for key, default in _PLANNED.items():
-                param_group.setdefault(key, default)
         self._device = self._find_device()
 
         def scale(rows: int, cols: int) -> tuple[float, float]:
@@ -192,13 +190,13 @@ class Muon(WholeMatrixMuon):
                 f"parameter {number + i}" for i in range(len(group["params"]))
             ]
             number += len(names)
-            sizes = group["split_sizes"]
+            sizes = group.get("split_sizes")
             for name, param in zip(names, group["params"], strict=True):
                 yield NamedParameter(
                     name,
                     param,
                     tuple(sizes) if isinstance(sizes, list | tuple) else sizes,
-                    group["transposed"],
+                    group.get("transposed", False),
                 )
 
     def _find_device(self) -> torch.device:
@@ -237,17 +235,18 @@ class Muon(WholeMatrixMuon):
 
         Communication: a flag over the ranks that step together.
         """
-        own = [{key: group[key] for key in _PLANNED} for group in self.param_groups]
+        own = [{key: group[key] for key in _PLANNED if key in group} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for number, (group, planned) in enumerate(zip(self.param_groups, own, strict=True)):
-            for key, value in planned.items():
-                if key in group and _as_tuple(group[key]) != _as_tuple(value):
+            for key, default in _PLANNED.items():
+                loaded, kept = group.pop(key, default), planned.get(key, default)
+                if _as_tuple(loaded) != _as_tuple(kept):
                     warnings.warn(
-                        f"group {number}: the checkpoint has {key} {group[key]}, this run "
-                        f"{value}, which it keeps.",
+                        f"group {number}: the checkpoint has {key} {loaded}, this run {kept}, "
+                        "which it keeps.",
                         stacklevel=2,
                     )
-                group[key] = value
+            group.update(planned)
         problems = []
         for parameter in self._parameters():
             loaded = self.state[parameter.param].get("momentum_buffer")

@@ -97,6 +97,7 @@ def _layout_problem(param: torch.Tensor) -> str | None:
     ):
         return (
             f"expected a shard of ranges {box}, as fully_shard cuts {tuple(param.shape)}, got "
-            f"shape {shape} at {own_box(param)}. Report placements {param.placements}"
+            f"shape {shape} at {own_box(param)}. Call update_uneven_dtensor_chunk_metadata() of "
+            f"Megatron-FSDP on its parameters first; report others, with {param.placements}"
         )
     return None

@@ -1,0 +1,126 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Train a small transformer with plain FSDP2: Muon for its matrices, AdamW for the rest.
+
+    torchrun --nproc-per-node 2 scripts/train_fsdp2.py --steps 20 --checkpoint DIR
+
+On GPUs where there are some, otherwise on gloo ranks. Another call with the same folder goes on
+where the last one ended, on any number of ranks. Needs no megatron.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_muon.fsdp2 import Muon
+
+VOCAB, WIDTH, LENGTH, BATCH = 64, 64, 32, 8
+
+
+class Model(nn.Module):
+    """Predict the next of the numbers of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of ``(batch, length)`` tokens."""
+        hidden = self.embedding(tokens[:, :-1])
+        mask = nn.Transformer.generate_square_subsequent_mask(hidden.shape[1], hidden.device)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch_of(step: int, num_rows: int, device: torch.device) -> torch.Tensor:
+    """Return this rank's rows of a batch: counts in steps of one to four, from anywhere."""
+    drawn = torch.Generator().manual_seed(step)
+    start = torch.randint(VOCAB, (BATCH, 1), generator=drawn)
+    stride = torch.randint(1, 5, (BATCH, 1), generator=drawn)
+    rows = (start + stride * torch.arange(LENGTH)) % VOCAB
+    return rows.chunk(BATCH // num_rows)[dist.get_rank()].to(device)
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the layers, AdamW for all else."""
+    matrices, fused, rest = [], [], []
+    for name, param in model.named_parameters():
+        if "in_proj_weight" in name:
+            fused.append((name, param))
+        elif name.startswith("layers.") and param.ndim == 2:
+            matrices.append((name, param))
+        else:
+            rest.append(param)
+    # 0.2 gives updates the size of AdamW's. Query, key and value are orthogonalized apart.
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": fused, "split_sizes": 3}]
+    muon = Muon(groups, lr=2e-2, weight_decay=0.1, nesterov=True, extra_scale_factor=0.2)
+    return [muon, torch.optim.AdamW(rest, lr=1e-2)]
+
+
+def main() -> None:
+    """Train, and write a checkpoint in the end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20, help="steps in all")
+    parser.add_argument("--checkpoint", type=Path, help="folder to go on from, and to write to")
+    options = parser.parse_args()
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_gpu else torch.device("cpu")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if is_gpu else "gloo")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+
+    torch.manual_seed(0)
+    model = Model().to(device)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers = optimizers_of(model)
+
+    first = 0
+    if options.checkpoint is not None and options.checkpoint.exists():
+        of_model, of_optimizers = get_state_dict(model, optimizers)
+        state = {"model": of_model, "optimizers": of_optimizers, "step": 0}
+        dcp.load(state, checkpoint_id=options.checkpoint)
+        set_state_dict(
+            model,
+            optimizers,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizers"],
+        )
+        first = state["step"]
+    for step in range(first, options.steps):
+        loss = model(batch_of(step, BATCH // dist.get_world_size(), device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        if dist.get_rank() == 0:
+            print(f"step {step + 1}: loss {mean.item():.4f}")
+    if options.checkpoint is not None:
+        of_model, of_optimizers = get_state_dict(model, optimizers)
+        state = {"model": of_model, "optimizers": of_optimizers, "step": options.steps}
+        dcp.save(state, checkpoint_id=options.checkpoint)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

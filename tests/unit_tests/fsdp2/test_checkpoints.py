@@ -1,0 +1,144 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Muon's state through ``torch.distributed.checkpoint``, beside AdamW's, on other ranks."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def _model(mesh_shape: list[int], muon_class: str) -> tuple[Any, list[Any]]:
+    """Shard a model, and build Muon for its matrices and AdamW for the rest."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from megatron_muon.fsdp2 import ExchangeSettings, Muon
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 10),
+        torch.nn.LayerNorm(10),
+        torch.nn.Linear(10, 5),
+        torch.nn.Linear(5, 2),
+    )
+    names = ("replica", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=names)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    named = list(model.named_parameters())
+    matrices = [(name, param) for name, param in named if param.ndim == 2]
+    without_names = [param for _, param in matrices]
+    if muon_class == "torch":
+        muon: Any = torch.optim.Muon(without_names, lr=0.05)
+    else:
+        exchange = ExchangeSettings(wire="fp32", max_parts=1)
+        params = matrices if muon_class == "named" else without_names
+        muon = Muon(params, lr=0.05, nesterov=True, exchange=exchange)
+    rest = [param for _, param in named if param.ndim != 2]
+    return model, [muon, torch.optim.AdamW(rest, lr=0.03)]
+
+
+def _step(model: Any, optimizers: list[Any], steps: range) -> None:
+    """Step with gradients that do not depend on the ranks."""
+    from helpers.fsdp2_models import drawn
+    from torch.distributed.tensor import distribute_tensor
+
+    for step in steps:
+        for number, param in enumerate(model.parameters()):
+            grad = drawn(param.shape, 100 * step + number)
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _whole(model: Any, muon: Any) -> list[Any]:
+    """Return all values, and all momentum."""
+    momentum = [state["momentum_buffer"] for state in muon.state.values()]
+    return [each.detach().full_tensor() for each in (*model.parameters(), *momentum)]
+
+
+def _state(model: Any, optimizers: list[Any], is_flat: bool) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    of_model, of_optimizers = get_state_dict(model, optimizers, options=options)
+    return {"model": of_model, "optimizers": of_optimizers}
+
+
+def _save(folder: str, is_flat: bool, muon_class: str) -> None:
+    """Train and save, then train on and keep what comes out."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    dist.init_process_group("gloo")
+    model, optimizers = _model([dist.get_world_size()], muon_class)
+    _step(model, optimizers, range(2))
+    dcp.save(_state(model, optimizers, is_flat), checkpoint_id=f"{folder}/saved")
+    at_save = _whole(model, optimizers[0])
+    _step(model, optimizers, range(2, 4))
+    if dist.get_rank() == 0:
+        torch.save([at_save, _whole(model, optimizers[0])], f"{folder}/expected")
+    else:
+        _whole(model, optimizers[0])
+
+
+def _load(folder: str, mesh_shape: list[int], is_flat: bool, muon_class: str) -> list[list[bool]]:
+    """Load on other ranks, train on, and compare."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    dist.init_process_group("gloo")
+    model, optimizers = _model(mesh_shape, muon_class)
+    state = _state(model, optimizers, is_flat)
+    dcp.load(state, checkpoint_id=f"{folder}/saved")
+    set_state_dict(
+        model,
+        optimizers,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizers"],
+        options=StateDictOptions(flatten_optimizer_state_dict=is_flat),
+    )
+    expected = torch.load(f"{folder}/expected")
+    found = [_whole(model, optimizers[0])]
+    _step(model, optimizers, range(2, 4))
+    found.append(_whole(model, optimizers[0]))
+    return [
+        list(map(torch.equal, ours, theirs)) for ours, theirs in zip(found, expected, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mesh_shapes", "is_flat", "muon_class"),
+    [([[2], [3], [2, 2]], False, "named"), ([[2]], False, "unnamed"), ([[3]], True, "named")],
+    ids=["nested", "unnamed", "flat"],
+)
+def test_state_of_four_ranks_loads_on_others(mesh_shapes, is_flat, muon_class, tmp_path: Path):
+    """Values and momentum are equal, and so are two more steps, to the bit."""
+    run_ranks(4, _save, str(tmp_path), is_flat, muon_class).check()
+    for mesh_shape in mesh_shapes:
+        run = run_ranks(
+            math.prod(mesh_shape), _load, str(tmp_path), mesh_shape, is_flat, muon_class
+        )
+        for loaded, trained in run.check().results:
+            assert all(loaded) and len(loaded) == 11, mesh_shape
+            assert all(trained), mesh_shape
+
+
+def test_run_with_torchs_muon_can_be_taken_over(tmp_path: Path):
+    """Its state has the same name and the same average."""
+    run_ranks(2, _save, str(tmp_path), False, "torch").check()
+    run = run_ranks(3, _load, str(tmp_path), [3], False, "unnamed")
+    for loaded, trained in run.check().results:
+        assert all(loaded) and len(loaded) == 11
+        # It rounds before its norm, so that its steps are others.
+        assert not all(trained)

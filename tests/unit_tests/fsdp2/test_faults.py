@@ -1,0 +1,240 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What Muon for FSDP2 refuses: on all ranks together, by name, with what to do."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def _error_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return "no error"
+
+
+def _builds() -> dict[str, Callable[[], Any]]:
+    """Return optimizers that cannot be built, by what is wrong with them."""
+    import torch
+    import torch.distributed as dist
+    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+    from helpers.fsdp2_models import shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from megatron_muon.fsdp2 import ExchangeSettings, Muon
+
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    good, other = (shard((6, 4), seed, mesh).param for seed in (0, 1))
+    vector = shard((6,), 0, mesh).param
+    batch = shard((2, 4, 4), 0, mesh).param
+    replicated = shard((6, 4), 2, init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))).param
+    plain = torch.nn.Parameter(torch.ones(4, 4))
+
+    def dtensor(local: Any, placement: Any, **shape: Any) -> Any:
+        made = DTensor.from_local(local, mesh, [placement], run_check=False, **shape)
+        return torch.nn.Parameter(made)
+
+    on_meta = dtensor(torch.ones(3, 4, device="meta"), Shard(0))
+    strided = dtensor(torch.ones(2, 4), _StridedShard(0, split_factor=2))
+    # Together six rows, but not three each.
+    uneven = dtensor(torch.ones(1 + 4 * rank, 4), Shard(0), shape=torch.Size((6, 4)), stride=(4, 1))
+
+    class Hooked(Muon):
+        def post_weight_update_fn_inplace(self, p: Any) -> None:
+            p.div_(p.norm())
+
+    assert Hooked.post_weight_update_fn_inplace is not (
+        WholeMatrixMuon.post_weight_update_fn_inplace
+    )
+    half = shard((6, 4), 0, mesh).param.to(torch.bfloat16)
+    return {
+        "vector": lambda: Muon([("bias", vector)]),
+        "vector_on_one_rank": lambda: Muon([("w", vector if rank == 1 else good)]),
+        "plain": lambda: Muon([("w", plain)]),
+        "bf16": lambda: Muon([("w", torch.nn.Parameter(half))]),
+        "device": lambda: Muon([("a", good), ("b", on_meta)]),
+        "partial": lambda: Muon([("w", dtensor(torch.ones(4, 4), Partial()))]),
+        "strided": lambda: Muon([("w", strided)]),
+        "blocks": lambda: Muon([{"params": [("w", good)], "split_sizes": 4}]),
+        "rows": lambda: Muon([{"params": [("w", good)], "split_sizes": (4, 3)}]),
+        "batch_split": lambda: Muon([{"params": [("w", batch)], "split_sizes": 2}]),
+        "uneven_by_hand": lambda: Muon([("w", uneven)]),
+        "syrk": lambda: Muon([good], use_syrk=True),
+        "all_gather": lambda: Muon([good], exchange=ExchangeSettings(mode="all_gather")),
+        "wire": lambda: Muon(
+            [good], fp32_matmul_prec="high", exchange=ExchangeSettings(wire="bf16")
+        ),
+        "memory": lambda: Muon([good], exchange=ExchangeSettings(staging_bytes=8)),
+        "hooks": lambda: Hooked([good]),
+        "settings": lambda: Muon([good], num_ns_steps=5 + rank),
+        "scale": lambda: Muon([good], extra_scale_factor=0.2 * rank),
+        "exchange": lambda: Muon([good], exchange=ExchangeSettings(max_parts=1 + rank)),
+        "order": lambda: Muon([("a", good), ("b", other)] if rank else [("b", other), ("a", good)]),
+        "fewer": lambda: Muon([("a", good), ("b", other)] if rank else [("a", good)]),
+        "none": lambda: Muon([("a", good)] if rank else []),
+        "kinds": lambda: Muon([("a", good), ("b", replicated)] if rank else [("a", good)]),
+        "split_on_one_rank": lambda: Muon(
+            [{"params": [("a", good)], "split_sizes": 2 if rank else None}]
+        ),
+    }
+
+
+def _refuse_to_build() -> dict[str, str]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return {name: _error_of(build) for name, build in _builds().items()}
+
+
+@functools.cache
+def refusals() -> list[dict[str, str]]:
+    """Return the errors of both ranks."""
+    return run_ranks(2, _refuse_to_build, timeout_s=120.0).check().results
+
+
+SHARD = "expected a shard of ranges"
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("vector", "ranks 0, 1: bias: expected a matrix, or a batch of matrices, got shape (6,)"),
+        ("vector_on_one_rank", "rank 1: w: expected a matrix"),
+        ("plain", "w: expected a DTensor in a job of 2 ranks, got a plain tensor. Call fully_sh"),
+        ("bf16", "w: expected float32, got torch.bfloat16. Keep parameters in float32"),
+        ("device", "b: expected shards on cpu, as the mesh and the other parameters are, got meta"),
+        ("partial", "w: expected a reduced tensor, got placements (Partial(sum),)"),
+        ("strided", "w: expected a strided shard as fully_shard makes it, of split factor 1, got"),
+        ("blocks", "w: split_sizes: expected a number of blocks that divides 6 rows, got 4"),
+        ("rows", "w: split_sizes: expected rows of blocks that add up to 6, or to a divisor of"),
+        ("batch_split", "w: split_sizes: expected none for a batch of matrices, got 2. Leave"),
+        ("uneven_by_hand", f"rank 1: w: {SHARD}"),
+        ("syrk", "use_syrk: expected False, got True. Pass exchange=ExchangeSettings("),
+        ("all_gather", "exchange.mode: expected owner, got all_gather"),
+        ("wire", "exchange.wire: expected fp32 for Newton-Schulz in fp32, got bf16"),
+        ("memory", "staging memory: expected a plan within 8 bytes a rank"),
+        ("hooks", "Hooked.post_weight_update_fn_inplace: expected emerging-optimizers' own, got"),
+        ("settings", "Muon settings: expected the same on all ranks of the group, got rank 1 has"),
+        ("scale", 'rank 1 has "scale spectral 0.2'),
+        ("exchange", "max_parts=2"),
+        ("order", "Muon exchange plan: expected the same on all ranks of the group, got rank 1"),
+        ("fewer", "Muon exchange plan: expected the same on all ranks of the group, got rank 1"),
+        ("none", "rank 1: a: expected a parameter of its mesh and placements on all of ranks 0 to"),
+        ("kinds", "rank 1: b: expected a parameter of its mesh and placements on all of ranks 0"),
+        ("split_on_one_rank", "Muon exchange plan: expected the same on all ranks of the group"),
+    ],
+)
+def test_optimizer_that_cannot_work_is_refused_on_all_ranks(case, said):
+    """Nobody hangs, no flag of Megatron is named."""
+    for errors in refusals():
+        assert said in errors[case]
+        assert "--" not in errors[case]
+
+
+def test_every_refusal_has_a_test():
+    """A case without an expectation would prove nothing."""
+    parametrize = test_optimizer_that_cannot_work_is_refused_on_all_ranks.pytestmark[0]
+    assert {case for case, _ in parametrize.args[1]} == set(refusals()[0])
+
+
+def _refuse_to_step() -> dict[str, Any]:
+    """Step with gradients that are wrong, and look for what has changed."""
+    import copy
+
+    import torch
+    import torch.distributed as dist
+    from helpers.fsdp2_models import drawn, shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from megatron_muon.fsdp2 import Muon
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    sharded = [shard((5, 4), 0, mesh), shard((1, 4), 1, mesh)]
+    muon = Muon([(f"w{i}", each.param) for i, each in enumerate(sharded)], weight_decay=0.1)
+
+    def reset() -> None:
+        for i, each in enumerate(sharded):
+            each.param.grad = each.like_param(each.own(drawn(each.whole.shape, 10 + i)))
+
+    def local_state() -> list[Any]:
+        params = [each.param for each in sharded]
+        momentum = [muon.state[param]["momentum_buffer"] for param in params]
+        return [each.to_local().detach().clone() for each in (*params, *momentum)]
+
+    def nan() -> None:
+        if rank == 1:
+            sharded[0].param.grad._local_tensor[0, 0] = float("nan")
+
+    def missing_on_one() -> None:
+        if rank == 0:
+            sharded[0].param.grad = None
+
+    def other_placement() -> None:
+        sharded[0].param.grad = shard((5, 4), 0, mesh, dim=1).param.detach()
+
+    def scaled() -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        loss = sum(each.param.to_local().sum() for each in sharded)
+        scaler.scale(loss)
+        scaler.step(muon)
+
+    found = {}
+    for name, spoil in {
+        "nan": nan, "missing_on_one": missing_on_one, "other_placement": other_placement,
+    }.items():  # fmt: skip
+        reset()
+        spoil()
+        before = local_state()
+        error = _error_of(muon.step)
+        is_same = all(map(torch.equal, before, local_state()))
+        found[name] = [error, is_same]
+    reset()
+    found["scaled"] = [_error_of(scaled), True]
+    muon.grad_scale = None
+    found["group"] = [_error_of(lambda: muon.add_param_group({"params": []})), True]
+    found["copy"] = [_error_of(lambda: copy.deepcopy(muon)), True]
+    # An empty shard may have no gradient; the others step.
+    reset()
+    if rank == 1:
+        sharded[1].param.grad = None
+    before = local_state()
+    found["empty"] = [_error_of(muon.step), not torch.equal(before[0], local_state()[0])]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("nan", "rank 1: w0: expected a finite gradient, got NaN or Inf"),
+        ("missing_on_one", "ranks 0, 1: w0: expected a gradient on all ranks that hold the param"),
+        ("other_placement", "w0: expected a gradient like the parameter, torch.float32 (3, 4)"),
+        ("scaled", "step: expected gradients that are not scaled, got a GradScaler"),
+        ("group", "add_param_group: expected all parameters at construction"),
+        ("copy", "Muon: expected no copy"),
+        ("empty", "no error"),
+    ],
+)
+def test_step_that_cannot_work_changes_nothing(case, said):
+    """All ranks raise; parameters and momentum keep their bits."""
+    for found in step_faults():
+        error, is_fine = found[case]
+        assert said in error
+        assert is_fine
+
+
+@functools.cache
+def step_faults() -> list[dict[str, Any]]:
+    """Return what both ranks found."""
+    return run_ranks(2, _refuse_to_step, timeout_s=120.0).check().results

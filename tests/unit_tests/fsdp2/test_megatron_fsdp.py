@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""DTensors of the standalone Megatron-FSDP, whose uneven chunks follow from no rule."""
+
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def _train(shapes: list[list[int]]) -> list[Any]:
+    """Train three steps beside emerging-optimizers' Muon on the whole model."""
+    import copy
+
+    import torch
+    import torch.distributed as dist
+    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import (
+        fully_shard_model,
+        fully_shard_optimizer,
+    )
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import (
+        MixedPrecisionPolicy,
+    )
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+        update_uneven_dtensor_chunk_metadata,
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from megatron_muon.fsdp2 import ExchangeSettings, Muon
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(*(torch.nn.Linear(cols, rows, bias=False) for rows, cols in shapes))
+    # Without weight decay: fully_shard_optimizer() makes a step of its own, which would decay once.
+    settings = {"lr": 0.1, "weight_decay": 0.0, "nesterov": True, "fp32_matmul_prec": "highest"}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("fsdp", "tp"))
+    model = fully_shard_model(
+        copy.deepcopy(whole),
+        device_mesh=mesh,
+        dp_shard_dim="fsdp",
+        tp_dim="tp",
+        fsdp_unit_modules=[torch.nn.Sequential],
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
+    )
+    for param in model.parameters():
+        update_uneven_dtensor_chunk_metadata(param)
+    muon = Muon(model.named_parameters(), exchange=ExchangeSettings(wire="fp32"), **settings)
+    muon = fully_shard_optimizer(muon)
+    rows = [param._local_tensor.shape[0] for param in model.parameters()]
+    reference = WholeMatrixMuon(whole.parameters(), **settings)
+    losses = []
+    for step in range(3):
+        torch.manual_seed(step)
+        batch = torch.randn(4, shapes[0][1])
+        muon.zero_grad()
+        reference.zero_grad()
+        pair = [model(batch).square().mean(), whole(batch).square().mean()]
+        for loss in pair:
+            loss.backward()
+        muon.step()
+        reference.step()
+        losses.append([loss.item() for loss in pair])
+    return [rows, losses]
+
+
+SHAPES = [[10, 7], [5, 10], [9, 5]]
+
+
+def test_uneven_chunks_train_like_the_whole_model():
+    """Gradients are means of equal halves, and sums in another order: 1e-6 of a loss."""
+    found = run_ranks(2, _train, SHAPES).check().results
+    rows = [each[0] for each in found]
+    assert [sum(each) for each in zip(*rows, strict=True)] == [each[0] for each in SHAPES]
+    assert rows[0] != [-(-each[0] // 2) for each in SHAPES], "these are torch's own chunks"
+    print(rows, found[0][1])
+    for ours, whole in found[0][1]:
+        assert ours == pytest.approx(whole, rel=1e-6)
+    assert found[0][1][-1][0] < 0.9 * found[0][1][0][0]

@@ -1,0 +1,256 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Muon for FSDP2 among other optimizers: closures, schedulers, clipping, missing gradients."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ROOT, run_ranks
+
+from megatron_muon.fsdp2 import ExchangeSettings, Muon
+
+
+def test_import_and_step_need_no_megatron():
+    """Who uses plain FSDP2 installs neither megatron-core nor einops."""
+    program = """
+import sys
+class Barred:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("megatron", "einops"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Barred())
+import torch
+from megatron_muon.fsdp2 import Muon
+param = torch.nn.Parameter(torch.ones(3, 4))
+param.grad = torch.eye(3, 4)
+Muon([param], lr=1.0, fp32_matmul_prec="highest").step()
+assert not torch.equal(param, torch.ones(3, 4))
+assert not any(name.startswith("megatron_muon.mcore.patches") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def _pair(**settings: Any) -> tuple[Any, Any, Any, Any]:
+    """Return two equal parameters of one rank, and our Muon and the whole-matrix one over them."""
+    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+
+    ours, theirs = (torch.nn.Parameter(torch.arange(12.0).view(3, 4)) for _ in range(2))
+    settings = {"lr": 0.1, "fp32_matmul_prec": "highest", **settings}
+    exchange = ExchangeSettings(wire="fp32")
+    return (
+        ours,
+        theirs,
+        Muon([ours], exchange=exchange, **settings),
+        WholeMatrixMuon([theirs], **settings),
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"nesterov": True},
+        {"weight_decay_method": "l2", "weight_decay": 0.3},
+        {"weight_decay_method": "palm", "weight_decay": 0.3},
+        {"num_ns_steps": 3, "coefficient_type": "simple", "scale_mode": "shape_scaling"},
+        {"momentum": 0.5, "extra_scale_factor": 0.2},
+    ],
+    ids=lambda settings: ",".join(settings) or "defaults",
+)
+def test_one_rank_without_a_process_group_steps_like_emerging_optimizers(settings):
+    """For debugging, and for the test suites of others: the same bits in three steps."""
+    ours, theirs, muon, reference = _pair(**settings)
+    for step in range(3):
+        torch.manual_seed(step)
+        theirs.grad = torch.randn(3, 4)
+        ours.grad = theirs.grad.clone()
+        kept = ours.grad.clone()
+        muon.step()
+        reference.step()
+        assert torch.equal(ours, theirs)
+        # l2 adds to the gradient, as emerging-optimizers does; nothing else changes it.
+        assert torch.equal(ours.grad, theirs.grad)
+        assert torch.equal(ours.grad, kept) == (settings.get("weight_decay_method") != "l2")
+
+
+def test_closure_computes_gradients_and_its_loss_is_returned():
+    """It runs with gradients on, though the step does not."""
+    ours, theirs, muon, reference = _pair()
+    target = torch.eye(3, 4)
+
+    def closure() -> Any:
+        muon.zero_grad()
+        loss = (ours - target).square().sum()
+        loss.backward()
+        return loss
+
+    loss = muon.step(closure)
+    theirs.grad = (2 * (theirs - target)).detach()
+    reference.step()
+    assert loss.item() == (torch.arange(12.0).view(3, 4) - target).square().sum().item()
+    assert torch.equal(ours, theirs)
+
+
+def test_schedulers_and_clipping_work_as_with_any_optimizer():
+    """The learning rate is read in each step; a checkpoint brings its own, as torch does."""
+    ours, theirs, muon, reference = _pair()
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in (muon, reference)]
+    for step in range(3):
+        torch.manual_seed(step)
+        theirs.grad = 100 * torch.randn(3, 4)
+        ours.grad = theirs.grad.clone()
+        for param in (ours, theirs):
+            torch.nn.utils.clip_grad_norm_([param], 1.0)
+        muon.step()
+        reference.step()
+        for schedule in schedules:
+            schedule.step()
+        assert torch.equal(ours, theirs)
+    assert muon.param_groups[0]["lr"] == 0.0125
+    saved = muon.state_dict()
+    ours, _, other, _ = _pair(lr=7.0)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 0.0125
+    assert torch.equal(other.state[ours]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
+
+
+def test_groups_have_settings_of_their_own():
+    """Learning rate, weight decay and momentum of each group; splits beside whole matrices."""
+    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+
+    torch.manual_seed(0)
+    values = [torch.randn(4, 6), torch.randn(6, 3)]
+    ours = [torch.nn.Parameter(value.clone()) for value in values]
+    theirs = [torch.nn.Parameter(value) for value in (values[0], *values[1].clone().split(2))]
+    fast, slow = {"lr": 1.0, "momentum": 0.5}, {"lr": 0.1, "weight_decay": 0.5}
+    precision = {"fp32_matmul_prec": "highest"}
+    muon = Muon(
+        [{"params": ours[:1], **fast}, {"params": ours[1:], "split_sizes": [2, 2, 2], **slow}],
+        exchange=ExchangeSettings(wire="fp32"),
+        **precision,
+    )
+    reference = WholeMatrixMuon(
+        [{"params": theirs[:1], **fast}, {"params": theirs[1:], **slow}], **precision
+    )
+    for param, other in ((ours[0], theirs[:1]), (ours[1], theirs[1:])):
+        param.grad = torch.randn_like(param)
+        for each, grad in zip(other, param.grad.split([len(p) for p in other]), strict=True):
+            each.grad = grad.clone()
+    muon.step()
+    reference.step()
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], torch.cat(theirs[1:]))
+
+
+def test_splits_of_this_run_win_over_those_of_the_checkpoint():
+    """They decide the plan; what a checkpoint says otherwise is warned of."""
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    saved = Muon([{"params": [param], "split_sizes": 2, "transposed": True}]).state_dict()
+    other = Muon([{"params": [param], "split_sizes": (1, 3)}])
+    with pytest.warns(UserWarning) as warned:
+        other.load_state_dict(saved)
+    texts = [str(each.message) for each in warned]
+    assert texts == [
+        "group 0: the checkpoint has split_sizes 2, this run (1, 3), which it keeps.",
+        "group 0: the checkpoint has transposed True, this run False, which it keeps.",
+    ]
+    assert other.param_groups[0]["split_sizes"] == (1, 3)
+    assert "transposed" not in other.param_groups[0]
+
+
+def test_state_that_lacks_momentum_is_refused():
+    """Zeros in its place would be another run."""
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    muon = Muon([("w", param)])
+    saved = muon.state_dict()
+    with pytest.raises(RuntimeError, match=r"w: expected momentum of local shape \(4, 4\), got n"):
+        muon.load_state_dict({**saved, "state": {}})
+    wrong = {0: {"momentum_buffer": torch.ones(2, 4)}}
+    with pytest.raises(RuntimeError, match=r"w: expected momentum .* got \(2, 4\). Load through"):
+        muon.load_state_dict({**saved, "state": wrong})
+
+
+def _step_without_gradients() -> list[Any]:
+    """Step where a parameter has no gradient on any rank, and one is frozen."""
+    import torch.distributed as dist
+    from helpers.fsdp2_models import drawn, shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = [shard((5, 4), seed, mesh) for seed in range(3)]
+    alone = shard((5, 4), 0, mesh)
+    muons = [Muon([each.param for each in sharded]), Muon([alone.param])]
+    sharded[2].param.requires_grad_(False)
+    for step in range(2):
+        for each in (sharded[0], alone):
+            each.param.grad = each.like_param(each.own(drawn((5, 4), step)))
+        # It has momentum by then, which must stay too.
+        if step == 0:
+            sharded[1].param.grad = sharded[0].param.grad
+            before = None
+        else:
+            sharded[1].param.grad = None
+            momentum = muons[0].state[sharded[1].param]["momentum_buffer"].to_local()
+            before = [sharded[1].param.to_local().detach().clone(), momentum.clone()]
+        for muon in muons:
+            muon.step()
+    after = [
+        sharded[1].param.to_local(),
+        muons[0].state[sharded[1].param]["momentum_buffer"].to_local(),
+    ]
+    frozen = sharded[2]
+    return [
+        all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+        bool(after[1].abs().max() > 0),
+        torch.equal(frozen.param.to_local(), frozen.own(frozen.whole)),
+        torch.equal(sharded[0].param.to_local(), alone.param.to_local()),
+    ]
+
+
+@pytest.mark.ranks
+def test_parameter_that_nobody_has_a_gradient_of_stays():
+    """As in torch: no weight decay, no momentum; the others step as if it were not there."""
+    assert run_ranks(2, _step_without_gradients).check().results == [[True] * 4] * 2
+
+
+def _operations(num_experts: list[int]) -> list[list[int]]:
+    """Count what a step sends to the dispatcher, and its matrix products, by number of experts."""
+    import sys
+
+    import torch.distributed as dist
+    from helpers.fsdp2_models import drawn, shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from megatron_muon.runtime import norms
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from operation_counts import OperationCounter
+
+    # As on a GPU: a CPU converts chunk by chunk to float64.
+    norms._CHUNK_ELEMENTS = 0
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for number in num_experts:
+        batch = shard((number, 8, 6), 0, mesh)
+        exchange = ExchangeSettings(cost_model="stack_tiles=1000")
+        muon = Muon([batch.param], nesterov=True, weight_decay=0.1, exchange=exchange)
+        batch.param.grad = batch.like_param(batch.own(drawn(batch.whole.shape, 1)))
+        counter = OperationCounter()
+        with counter.counting():
+            muon.step()
+        found.append([counter.now.operations.total(), counter.now.matrix_products])
+    return found
+
+
+@pytest.mark.ranks
+def test_batch_takes_as_many_calls_as_one_matrix():
+    """Experts of a layer: 2, 8 or 32 of them, half of them on each rank."""
+    for one, few, many in run_ranks(2, _operations, [2, 8, 32]).check().results:
+        assert few == many
+        assert many[1] == one[1] == 15
+        assert many[0] <= one[0] + 2
