@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import ranks
+from helpers.idle_plans import start_plans, stop_plans
 
 try:
     import hypothesis
@@ -19,6 +20,22 @@ else:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("any_machine")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin with the plans of documents, which other tests leave time for."""
+    asked = [getattr(item, "callspec", None) for item in session.items]
+    start_plans(
+        plan
+        for item, call in zip(session.items, asked, strict=True)
+        if call is not None and hasattr(item.module, "plan_of_test")
+        for plan in item.module.plan_of_test(call.params)
+    )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Leave out plans that no test has asked for."""
+    stop_plans()
 
 
 @pytest.fixture(autouse=True)

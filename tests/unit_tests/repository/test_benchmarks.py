@@ -306,3 +306,40 @@ def test_step_estimate_counts_pairs_in_order(monkeypatch):
     ]
     # 10 < 15 < 20 and 20.1; predicted is 15 behind both.
     assert benchmark.agreement(rows) == 3 / 5
+
+
+@pytest.mark.ranks
+def test_fsdp2_step_counts_bytes_and_says_who_fails(tmp_path):
+    """What travels is the plan's, on even shapes that of an all-to-all; who fails has a row."""
+    path = tmp_path / "step.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "fsdp2_step.py"), "--json", str(path)]
+    flags = "--ranks 2 --hidden 16 --layers 1 --rounds 1 --layouts even remainders experts"
+    run = subprocess.run([*command, *flags.split()], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    layouts = json.loads(path.read_text())["layouts"]
+    assert list(layouts) == ["even", "remainders", "experts"]
+    for layout, rows in layouts.items():
+        ours, fp32, adamw = (
+            rows[name] for name in ("megatron_muon", "megatron_muon, wire fp32", "AdamW")
+        )
+        assert adamw["bytes_a_rank"] == adamw["calls"] == 0
+        assert ours["plan_bytes"] < fp32["plan_bytes"]
+        for row in (ours, fp32):
+            sent = row["bytes_by_collective"]
+            assert sum(sent.values()) - sent["allreduce"] == row["plan_bytes"] > 0
+            assert row["step_ms"] > 0 and row["update_error"] < 0.05
+            assert row["over_adamw"] == pytest.approx(row["step_ms"] / adamw["step_ms"])
+            assert row["over_ours"] == pytest.approx(row["step_ms"] / ours["step_ms"])
+        for name in ("muon-fsdp2", "dtensor-muon", "muonium"):
+            assert rows[name] == {"error": "not installed"}
+        if layout == "experts":
+            assert rows["torch.optim.Muon"]["error"].startswith("ValueError: Muon only supports 2D")
+        else:
+            # It gathers every matrix on every rank.
+            assert rows["torch.optim.Muon"]["bytes_a_rank"] > fp32["bytes_a_rank"]
+            assert rows["torch.optim.Muon"]["update_error"] < 0.05
+    # Half of 12 x 16 x 16 elements: 2 or 4 bytes there, 2 bytes back.
+    for name, width in (("megatron_muon", 4), ("megatron_muon, wire fp32", 6)):
+        even = layouts["even"][name]
+        assert even["plan_bytes"] == even["even_all_to_all_bytes"] == 6 * 16 * 16 * width
+    assert "| experts | torch.optim.Muon | ValueError: Muon only supports 2D" in run.stdout

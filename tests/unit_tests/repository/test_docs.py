@@ -14,7 +14,6 @@ GPU only      the line ``# GPU only`` stands above it in its block
 
 import contextlib
 import fnmatch
-import functools
 import importlib
 import io
 import json
@@ -22,13 +21,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from helpers import repairs
+from helpers.idle_plans import printed_plan
 from helpers.ranks import ROOT
 
 DOCUMENTS = [
@@ -40,7 +39,7 @@ DOCUMENTS = [
 ]
 GPU_ONLY = "# GPU only"
 # Written by runs, not part of the repository.
-OUTPUT_FOLDERS = ("quickstart_output", ".venv", ".uv")
+OUTPUT_FOLDERS = ("quickstart_output", "fsdp2_output", ".venv", ".uv")
 
 
 UNIT = "tests/unit_tests"
@@ -62,6 +61,8 @@ COVERED = {
     "::test_applying_twice_is_once_and_reverting_restores",
     ".venv/bin/torchrun --nproc-per-node 2 scripts/train_megatron_core.py": "repository/"
     "test_train_megatron_core.py::test_script_on_megatron_core_alone_learns",
+    ".venv/bin/torchrun --nproc-per-node 2 scripts/train_fsdp2.py *": "fsdp2/test_script.py"
+    "::test_script_learns_and_goes_on_on_other_ranks",
     ".venv/bin/python scripts/check_compat.py*": "repository/test_check_compat.py"
     "::test_check_here_trains",
     ".venv/bin/python scripts/gpu_checks.py --cpu": "repository/test_gpu_checks.py"
@@ -86,8 +87,9 @@ COVERED = {
     "::test_planning_measures_each_number_of_ranks",
     ".venv/bin/python benchmarks/step_cost.py*": "repository/test_benchmarks.py"
     "::test_step_cost_stays_within_its_bounds",
+    # With 256 ranks.
     ".venv/bin/python -m megatron_muon.plan --preset qwen3-235b-a22b --dp 2048 *": "plan/"
-    "test_report.py::test_plan_of_2048_ranks_imports_no_torch",
+    "test_report.py::test_plan_of_many_ranks_imports_no_torch",
     ".venv/bin/python -m megatron_muon.checkpoint *": "checkpoint/test_files.py"
     "::test_commands_need_neither_megatron_nor_a_process_group",
 }
@@ -183,15 +185,20 @@ class _Log:
 
 
 def _plan(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the plan report."""
-    from megatron_muon.plan.__main__ import main
-
-    return _call(main, arguments)
+    """Return the plan report."""
+    return printed_plan(shlex.join(arguments))
 
 
 def _alternatives(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the comparison of designs."""
     return _call(_module("benchmarks", "design_alternatives", monkeypatch).main, arguments)
+
+
+def _expert_layouts(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the plans of layouts."""
+    module = _module("benchmarks", "expert_layouts", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["expert_layouts.py", *arguments])
+    return _call(module.main)
 
 
 def _training(folder: str, name: str) -> Callable[[Sequence[str], pytest.MonkeyPatch], str]:
@@ -227,6 +234,7 @@ def _repairs(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
 RUN: dict[str, Callable[[Sequence[str], pytest.MonkeyPatch], str]] = {
     ".venv/bin/python -m megatron_muon.plan": _plan,
     ".venv/bin/python benchmarks/design_alternatives.py": _alternatives,
+    ".venv/bin/python benchmarks/expert_layouts.py": _expert_layouts,
     ".venv/bin/python benchmarks/training_step.py": _training("benchmarks", "training_step"),
     ".venv/bin/python scripts/check_parity.py": _training("scripts", "check_parity"),
     ".venv/bin/python scripts/measure_repairs.py": _repairs,
@@ -315,7 +323,6 @@ PLAN_ROWS = PLAN_ROW.findall((ROOT / "docs" / "performance.md").read_text())
 
 
 BACKEND_ROWS = PLAN_ROW.findall((ROOT / "docs" / "newton_schulz.md").read_text())
-_POOL = ThreadPoolExecutor(2)
 
 
 def _plan_flags(flags: str) -> str:
@@ -323,30 +330,28 @@ def _plan_flags(flags: str) -> str:
     return flags.removesuffix(" --muon-fsdp-newton-schulz standard")
 
 
-@functools.cache
-def _start_report(flags: str) -> "Future[dict[str, Any]]":
-    def report() -> dict[str, Any]:
-        command = [sys.executable, "-m", "megatron_muon.plan", *flags.split(), "--json"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
-    return _POOL.submit(report)
-
-
 def _report(flags: str) -> dict[str, Any]:
-    """Return the report of a plan; the plan of the next row is made beside it, on another core."""
-    rows = [_plan_flags(row) for row, _ in (*PLAN_ROWS, *BACKEND_ROWS) if "--dp 2048" not in row]
-    for each in rows[rows.index(_plan_flags(flags)) :][:2]:
-        _start_report(each)
-    return _start_report(_plan_flags(flags)).result()
+    """Return the report of a plan."""
+    report: dict[str, Any] = json.loads(printed_plan(f"{_plan_flags(flags)} --json"))
+    return report
+
+
+def plan_of_test(params: Mapping[str, Any]) -> list[str]:
+    """Return the plan that a test asks for, given its parameters; ``conftest.py`` starts it."""
+    if "figures" in params and "--dp 2048" not in params["flags"]:
+        return [f"{_plan_flags(params['flags'])} --json"]
+    command = RUNNABLE.get(params.get("text", ""))
+    prefix = _runner(command) if command is not None else None
+    if prefix is None or RUN[prefix] is not _plan:
+        return []
+    return [shlex.join(shlex.split(params["text"])[len(prefix.split()) :])]
 
 
 @pytest.mark.parametrize(("flags", "figures"), PLAN_ROWS, ids=lambda value: value)
 def test_plans_of_performance_are_those_of_today(flags, figures):
     """Each row of the table of plans but the one of 2,048 ranks, figure by figure."""
     if "--dp 2048" in flags:
-        pytest.skip("takes seconds: test_report.py makes this plan")
+        pytest.skip("takes half a minute")
     report = _report(flags)
     staging = max(rank["staging_bytes"] for rank in report["ranks"])
     assert figures.split(" | ") == [
