@@ -335,8 +335,9 @@ def run_ranks(
     # Of the others, some raise because a connection is lost, or abort.
     if failed and max(failed.values()) < 0:
         rank, code = next(iter(failed.items()))
-        what = next((line for line in logs[rank].splitlines() if "what():" in line), "")
-        return [], f"{signal.Signals(-code).name} on rank {rank} {what}".strip()
+        # Of an exception of C++ that nobody caught.
+        what = logs[rank].partition("what():")[2].strip().partition("\n")[0]
+        return [], f"{signal.Signals(-code).name} on rank {rank}: {what or 'no message'}"
     errors = [each for each in found if "error" in each]
     if errors:
         return [], min(errors, key=lambda each: each["time"])["error"]

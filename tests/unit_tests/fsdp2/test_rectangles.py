@@ -1,0 +1,149 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Rectangles of every rank of a mesh, against torch's own offsets; splits of rows."""
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from megatron_muon.fsdp2.batches import Segment, matrices_of, segments_of
+from megatron_muon.fsdp2.rectangles import _rectangles, placement_problem
+from megatron_muon.plan.layout import RowRange
+
+
+def _mesh(shape: tuple[int, ...]) -> Any:
+    """Stand in for a mesh of ranks in reverse, as meshes may have any."""
+    ranks = torch.arange(math.prod(shape)).flip(0).view(shape)
+    return SimpleNamespace(shape=shape, mesh=ranks, ndim=len(shape), size=lambda axis: shape[axis])
+
+
+@st.composite
+def fsdp2_layouts(
+    draw: st.DrawFn,
+) -> tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...]]:
+    """Draw mesh, placements and shape as ``fully_shard`` makes them: replicas, shards, tensor."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=2, max_size=3)))
+    dims = st.integers(0, len(shape) - 1)
+    sizes: list[int] = []
+    placements: list[Placement] = []
+    if draw(st.booleans()):
+        sizes.append(draw(st.integers(1, 3)))
+        placements.append(Replicate())
+    tensor = draw(st.sampled_from(["none", "replicated", "sharded"]))
+    tensor_size = draw(st.integers(1, 4))
+    tensor_dim = draw(dims)
+    dim = draw(dims)
+    sizes.append(draw(st.integers(1, 5)))
+    # FSDP2 shards what tensor parallelism has sharded before, from an axis further left.
+    is_strided = tensor == "sharded" and tensor_dim == dim
+    placements.append(_StridedShard(dim, split_factor=tensor_size) if is_strided else Shard(dim))
+    if tensor != "none":
+        sizes.append(tensor_size)
+        placements.append(Shard(tensor_dim) if tensor == "sharded" else Replicate())
+    return tuple(sizes), tuple(placements), shape
+
+
+@given(fsdp2_layouts())
+def test_rectangles_are_those_of_torch(layout):
+    """On every rank of the mesh, not on this one alone."""
+    mesh_shape, placements, shape = layout
+    mesh = _mesh(mesh_shape)
+    assert placement_problem(mesh, placements) is None
+    found = _rectangles.__wrapped__(mesh, placements, shape)
+    assert sorted(found.boxes) == list(range(math.prod(mesh_shape)))
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        size, offset = _compute_local_shape_and_global_offset(
+            shape, mesh_shape, list(coordinate), placements
+        )
+        box = found.boxes[int(mesh.mesh[coordinate])]
+        assert tuple(stop - start for start, stop in box) == tuple(size)
+        if 0 not in size:
+            assert tuple(start for start, _ in box) == tuple(offset)
+
+
+@given(fsdp2_layouts(), st.data())
+def test_matrices_tile_a_parameter_and_rows_are_where_they_are_said_to_be(layout, data):
+    """Reassembled from the views of all ranks, blocks are those of the whole parameter."""
+    mesh_shape, placements, shape = layout
+    found = _rectangles.__wrapped__(_mesh(mesh_shape), placements, shape)
+    whole = torch.arange(math.prod(shape)).view(shape)
+    num_blocks = 1
+    if len(shape) == 2:
+        divisors = [n for n in range(1, shape[0] + 1) if shape[0] % n == 0]
+        num_blocks = data.draw(st.sampled_from(divisors))
+    domain = tuple(sorted(found.boxes))
+    param = torch.empty(shape)
+    of_ranks = [
+        list(matrices_of("w", param, found.boxes, domain, num_blocks if num_blocks > 1 else None,
+                         False, rank))
+        for rank in domain
+    ]  # fmt: skip
+    expected = list(whole) if len(shape) == 3 else list(whole.split(shape[0] // num_blocks))
+    assert len(of_ranks[0]) == len(expected)
+    for index, block in enumerate(expected):
+        matrix = of_ranks[0][index][0]
+        assert all(each[index][0] == matrix for each in of_ranks)
+        built = torch.full_like(block, -1)
+        for region in matrix.regions:
+            for rank in region.holders:
+                box = found.boxes[rank]
+                local = whole[tuple(slice(*each) for each in box)]
+                rows = of_ranks[rank][index][1].of(local)
+                part = rows[region.local_row : region.local_row + region.num_rows]
+                built[
+                    region.row : region.row + region.num_rows,
+                    region.col : region.col + region.num_cols,
+                ] = part
+        assert torch.equal(built, block)
+
+
+@pytest.mark.parametrize(
+    ("placements", "said"),
+    [
+        ((Partial(), Shard(0)), "expected a reduced tensor"),
+        ((_StridedShard(0, split_factor=3), Shard(0)), "of split factor 2, got"),
+        ((_StridedShard(0, split_factor=2), Shard(1)), "of split factor 1, got"),
+        (
+            (_StridedShard(0, split_factor=1), _StridedShard(0, split_factor=1)),
+            "expected a strided shard as fully_shard makes it",
+        ),
+    ],
+)
+def test_placements_of_others_are_refused(placements, said):
+    """Read as FSDP2's they would give other rows."""
+    assert said in placement_problem(_mesh((2, 2)), placements)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "split_sizes", "expected"),
+    [
+        (6, None, [((0, 6), None)]),
+        (6, 1, [((0, 6), None)]),
+        (6, 3, [((0, 2), None), ((2, 4), None), ((4, 6), None)]),
+        (6, (2,), [((0, 2), None), ((2, 4), None), ((4, 6), None)]),
+        (6, (6,), [((0, 6), None)]),
+        (6, (1, 3, 2), [((0, 1), None), ((1, 4), None), ((4, 6), None)]),
+        (12, (4, 1, 1), [((0, 12), (4, 1, 1))]),
+    ],
+)
+def test_blocks_that_repeat_stay_together(num_rows, split_sizes, expected):
+    """Others become matrices with owners of their own."""
+    assert segments_of(num_rows, split_sizes) == [
+        Segment(RowRange(*rows), blocks) for rows, blocks in expected
+    ]
+
+
+@pytest.mark.parametrize("split_sizes", [0, -1, 4, (), (0, 6), (4, 3), (-1, 7)])
+def test_blocks_that_do_not_divide_are_refused(split_sizes):
+    """They would leave rows out."""
+    with pytest.raises(ValueError, match="split_sizes: expected"):
+        segments_of(6, split_sizes)
