@@ -64,11 +64,18 @@ def segments_of(num_rows: int, split_sizes: SplitSizes) -> list[Segment]:
             for one block.
 
     Raises:
-        ValueError: They do not divide the rows.
+        ValueError: They are no integers, or do not divide the rows.
     """
     whole = RowRange(0, num_rows)
     if split_sizes is None:
         return [Segment(whole, None)]
+    sizes = split_sizes if isinstance(split_sizes, tuple) else (split_sizes,)
+    # Not isinstance: True would be one block, and rows of numpy's integers make floats later.
+    if any(type(size) is not int for size in sizes):
+        raise ValueError(
+            f"split_sizes: expected an int or a tuple of them, got {split_sizes!r}. Convert them "
+            "with int()"
+        )
     if isinstance(split_sizes, int):
         if split_sizes < 1 or num_rows % split_sizes:
             raise ValueError(

@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_muon.fsdp2.batches import MatrixRows
 from megatron_muon.fsdp2.gradients import parameters_without_gradient
 from megatron_muon.fsdp2.kinds import FSDP2Kind, NamedParameter, find_kinds
-from megatron_muon.fsdp2.problems import parameter_problem, subclass_problems
+from megatron_muon.fsdp2.problems import Settings, parameter_problem, subclass_problems
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
@@ -66,10 +66,9 @@ class Muon(WholeMatrixMuon):
         group: Ranks that step together; None for all ranks of the job.
 
     Raises:
-        ValueError: ``use_syrk``, or ``exchange.mode`` ``all_gather``; bf16 on the wire with
-            Newton-Schulz in fp32.
         RuntimeError: On all ranks, naming ranks and parameters, when one cannot be stepped (see
-            docs/fsdp2.md), or when ranks have different settings, parameters or plans.
+            docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters or
+            plans.
 
     Communication: at construction see :func:`~megatron_muon.fsdp2.kinds.find_kinds` and
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: see
@@ -105,11 +104,6 @@ class Muon(WholeMatrixMuon):
         exchange: ExchangeSettings | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if use_syrk:
-            raise ValueError(
-                "use_syrk: expected False, got True. Pass "
-                'exchange=ExchangeSettings(newton_schulz="symmetric") for such kernels.'
-            )
         # torch refuses an empty list, which a pipeline stage may have.
         given = list(params)
         super().__init__(
@@ -126,13 +120,17 @@ class Muon(WholeMatrixMuon):
             extra_scale_factor=extra_scale_factor,
         )
         self.exchange = exchange or ExchangeSettings()
-        if self.exchange.mode != "owner":
-            raise ValueError(
-                f"exchange.mode: expected owner, got {self.exchange.mode}, which is Megatron's. "
-                "Leave it out."
-            )
         self._group = group
         self._device = self._find_device()
+
+        problems = Settings(
+            weight_decay_method,
+            fp32_matmul_prec,
+            coefficient_type,
+            scale_mode,
+            use_syrk,
+            self.exchange,
+        ).problems()
 
         def scale(rows: int, cols: int) -> tuple[float, float]:
             """Return the two factors, which emerging-optimizers multiplies with in turn."""
@@ -143,6 +141,7 @@ class Muon(WholeMatrixMuon):
                 num_ns_steps, coefficient_type, fp32_matmul_prec == "medium", scale
             ),
             f"scale {scale_mode} {extra_scale_factor}, {nesterov=}, {weight_decay_method=}",
+            problems,
         )
         # For all parameters from the start: checkpoints need no step to make state, and no rank
         # lacks any.
@@ -150,10 +149,18 @@ class Muon(WholeMatrixMuon):
             self._init_group(param_group, skip_non_grad_params=False)
         self._is_built = True
 
-    def _plan(self, newton_schulz: NewtonSchulzSettings, other_settings: str) -> None:
-        """Check parameters on all ranks, and plan their exchange."""
+    def _plan(
+        self, newton_schulz: NewtonSchulzSettings, other_settings: str, problems: list[str]
+    ) -> None:
+        """Check parameters on all ranks, and plan their exchange.
+
+        Args:
+            newton_schulz: Settings of Newton-Schulz.
+            other_settings: What else must be equal on all ranks, as text.
+            problems: What has been found on this rank.
+        """
         parameters = list(self._parameters())
-        problems = subclass_problems(self)
+        problems = problems + subclass_problems(self)
         for parameter in parameters:
             problem = parameter_problem(parameter, self._device)
             if problem is not None:

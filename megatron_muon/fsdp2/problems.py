@@ -2,19 +2,81 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Muon cannot step, and what to do about it: checked at construction, on all ranks."""
 
+from dataclasses import dataclass
+from typing import get_args
+
 import torch
 import torch.distributed as dist
+from emerging_optimizers.mixin import WeightDecayT
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+from emerging_optimizers.orthogonalized_optimizers.muon import MuonScaleT
+from emerging_optimizers.orthogonalized_optimizers.muon_utils import NSCoeffT
+from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.batches import segments_of
 from megatron_muon.fsdp2.kinds import NamedParameter
 from megatron_muon.fsdp2.rectangles import has_recorded_chunks, own_box, rectangles_of
+from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
 # Of emerging-optimizers: they see whole matrices there, and would see shards here.
 _HOOKS = ("orthogonalize", "pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of the optimizer that choose among a few.
+
+    Args:
+        weight_decay_method: As its argument.
+        fp32_matmul_prec: As its argument.
+        coefficient_type: As its argument.
+        scale_mode: As its argument.
+        use_syrk: As its argument.
+        exchange: As its argument.
+    """
+
+    weight_decay_method: str
+    fp32_matmul_prec: str
+    coefficient_type: str
+    scale_mode: str
+    use_syrk: bool
+    exchange: ExchangeSettings
+
+    def problems(self) -> list[str]:
+        """List what cannot work, a sentence each.
+
+        Emerging-optimizers finds unknown names in a step, when weights are decayed and other ranks
+        wait.
+        """
+        found = [
+            f"{name}: expected one of {sorted(choices)}, got {getattr(self, name)!r}. Choose one"
+            for name, choices in (
+                ("weight_decay_method", get_args(WeightDecayT)),
+                ("fp32_matmul_prec", get_args(FP32MatmulPrecT)),
+                # There is no way to pass custom ones.
+                ("coefficient_type", {*get_args(NSCoeffT)} - {"custom"}),
+                ("scale_mode", get_args(MuonScaleT)),
+            )
+            if getattr(self, name) not in choices
+        ]
+        if self.use_syrk:
+            found.append(
+                "use_syrk: expected False, got True. Pass "
+                'exchange=ExchangeSettings(newton_schulz="symmetric") for such kernels'
+            )
+        if self.exchange.mode != "owner":
+            found.append(
+                f"exchange.mode: expected owner, got {self.exchange.mode}, which is Megatron's. "
+                "Leave it out"
+            )
+        try:
+            self.exchange.wire_for(self.fp32_matmul_prec == "medium")
+        except ValueError as error:
+            found.append(str(error).removesuffix("."))
+        return found
 
 
 def subclass_problems(optimizer: WholeMatrixMuon) -> list[str]:
@@ -34,6 +96,11 @@ def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | 
         parameter: What the user gave.
         device: Of the other parameters.
     """
+    if type(parameter.is_transposed) is not bool:
+        return (
+            f"{parameter.name}: transposed: expected True or False, got "
+            f"{parameter.is_transposed!r}. Set it in the group"
+        )
     problem = _tensor_problem(parameter, device) or _layout_problem(parameter.param)
     if problem is None:
         try:

@@ -157,6 +157,37 @@ def _step_all(cases: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
+def _domains() -> list[list[Any]]:
+    """Return for each experts' layout how many ranks exchange matrices, and how many they hold."""
+    import torch.distributed as dist
+
+    from megatron_muon.fsdp2 import Muon
+
+    dist.init_process_group("gloo")
+    found = []
+    for each in fsdp2_models.expert_parallel():
+        muon = Muon([{"params": [each.param], **each.keys}])
+        (kind,) = [kind.kind for kind in muon._kinds]
+        mesh = each.param.device_mesh
+        groups = [None, dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
+        is_known = any(kind.domain.group is group for group in groups)
+        found.append([len(kind.domain.ranks), len(kind.matrices), is_known])
+    return found
+
+
+def test_axes_that_deal_out_whole_matrices_need_no_exchange():
+    """Plans stay small where experts are many, and no group is made that is there already."""
+    expected = [
+        [1, 2, True],  # two of eight experts on each rank
+        [2, 3, True],  # three of six on two ranks
+        [2, 2, True],  # two of four, whose rows two ranks share
+        [2, 1, True],  # one of two on two ranks
+        [4, 4, True],  # fused weights are no batch
+        [4, 2, True],
+    ]
+    assert run_ranks(4, _domains).check().results == [expected] * 4
+
+
 @functools.cache
 def differences(world_size: int) -> list[dict[str, list[str]]]:
     """Return what differs, by rank and case."""
