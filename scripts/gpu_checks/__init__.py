@@ -25,7 +25,7 @@ newton_schulz_speed     7: TFLOP/s by shape and batch
 newton_schulz_backends  3, 7: each way to compute it against float64, and its time
 launches                7: kernels and host time of a matrix
 memory                  8: staging memory; out of memory on one rank
-scripts                 9: a training script on megatron-core alone
+scripts                 9: training scripts on megatron-core alone, and on plain FSDP2
 scalar_optimizers       9: Adam and Lion beside Muon
 pretraining             10: runs through the launcher
 nccl                    10: NCCL with one rank

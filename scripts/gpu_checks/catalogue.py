@@ -134,6 +134,13 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "9",
+        "fsdp2",
+        "scripts/train_fsdp2.py learns",
+        "gpu_checks.scripts:check_fsdp2",
+        90,
+    ),
+    Check(
+        "9",
         "scalar-optimizers",
         "Adam and Lion beside Muon step Megatron-FSDP's shards by their formulas",
         "gpu_checks.scalar_optimizers:check",

@@ -2,14 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the same short runs with whatever megatron is first on the path.
 
-A process of its own, since a process imports one megatron. Prints a JSON object: unrounded losses
-and gradient norms by name of the run, and what rank 0 logged of the patches.
+Called as a script, in a process of its own, since a process imports one megatron: prints what
+:func:`train_all` returns as JSON.
 """
 
 import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from helpers.fused_linear import fuse_linears_of_each_model
 from helpers.ranks import launch
@@ -25,8 +26,13 @@ RUNS = {
 }
 
 
-def main() -> None:
-    """Train each run, and one that is saved and resumed."""
+def train_all() -> dict[str, Any]:
+    """Train each run, and one that is saved and resumed.
+
+    Returns:
+        Unrounded losses and gradient norms by name of the run, what rank 0 logged of the patches,
+        and the number of files that were saved.
+    """
     history, outputs = {}, []
     for name, (world_size, flags) in RUNS.items():
         run = launch(world_size, fsdp_toy_gpt("optim_grads_params", *FEW, *flags)).check()
@@ -42,9 +48,8 @@ def main() -> None:
             history[name] = launch(2, flags).check().history
         files = sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*"))
     patches = [line for line in outputs[0].splitlines() if "--list-patches" in line]
-    result = {"history": history, "patches": patches, "num_files": len(files)}
-    json.dump(result, sys.stdout)
+    return {"history": history, "patches": patches, "num_files": len(files)}
 
 
 if __name__ == "__main__":
-    main()
+    json.dump(train_all(), sys.stdout)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import megatron.core
 import pytest
+from helpers import forked_losses
 from helpers.ranks import ROOT, UNIT_TESTS
 
 from megatron_muon.mcore import enable as enabling
@@ -192,8 +193,8 @@ def test_half_patched_source_is_an_error_that_names_both_halves(monkeypatch):
     assert not enabling.is_enabled()
 
 
-def train_with(*path):
-    folders = [*map(str, path), str(ROOT), str(ROOT / "scripts"), str(UNIT_TESTS)]
+def train_with(path):
+    folders = [str(path), str(ROOT), str(ROOT / "scripts"), str(UNIT_TESTS)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(
         [sys.executable, "-m", "helpers.forked_losses"],
@@ -206,11 +207,12 @@ def train_with(*path):
     return json.loads(done.stdout)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_patched_tree_trains_like_the_patched_process(tree):
     """The same runs, bit for bit; enable() finds the changes in the source and applies nothing."""
     assert apply_patches(tree).returncode == 0
-    in_tree, at_run_time = train_with(tree), train_with()
+    in_tree, at_run_time = train_with(tree), forked_losses.train_all()
     assert in_tree["history"] == at_run_time["history"]
     assert in_tree["num_files"] == at_run_time["num_files"]
     assert len(in_tree["history"]["resumed"]) == 2
