@@ -118,8 +118,10 @@ def matrices_of(
     """
     rows, cols = param.shape[-2:]
     own = boxes[rank]
+    # A batch has no splits, so that each of its matrices is one segment.
     segments = segments_of(rows, split_sizes)
     for index in range(param.shape[0]) if param.ndim == 3 else (None,):
+        # The last two dimensions: where a rank's rows and columns of this matrix lie.
         held = {
             each: box[-2:]
             for each in domain
@@ -156,6 +158,7 @@ def _own_rows(
 ) -> MatrixRows | None:
     """Return this rank's rows of a segment, or None where it holds none of it."""
     (first, last), (left, right) = own[-2:]
+    # A segment may begin or end inside of a shard, or miss it.
     start, stop = max(rows.start, first), min(rows.stop, last)
     if start >= stop or left == right:
         return None
@@ -176,6 +179,8 @@ def _tiling(
         held: Rows and columns that each rank holds, by rank.
     """
     top, bottom = segment.rows
+    # Ranks with equal boxes are replicas, whichever axes of the mesh make them so: hybrid sharding,
+    # tensor parallelism that replicates, axes of one rank.
     holders: dict[Box, list[int]] = defaultdict(list)
     for rank, box in held:
         holders[box].append(rank)
@@ -183,6 +188,7 @@ def _tiling(
     regions: list[Region] = []
     for block, runs in enumerate(block_rows(bottom - top, segment.blocks)):
         row = 0
+        # Rows of a block follow one another, though in the parameter other blocks lie between them.
         for run in runs:
             for ((first, last), (left, right)), ranks in sorted(holders.items()):
                 # Rows of the segment that these ranks hold.

@@ -45,6 +45,7 @@ def parameters_without_gradient(
             grads[each.name] = local_tensor(each.param.grad)
     not_finite = find_not_finite(grads, device)
     num_missing = sum(_is_missing(each) for each in parameters)
+    # One tensor for both: an all-reduce costs its latency, and the host waits once.
     flags = torch.tensor([len(problems), num_missing], dtype=torch.int32, device=device)
     flags[0] += not_finite.number
     if dist.is_initialized():
@@ -56,6 +57,7 @@ def parameters_without_gradient(
         raise_where_any_rank_fails(problems, group, device, _ADVICE)
     if not num_missing:
         return set()
+    # All ranks come here together, since they have seen the same sum: those that lack nothing too.
     without: set[torch.Tensor] = set()
     for kind in kinds:
         names = _missing_on_some(kind, without, device)
@@ -75,6 +77,8 @@ def _missing_on_some(
 
     Ranks that hold nothing of a parameter have no say.
     """
+    # Counted over the domain, not the mesh: ranks of other domains hold other matrices of a batch,
+    # which may be without gradients of their own.
     holds = [bool(_num_local(each.param)) for each in kind.parameters]
     missing = [_is_missing(each) for each in kind.parameters]
     counts = torch.tensor([missing, holds], dtype=torch.int32, device=device)
@@ -110,6 +114,7 @@ def _problems(parameter: NamedParameter) -> list[str]:
 
 def _is_alike(param: torch.Tensor, grad: torch.Tensor) -> bool:
     own, other = local_tensor(param), local_tensor(grad)
+    # Attributes, not texts: it runs for each parameter in each step.
     return (
         (own.dtype, own.shape, own.device, own.layout)
         == (other.dtype, other.shape, other.device, other.layout)

@@ -113,9 +113,13 @@ def find_kinds(parameters: Sequence[NamedParameter], device: torch.device) -> li
     groups = _groups(by_key, _known_groups(parameters))
     nodes = ranks_per_node([each.num_ranks_on_node for each in facts])
     kinds, problems = [], []
+    # Sorted by what all ranks of a domain know: the collectives of kinds come in one order on every
+    # two ranks that share several.
     for key in sorted(by_key):
         try:
             kinds.append(_kind(key, by_key[key], groups, nodes))
+        # Ranks with meshes of other shapes over the same ranks have no group for it (KeyError), or
+        # rectangles that tile nothing (ValueError). Raised here, other ranks would wait.
         except (KeyError, ValueError) as error:
             problems.append(
                 f"{by_key[key][0][0].name}: expected the ranks of its mesh to have the same "
@@ -132,6 +136,7 @@ def _gather_facts(parameters: Sequence[NamedParameter], keys: Sequence[_Key]) ->
         param = parameter.param
         if isinstance(param, DTensor) and has_recorded_chunks(param):
             box = own_box(param)
+            # An empty box lies nowhere; zeros have the length of any other.
             recorded[_recorded_key(number, param)] = box or ((0, 0),) * param.ndim
     mine = _Facts(num_ranks_on_node(), tuple({_checksum(key) for key in keys}), recorded)
     if not dist.is_initialized():
@@ -196,11 +201,14 @@ def _domain(param: torch.Tensor) -> tuple[int, ...]:
     if not isinstance(param, DTensor):
         return (own_rank(),)
     mesh = param.device_mesh
+    # Of a mesh of thousands of ranks only the slice through this rank is looked at.
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # a rank outside of the mesh has no such parameter
     index: list[slice | int] = [slice(None)] * mesh.ndim
     num_matrices = param.shape[0]
     for axis in cutting_axes(param.placements, 0) if param.ndim == 3 else ():
+        # Uneven, one rank would have a matrix more than another; sharing them evens that out. What
+        # the axes behind it cut is uneven too.
         if num_matrices % mesh.size(axis):
             break
         num_matrices //= mesh.size(axis)
@@ -230,6 +238,8 @@ def _groups(
     keys: Mapping[_Key, object], known: Mapping[tuple[int, ...], dist.ProcessGroup]
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Make the groups that are missing, of all kinds at once: ranks have different numbers."""
+    # new_groups() is a collective of the job: called once for each kind it would hang where ranks
+    # have different numbers of kinds.
     wanted = {key.ranks for key in keys} | {_own_replicas(key) for key in keys}
     missing = {ranks for ranks in wanted if len(ranks) > 1 and ranks not in known}
     return {**known, **new_groups(missing)}
@@ -258,6 +268,7 @@ def _kind(
             parameter.is_transposed,
             own_rank(),
         ):
+            # By position in the list that all ranks of the domain build alike.
             if rows is not None:
                 handles[len(matrices)] = rows
             matrices.append(matrix)

@@ -123,6 +123,7 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
             f"split_sizes: expected none for a batch of matrices, got {parameter.split_sizes}. "
             "Leave the matrices whole, or keep the parts as parameters of their own"
         )
+    # It would step a gathered copy that FSDP2 frees, and the model would learn nothing.
     if not isinstance(param, DTensor) and dist.is_initialized() and dist.get_world_size() > 1:
         return (
             f"expected a DTensor in a job of {dist.get_world_size()} ranks, got a plain tensor. "
@@ -130,6 +131,7 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
             "backward pass, as modules hold gathered copies in between; under DDP use "
             "torch.optim.Muon"
         )
+    # Updates of Muon are small beside weights: bfloat16 weights would round most of them away.
     if param.dtype != torch.float32:
         return (
             f"expected float32, got {param.dtype}. Keep parameters in float32 and compute in "
@@ -151,6 +153,8 @@ def _layout_problem(param: torch.Tensor) -> str | None:
         found = rectangles_of(param)
     except ValueError as error:
         return str(error)
+    # Recorded chunks follow no rule to compare with; that they tile the parameter is checked once
+    # those of all ranks are known.
     if not isinstance(param, DTensor) or has_recorded_chunks(param):
         return None
     box = found.boxes.get(own_rank())

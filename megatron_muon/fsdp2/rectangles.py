@@ -74,6 +74,7 @@ def rectangles_of(param: torch.Tensor) -> Rectangles:
         ValueError: FSDP2 does not make such placements.
     """
     if not isinstance(param, DTensor):
+        # parameter_problem() has refused it in a job of several ranks.
         rank = own_rank()
         return Rectangles({rank: tuple((0, size) for size in param.shape)}, {rank: (rank,)})
     problem = placement_problem(param.device_mesh, param.placements)
@@ -100,6 +101,7 @@ def _rectangles(
 ) -> Rectangles:
     axes = [cutting_axes(placements, dim) for dim in range(len(shape))]
     boxes: dict[int, Box] = {}
+    # By coordinate on the axes that are not replicated. Not by box: all empty shards have one.
     alike: dict[tuple[int, ...], list[int]] = {}
     for coordinate in itertools.product(*map(range, mesh.shape)):
         rank = int(mesh.mesh[coordinate])

@@ -158,12 +158,15 @@ def _step_all(cases: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _domains() -> list[list[Any]]:
-    """Return for each experts' layout how many ranks exchange matrices, and how many they hold."""
+    """Return for each experts' layout how many ranks exchange how many matrices."""
+    import os
+
     import torch.distributed as dist
 
     from megatron_muon.fsdp2 import Muon
 
     dist.init_process_group("gloo")
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
     found = []
     for each in fsdp2_models.expert_parallel():
         muon = Muon([{"params": [each.param], **each.keys}])
@@ -171,6 +174,8 @@ def _domains() -> list[list[Any]]:
         mesh = each.param.device_mesh
         groups = [None, dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
         is_known = any(kind.domain.group is group for group in groups)
+        (plan,) = muon.compute.plans
+        assert plan.cost.ranks_per_node == 2
         found.append([len(kind.domain.ranks), len(kind.matrices), is_known])
     return found
 

@@ -217,6 +217,33 @@ def test_parameter_that_nobody_has_a_gradient_of_stays():
     assert run_ranks(2, _step_without_gradients).check().results == [[True] * 4] * 2
 
 
+def _step_in_other_order() -> bool:
+    """Step two kinds of parameters, which the ranks list in opposite orders."""
+    import torch.distributed as dist
+    from helpers.fsdp2_models import drawn, shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    flat = init_device_mesh("cpu", (2,))
+    results = []
+    for is_turned in (False, dist.get_rank() == 1):
+        kinds = [shard((6, 5), 0, flat), shard((4, 6), 1, mesh)]
+        named = [(f"w{i}", each.param) for i, each in enumerate(kinds)]
+        muon = Muon(named[::-1] if is_turned else named)
+        for i, each in enumerate(kinds):
+            each.param.grad = each.like_param(each.own(drawn(each.whole.shape, 10 + i)))
+        muon.step()
+        results.append([each.param.to_local() for each in kinds])
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.ranks
+def test_ranks_may_list_kinds_of_parameters_in_any_order():
+    """Collectives of kinds would meet those of others; they are run in an order of their own."""
+    assert run_ranks(2, _step_in_other_order, timeout_s=60.0).check().results == [True] * 2
+
+
 def _operations(num_experts: list[int]) -> list[list[int]]:
     """Count what a step sends to the dispatcher, and its matrix products, by number of experts."""
     import sys
