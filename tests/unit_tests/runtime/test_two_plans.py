@@ -85,6 +85,7 @@ def _two_kinds(num_experts: list[int], num_dense: int, num_buckets: int) -> dict
     return {
         "wrong": wrong,
         "buckets": [len(plan.buckets) for plan in compute.plans],
+        "loads_s": [plan.assignment.load_s[rank] for plan in compute.plans],
         "rounds": [
             [action.plan, action.number]
             for action in compute._engine._schedule.actions
@@ -102,6 +103,10 @@ def test_ranks_with_other_experts_share_the_schedule_of_dense_matrices(num_bucke
     found = run_ranks(4, _two_kinds, [3, 14], 6, num_buckets, timeout_s=120.0).check().results
     assert [each["wrong"] for each in found] == [[]] * 4
     assert found[0]["buckets"][1] == found[3]["buckets"][1]
+    # Dense matrices are planned on top of the experts, to the nanosecond that is sent.
+    for each in found:
+        experts_s, all_s = each["loads_s"]
+        assert 0 < experts_s <= all_s + 1e-9
     if num_buckets == 16:
         assert found[0]["buckets"][0] != found[3]["buckets"][0]
         assert found[0]["rounds"] != found[3]["rounds"]
