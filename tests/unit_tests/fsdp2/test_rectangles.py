@@ -52,19 +52,54 @@ def fsdp2_layouts(
     return tuple(sizes), tuple(placements), shape
 
 
+def _shard_of(
+    whole: torch.Tensor, coordinate: tuple[int, ...], layout: tuple[Any, ...]
+) -> torch.Tensor:
+    """Cut out what a rank holds as FSDP2 does: tensor-parallel blocks first, then their shards."""
+    mesh_shape, placements, _ = layout
+    local = whole
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if not placement.is_replicate():
+            chunks = local.chunk(mesh_shape[axis], dim=placement.dim)
+            nothing = local.narrow(placement.dim, 0, 0)
+            chunks = [*chunks, *[nothing] * (mesh_shape[axis] - len(chunks))]
+            local = chunks[coordinate[axis]]
+    return local
+
+
 @given(fsdp2_layouts())
-def test_rectangles_are_those_of_torch(layout):
-    """On every rank of the mesh, not on this one alone."""
+def test_rectangles_are_what_fsdp2_cuts(layout):
+    """On every rank of the mesh, not on this one alone; empty shards included."""
     mesh_shape, placements, shape = layout
     mesh = _mesh(mesh_shape)
     assert placement_problem(mesh, placements) is None
     found = _rectangles.__wrapped__(mesh, placements, shape)
     assert sorted(found.boxes) == list(range(math.prod(mesh_shape)))
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        box = found.boxes[int(mesh.mesh[coordinate])]
+        shard = _shard_of(whole, coordinate, layout)
+        assert torch.equal(whole[tuple(slice(*each) for each in box)], shard)
+
+
+@given(fsdp2_layouts())
+def test_offsets_of_torch_are_those_but_for_uneven_strided_shards(layout):
+    """Checkpoints are written by them. Of 7 rows over 2 x 3 ranks torch 2.11 gets two wrong.
+
+    ``full_tensor()`` has them right. Such parameters are refused: ``test_refusals.py``.
+    """
+    mesh_shape, placements, shape = layout
+    is_strided = any(isinstance(each, _StridedShard) for each in placements)
+    if is_strided and any(size % mesh_shape[-1] for size in shape):
+        return
+    mesh = _mesh(mesh_shape)
+    boxes = _rectangles.__wrapped__(mesh, placements, shape).boxes
     for coordinate in itertools.product(*map(range, mesh_shape)):
         size, offset = _compute_local_shape_and_global_offset(
             shape, mesh_shape, list(coordinate), placements
         )
-        box = found.boxes[int(mesh.mesh[coordinate])]
+        box = boxes[int(mesh.mesh[coordinate])]
         assert tuple(stop - start for start, stop in box) == tuple(size)
         if 0 not in size:
             assert tuple(start for start, _ in box) == tuple(offset)
