@@ -277,7 +277,7 @@ def measure(computes: Sequence[OwnerCompute], variant: Variant, num_steps: int) 
         return stack.clone()
 
     plans = [plan for compute in computes for plan in compute._engine._plans]
-    parameters = [param for plan in plans for param in plan._rows._parameters.values()]
+    parameters = [param for plan in plans for param in plan._rows._handles.values()]
     rows = {param: torch.ones_like(param) for param in parameters}
     found = []
     with (

@@ -81,6 +81,8 @@ COVERED = {
     "::test_newton_schulz_error_ranks_the_forms",
     ".venv/bin/python benchmarks/backends_train.py *": "repository/test_benchmarks.py"
     "::test_backends_train_compares_the_gram_form_with_two_seeds",
+    ".venv/bin/python benchmarks/fsdp2_step.py *": "repository/test_benchmarks.py"
+    "::test_fsdp2_step_counts_bytes_and_says_who_fails",
     ".venv/bin/python benchmarks/step_estimate.py*": "repository/test_benchmarks.py"
     "::test_step_estimate_holds_predictions_against_ranks",
     ".venv/bin/python benchmarks/planning.py*": "repository/test_benchmarks.py"

@@ -75,10 +75,17 @@ def test_lock_agrees_with_pyproject(extra: str | None) -> None:
 
 
 def test_pyproject_accepts_what_enable_accepts() -> None:
-    """What pip installs beside the package is what ``enable()`` takes, and the lock was tested."""
-    listed = {r.name: r.specifier for r in map(Requirement, PROJECT["dependencies"])}
+    """What pip installs with the extra is what ``enable()`` takes, and the lock was tested."""
+    required = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["megatron"]]
+    listed = {r.name: r.specifier for r in map(Requirement, required)}
     assert {name: listed[name] for name in ACCEPTED_VERSIONS} == ACCEPTED_VERSIONS
     assert is_tested({name: locked_versions()[name] for name in ACCEPTED_VERSIONS})
+
+
+def test_plain_fsdp2_installs_no_megatron() -> None:
+    """Nor what megatron alone imports."""
+    names = {Requirement(each).name for each in PROJECT["dependencies"]}
+    assert names == {"emerging-optimizers", "torch", "packaging", "numpy"}
 
 
 def test_transformer_engine_extra_asks_for_both_parts() -> None:
