@@ -118,21 +118,23 @@ def matrices_of(
     """
     rows, cols = param.shape[-2:]
     own = boxes[rank]
-    # A batch has no splits, so that each of its matrices is one segment.
     segments = segments_of(rows, split_sizes)
-    for index in range(param.shape[0]) if param.ndim == 3 else (None,):
-        # The last two dimensions: where a rank's rows and columns of this matrix lie.
-        held = {
-            each: box[-2:]
-            for each in domain
-            for box in (boxes[each],)
-            if index is None or box[0][0] <= index < box[0][1]
-        }
-        # Matrices that only ranks of other domains hold are theirs.
-        if not held:
-            continue
-        for segment in segments:
-            blocks, regions = _tiling(cols, segment, tuple(sorted(held.items())))
+    # By the matrices of the batch that they hold: where rows and columns of ranks lie, the last two
+    # dimensions. Matrices that the same ranks hold share one tiling, worked out once.
+    held: dict[tuple[int, int], list[tuple[int, Box]]] = defaultdict(list)
+    for each in domain:
+        of_batch = boxes[each][0] if param.ndim == 3 else (0, 1)
+        held[of_batch].append((each, boxes[each][-2:]))
+    tilings = {
+        of_batch: [_tiling(cols, segment, tuple(ranks)) for segment in segments]
+        for of_batch, ranks in held.items()
+    }
+    # In the order of the batch. Matrices that only ranks of other domains hold are theirs.
+    found = sorted((number, held_by) for held_by in held for number in range(*held_by))
+    for number, held_by in found:
+        index = number if param.ndim == 3 else None
+        holds = any(each == rank for each, _ in held[held_by])
+        for segment, (blocks, regions) in zip(segments, tilings[held_by], strict=True):
             yield (
                 MatrixLayout(
                     _name(name, index, segment, len(segments)),
@@ -141,7 +143,7 @@ def matrices_of(
                     domain,
                     is_transposed=is_transposed,
                 ),
-                _own_rows(param, own, index, segment.rows) if rank in held else None,
+                _own_rows(param, own, index, segment.rows) if holds else None,
             )
 
 
@@ -167,7 +169,7 @@ def _own_rows(
 
 
 # Equal layers share regions, and what the planner works out from them.
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def _tiling(
     num_cols: int, segment: Segment, held: tuple[tuple[int, Box], ...]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Region, ...]]:

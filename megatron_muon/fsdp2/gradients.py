@@ -36,13 +36,13 @@ def parameters_without_gradient(
     """
     parameters = [each for kind in kinds for each in kind.parameters]
     problems: list[str] = []
-    grads: dict[str, torch.Tensor] = {}
+    grads: list[tuple[str, torch.Tensor]] = []
     for each in parameters:
         found = _problems(each)
         problems += found
         # One with a problem is left out: a sparse gradient has no norm of this kind.
         if each.param.grad is not None and not found and _num_local(each.param):
-            grads[each.name] = local_tensor(each.param.grad)
+            grads.append((each.name, local_tensor(each.param.grad)))
     not_finite = find_not_finite(grads, device)
     num_missing = sum(_is_missing(each) for each in parameters)
     # One tensor for both: an all-reduce costs its latency, and the host waits once.
@@ -108,7 +108,8 @@ def _problems(parameter: NamedParameter) -> list[str]:
         return []
     return [
         f"{parameter.name}: expected a gradient like the parameter, {_description(param)}, got "
-        f"{_description(grad)}. Let backward() make it"
+        f"{_description(grad)}. Reduce a partial one: grad.redistribute(placements="
+        "param.placements)"
     ]
 
 
@@ -118,7 +119,7 @@ def _is_alike(param: torch.Tensor, grad: torch.Tensor) -> bool:
     return (
         (own.dtype, own.shape, own.device, own.layout)
         == (other.dtype, other.shape, other.device, other.layout)
-        and type(grad) is type(param.data)
+        and isinstance(grad, DTensor) == isinstance(param, DTensor)
         and getattr(grad, "placements", None) == getattr(param, "placements", None)
     )
 

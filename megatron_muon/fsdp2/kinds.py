@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that share a plan: those of one domain that are replicated alike."""
 
+import functools
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.fsdp2.batches import MatrixRows, SplitSizes, matrices_of
 from megatron_muon.fsdp2.rectangles import (
@@ -19,6 +21,7 @@ from megatron_muon.fsdp2.rectangles import (
     cutting_axes,
     has_recorded_chunks,
     own_box,
+    rectangles,
     rectangles_of,
 )
 from megatron_muon.plan.layout import MatrixLayout
@@ -81,55 +84,90 @@ class _Facts(NamedTuple):
     Args:
         num_ranks_on_node: Ranks that the launcher started beside it.
         kinds: A checksum of each of its kinds.
+        groups: Names of the process groups that it knows, by a checksum of their ranks.
+        steps_with: A checksum of the ranks that it steps together with; None for all of them.
         recorded: Rectangles that follow from no rule, by parameter: Megatron-FSDP's.
     """
 
     num_ranks_on_node: int
     kinds: tuple[int, ...]
-    recorded: Mapping[tuple[int, ...], Box]
+    groups: Mapping[int, Sequence[str]]
+    steps_with: int | None
+    recorded: Mapping[tuple[int, int], Box]
 
 
-def find_kinds(parameters: Sequence[NamedParameter], device: torch.device) -> list[FSDP2Kind]:
+class Kinds(NamedTuple):
+    """The kinds of this rank, and what all ranks know of those of others.
+
+    Args:
+        kinds: Of this rank, in the order that all ranks share.
+        most: Most kinds that any rank has.
+        group: Ranks that step together; None for all ranks of the job.
+    """
+
+    kinds: list[FSDP2Kind]
+    most: int
+    group: dist.ProcessGroup | None
+
+
+def find_kinds(
+    parameters: Sequence[NamedParameter],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Kinds:
     """Sort parameters into kinds, and make their process groups; called by all ranks together.
 
     Args:
         parameters: Of this rank, checked; it may have none.
+        group: Ranks that step together; None for all that have parameters.
         device: Where a flag is reduced.
 
     Raises:
-        RuntimeError: On all ranks, when parameters of a domain differ between its ranks so that
-            groups cannot be made, or rectangles do not tile a parameter.
+        RuntimeError: On all ranks, when ranks of a domain have other kinds or do not step together,
+            or rectangles do not tile a parameter.
 
     Communication: two gathers of objects over the job, two flags, and a new process group for each
-        domain and each set of replicas that has none yet.
+        domain, each set of replicas, and the ranks with parameters, where they have none yet.
     """
     keys = [_key(parameter.param) for parameter in parameters]
-    facts = _gather_facts(parameters, keys)
+    known = _known_groups(parameters)
+    facts = _gather_facts(parameters, keys, known, group)
     # Before any collective of a kind: a rank that lacks it would never join.
-    raise_where_any_rank_fails(_missing_kinds(parameters, keys, facts), None, device, _ADVICE)
+    problems = _missing_kinds(parameters, keys, facts) + _apart(parameters, keys, group, facts)
+    raise_where_any_rank_fails(problems, None, device, _ADVICE)
     by_key: dict[_Key, list[tuple[NamedParameter, Rectangles]]] = defaultdict(list)
-    for key, parameter, found in zip(keys, parameters, _rectangles(parameters, facts), strict=True):
+    for key, parameter, found in zip(
+        keys, parameters, _all_rectangles(parameters, facts), strict=True
+    ):
         by_key[key].append((parameter, found))
-    groups = _groups(by_key, _known_groups(parameters))
+    # Ranks without parameters have nothing to step, and nothing to agree on.
+    with_parameters = tuple(rank for rank, each in enumerate(facts) if each.kinds)
+    groups = _groups(by_key, with_parameters if group is None else (), known, facts)
     nodes = ranks_per_node([each.num_ranks_on_node for each in facts])
     kinds, problems = [], []
+    if group is None and len(with_parameters) < len(facts):
+        group = groups.get(with_parameters)
     # Sorted by what all ranks of a domain know: the collectives of kinds come in one order on every
     # two ranks that share several.
     for key in sorted(by_key):
         try:
             kinds.append(_kind(key, by_key[key], groups, nodes))
-        # Ranks with meshes of other shapes over the same ranks have no group for it (KeyError), or
-        # rectangles that tile nothing (ValueError). Raised here, other ranks would wait.
-        except (KeyError, ValueError) as error:
+        # Rectangles that tile nothing. Raised here, other ranks would wait.
+        except ValueError as error:
             problems.append(
                 f"{by_key[key][0][0].name}: expected the ranks of its mesh to have the same "
                 f"parameters, got {error}"
             )
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
-    return kinds
+    return Kinds(kinds, max(len(each.kinds) for each in facts), group)
 
 
-def _gather_facts(parameters: Sequence[NamedParameter], keys: Sequence[_Key]) -> list[_Facts]:
+def _gather_facts(
+    parameters: Sequence[NamedParameter],
+    keys: Sequence[_Key],
+    known: Mapping[tuple[int, ...], Sequence[dist.ProcessGroup]],
+    group: dist.ProcessGroup | None,
+) -> list[_Facts]:
     """Gather what all ranks know, by rank."""
     recorded = {}
     for number, parameter in enumerate(parameters):
@@ -138,7 +176,16 @@ def _gather_facts(parameters: Sequence[NamedParameter], keys: Sequence[_Key]) ->
             box = own_box(param)
             # An empty box lies nowhere; zeros have the length of any other.
             recorded[_recorded_key(number, param)] = box or ((0, 0),) * param.ndim
-    mine = _Facts(num_ranks_on_node(), tuple({_checksum(key) for key in keys}), recorded)
+    mine = _Facts(
+        num_ranks_on_node(),
+        tuple(_checksum(key) for key in dict.fromkeys(keys)),
+        {
+            _checksum(ranks): [str(each.group_name) for each in groups]
+            for ranks, groups in known.items()
+        },
+        None if group is None else _checksum(_ranks_of(group)),
+        recorded,
+    )
     if not dist.is_initialized():
         return [mine]
     facts = [mine] * dist.get_world_size()
@@ -146,9 +193,14 @@ def _gather_facts(parameters: Sequence[NamedParameter], keys: Sequence[_Key]) ->
     return facts
 
 
-def _checksum(key: _Key) -> int:
-    # Not the key itself, which may name thousands of ranks, to each of them.
+@functools.lru_cache(maxsize=256)
+def _checksum(key: tuple[Any, ...]) -> int:
+    # Not what it is of, which may name thousands of ranks, to each of them.
     return zlib.crc32(repr(tuple(key)).encode())
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def _missing_kinds(
@@ -168,12 +220,39 @@ def _missing_kinds(
     return problems
 
 
-def _recorded_key(number: int, param: DTensor) -> tuple[int, ...]:
+def _apart(
+    parameters: Sequence[NamedParameter],
+    keys: Sequence[_Key],
+    group: dist.ProcessGroup | None,
+    facts: Sequence[_Facts],
+) -> list[str]:
+    """List the kinds whose ranks do not step together, a sentence each."""
+    own = facts[own_rank()].steps_with
+    members = None if group is None else set(_ranks_of(group))
+    problems = []
+    for key in dict.fromkeys(keys):
+        # A rank alone would raise while others wait for it in the exchange.
+        is_together = members is None or members.issuperset(key.ranks)
+        if not is_together or any(facts[rank].steps_with != own for rank in key.ranks):
+            problems.append(
+                f"{parameters[keys.index(key)].name}: expected ranks {key.ranks[0]} to "
+                f"{key.ranks[-1]}, which exchange it, in one group of ranks that step together, "
+                "got others. Pass a group of all of them, or none"
+            )
+    return problems
+
+
+def _recorded_key(number: int, param: DTensor) -> tuple[int, int]:
     """Return what names a parameter on all ranks of its mesh."""
-    return (number, *param.device_mesh.mesh.flatten().tolist())
+    return number, _checksum(_ranks_of_mesh(param.device_mesh))
 
 
-def _rectangles(
+@functools.lru_cache(maxsize=64)
+def _ranks_of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+def _all_rectangles(
     parameters: Sequence[NamedParameter], facts: Sequence[_Facts]
 ) -> Iterator[Rectangles]:
     for number, parameter in enumerate(parameters):
@@ -188,25 +267,32 @@ def _rectangles(
 
 
 def _key(param: torch.Tensor) -> _Key:
-    ranks, replicas = _domain(param), rectangles_of(param).replicas
+    if isinstance(param, DTensor):
+        return _key_of(param.device_mesh, param.placements, tuple(param.shape))
+    return _Key(1, (own_rank(),), ((own_rank(),),))
+
+
+# Of many layers there are few kinds, and a key may name thousands of ranks.
+@functools.lru_cache(maxsize=256)
+def _key_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> _Key:
+    ranks, replicas = _domain(mesh, placements, shape), rectangles(mesh, placements, shape).replicas
     return _Key(len(ranks), ranks, tuple(sorted({replicas[rank] for rank in ranks})))
 
 
-def _domain(param: torch.Tensor) -> tuple[int, ...]:
+def _domain(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+) -> tuple[int, ...]:
     """Return the ranks that exchange matrices of a parameter, ascending.
 
     An axis of the mesh that deals out whole matrices of a batch, equally many to each rank, needs
     no exchange: its ranks plan apart. That keeps plans small where experts are many.
     """
-    if not isinstance(param, DTensor):
-        return (own_rank(),)
-    mesh = param.device_mesh
     # Of a mesh of thousands of ranks only the slice through this rank is looked at.
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # a rank outside of the mesh has no such parameter
     index: list[slice | int] = [slice(None)] * mesh.ndim
-    num_matrices = param.shape[0]
-    for axis in cutting_axes(param.placements, 0) if param.ndim == 3 else ():
+    num_matrices = shape[0]
+    for axis in cutting_axes(placements, 0) if len(shape) == 3 else ():
         # Uneven, one rank would have a matrix more than another; sharing them evens that out. What
         # the axes behind it cut is uneven too.
         if num_matrices % mesh.size(axis):
@@ -216,7 +302,9 @@ def _domain(param: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh[tuple(index)].flatten().tolist()))
 
 
-def _known_groups(parameters: Sequence[NamedParameter]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def _known_groups(
+    parameters: Sequence[NamedParameter],
+) -> dict[tuple[int, ...], list[dist.ProcessGroup]]:
     """Return the groups of the job and of all axes of meshes, by their ranks, ascending.
 
     A communicator of NCCL takes hundreds of megabytes of a GPU: those that exist are used again.
@@ -225,24 +313,48 @@ def _known_groups(parameters: Sequence[NamedParameter]) -> dict[tuple[int, ...],
         return {}
     world = dist.group.WORLD
     assert world is not None
-    known = {tuple(range(dist.get_world_size())): world}
+    known = {tuple(range(dist.get_world_size())): [world]}
     meshes = {p.param.device_mesh: None for p in parameters if isinstance(p.param, DTensor)}
     for mesh in meshes:
         for axis in range(mesh.ndim):
             group = mesh.get_group(axis)
-            known.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
+            known.setdefault(_ranks_of(group), []).append(group)
     return known
 
 
 def _groups(
-    keys: Mapping[_Key, object], known: Mapping[tuple[int, ...], dist.ProcessGroup]
+    keys: Mapping[_Key, object],
+    stepping: tuple[int, ...],
+    known: Mapping[tuple[int, ...], Sequence[dist.ProcessGroup]],
+    facts: Sequence[_Facts],
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make the groups that are missing, of all kinds at once: ranks have different numbers."""
+    """Choose a group for each domain and each set of replicas, and make those that are missing.
+
+    Args:
+        keys: Kinds of this rank.
+        stepping: Ranks that step together, if they need a group of their own.
+        known: Groups that this rank knows, by their ranks.
+        facts: Of all ranks.
+    """
     # new_groups() is a collective of the job: called once for each kind it would hang where ranks
     # have different numbers of kinds.
     wanted = {key.ranks for key in keys} | {_own_replicas(key) for key in keys}
-    missing = {ranks for ranks in wanted if len(ranks) > 1 and ranks not in known}
-    return {**known, **new_groups(missing)}
+    wanted.add(stepping)
+    chosen: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    missing = set()
+    for ranks in wanted:
+        # A rank alone exchanges nothing. Flags need a group all the same: None is all ranks.
+        if own_rank() not in ranks or (len(ranks) == 1 and ranks != stepping):
+            continue
+        # Two meshes may have a group each of the same ranks, and a rank may know one of them alone:
+        # all take the first by name of those that all know.
+        shared = set.intersection(*(set(facts[r].groups.get(_checksum(ranks), ())) for r in ranks))
+        by_name = {str(each.group_name): each for each in known.get(ranks, ())}
+        if shared:
+            chosen[ranks] = by_name[min(shared)]
+        else:
+            missing.add(ranks)
+    return {**chosen, **new_groups(missing)}
 
 
 def _own_replicas(key: _Key) -> tuple[int, ...]:

@@ -14,15 +14,25 @@ from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuo
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 from emerging_optimizers.orthogonalized_optimizers.muon import MuonScaleT
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.batches import MatrixRows
 from megatron_muon.fsdp2.gradients import parameters_without_gradient
 from megatron_muon.fsdp2.kinds import FSDP2Kind, NamedParameter, find_kinds
-from megatron_muon.fsdp2.problems import Settings, parameter_problem, subclass_problems
+from megatron_muon.fsdp2.problems import (
+    Settings,
+    parameter_problem,
+    repeated_problems,
+    subclass_problems,
+)
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+from megatron_muon.runtime.agreement import (
+    first_line,
+    raise_where_any_rank_fails,
+    raise_where_ranks_differ,
+)
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.momentum import advance_momentum
 from megatron_muon.runtime.owner_compute import OwnerCompute
@@ -63,7 +73,7 @@ class Muon(WholeMatrixMuon):
         extra_scale_factor: Another factor of results; 0.2 is the update size of AdamW.
         use_syrk: Must be False; ``exchange.newton_schulz`` chooses kernels.
         exchange: Who orthogonalizes what, and what travels; None for the defaults.
-        group: Ranks that step together; None for all ranks of the job.
+        group: Ranks that step together; None for all ranks that have parameters.
 
     Raises:
         RuntimeError: On all ranks, naming ranks and parameters, when one cannot be stepped (see
@@ -78,7 +88,8 @@ class Muon(WholeMatrixMuon):
         results, and what the engine stages.
     """
 
-    # torch.amp.GradScaler sets grad_scale on optimizers that have it, so that step() can refuse it.
+    # torch.amp.GradScaler then calls step() whatever it has found, so that it can be refused. It
+    # would leave out the step of a rank whose gradients overflowed, for which the others wait.
     _step_supports_amp_scaling = True
 
     compute: OwnerCompute
@@ -104,25 +115,8 @@ class Muon(WholeMatrixMuon):
         exchange: ExchangeSettings | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        # torch refuses an empty list, which a pipeline stage may have.
-        given = list(params)
-        super().__init__(
-            given or [{"params": []}],
-            lr,
-            momentum,
-            weight_decay,
-            nesterov=nesterov,
-            weight_decay_method=weight_decay_method,
-            fp32_matmul_prec=fp32_matmul_prec,
-            coefficient_type=coefficient_type,  # type: ignore[arg-type]
-            num_ns_steps=num_ns_steps,
-            scale_mode=scale_mode,
-            extra_scale_factor=extra_scale_factor,
-        )
         self.exchange = exchange or ExchangeSettings()
         self._group = group
-        self._device = self._find_device()
-
         problems = Settings(
             weight_decay_method,
             fp32_matmul_prec,
@@ -131,6 +125,27 @@ class Muon(WholeMatrixMuon):
             use_syrk,
             self.exchange,
         ).problems()
+        # torch refuses an empty list, which a pipeline stage may have.
+        given = list(params)
+        try:
+            super().__init__(
+                given or [{"params": []}],
+                lr,
+                momentum,
+                weight_decay,
+                nesterov=nesterov,
+                weight_decay_method=weight_decay_method,
+                fp32_matmul_prec=fp32_matmul_prec,
+                coefficient_type=coefficient_type,  # type: ignore[arg-type]
+                num_ns_steps=num_ns_steps,
+                scale_mode=scale_mode,
+                extra_scale_factor=extra_scale_factor,
+            )
+        # Other ranks go on: they learn of it with all other problems.
+        except (TypeError, ValueError) as error:
+            problems.append(first_line(error))
+            self.param_groups: list[dict[str, Any]] = []
+        self._device = self._find_device()
 
         def scale(rows: int, cols: int) -> tuple[float, float]:
             """Return the two factors, which emerging-optimizers multiplies with in turn."""
@@ -160,7 +175,7 @@ class Muon(WholeMatrixMuon):
             problems: What has been found on this rank.
         """
         parameters = list(self._parameters())
-        problems = problems + subclass_problems(self)
+        problems = problems + subclass_problems(self) + repeated_problems(parameters)
         for parameter in parameters:
             problem = parameter_problem(parameter, self._device)
             if problem is not None:
@@ -179,7 +194,7 @@ class Muon(WholeMatrixMuon):
                 self._device,
                 "Muon settings",
             )
-        self._kinds = find_kinds(parameters, self._device)
+        self._kinds, num_kinds, self._group = find_kinds(parameters, self._group, self._device)
         # Shapes may be timed here, which has to be done as a step does it.
         with fp32_matmul_precision(self.fp32_matmul_prec):
             self.compute = OwnerCompute(
@@ -187,6 +202,7 @@ class Muon(WholeMatrixMuon):
                 newton_schulz,
                 self.exchange,
                 device=self._device,
+                num_kinds=num_kinds,
             )
         self._num_matrices = Counter(rows.param for rows in self._all_rows())
 
@@ -207,12 +223,25 @@ class Muon(WholeMatrixMuon):
                 )
 
     def _find_device(self) -> torch.device:
-        """Return where parameters live; without any, where flags of this job do."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                return local_tensor(param).device
-        is_gpu = dist.is_initialized() and "nccl" in str(dist.get_backend())
-        return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+        """Return where flags are reduced, and parameters should be: the device of their meshes.
+
+        A shard may be elsewhere, which is an error, and a rank may have none: ranks agree.
+
+        Communication: a gather of objects over the job.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        types = [
+            param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+            for param in params[:1]
+        ]
+        if not dist.is_initialized():
+            return params[0].device if params else torch.device("cpu")
+        of_ranks = [types] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, types)
+        device_type = next((each[0] for each in of_ranks if each), "cpu")
+        if device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
     def _all_rows(self) -> Iterator[MatrixRows]:
         for each in self._kinds:
@@ -227,14 +256,17 @@ class Muon(WholeMatrixMuon):
             )
         super().add_param_group(param_group)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Muon":
-        """Refuse a copy: process groups have none."""
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as object's
+        """Refuse to be copied or pickled: process groups cannot be."""
         raise TypeError(
-            "Muon: expected no copy, which would need process groups of its own. Build another one."
+            "Muon: expected no copy, which would need process groups of its own. Build another "
+            "one, and load the state of this one."
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load momentum and groups; how matrices are split stays that of this run.
+
+        Called by all ranks that step together.
 
         Raises:
             RuntimeError: On all ranks, when a parameter gets no momentum, or one that is sharded
@@ -243,7 +275,12 @@ class Muon(WholeMatrixMuon):
         Communication: a flag over the ranks that step together.
         """
         own = [{key: group[key] for key in _PLANNED if key in group} for group in self.param_groups]
-        super().load_state_dict(state_dict)
+        problems = []
+        try:
+            super().load_state_dict(state_dict)
+        # Other ranks may have loaded theirs.
+        except (KeyError, TypeError, ValueError) as error:
+            problems.append(first_line(error))
         for number, (group, planned) in enumerate(zip(self.param_groups, own, strict=True)):
             for key, default in _PLANNED.items():
                 loaded, kept = group.pop(key, default), planned.get(key, default)
@@ -254,17 +291,17 @@ class Muon(WholeMatrixMuon):
                         stacklevel=2,
                     )
             group.update(planned)
-        problems = []
         for parameter in self._parameters():
             loaded = self.state[parameter.param].get("momentum_buffer")
-            got = "nothing" if loaded is None else tuple(local_tensor(loaded).shape)
-            if got != tuple(local_tensor(parameter.param).shape):
+            expected = _sharding(parameter.param)
+            got = "nothing" if loaded is None else _sharding(loaded)
+            if got != expected:
                 problems.append(
-                    f"{parameter.name}: expected momentum of local shape "
-                    f"{tuple(local_tensor(parameter.param).shape)}, got {got}. Load through "
+                    f"{parameter.name}: expected momentum of {expected}, got {got}. Load through "
                     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
                 )
-        raise_where_any_rank_fails(problems, self._group, self._device, "Do not train on.")
+        if self._kinds:
+            raise_where_any_rank_fails(problems, self._group, self._device, "Do not train on.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -286,7 +323,13 @@ class Muon(WholeMatrixMuon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if getattr(self, "grad_scale", None) is not None:
+        # A rank without parameters has nothing to do, and nothing to agree on.
+        if not self._kinds:
+            return loss
+        if hasattr(self, "found_inf"):
+            # GradScaler sets both, also where it has unscaled gradients before, and would only take
+            # them off after the step.
+            del self.found_inf, self.grad_scale
             raise RuntimeError(
                 "step: expected gradients that are not scaled, got a GradScaler. Compute in "
                 "bfloat16, which needs none."
@@ -343,6 +386,12 @@ class Muon(WholeMatrixMuon):
                 for param, rows in ((param, momentum[param]) for param in buffers)
             }
         return momentum, results
+
+
+def _sharding(tensor: torch.Tensor) -> str:
+    """Describe how a tensor is sharded."""
+    text = f"local shape {tuple(local_tensor(tensor).shape)}"
+    return f"{text}, {tensor.placements}" if isinstance(tensor, DTensor) else text
 
 
 def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - whatever a checkpoint holds

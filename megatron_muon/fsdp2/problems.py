@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Muon cannot step, and what to do about it: checked at construction, on all ranks."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -16,13 +18,23 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.batches import segments_of
 from megatron_muon.fsdp2.kinds import NamedParameter
-from megatron_muon.fsdp2.rectangles import has_recorded_chunks, own_box, rectangles_of
+from megatron_muon.fsdp2.rectangles import (
+    has_recorded_chunks,
+    own_box,
+    rectangles_of,
+    sharded_dim,
+)
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
 # Of emerging-optimizers: they see whole matrices there, and would see shards here.
-_HOOKS = ("orthogonalize", "pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
+_HOOKS = (
+    "orthogonalize",
+    "pre_weight_update_fn_inplace",
+    "post_weight_update_fn_inplace",
+    "_apply_weight_decay_inplace",
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,21 @@ def subclass_problems(optimizer: WholeMatrixMuon) -> list[str]:
     ]
 
 
+def repeated_problems(parameters: Sequence[NamedParameter]) -> list[str]:
+    """List what is there twice: parameters, and names, by which errors tell parameters apart."""
+    params = Counter(each.param for each in parameters)
+    names = Counter(each.name for each in parameters)
+    twice = {each.name for each in parameters if params[each.param] > 1}
+    return [
+        *(f"{name}: expected each parameter once, got it twice. Leave one out" for name in twice),
+        *(
+            f"{name}: expected a name for each parameter, got it {number} times. Rename one"
+            for name, number in names.items()
+            if number > 1 and name not in twice
+        ),
+    ]
+
+
 def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | None:
     """Describe why a parameter cannot be stepped, a sentence that starts with its name, or None.
 
@@ -118,6 +145,8 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
             f"expected a matrix, or a batch of matrices, got shape {tuple(param.shape)}. Step it "
             "with AdamW; view a convolution as a matrix"
         )
+    if param.numel() == 0:
+        return f"expected elements, got shape {tuple(param.shape)}. Leave it out"
     if param.ndim == 3 and parameter.split_sizes is not None:
         return (
             f"split_sizes: expected none for a batch of matrices, got {parameter.split_sizes}. "
@@ -137,9 +166,7 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
             f"expected float32, got {param.dtype}. Keep parameters in float32 and compute in "
             "bfloat16: fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
         )
-    if local.device != device or (
-        isinstance(param, DTensor) and param.device_mesh.device_type != local.device.type
-    ):
+    if local.device != device:
         return (
             f"expected shards on {device}, as the mesh and the other parameters are, got "
             f"{local.device}. Shard without CPUOffloadPolicy"
@@ -157,6 +184,17 @@ def _layout_problem(param: torch.Tensor) -> str | None:
     # those of all ranks are known.
     if not isinstance(param, DTensor) or has_recorded_chunks(param):
         return None
+    # fully_shard cuts by the rank in the process group, which torch sorts; the DTensor means the
+    # rank in the mesh. Where they differ, a shard has other rows than the DTensor says.
+    coordinate = param.device_mesh.get_coordinate() or ()
+    # get_local_rank() is the rank in the group, whatever its name says.
+    for axis, (placement, in_mesh) in enumerate(zip(param.placements, coordinate, strict=False)):
+        in_group = dist.get_rank(param.device_mesh.get_group(axis))
+        if sharded_dim(placement) is not None and in_mesh != in_group:
+            return (
+                "expected a mesh whose ranks ascend along each axis that shards, got "
+                f"{param.device_mesh}. Build the mesh so"
+            )
     box = found.boxes.get(own_rank())
     shape = tuple(param._local_tensor.shape)
     if box is None:

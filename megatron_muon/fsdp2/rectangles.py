@@ -80,7 +80,7 @@ def rectangles_of(param: torch.Tensor) -> Rectangles:
     problem = placement_problem(param.device_mesh, param.placements)
     if problem is not None:
         raise ValueError(problem)
-    return _rectangles(param.device_mesh, param.placements, tuple(param.shape))
+    return rectangles(param.device_mesh, param.placements, tuple(param.shape))
 
 
 def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
@@ -96,15 +96,18 @@ def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
 # Layers have parameters of the same shapes: a mesh of thousands of ranks is gone through once for
 # each.
 @functools.lru_cache(maxsize=256)
-def _rectangles(
+def rectangles(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> Rectangles:
+    """Return where a tensor of a shape lies, with placements that FSDP2 makes."""
     axes = [cutting_axes(placements, dim) for dim in range(len(shape))]
     boxes: dict[int, Box] = {}
     # By coordinate on the axes that are not replicated. Not by box: all empty shards have one.
     alike: dict[tuple[int, ...], list[int]] = {}
+    # Read once: it is a property that makes a tensor.
+    ranks_of_mesh = mesh.mesh
     for coordinate in itertools.product(*map(range, mesh.shape)):
-        rank = int(mesh.mesh[coordinate])
+        rank = int(ranks_of_mesh[coordinate])
         boxes[rank] = tuple(
             _cut(size, [(mesh.size(axis), coordinate[axis]) for axis in axes[dim]])
             for dim, size in enumerate(shape)

@@ -37,11 +37,11 @@ def raise_where_gradients_fail(
 
     Communication: one all-reduce of a single int32 over all ranks of the job, read on the host.
     """
-    grads = {
-        fqn: param.grad._local_tensor
+    grads = [
+        (fqn, param.grad._local_tensor)
         for param, fqn in fqns.items()
         if param.grad is not None and param.grad._local_tensor.numel() > 0
-    }
+    ]
     not_finite = find_not_finite(grads, device)
     raise_where_any_rank_fails(
         [*problems, *missing_gradients(fqns)],

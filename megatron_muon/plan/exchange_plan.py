@@ -208,9 +208,12 @@ def staging_problem(plans: Sequence[ExchangePlan], staging_bytes: int | None) ->
         plans: Plans of a rank, experts and dense matrices, which have equal shares of the limit.
         staging_bytes: The limit; None for none.
     """
+    # A rank may have no matrices, and so no plan.
+    if staging_bytes is None or not plans:
+        return None
     largest = max(plans, key=lambda plan: plan.staging_bytes)
     needed = len(plans) * largest.staging_bytes
-    if staging_bytes is None or needed <= staging_bytes:
+    if needed <= staging_bytes:
         return None
     stacks = largest.stacking.elements(range(len(largest.matrices))).values()
     stack_bytes = max(size for sizes in stacks for size in sizes) * largest.wire.gather_bytes

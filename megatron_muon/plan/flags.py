@@ -35,7 +35,7 @@ def naming_flags() -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        text = in_flags(str(error))
-        if text == str(error):
-            raise
-        raise type(error)(text) from None
+        # Subclasses of other libraries may have more than a text.
+        if len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (in_flags(error.args[0]),)
+        raise

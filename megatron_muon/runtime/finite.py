@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which gradients are not finite, found in one pass and without a read by the host."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,22 +20,26 @@ class NotFinite(NamedTuple):
     explain: Callable[[], list[str]]
 
 
-def find_not_finite(grads: Mapping[str, torch.Tensor], device: torch.device) -> NotFinite:
+def find_not_finite(grads: Sequence[tuple[str, torch.Tensor]], device: torch.device) -> NotFinite:
     """Look for NaN and Inf in gradients.
 
     Args:
-        grads: Local tensors that are not empty, by name of the parameter.
+        grads: Names of parameters, and their local gradients, none of them empty.
         device: Where they live.
     """
     # A norm is not finite where an element is not; it is a fused pass, and a fast one.
-    norms = torch._foreach_norm(list(grads.values())) if grads else [torch.zeros((), device=device)]
+    norms = (
+        torch._foreach_norm([grad for _, grad in grads])
+        if grads
+        else [torch.zeros((), device=device)]
+    )
     not_finite = ~torch.stack([norm.float() for norm in norms]).isfinite()
 
     def explain() -> list[str]:
         return [
             f"{fqn}: expected a finite gradient, got NaN or Inf, or a norm beyond float32, in a "
             f"shard of shape {tuple(grad.shape)}"
-            for (fqn, grad), is_bad in zip(grads.items(), not_finite.tolist(), strict=False)
+            for (fqn, grad), is_bad in zip(grads, not_finite.tolist(), strict=False)
             if is_bad
         ]
 

@@ -58,6 +58,8 @@ class OwnerCompute:
         newton_schulz: Steps, coefficients, precision and scale.
         settings: Wire, sizes and cost model.
         device: Where shards live.
+        num_kinds: Most kinds that any rank has, which share the staging memory; None where all
+            ranks have as many.
         initial_load_s: Newton-Schulz seconds of this rank in other optimizers.
 
     Raises:
@@ -85,6 +87,7 @@ class OwnerCompute:
         settings: ExchangeSettings,
         *,
         device: torch.device,
+        num_kinds: int | None = None,
         initial_load_s: float = 0.0,
     ) -> None:
         rank = own_rank()
@@ -96,7 +99,12 @@ class OwnerCompute:
         differences = []
         for kind, cost in zip(kinds, costs, strict=True):
             plan = _build_plan(
-                kind, newton_schulz, settings, cost, len(kinds), self._loads(kind.domain, device)
+                kind,
+                newton_schulz,
+                settings,
+                cost,
+                num_kinds or len(kinds),
+                self._loads(kind.domain, device),
             )
             self.plans.append(plan)
             self.load_s = plan.assignment.load_s[rank]

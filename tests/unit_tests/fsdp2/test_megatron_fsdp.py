@@ -75,7 +75,6 @@ def test_uneven_chunks_train_like_the_whole_model():
     rows = [each[0] for each in found]
     assert [sum(each) for each in zip(*rows, strict=True)] == [each[0] for each in SHAPES]
     assert rows[0] != [-(-each[0] // 2) for each in SHAPES], "these are torch's own chunks"
-    print(rows, found[0][1])
     for ours, whole in found[0][1]:
         assert ours == pytest.approx(whole, rel=1e-6)
     assert found[0][1][-1][0] < 0.9 * found[0][1][0][0]

@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_muon.fsdp2.batches import Segment, matrices_of, segments_of
-from megatron_muon.fsdp2.rectangles import _rectangles, placement_problem
+from megatron_muon.fsdp2.rectangles import placement_problem, rectangles
 from megatron_muon.plan.layout import RowRange
 
 
@@ -74,7 +74,7 @@ def test_rectangles_are_what_fsdp2_cuts(layout):
     mesh_shape, placements, shape = layout
     mesh = _mesh(mesh_shape)
     assert placement_problem(mesh, placements) is None
-    found = _rectangles.__wrapped__(mesh, placements, shape)
+    found = rectangles.__wrapped__(mesh, placements, shape)
     assert sorted(found.boxes) == list(range(math.prod(mesh_shape)))
     whole = torch.arange(math.prod(shape)).view(shape)
     for coordinate in itertools.product(*map(range, mesh_shape)):
@@ -94,7 +94,7 @@ def test_offsets_of_torch_are_those_but_for_uneven_strided_shards(layout):
     if is_strided and any(size % mesh_shape[-1] for size in shape):
         return
     mesh = _mesh(mesh_shape)
-    boxes = _rectangles.__wrapped__(mesh, placements, shape).boxes
+    boxes = rectangles.__wrapped__(mesh, placements, shape).boxes
     for coordinate in itertools.product(*map(range, mesh_shape)):
         size, offset = _compute_local_shape_and_global_offset(
             shape, mesh_shape, list(coordinate), placements
@@ -109,7 +109,7 @@ def test_offsets_of_torch_are_those_but_for_uneven_strided_shards(layout):
 def test_matrices_tile_a_parameter_and_rows_are_where_they_are_said_to_be(layout, data):
     """Reassembled from the views of all ranks, blocks are those of the whole parameter."""
     mesh_shape, placements, shape = layout
-    found = _rectangles.__wrapped__(_mesh(mesh_shape), placements, shape)
+    found = rectangles.__wrapped__(_mesh(mesh_shape), placements, shape)
     whole = torch.arange(math.prod(shape)).view(shape)
     num_blocks = 1
     if len(shape) == 2:

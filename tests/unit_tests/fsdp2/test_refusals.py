@@ -27,7 +27,7 @@ def _builds() -> dict[str, Callable[[], Any]]:
     import torch.distributed as dist
     from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
     from helpers.fsdp2_models import shard
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -59,6 +59,12 @@ def _builds() -> dict[str, Callable[[], Any]]:
         def post_weight_update_fn_inplace(self, p: Any) -> None:
             p.div_(p.norm())
 
+    class Decays(Muon):
+        def _apply_weight_decay_inplace(self, *args: Any) -> None:
+            pass
+
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    turned = shard((6, 4), 0, DeviceMesh("cpu", [1, 0])).param
     assert Hooked.post_weight_update_fn_inplace is not (
         WholeMatrixMuon.post_weight_update_fn_inplace
     )
@@ -76,6 +82,14 @@ def _builds() -> dict[str, Callable[[], Any]]:
         "batch_split": lambda: Muon([{"params": [("w", batch)], "split_sizes": 2}]),
         "uneven_by_hand": lambda: Muon([("w", uneven)]),
         "other_torch": build_where_torch_cuts_otherwise,
+        "turned_mesh": lambda: Muon([("w", turned)]),
+        "nothing_in_it": lambda: Muon([("w", torch.nn.Parameter(good.detach()[:, :0]))]),
+        "twice": lambda: Muon([("a", good), ("b", good)]),
+        "same_name": lambda: Muon([("w", good), ("w", other)]),
+        "decays_otherwise": lambda: Decays([good]),
+        "first_on_meta": lambda: Muon([("b", on_meta)]),
+        "steps_on_one_rank": lambda: Muon([("w", good)], num_ns_steps=5 * rank),
+        "group_of_one": lambda: Muon([("w", good)], group=alone),
         "text_split": lambda: Muon([{"params": [("w", good)], "split_sizes": ("4", 2)}]),
         "bool_split": lambda: Muon([{"params": [("w", good)], "split_sizes": True}]),
         "text_transposed": lambda: Muon([{"params": [("w", good)], "transposed": "no"}]),
@@ -137,6 +151,14 @@ SHARD = "expected a shard of ranges"
         ("batch_split", "w: split_sizes: expected none for a batch of matrices, got 2. Leave"),
         ("uneven_by_hand", f"rank 1: w: {SHARD}"),
         ("other_torch", "w: expected a shard of ranges ((0, 3), (0, 4)), as fully_shard cuts (6,"),
+        ("turned_mesh", "w: expected a mesh whose ranks ascend along each axis that shards, got"),
+        ("nothing_in_it", "w: expected elements, got shape (6, 0)"),
+        ("twice", "b: expected each parameter once, got it twice"),
+        ("same_name", "w: expected a name for each parameter, got it 2 times"),
+        ("decays_otherwise", "Decays._apply_weight_decay_inplace: expected emerging-optimizers' o"),
+        ("first_on_meta", "b: expected shards on cpu, as the mesh and the other parameters are"),
+        ("steps_on_one_rank", "rank 0: ValueError: num_ns_steps must be at least 1, got 0"),
+        ("group_of_one", "w: expected ranks 0 to 1, which exchange it, in one group of ranks that"),
         ("text_split", "w: split_sizes: expected an int or a tuple of them, got ('4', 2)."),
         ("bool_split", "w: split_sizes: expected an int or a tuple of them, got True."),
         ("text_transposed", "w: transposed: expected True or False, got 'no'"),
@@ -175,6 +197,7 @@ def test_every_refusal_has_a_test():
 def _refuse_to_step() -> dict[str, Any]:
     """Step with gradients that are wrong, and look for what has changed."""
     import copy
+    import pickle
 
     import torch
     import torch.distributed as dist
@@ -215,6 +238,13 @@ def _refuse_to_step() -> dict[str, Any]:
         scaler.scale(loss)
         scaler.step(muon)
 
+    def unscaled() -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        loss = sum(each.param.to_local().sum() for each in sharded)
+        scaler.scale(loss)
+        scaler.unscale_(muon)
+        scaler.step(muon)
+
     found = {}
     for name, spoil in {
         "nan": nan, "missing_on_one": missing_on_one, "other_placement": other_placement,
@@ -226,10 +256,11 @@ def _refuse_to_step() -> dict[str, Any]:
         is_same = all(map(torch.equal, before, local_state()))
         found[name] = [error, is_same]
     reset()
-    found["scaled"] = [_error_of(scaled), True]
-    muon.grad_scale = None
+    found["scaled"] = [_error_of(scaled), not hasattr(muon, "grad_scale")]
+    found["unscaled"] = [_error_of(unscaled), not hasattr(muon, "found_inf")]
     found["group"] = [_error_of(lambda: muon.add_param_group({"params": []})), True]
     found["copy"] = [_error_of(lambda: copy.deepcopy(muon)), True]
+    found["pickle"] = [_error_of(lambda: pickle.dumps(muon)), True]
     # An empty shard may have no gradient; the others step.
     reset()
     if rank == 1:
@@ -246,8 +277,10 @@ def _refuse_to_step() -> dict[str, Any]:
         ("missing_on_one", "ranks 0, 1: w0: expected a gradient on all ranks that hold the param"),
         ("other_placement", "w0: expected a gradient like the parameter, torch.float32 (3, 4)"),
         ("scaled", "step: expected gradients that are not scaled, got a GradScaler"),
+        ("unscaled", "step: expected gradients that are not scaled, got a GradScaler"),
         ("group", "add_param_group: expected all parameters at construction"),
         ("copy", "Muon: expected no copy"),
+        ("pickle", "Muon: expected no copy"),
         ("empty", "no error"),
     ],
 )
