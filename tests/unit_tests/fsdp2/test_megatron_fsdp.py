@@ -70,11 +70,15 @@ SHAPES = [[10, 7], [5, 10], [9, 5]]
 
 
 def test_uneven_chunks_train_like_the_whole_model():
-    """Gradients are means of equal halves, and sums in another order: 1e-6 of a loss."""
+    """Gradients are sums in another order, three steps long.
+
+    Seen: a few units in the last place of float32, 1.2e-7 each. 1e-5 leaves room for CPUs that sum
+    otherwise, and is far below what a wrong row does.
+    """
     found = run_ranks(2, _train, SHAPES).check().results
     rows = [each[0] for each in found]
     assert [sum(each) for each in zip(*rows, strict=True)] == [each[0] for each in SHAPES]
     assert rows[0] != [-(-each[0] // 2) for each in SHAPES], "these are torch's own chunks"
     for ours, whole in found[0][1]:
-        assert ours == pytest.approx(whole, rel=1e-6)
+        assert ours == pytest.approx(whole, rel=1e-5)
     assert found[0][1][-1][0] < 0.9 * found[0][1][0][0]
