@@ -20,7 +20,6 @@ SMOKE_TESTS = (
     "newton_schulz/test_standard",
     "mcore/test_arguments",
     "mcore/test_factory",
-    "fsdp2/test_layouts",
 )
 
 _ENABLE = """

@@ -72,8 +72,8 @@ SHAPES = [[10, 7], [5, 10], [9, 5]]
 def test_uneven_chunks_train_like_the_whole_model():
     """Gradients are sums in another order, three steps long.
 
-    Seen: a few units in the last place of float32, 1.2e-7 each. 1e-5 leaves room for CPUs that sum
-    otherwise, and is far below what a wrong row does.
+    Seen: equal losses. 1e-5 leaves room for CPUs that sum otherwise, and is far below what a wrong
+    row does.
     """
     found = run_ranks(2, _train, SHAPES).check().results
     rows = [each[0] for each in found]
