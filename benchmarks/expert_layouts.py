@@ -159,7 +159,7 @@ def plan(matrices: Sequence[MatrixLayout], num_ranks: int) -> Plan:
     )
     sent = [
         sum(
-            sum(route.num_elements for routes in messages.values() for route in routes)
+            sum(r.num_elements for to, routes in messages.items() if to != rank for r in routes)
             for bucket in RankPlan.build(built, rank).buckets
             for messages in (bucket.gather_sends, *(each.sends for each in bucket.scatters))
         )

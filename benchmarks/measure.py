@@ -89,10 +89,10 @@ def counted_bytes() -> Iterator[dict[str, int]]:
         counted["calls"] += 1
 
     sent = {
-        "all_to_all_single": lambda args: args[1].nbytes,
-        "all_gather_into_tensor": lambda args: args[1].nbytes * (world - 1),
-        "all_gather": lambda args: args[1].nbytes * (world - 1),
-        "all_reduce": lambda args: args[0].nbytes * 2 * (world - 1) / world,
+        "all_to_all_single": _bytes_to_others,
+        "all_gather_into_tensor": lambda args, group: args[1].nbytes * (world - 1),
+        "all_gather": lambda args, group: args[1].nbytes * (world - 1),
+        "all_reduce": lambda args, group: args[0].nbytes * 2 * (world - 1) / world,
     }
     originals = {name: getattr(dist, name) for name in sent}
 
@@ -101,7 +101,7 @@ def counted_bytes() -> Iterator[dict[str, int]]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             """Count, then call."""
-            add(sent[name](args))
+            add(sent[name](args, kwargs.get("group")))
             return originals[name](*args, **kwargs)
 
         return call
@@ -113,6 +113,12 @@ def counted_bytes() -> Iterator[dict[str, int]]:
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+def _bytes_to_others(args: Sequence[Any], group: dist.ProcessGroup | None) -> float:
+    """Return the bytes of an ``all_to_all_single`` that leave this rank."""
+    _, sent, _, sizes = args
+    return sent.nbytes - sizes[dist.get_rank(group)] * sent.element_size()
 
 
 @contextmanager

@@ -133,7 +133,7 @@ class Links:
         work = self._all_to_all(output, sent, receives, sends, group=group, async_op=True)
         if not async_op:
             return work.wait()
-        # What a replica sends to itself does not leave it.
+        # What a rank sends to itself does not leave it.
         stays = sends[dist.get_rank(group)] * sent.element_size()
         num_bytes = max(sent.nbytes, output.nbytes) - stays
         return self._hold(work, (group, "messages"), num_bytes * self._cost.seconds_per_byte(0, 0))

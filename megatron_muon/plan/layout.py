@@ -199,6 +199,11 @@ class MatrixLayout:
         """Elements of all blocks."""
         return sum(rows * cols for rows, cols in self.blocks)
 
+    @property
+    def is_in_rank_order(self) -> bool:
+        """Whether the shards of all ranks, one after the other by rank, are the matrix."""
+        return len(self.blocks) == 1 and _are_in_rank_order(self.regions, self.blocks[0][1])
+
     # Cached: choosing buckets asks for it once for each number of buckets that it tries.
     @cached_property
     def elements_by_rank(self) -> dict[int, int]:
@@ -214,6 +219,17 @@ def _elements_by_rank(regions: tuple[Region, ...]) -> dict[int, int]:
         for rank in region.holders:
             elements[rank] = elements.get(rank, 0) + region.num_rows * region.num_cols
     return elements
+
+
+@functools.lru_cache(maxsize=256)
+def _are_in_rank_order(regions: tuple[Region, ...], num_cols: int) -> bool:
+    """Return whether regions have all columns, one holder each, and rows that follow its rank."""
+    row = 0
+    for region in sorted(regions, key=lambda region: region.holders):
+        if len(region.holders) > 1 or region.num_cols != num_cols or region.row != row:
+            return False
+        row += region.num_rows
+    return True
 
 
 class RowRange(NamedTuple):

@@ -89,8 +89,10 @@ class RankBucket:
 
     Args:
         owned: What it orthogonalizes.
-        gather_sends: Rows for each other owner.
-        gather_receives: Rows from each other source.
+        gather_sends: Rows for each other owner; for this rank too where they arrive in place.
+        gather_receives: Rows from each other source; from this rank too where they arrive in place.
+        is_in_place: Whether what arrives, in the order of its sources, is the one part that the
+            rank owns: the memory that it is received in is the stack.
         has_gather: Whether any rank of the domain has rows to send. Where none has, as with
             replicas of a whole matrix, all ranks leave the gather out.
         scatters: How results come back.
@@ -99,6 +101,7 @@ class RankBucket:
     owned: OwnedStacks
     gather_sends: Messages
     gather_receives: Messages
+    is_in_place: bool
     has_gather: bool
     scatters: tuple[RankScatter, ...]
 
@@ -108,7 +111,7 @@ class RankBucket:
         return BucketSizes(
             gather_send=_num_elements(self.gather_sends),
             gather_receive=_num_elements(self.gather_receives),
-            stacks=self.owned.num_elements,
+            stacks=0 if self.is_in_place else self.owned.num_elements,
         )
 
 
@@ -215,6 +218,7 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
     gather_receives: dict[int, list[Route]] = defaultdict(list)
     # Of each shard that this rank holds or sends results to, by owner.
     results: dict[tuple[int, ...], dict[int, list[Route]]] = defaultdict(lambda: defaultdict(list))
+    own_rows: list[Route] = []
     for index in bucket:
         # Of thousands of ranks most neither hold nor own any of a matrix. With replicas it matters
         # all the same: what others send them decides where this rank's results have room.
@@ -223,18 +227,25 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
             continue
         for route in plan.routes(index, None if sees_all else rank):
             is_holder = rank in route.holders
-            if route.owner == rank and route.source != rank:
+            if route.owner == route.source == rank:
+                own_rows.append(route)
+            elif route.owner == rank:
                 gather_receives[route.source].append(route)
             # Of several replicas, only one sends its rows.
-            if route.source == rank and route.owner != rank:
+            elif route.source == rank:
                 gather_sends[route.owner].append(route)
             # Where other holders are in between, each owner must know what the others send them.
             if len(route.holders) > 1 or (is_holder != (route.owner == rank)):
                 results[route.holders][route.owner].append(route)
+    is_in_place = bool(gather_receives) and rank in plan.stacking.arriving_in_place(bucket)
+    if is_in_place and own_rows:
+        # A message like others: they lie between the rows of lower and of higher ranks.
+        gather_sends[rank] = gather_receives[rank] = own_rows
     return RankBucket(
         owned=_owned_stacks(plan, bucket, rank),
         gather_sends=dict(gather_sends),
         gather_receives=dict(gather_receives),
+        is_in_place=is_in_place,
         has_gather=any(
             owner not in region.holders
             for index in bucket

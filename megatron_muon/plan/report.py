@@ -28,6 +28,8 @@ class RankReport:
         send_s: Estimated seconds of what it sends.
         receive_s: Estimated seconds of what it receives.
         num_matrices: Matrices it owns, or has a part of.
+        num_calls: Calls of Newton-Schulz: each orthogonalizes one stack.
+        stack_elements: Elements of all stacks, padding included.
         step_s: Estimated seconds until it is done with a step.
         staging_bytes: Memory of messages and stacks while a step runs; nothing stays between steps.
         num_split_groups: Sets of ranks that it splits matrices with: each is a communicator.
@@ -41,6 +43,8 @@ class RankReport:
     send_s: float = 0.0
     receive_s: float = 0.0
     num_matrices: int = 0
+    num_calls: int = 0
+    stack_elements: int = 0
     step_s: float = 0.0
     staging_bytes: int = 0
     num_split_groups: int = 0
@@ -108,6 +112,11 @@ class Report:
         return max(rank.load_s + rank.traffic_s for rank in self.ranks)
 
     @property
+    def padding(self) -> float:
+        """Share that padding adds to the elements of stacks."""
+        return sum(rank.stack_elements for rank in self.ranks) / max(1, self.num_elements) - 1
+
+    @property
     def _max_split_groups(self) -> int:
         return max(rank.num_split_groups for rank in self.ranks)
 
@@ -127,6 +136,7 @@ class Report:
             "num_buckets": self.num_buckets,
             "num_split_groups": self.num_split_groups,
             "max_split_groups_of_a_rank": self._max_split_groups,
+            "padding": self.padding,
             "blocks_by_backend": self.num_blocks,
             "newton_schulz_ms": self.busiest_s * 1e3,
             "ideal_newton_schulz_ms": self.ideal_s * 1e3,
@@ -143,6 +153,7 @@ class Report:
                     "bytes_received": rank.bytes_received,
                     "staging_bytes": rank.staging_bytes,
                     "num_matrices": rank.num_matrices,
+                    "num_calls": rank.num_calls,
                 }
                 for rank in self.ranks
             ],
@@ -165,7 +176,9 @@ class Report:
         )
         yield (
             f"Newton-Schulz: busiest rank {self.busiest_s * 1e3:.3f} ms, ideal "
-            f"{self.ideal_s * 1e3:.3f} ms, ratio {self.busiest_over_ideal:.3f}"
+            f"{self.ideal_s * 1e3:.3f} ms, ratio {self.busiest_over_ideal:.3f}; at most "
+            f"{max(rank.num_calls for rank in self.ranks)} calls a rank, "
+            f"stacks padded by {self.padding:.1%}"
         )
         if set(self.num_blocks) != {"standard"}:
             blocks = ", ".join(f"{name} {num}" for name, num in sorted(self.num_blocks.items()))
@@ -287,11 +300,24 @@ class _Staged:
 
     bucket: Counter[str]  # by field of BucketSizes
     scatters: list[Counter[str]]  # by field of ScatterSizes
+    in_place: bool = False  # whether rows arrive in the stack
 
     @classmethod
     def empty(cls, plan: ExchangePlan) -> "_Staged":
         """Return nothing for a bucket of a plan."""
         return cls(Counter(), [Counter() for _ in range(plan.num_scatters)])
+
+    @property
+    def bucket_sizes(self) -> BucketSizes:
+        """Elements of its gather and its stacks."""
+        sizes = BucketSizes(*(self.bucket[field] for field in BucketSizes._fields))
+        return sizes.in_place if self.in_place else sizes
+
+    @property
+    def scatter_sizes(self) -> list[ScatterSizes]:
+        """Elements of each of its scatters."""
+        fields = ScatterSizes._fields
+        return [ScatterSizes(*(sizes[field] for field in fields)) for sizes in self.scatters]
 
 
 def _add_traffic(
@@ -328,27 +354,31 @@ def _add_traffic(
                     staged[holder][number].scatters[k]["receive"] += shard.num_elements
         for rank, stacks in plan.stacking.elements(bucket).items():
             staged[rank][number].bucket["stacks"] += sum(stacks)
+            _add_calls(ranks[rank], stacks)
+        for rank in plan.stacking.arriving_in_place(bucket):
+            # Where no rows come from others, they are read to the stack.
+            staged[rank][number].in_place = staged[rank][number].bucket["gather_receive"] > 0
     # Stacks of local matrices take turns in one place: the largest decides.
-    local = {owner: max(sizes) for owner, sizes in plan.stacking.elements(plan.local).items()}
+    local_stacks = plan.stacking.elements(plan.local)
+    local = {owner: max(sizes) for owner, sizes in local_stacks.items()}
+    for owner, sizes in local_stacks.items():
+        _add_calls(ranks[owner], sizes)
     wire = plan.wire
     for rank in {*staged, *local}:
         staging[rank].append(
             PlanStaging(
                 plan.order,
-                [
-                    BucketSizes(*(each.bucket[field] for field in BucketSizes._fields)).in_bytes(
-                        wire
-                    )
-                    for each in staged[rank]
-                ],
-                [
-                    ScatterSizes(*(sizes[field] for field in ScatterSizes._fields)).in_bytes(wire)
-                    for each in staged[rank]
-                    for sizes in each.scatters
-                ],
+                [each.bucket_sizes.in_bytes(wire) for each in staged[rank]],
+                [sizes.in_bytes(wire) for each in staged[rank] for sizes in each.scatter_sizes],
                 local.get(rank, 0) * wire.gather_bytes,
             )
         )
+
+
+def _add_calls(rank: RankReport, stacks: Sequence[int]) -> None:
+    """Add one call for each stack, of which the elements are given."""
+    rank.num_calls += len(stacks)
+    rank.stack_elements += sum(stacks)
 
 
 def _add_scatter(plan: ExchangePlan, ranks: dict[int, RankReport], shard: ShardScatter) -> None:

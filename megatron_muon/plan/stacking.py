@@ -67,6 +67,24 @@ class Stacking:
             elements[owner] += [room * math.prod(shape) for room in rooms]
         return elements
 
+    def arriving_in_place(self, indices: Iterable[int]) -> set[int]:
+        """Return the owners that need no stack beside the messages of a bucket.
+
+        An owner of one part, whose rows arrive in order: what it receives is the stack. It takes
+        half of the memory, and nothing is copied.
+
+        Args:
+            indices: Matrices of the bucket.
+        """
+        num_parts: Counter[int] = Counter()
+        in_order: set[int] = set()
+        for index in indices:
+            owners = self.owners[index]
+            num_parts.update(dict.fromkeys(owners, len(self.matrices[index].blocks)))
+            if self.matrices[index].is_in_rank_order:
+                in_order.update(owners)
+        return {owner for owner in in_order if num_parts[owner] == 1}
+
 
 def stack_rooms(num_matrices: int, largest: int) -> list[int]:
     """Return the sizes of the stacks that hold so many matrices of one shape.

@@ -72,6 +72,7 @@ class PlanBuckets:
     _spread: Spread | None  # results, between replicas
     _arrivals: list[list[Placed]]  # results for this rank's rows, by scatter
     _arrived_rows: list[list[Placed]]  # of what this rank owns, by bucket
+    _is_in_place: list[bool]  # whether they have arrived in the stack, by bucket
     _buckets: list[OwnStacks]
     _local: list[OwnStacks]
     _backends: dict[tuple[int, int], Backend]  # by matrix and block
@@ -156,9 +157,13 @@ class PlanBuckets:
             for bucket, flat in zip(rank_plan.buckets, receives, strict=True)
         ]
         self._buckets = [
-            OwnStacks(bucket.owned, view(at.stacks, size.stacks, row_dtype))
-            for bucket, (at, size) in zip(rank_plan.buckets, found, strict=True)
+            OwnStacks(
+                bucket.owned,
+                flat if bucket.is_in_place else view(at.stacks, size.stacks, row_dtype),
+            )
+            for bucket, flat, (at, size) in zip(rank_plan.buckets, receives, found, strict=True)
         ]
+        self._is_in_place = [bucket.is_in_place for bucket in rank_plan.buckets]
         self._local = [
             OwnStacks(owned, view(at, owned.num_elements, row_dtype))
             for owned, at in zip(rank_plan.local, local_places, strict=True)
@@ -270,7 +275,14 @@ class PlanBuckets:
     def orthogonalize(self, index: int) -> None:
         """Orthogonalize what this rank owns of a bucket whose rows have arrived."""
         stacks = self._buckets[index]
-        arrived = self._arrived_rows[index]
+        if not self._is_in_place[index]:
+            self._fill(stacks, self._arrived_rows[index])
+        # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
+        # copies their rows into messages; strided rows would take a kernel each.
+        self._results = [result.contiguous() for result in self._orthogonalize(stacks)]
+
+    def _fill(self, stacks: OwnStacks, arrived: Sequence[Placed]) -> None:
+        """Copy rows to where they belong in stacks."""
         if arrived:
             # Messages hold routes one behind the other; a matrix needs them row by row.
             torch._foreach_copy_(
@@ -278,9 +290,6 @@ class PlanBuckets:
             )
         # Not with the gather, though they are here: the stacks may lie where its messages were.
         self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
-        # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
-        # copies their rows into messages; strided rows would take a kernel each.
-        self._results = [result.contiguous() for result in self._orthogonalize(stacks)]
 
     def _orthogonalize(self, stacks: OwnStacks) -> list[torch.Tensor]:
         """Return one tensor for each stack, in new memory."""

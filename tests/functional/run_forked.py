@@ -39,7 +39,8 @@ def forked_train(
     from helpers.ranks import launch
 
     before = before if "--use-megatron-fsdp" in arguments else None
-    launch(ranks, arguments, script=script, env=environment, before=before).check()
+    # The limit is against a hang alone.
+    launch(ranks, arguments, script=script, env=environment, before=before, timeout_s=900.0).check()
 
 
 def main() -> None:

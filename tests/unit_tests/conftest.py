@@ -5,8 +5,7 @@
 from collections.abc import Iterator
 
 import pytest
-from helpers import ranks
-from helpers.idle_plans import start_plans, stop_plans
+from helpers import idle_commands, ranks
 
 try:
     import hypothesis
@@ -23,19 +22,18 @@ else:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin with the plans of documents, which other tests leave time for."""
-    asked = [getattr(item, "callspec", None) for item in session.items]
-    start_plans(
-        plan
-        for item, call in zip(session.items, asked, strict=True)
-        if call is not None and hasattr(item.module, "plan_of_test")
-        for plan in item.module.plan_of_test(call.params)
-    )
+    """Begin with the commands that other tests leave time for."""
+    for item in session.items:
+        commands = getattr(item.module, "idle_commands", None)
+        if commands is not None:
+            call = getattr(item, "callspec", None)
+            name = getattr(item, "originalname", item.name)
+            idle_commands.start(commands(name, call.params if call is not None else {}))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Leave out plans that no test has asked for."""
-    stop_plans()
+    """Leave out commands that no test has asked for."""
+    idle_commands.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,6 @@ broken_optimizers   ways to break Muon on purpose
 cusolvermp          a stand-in for Transformer Engine's Newton-Schulz
 forked_losses       short runs with whatever megatron is first on the path
 fsdp2_models        matrices in every layout that FSDP2 makes
-idle_plans          plan reports made in the time that other tests leave idle
+idle_commands       commands that run in the time that other tests leave idle
 ==================  ============================================================================
 """

@@ -66,8 +66,9 @@ def orthogonalize_local_rows() -> None:
 
     def without_arrivals(self: Any, index: int) -> Any:
         """Clear what arrived."""
-        for _, rows in self._arrived_rows[index]:
-            rows.zero_()
+        for route, rows in self._arrived_rows[index]:
+            if route.source != route.owner:
+                rows.zero_()
         return original(self, index)
 
     PlanBuckets.orthogonalize = without_arrivals

@@ -38,10 +38,10 @@ def resumed_run(
 
 
 def watch(folder: str) -> None:
-    """Write on each rank a digest of parameters and state after each step, and whole tensors once.
+    """Write on each rank a digest of parameters and state after each step, and its tensors once.
 
-    Whole tensors, gathered by Megatron-FSDP's own function, are written before the first step that
-    follows iteration ``SAVED_AT``, ``whole_<rank>.pt``; digests to ``digests_<rank>``.
+    Tensors are written before the first step that follows iteration ``SAVED_AT``,
+    ``local_<rank>.pt``; digests to ``digests_<rank>``.
     """
     from megatron.training import get_args
 
@@ -53,7 +53,7 @@ def watch(folder: str) -> None:
     def step(self: Any) -> Any:
         rank = torch.distributed.get_rank()
         if get_args().curr_iteration == SAVED_AT:
-            torch.save(whole_tensors(self), Path(folder) / f"whole_{rank}.pt")
+            torch.save(local_tensors(self), Path(folder) / f"local_{rank}.pt")
         done = original(self)
         digest = hashlib.sha256()
         for child in self.chained_optimizers:
@@ -69,23 +69,31 @@ def watch(folder: str) -> None:
     FSDPMuonChainedOptimizer.step = step
 
 
-def whole_tensors(optimizer: Any) -> dict[str, torch.Tensor]:
-    """Gather parameters and state, by name."""
+def local_tensors(optimizer: Any) -> dict[str, tuple[torch.Size, torch.Size, torch.Tensor]]:
+    """Return this rank's piece of parameters and state, by name: whole shape, first index, piece.
+
+    Where a piece begins is what Megatron-FSDP's own function finds. State of the shape of its
+    parameter lies like it, so one call serves both.
+    """
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
-        uneven_dtensor_to_full_tensor,
-        update_uneven_dtensor_chunk_metadata,
+        gather_and_compute_chunk_metadata,
     )
 
     packed = optimizer.state_dict()["state"]
     by_name = {name: param for param, name in optimizer._state_names.items()}
-    whole = {}
+    pieces = {}
     for name, state in packed.items():
-        for key, tensor in {"param": by_name[name], **state}.items():
-            if hasattr(tensor, "_local_tensor"):
-                update_uneven_dtensor_chunk_metadata(tensor.detach())
-                tensor = uneven_dtensor_to_full_tensor(tensor.detach())
-            whole[f"{name}.{key}"] = tensor
-    return whole
+        param = by_name[name].detach()
+        begins = {param.shape: gather_and_compute_chunk_metadata(param).offsets}
+        for key, tensor in {"param": param, **state}.items():
+            if not hasattr(tensor, "_local_tensor"):
+                pieces[f"{name}.{key}"] = tensor.shape, torch.Size([0] * tensor.dim()), tensor
+                continue
+            if tensor.shape not in begins or tensor.placements != param.placements:
+                begins[tensor.shape] = gather_and_compute_chunk_metadata(tensor.detach()).offsets
+            begin = begins[tensor.shape]
+            pieces[f"{name}.{key}"] = tensor.shape, begin, tensor.detach()._local_tensor
+    return pieces
 
 
 def digests(folder: Path, rank: int) -> list[str]:
@@ -95,21 +103,28 @@ def digests(folder: Path, rank: int) -> list[str]:
 
 
 def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[str, torch.Tensor]:
-    """Merge the whole tensors of all ranks, which agree where they overlap.
+    """Join the pieces of all ranks, which agree where they overlap and leave nothing out.
 
     Gated layers interleave the halves of tensor-parallel ranks; they are put in order.
     """
-    merged: dict[str, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}
     for rank in range(world_size):
-        for name, tensor in torch.load(folder / f"whole_{rank}.pt").items():
-            # Moments of whole blocks have no rows of it.
-            has_rows = tensor.dim() == 2 and not name.endswith(".moment2_cols")
-            if "linear_fc1.weight" in name and has_rows:
-                ranks = etp if ".experts." in name else tp
-                halves = tensor.view(ranks, 2, -1, tensor.shape[1])
-                tensor = halves.transpose(0, 1).reshape(tensor.shape)
-            assert torch.equal(merged.setdefault(name, tensor), tensor), (rank, name)
-    return merged
+        for name, (shape, begin, piece) in torch.load(folder / f"local_{rank}.pt").items():
+            if name not in whole:
+                whole[name] = torch.full(shape, float("nan"), dtype=piece.dtype)
+            place = whole[name][
+                tuple(slice(b, b + n) for b, n in zip(begin, piece.shape, strict=True))
+            ]
+            assert torch.equal(torch.where(place.isnan(), piece, place), piece), (rank, name)
+            place.copy_(piece)
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), name
+        # Moments of whole blocks have no rows of it.
+        if "linear_fc1.weight" in name and tensor.dim() == 2 and not name.endswith(".moment2_cols"):
+            ranks = etp if ".experts." in name else tp
+            halves = tensor.view(ranks, 2, -1, tensor.shape[1])
+            whole[name] = halves.transpose(0, 1).reshape(tensor.shape)
+    return whole
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -1,53 +1,121 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Plan reports made while other tests run, in the time that these leave idle.
+"""Commands that run while other tests do, in the time that these leave idle.
 
-Ranks of a test wait for each other, and leave a third of two cores idle. A plan takes up to half a
-minute of one core. Their processes have the lowest priority: they slow nothing down.
+Ranks of a test wait for each other, and leave a third of two cores idle. Commands have the lowest
+priority: they slow nothing down. None of them measures time, or has a limit that a busy machine
+could exceed.
+
+A test module that has such commands has a function ``idle_commands(name, params)``, which yields
+those of the test of this name and parameters. ``conftest.py`` starts them when tests have been
+collected, in the order of the tests.
 """
 
 import functools
 import os
-import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
 
 from helpers.ranks import ROOT
 
+# In arguments, the folder that the command runs in.
+FOLDER = "FOLDER"
+_LIMIT_S = 1800  # against a hang alone
+
 _pool = ThreadPoolExecutor(1)
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+_running: list[subprocess.Popen[str]] = []
 
 
-def start_plans(flags: Iterable[str]) -> None:
-    """Start reports, one after the other."""
-    for each in flags:
+class IdleCommand(NamedTuple):
+    """A command.
+
+    Args:
+        arguments: The program and its arguments; :data:`FOLDER` in one of them stands for the
+            folder that it runs in.
+        env: Environment variables to set, ``(name, value)``.
+    """
+
+    arguments: tuple[str, ...]
+    env: tuple[tuple[str, str], ...] = ()
+
+
+class Ended(NamedTuple):
+    """What a command left behind, which ran in a folder of its own.
+
+    Args:
+        returncode: Its exit status.
+        stdout: Standard output.
+        stderr: Standard error.
+        folder: Its folder.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+
+def plan_command(flags: Iterable[str]) -> IdleCommand:
+    """Return the command that prints a plan report."""
+    return IdleCommand((sys.executable, "-m", "megatron_muon.plan", *flags))
+
+
+def start(commands: Iterable[IdleCommand]) -> None:
+    """Start commands, one after the other."""
+    for each in commands:
         _start(each)
 
 
-def printed_plan(flags: str) -> str:
-    """Return what ``python -m megatron_muon.plan`` prints, once it has."""
-    return _start(flags).result()
+def ended(command: IdleCommand) -> Ended:
+    """Return what a command has left behind, once it has ended."""
+    return _start(command).result()
 
 
-def stop_plans() -> None:
-    """Start no further report: nobody will ask for it."""
+def stop() -> None:
+    """End what nobody will ask for."""
     _pool.shutdown(wait=False, cancel_futures=True)
+    for process in _running:
+        # Terminated, not killed: a command then ends its ranks.
+        process.terminate()
+        process.wait()
+    for folder in _folders:
+        folder.cleanup()
 
 
 @functools.cache
-def _start(flags: str) -> "Future[str]":
-    return _pool.submit(_print, flags)
+def _start(command: IdleCommand) -> "Future[Ended]":
+    return _pool.submit(_run, command)
 
 
-def _print(flags: str) -> str:
-    command = [sys.executable, "-m", "megatron_muon.plan", *shlex.split(flags)]
-    done = subprocess.run(
-        ["nice", "-n", "19", *command],
-        cwd=ROOT,
-        capture_output=True,
+def _run(command: IdleCommand) -> Ended:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    _folders.append(tempfile.TemporaryDirectory())
+    folder = _folders[-1].name
+    arguments = [each.replace(FOLDER, folder) for each in command.arguments]
+    process = subprocess.Popen(
+        ["nice", "-n", "19", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            **dict(command.env),
+        },
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    _running.append(process)
+    try:
+        stdout, stderr = process.communicate(timeout=_LIMIT_S)
+    finally:
+        process.terminate()
+        process.wait()
+        _running.remove(process)
+    return Ended(process.returncode, stdout, stderr, Path(folder))

@@ -16,6 +16,7 @@ from megatron_muon.plan import ExchangePlan, RankPlan, Route
 from megatron_muon.plan.assignment import Assignment, assign
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
+from megatron_muon.plan.rank_plan import RankBucket
 from megatron_muon.plan.rank_schedule import RankSchedule
 from megatron_muon.plan.report import build_report
 from megatron_muon.plan.routes import parts_of
@@ -116,10 +117,57 @@ def test_messages_of_two_ranks_match(matrices):
                 for sent, received in zip(mine.scatters, theirs.scatters, strict=True):
                     elements = sum(r.num_elements for r in sent.sends.get(receiver, []))
                     assert elements == received.receives.get(sender, 0)
-            assert sender not in mine.gather_sends
+            assert (sender in mine.gather_sends) <= mine.is_in_place
             if not mine.has_gather:
                 assert not mine.gather_sends and not mine.gather_receives
     assert seen == Counter(range(len(matrices)))
+
+
+@settings(deadline=None)
+@given(matrix_lists(), st.sampled_from([1, 8]))
+def test_what_arrives_in_place_is_the_part_in_order(matrices, max_parts):
+    """Rows follow one another by rank, over all columns, until the part is full."""
+    assignment = assign(matrices, SLOW, WIRE, max_parts=max_parts)
+    plan = ExchangePlan.build(matrices, assignment, SLOW, WIRE, staging_bytes=1)
+    for rank in matrices[0].ranks:
+        for bucket in RankPlan.build(plan, rank).buckets:
+            if not bucket.is_in_place:
+                continue
+            (stack,), (room,) = bucket.owned.stacks, bucket.owned.rooms
+            (part,) = stack
+            row = 0
+            for _, routes in sorted(bucket.gather_receives.items()):
+                for route in routes:
+                    assert (route.row, route.col, route.num_cols) == (row, 0, part.num_cols)
+                    row += route.num_rows
+            assert (row, room) == (part.num_rows, 1)
+
+
+def test_one_matrix_in_rank_order_arrives_in_place():
+    """Also the rows that its owner holds; not where shards are in another order, or two arrive."""
+
+    def buckets(matrices: list[MatrixLayout]) -> list[RankBucket]:
+        assignment = Assignment(((1,),) * len(matrices), {0: 0.0, 1: 1.0, 2: 0.0}, 1.0)
+        plan = ExchangePlan.build(matrices, assignment, SLOW, WIRE, staging_bytes=2**31)
+        return [RankPlan.build(plan, rank).buckets[0] for rank in range(3)]
+
+    layout = rows_cut_at(8, 4, [3, 3, 2])
+    ascending = whole_matrix("a.weight", layout, [[(0,), (1,), (2,)]])
+    holder, owner, _ = buckets([ascending])
+    assert owner.is_in_place and not holder.is_in_place
+    # Elements: all rows are received where they are orthogonalized, three of them from itself.
+    assert owner.num_elements == (12, 32, 0)
+    assert list(owner.gather_sends) == [1] and sorted(owner.gather_receives) == [0, 1, 2]
+
+    others = [
+        [whole_matrix("a.weight", layout, [[(2,), (1,), (0,)]])],
+        [whole_matrix("a.weight", layout, [[(0,), (1,), (2,)]], split_shapes=[4, 4])],
+        [ascending, whole_matrix("b.weight", layout, [[(0,), (1,), (2,)]])],
+    ]
+    for matrices in others:
+        _, owner, _ = buckets(matrices)
+        count = len(matrices)
+        assert not owner.is_in_place and owner.num_elements == (0, 20 * count, 32 * count)
 
 
 @settings(deadline=None)
@@ -132,10 +180,17 @@ def test_without_replicas_the_way_back_is_the_way_there(matrices):
             if all(len(route.holders) == 1 for index in range(len(matrices))
                    for route in plan.routes(index)):  # fmt: skip
                 (scatter,) = bucket.scatters
-                assert scatter.sends == bucket.gather_receives
+                # Rows that arrive in place come from the owner too; its results need no message.
+                there = {
+                    who: routes for who, routes in bucket.gather_receives.items() if who != rank
+                }
+                assert scatter.sends == there
                 arrived = [route for route, _ in scatter.arrivals]
                 assert arrived == [
-                    route for _, routes in sorted(bucket.gather_sends.items()) for route in routes
+                    route
+                    for who, routes in sorted(bucket.gather_sends.items())
+                    for route in routes
+                    if who != rank
                 ]
 
 
@@ -176,13 +231,17 @@ def test_matrix_with_copies_is_orthogonalized_whole_and_alone(matrices):
 
 @settings(deadline=None)
 @given(matrix_lists(max_matrices=12), st.sampled_from([1, 2**31]))
-def test_report_knows_the_memory_of_each_rank(matrices, staging_bytes):
-    """The sizes that the engine stages, without a plan of each rank."""
+def test_report_knows_the_memory_and_the_calls_of_each_rank(matrices, staging_bytes):
+    """What the engine stages and runs, without a plan of each rank."""
     plan = _plan(matrices, staging_bytes)
     report = build_report(range(1 + max(matrices[0].ranks)), [plan])
     for rank in matrices[0].ranks:
-        staging = RankSchedule.build([plan], rank).staging
-        assert report.ranks[rank].staging_bytes == staging.num_bytes
+        schedule = RankSchedule.build([plan], rank)
+        assert report.ranks[rank].staging_bytes == schedule.staging.num_bytes
+        (rank_plan,) = schedule.rank_plans
+        owned = (*rank_plan.local, *(bucket.owned for bucket in rank_plan.buckets))
+        assert report.ranks[rank].num_calls == sum(len(each.stacks) for each in owned)
+        assert report.ranks[rank].stack_elements == sum(each.num_elements for each in owned)
 
 
 @settings(deadline=None)
@@ -195,10 +254,12 @@ def test_report_counts_what_messages_hold(matrices):
     for rank in matrices[0].ranks:
         sent = received = 0
         for bucket in RankPlan.build(plan, rank).buckets:
-            sent += sum(r.num_elements for rows in bucket.gather_sends.values() for r in rows)
-            received += sum(
-                r.num_elements for rows in bucket.gather_receives.values() for r in rows
+            sends, receives = (
+                [route for peer, routes in messages.items() if peer != rank for route in routes]
+                for messages in (bucket.gather_sends, bucket.gather_receives)
             )
+            sent += sum(route.num_elements for route in sends)
+            received += sum(route.num_elements for route in receives)
             for scatter in bucket.scatters:
                 sent += sum(
                     route.num_elements

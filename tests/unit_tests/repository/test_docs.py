@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers import repairs
-from helpers.idle_plans import printed_plan
+from helpers.idle_commands import IdleCommand, ended, plan_command
 from helpers.ranks import ROOT
 
 DOCUMENTS = [
@@ -188,7 +188,13 @@ class _Log:
 
 def _plan(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the plan report."""
-    return printed_plan(shlex.join(arguments))
+    return _printed(plan_command(arguments))
+
+
+def _printed(command: IdleCommand) -> str:
+    done = ended(command)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _alternatives(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -332,21 +338,24 @@ def _plan_flags(flags: str) -> str:
     return flags.removesuffix(" --muon-fsdp-newton-schulz standard")
 
 
+def _report_command(flags: str) -> IdleCommand:
+    return plan_command([*shlex.split(_plan_flags(flags)), "--json"])
+
+
 def _report(flags: str) -> dict[str, Any]:
     """Return the report of a plan."""
-    report: dict[str, Any] = json.loads(printed_plan(f"{_plan_flags(flags)} --json"))
+    report: dict[str, Any] = json.loads(_printed(_report_command(flags)))
     return report
 
 
-def plan_of_test(params: Mapping[str, Any]) -> list[str]:
-    """Return the plan that a test asks for, given its parameters; ``conftest.py`` starts it."""
+def idle_commands(name: str, params: Mapping[str, Any]) -> Iterator[IdleCommand]:
+    """Yield the plan that a test asks for."""
     if "figures" in params and "--dp 2048" not in params["flags"]:
-        return [f"{_plan_flags(params['flags'])} --json"]
+        yield _report_command(params["flags"])
     command = RUNNABLE.get(params.get("text", ""))
     prefix = _runner(command) if command is not None else None
-    if prefix is None or RUN[prefix] is not _plan:
-        return []
-    return [shlex.join(shlex.split(params["text"])[len(prefix.split()) :])]
+    if prefix is not None and RUN[prefix] is _plan:
+        yield plan_command(shlex.split(params["text"])[len(prefix.split()) :])
 
 
 @pytest.mark.parametrize(("flags", "figures"), PLAN_ROWS, ids=lambda value: value)

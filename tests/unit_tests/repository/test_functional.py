@@ -11,6 +11,7 @@ from pathlib import Path
 import cases
 import pytest
 from cases import CaseError, command_line, load_cases, select_cases
+from helpers.idle_commands import FOLDER, IdleCommand, ended
 from helpers.ranks import ROOT, run_ranks
 from metrics import (
     MetricsError,
@@ -121,16 +122,36 @@ def test_flags_of_gpu_cases_are_accepted_by_megatron(case):
     assert found == {"optimizer": "muon", "use_megatron_fsdp": "True"}
 
 
+FORKED = IdleCommand((sys.executable, str(FUNCTIONAL / "run_forked.py")))
+RUNNER = IdleCommand(
+    ("bash", str(FUNCTIONAL / "run.sh"), CPU_CASES[0].name, "--output", f"{FOLDER}/out")
+)
+
+
+def idle_commands(name, params):
+    """Yield what tests of whole runs ask for."""
+    if name == test_runner_trains_through_torchrun_and_leaves_its_inputs_alone.__name__:
+        yield RUNNER
+    elif name in (
+        test_cpu_case_passes_every_rule.__name__,
+        test_broken_optimizer_fails_the_comparison_with_the_unsharded_run.__name__,
+    ):
+        yield FORKED
+
+
+def modification_times():
+    files = [path for path in FUNCTIONAL.rglob("*") if path.is_file()]
+    return {path: path.stat().st_mtime_ns for path in files if "__pycache__" not in path.parts}
+
+
+BEFORE = modification_times()
+
+
 @functools.cache
 def forked_verdicts() -> dict[str, list]:
     """Run every CPU case once on forked ranks."""
     assert all(case.environment == CPU_CASES[0].environment for case in CPU_CASES)
-    done = subprocess.run(
-        [sys.executable, str(FUNCTIONAL / "run_forked.py")],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = ended(FORKED)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     return dict(lines)
@@ -160,21 +181,15 @@ def test_broken_optimizer_fails_the_comparison_with_the_unsharded_run(broken):
 
 
 @pytest.mark.slow
-def test_runner_trains_through_torchrun_and_leaves_its_inputs_alone(tmp_path):
+def test_runner_trains_through_torchrun_and_leaves_its_inputs_alone():
     """``run.sh CASE`` from another folder: exit code 0, a verdict a rule, no file changed."""
     case = CPU_CASES[0]
-    before = {path: path.stat().st_mtime_ns for path in FUNCTIONAL.rglob("*") if path.is_file()}
-    done = run_sh(case.name, "--output", str(tmp_path / "out"), cwd=tmp_path)
+    done = ended(RUNNER)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"PASSED {case.name}" in done.stdout
     assert "ok  unsharded: lm loss: at most" in done.stdout
-    after = {
-        path: path.stat().st_mtime_ns
-        for path in FUNCTIONAL.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert {path: before.get(path) for path in after} == after
-    recorded = tmp_path / "out" / case.name / case.golden_path.name
+    assert modification_times() == BEFORE
+    recorded = done.folder / "out" / case.name / case.golden_path.name
     assert read_golden(recorded).keys() == set(case.metrics)
 
 

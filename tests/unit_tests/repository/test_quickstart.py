@@ -4,10 +4,10 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import byte_dataset
 import comparison_report
@@ -15,6 +15,7 @@ import learning_rate_sweep
 import pytest
 import quickstart
 import training_run
+from helpers.idle_commands import FOLDER, IdleCommand, ended
 from training_log import TrainingLog, failure_excerpt
 from training_run import RunConfig
 
@@ -330,32 +331,35 @@ def test_command_line_refuses_options_that_disagree(arguments: list[str]) -> Non
         quickstart.parse_arguments(arguments)
 
 
+# Held to AVX2: any CPU then lacks bf16 instructions.
+QUICKSTART = IdleCommand(
+    (sys.executable, quickstart.__file__)
+    + ("--iterations", "2", "--max-megabytes", "0.5", "--output", FOLDER),
+    env=(("ONEDNN_MAX_CPU_ISA", "AVX2"),),
+)
+
+
+def idle_commands(name: str, params: Mapping[str, Any]) -> Iterator[IdleCommand]:
+    """Yield the quickstart for the test that asks for it."""
+    if name == test_quickstart_trains_with_both_optimizers_and_reports.__name__:
+        yield QUICKSTART
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_quickstart_trains_with_both_optimizers_and_reports(tmp_path: Path) -> None:
-    """The script itself, two iterations each, held to AVX2: any CPU then lacks bf16 instructions.
+def test_quickstart_trains_with_both_optimizers_and_reports() -> None:
+    """The script itself, two iterations each.
 
-    It took ten minutes on such CPUs, where a product of bf16 was fifty times slower than of fp32.
+    It took ten minutes on CPUs without bf16 instructions, where a product of bf16 was fifty times
+    slower than of fp32.
     """
-    script = Path(quickstart.__file__)
-    options = ["--iterations", "2", "--max-megabytes", "0.5", "--output", str(tmp_path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    with (tmp_path / "printed").open("w+") as printed:
-        command = [sys.executable, str(script), *options]
-        process = subprocess.Popen(command, env=env, stdout=printed, stderr=subprocess.STDOUT)
-        try:
-            # Two iterations take seconds: this limit is against a hang alone.
-            status = process.wait(timeout=900)
-        finally:
-            # Terminated, not killed: the quickstart then ends its ranks.
-            process.terminate()
-    printed = (tmp_path / "printed").read_text()
-    assert status == 0, printed[-4000:]
-    assert "Took" in printed
-    numbers = json.loads((tmp_path / "results.json").read_text())
+    done = ended(QUICKSTART)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "Took" in done.stdout
+    numbers = json.loads((done.folder / "results.json").read_text())
     assert [run["config"]["optimizer"] for run in numbers["runs"]] == ["muon", "adam"]
     first = [run["log"]["losses"]["1"] for run in numbers["runs"]]
     # Before the first update both are one model: the bytes and the seed are the same.
     assert first[0] == first[1]
     assert all(math.isfinite(x) for run in numbers["runs"] for x in run["log"]["losses"].values())
-    assert (tmp_path / "results.png").exists()
+    assert (done.folder / "results.png").exists()

@@ -43,8 +43,10 @@ def _connected_and_used(num_buckets: int) -> list[Any]:
 
 
 def _pairs(calls: list[Any]) -> list[list[int]]:
-    """Return to whom, and from whom, anything was sent."""
-    ranks = range(len(calls[0][0]))
+    """Return to whom, and from whom, anything was sent; what a rank sends itself is left out."""
+    import torch.distributed as dist
+
+    ranks = [rank for rank in range(len(calls[0][0])) if rank != dist.get_rank()]
     return [[rank for rank in ranks if any(call[end][rank] for call in calls)] for end in (0, 1)]
 
 
