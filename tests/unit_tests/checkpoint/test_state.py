@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoint_runs import assert_same, whole_tensors
+from helpers.checkpoint_runs import assert_same, joined, local_tensors
 from helpers.ranks import run_ranks
 from helpers.toy_fsdp import build_model, build_optimizer, run_backward
 
@@ -26,8 +26,11 @@ def _train(num_steps: int, sharding: str) -> Any:
 
 
 def _state(optimizer: Any) -> dict[str, torch.Tensor]:
-    whole = whole_tensors(optimizer)
-    return {name: tensor for name, tensor in whole.items() if not name.endswith(".param")}
+    import torch.distributed as dist
+
+    pieces: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, local_tensors(optimizer))
+    return {name: t for name, t in joined(pieces).items() if not name.endswith(".param")}
 
 
 def _save(folder: str, sharding: str) -> list[float]:

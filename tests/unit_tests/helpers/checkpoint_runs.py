@@ -4,6 +4,7 @@
 
 import functools
 import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
+
+# Shape of the whole tensor, index at which the piece begins in it, and the piece.
+type Piece = tuple[torch.Size, torch.Size, torch.Tensor]
 
 SAVED_AT, LAST = 5, 8
 SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT}".split()
@@ -69,8 +73,8 @@ def watch(folder: str) -> None:
     FSDPMuonChainedOptimizer.step = step
 
 
-def local_tensors(optimizer: Any) -> dict[str, tuple[torch.Size, torch.Size, torch.Tensor]]:
-    """Return this rank's piece of parameters and state, by name: whole shape, first index, piece.
+def local_tensors(optimizer: Any) -> dict[str, Piece]:
+    """Return this rank's piece of parameters and state, by name.
 
     Where a piece begins is what Megatron-FSDP's own function finds. State of the shape of its
     parameter lies like it, so one call serves both.
@@ -103,13 +107,25 @@ def digests(folder: Path, rank: int) -> list[str]:
 
 
 def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[str, torch.Tensor]:
-    """Join the pieces of all ranks, which agree where they overlap and leave nothing out.
+    """Join what all ranks wrote.
 
     Gated layers interleave the halves of tensor-parallel ranks; they are put in order.
     """
+    whole = joined([torch.load(folder / f"local_{rank}.pt") for rank in range(world_size)])
+    for name, tensor in whole.items():
+        # Moments of whole blocks have no rows of it.
+        if "linear_fc1.weight" in name and tensor.dim() == 2 and not name.endswith(".moment2_cols"):
+            ranks = etp if ".experts." in name else tp
+            halves = tensor.view(ranks, 2, -1, tensor.shape[1])
+            whole[name] = halves.transpose(0, 1).reshape(tensor.shape)
+    return whole
+
+
+def joined(of_ranks: Sequence[Mapping[str, Piece]]) -> dict[str, torch.Tensor]:
+    """Join the pieces of all ranks, which agree where they overlap and leave nothing out."""
     whole: dict[str, torch.Tensor] = {}
-    for rank in range(world_size):
-        for name, (shape, begin, piece) in torch.load(folder / f"local_{rank}.pt").items():
+    for rank, pieces in enumerate(of_ranks):
+        for name, (shape, begin, piece) in pieces.items():
             if name not in whole:
                 whole[name] = torch.full(shape, float("nan"), dtype=piece.dtype)
             place = whole[name][
@@ -119,11 +135,6 @@ def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[s
             place.copy_(piece)
     for name, tensor in whole.items():
         assert not tensor.isnan().any(), name
-        # Moments of whole blocks have no rows of it.
-        if "linear_fc1.weight" in name and tensor.dim() == 2 and not name.endswith(".moment2_cols"):
-            ranks = etp if ".experts." in name else tp
-            halves = tensor.view(ranks, 2, -1, tensor.shape[1])
-            whole[name] = halves.transpose(0, 1).reshape(tensor.shape)
     return whole
 
 
