@@ -28,9 +28,9 @@ def _train(num_steps: int, sharding: str) -> Any:
 def _state(optimizer: Any) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
 
-    pieces: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pieces, local_tensors(optimizer))
-    return {name: t for name, t in joined(pieces).items() if not name.endswith(".param")}
+    shards: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, local_tensors(optimizer))
+    return {name: t for name, t in joined(shards).items() if not name.endswith(".param")}
 
 
 def _save(folder: str, sharding: str) -> list[float]:

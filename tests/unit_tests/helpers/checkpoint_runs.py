@@ -13,8 +13,8 @@ import torch
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
 
-# Shape of the whole tensor, index at which the piece begins in it, and the piece.
-type Piece = tuple[torch.Size, torch.Size, torch.Tensor]
+# Shape of the whole tensor, index at which the shard begins in it, and the shard.
+type Shard = tuple[torch.Size, torch.Size, torch.Tensor]
 
 SAVED_AT, LAST = 5, 8
 SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT}".split()
@@ -73,10 +73,10 @@ def watch(folder: str) -> None:
     FSDPMuonChainedOptimizer.step = step
 
 
-def local_tensors(optimizer: Any) -> dict[str, Piece]:
-    """Return this rank's piece of parameters and state, by name.
+def local_tensors(optimizer: Any) -> dict[str, Shard]:
+    """Return this rank's shard of parameters and state, by name.
 
-    Where a piece begins is what Megatron-FSDP's own function finds. State of the shape of its
+    Where a shard begins is what Megatron-FSDP's own function finds. State of the shape of its
     parameter lies like it, so one call serves both.
     """
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
@@ -85,19 +85,19 @@ def local_tensors(optimizer: Any) -> dict[str, Piece]:
 
     packed = optimizer.state_dict()["state"]
     by_name = {name: param for param, name in optimizer._state_names.items()}
-    pieces = {}
+    shards = {}
     for name, state in packed.items():
         param = by_name[name].detach()
         begins = {param.shape: gather_and_compute_chunk_metadata(param).offsets}
         for key, tensor in {"param": param, **state}.items():
             if not hasattr(tensor, "_local_tensor"):
-                pieces[f"{name}.{key}"] = tensor.shape, torch.Size([0] * tensor.dim()), tensor
+                shards[f"{name}.{key}"] = tensor.shape, torch.Size([0] * tensor.dim()), tensor
                 continue
             if tensor.shape not in begins or tensor.placements != param.placements:
                 begins[tensor.shape] = gather_and_compute_chunk_metadata(tensor.detach()).offsets
             begin = begins[tensor.shape]
-            pieces[f"{name}.{key}"] = tensor.shape, begin, tensor.detach()._local_tensor
-    return pieces
+            shards[f"{name}.{key}"] = tensor.shape, begin, tensor.detach()._local_tensor
+    return shards
 
 
 def digests(folder: Path, rank: int) -> list[str]:
@@ -121,18 +121,18 @@ def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[s
     return whole
 
 
-def joined(of_ranks: Sequence[Mapping[str, Piece]]) -> dict[str, torch.Tensor]:
-    """Join the pieces of all ranks, which agree where they overlap and leave nothing out."""
+def joined(of_ranks: Sequence[Mapping[str, Shard]]) -> dict[str, torch.Tensor]:
+    """Join the shards of all ranks, which agree where they overlap and leave nothing out."""
     whole: dict[str, torch.Tensor] = {}
-    for rank, pieces in enumerate(of_ranks):
-        for name, (shape, begin, piece) in pieces.items():
+    for rank, shards in enumerate(of_ranks):
+        for name, (shape, begin, shard) in shards.items():
             if name not in whole:
-                whole[name] = torch.full(shape, float("nan"), dtype=piece.dtype)
+                whole[name] = torch.full(shape, float("nan"), dtype=shard.dtype)
             place = whole[name][
-                tuple(slice(b, b + n) for b, n in zip(begin, piece.shape, strict=True))
+                tuple(slice(b, b + n) for b, n in zip(begin, shard.shape, strict=True))
             ]
-            assert torch.equal(torch.where(place.isnan(), piece, place), piece), (rank, name)
-            place.copy_(piece)
+            assert torch.equal(torch.where(place.isnan(), shard, place), shard), (rank, name)
+            place.copy_(shard)
     for name, tensor in whole.items():
         assert not tensor.isnan().any(), name
     return whole

@@ -14,6 +14,12 @@ import pytest
 from helpers.ranks import ROOT, launch
 from training_log import TrainingLog
 
+from megatron_muon.plan import ExchangePlan
+from megatron_muon.plan.assignment import Assignment, matrix_seconds
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import RowLayout, whole_matrix
+from megatron_muon.plan.wire import Wire
+
 # What a step may cost at most, by ranks: figures of step_cost.py, which docs/performance.md shows.
 # Whoever removes an operation lowers them, here and there; nothing may raise them unseen.
 STEP_COST = {
@@ -125,6 +131,24 @@ def test_design_alternatives_are_of_the_same_shards():
     )
     assert largest[4] == pytest.approx(report["lower_bound_bytes"] / 2 / 8 / 1e6, abs=0.1)
     assert joint[4] == pytest.approx(report["mean_elements_sent"] / 1e6, abs=0.1)
+
+
+def test_least_traffic_of_two_matrices_that_one_rank_holds_most_of(monkeypatch):
+    """It has both, or one and a half, or one of the two, as far as its load allows."""
+    bound = _benchmark("traffic_bound", monkeypatch)
+    layout = RowLayout(8, 4, ((0, 6), (6, 8)))
+    # Two that lie alike share their regions.
+    matrices = [whole_matrix(f"{i}.weight", layout, [[(0,), (1,)]]) for i in range(2)]
+    cost = CostModel()
+    one_s = matrix_seconds(matrices[0], cost)
+    owned_by_both = Assignment(((0,), (1,)), {0: one_s, 1: one_s}, one_s)
+    wire = Wire.of("bf16", is_bf16=True)
+    plan = ExchangePlan.build(matrices, owned_by_both, cost, wire, staging_bytes=2**31)
+    # Elements: 2 rows of 4 go to rank 0 for a matrix that it owns, 6 to rank 1.
+    for load, least in ((1.0, 8 + 24), (1.5, 12 + 12), (2.0, 8 + 8)):
+        (row,) = bound.moved_by([plan], load)
+        assert (row.num_matrices, row.plan, row.largest_holder) == (2, 8 + 24, 8 + 8)
+        assert least - 1 <= row.least <= least  # rounded down
 
 
 @pytest.mark.ranks

@@ -202,6 +202,16 @@ def _alternatives(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> 
     return _call(_module("benchmarks", "design_alternatives", monkeypatch).main, arguments)
 
 
+def _traffic_bound(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the comparison with the least traffic."""
+    return _printed(_bound_command(arguments))
+
+
+def _bound_command(arguments: Sequence[str]) -> IdleCommand:
+    script = str(ROOT / "benchmarks" / "traffic_bound.py")
+    return IdleCommand((sys.executable, script, *arguments))
+
+
 def _expert_layouts(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the plans of layouts."""
     module = _module("benchmarks", "expert_layouts", monkeypatch)
@@ -243,6 +253,7 @@ RUN: dict[str, Callable[[Sequence[str], pytest.MonkeyPatch], str]] = {
     ".venv/bin/python -m megatron_muon.plan": _plan,
     ".venv/bin/python benchmarks/design_alternatives.py": _alternatives,
     ".venv/bin/python benchmarks/expert_layouts.py": _expert_layouts,
+    ".venv/bin/python benchmarks/traffic_bound.py": _traffic_bound,
     ".venv/bin/python benchmarks/training_step.py": _training("benchmarks", "training_step"),
     ".venv/bin/python scripts/check_parity.py": _training("scripts", "check_parity"),
     ".venv/bin/python scripts/measure_repairs.py": _repairs,
@@ -354,8 +365,9 @@ def idle_commands(name: str, params: Mapping[str, Any]) -> Iterator[IdleCommand]
         yield _report_command(params["flags"])
     command = RUNNABLE.get(params.get("text", ""))
     prefix = _runner(command) if command is not None else None
-    if prefix is not None and RUN[prefix] is _plan:
-        yield plan_command(shlex.split(params["text"])[len(prefix.split()) :])
+    make = {_plan: plan_command, _traffic_bound: _bound_command}.get(RUN.get(prefix or ""))
+    if prefix is not None and make is not None:
+        yield make(shlex.split(params["text"])[len(prefix.split()) :])
 
 
 @pytest.mark.parametrize(("flags", "figures"), PLAN_ROWS, ids=lambda value: value)
