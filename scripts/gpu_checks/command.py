@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         device,
         is_rehearsal=options.rehearse,
         limit_s=options.limit_s,
+        # Others may use a CPU too: limits are against a hang alone there.
+        patience=10.0 if device == "cpu" else 1.0,
         jobs=options.jobs or _JOBS[device],
         preload=["gpu_checks.cpu_preload"] if device == "cpu" else [],
     )

@@ -33,6 +33,7 @@ class Runner:
         device: Of all checks.
         is_rehearsal: Whether checks that need a GPU run on the CPU with tiny sizes.
         limit_s: Seconds for all checks together; those that could not start then have failed.
+        patience: How many times longer than its limit each check may take.
         jobs: Checks that run at once.
         preload: Modules that are imported once, in the server that the processes are forked from.
             None on a GPU: a process that has touched CUDA cannot be forked.
@@ -44,12 +45,14 @@ class Runner:
         *,
         is_rehearsal: bool = False,
         limit_s: float = 870.0,
+        patience: float = 1.0,
         jobs: int = 1,
         preload: Sequence[str] = (),
     ) -> None:
         self._device: Device = device
         self._is_rehearsal = is_rehearsal
         self._jobs = jobs
+        self._patience = patience
         self._deadline = time.monotonic() + limit_s
         self._processes = multiprocessing.get_context("forkserver")
         self._processes.set_forkserver_preload(list(preload))
@@ -66,7 +69,7 @@ class Runner:
         while waiting or running:
             while waiting and self._has_room(waiting[0], running):
                 check = waiting.popleft()
-                limit_s = min(check.limit_s, self._deadline - time.monotonic())
+                limit_s = min(self._patience * check.limit_s, self._deadline - time.monotonic())
                 line = self._line_without_a_run(check, limit_s)
                 if line is not None:
                     yield line

@@ -19,6 +19,7 @@ from gpu_checks.report import Context, Findings, NotPossibleError, Report, read_
 from gpu_checks.runner import Runner
 from gpu_checks.tables import Line, document
 from helpers import ranks
+from helpers.idle_commands import FOLDER, IdleCommand, ended
 from helpers.ranks import ROOT
 
 from megatron_muon.newton_schulz.backend import Call
@@ -270,17 +271,26 @@ def test_every_check_has_a_name_of_its_own_and_its_numbers_are_one_to_ten():
     assert {check.number for check in CHECKS} == {str(number) for number in range(1, 11)}
 
 
+ON_A_CPU = IdleCommand((sys.executable, str(SCRIPT), "--cpu", "--limit-s", "1700", "--out", FOLDER))
+
+
+def idle_commands(name, params):
+    """Yield the checks of a CPU."""
+    if name == test_checks_without_a_gpu_pass.__name__:
+        yield ON_A_CPU
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_checks_without_a_gpu_pass(tmp_path):
+def test_checks_without_a_gpu_pass():
     """The command of docs/performance.md; what needs a GPU says why it is not possible here."""
-    done = _run(tmp_path, "--cpu")
+    done = ended(ON_A_CPU)
     assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads((tmp_path / "gpu_checks.json").read_text())
+    data = json.loads((done.folder / "gpu_checks.json").read_text())
     words = {each["check"]["name"]: each["word"] for each in data["checks"]}
     for check in CHECKS:
         assert words[check.name] == ("not possible here" if check.needs_gpu else "passed")
-    text = (tmp_path / "gpu_checks.md").read_text()
+    text = (done.folder / "gpu_checks.md").read_text()
     for row in text.splitlines():
         assert not row.startswith("| 1") or row.split(" | ")[3], f"expected a reason: {row}"
     assert "    python3 scripts/gpu_checks.py --cpu" in text
