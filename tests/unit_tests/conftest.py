@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of all tests, marks of those that start ranks, and how many worlds there were."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from helpers import idle_commands, ranks
@@ -21,14 +21,22 @@ else:
     hypothesis.settings.load_profile("any_machine")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin with the commands that other tests leave time for."""
-    for item in session.items:
-        commands = getattr(item.module, "idle_commands", None)
-        if commands is not None:
-            call = getattr(item, "callspec", None)
-            name = getattr(item, "originalname", item.name)
-            idle_commands.start(commands(name, call.params if call is not None else {}))
+# After others have left out what was not asked for.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the commands that other tests leave time for, and run these others first."""
+    waiting = {item: list(_idle_commands(item)) for item in items}
+    for commands in waiting.values():
+        idle_commands.start(commands)
+    items.sort(key=lambda item: bool(waiting[item]))
+
+
+def _idle_commands(item: pytest.Item) -> Iterable[idle_commands.IdleCommand]:
+    """Return the commands that a test asks for."""
+    commands = getattr(item.module, "idle_commands", None)
+    call = getattr(item, "callspec", None)
+    name = getattr(item, "originalname", item.name)
+    return commands(name, call.params if call is not None else {}) if commands else ()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -9,30 +9,30 @@ import subprocess
 import sys
 
 import pytest
+from helpers.idle_commands import ended, torchrun_command
 from helpers.ranks import PRETRAIN_GPT, ROOT, launch
 from helpers.toy_gpt import fsdp_toy_gpt
 
 from megatron_muon import launcher
 from megatron_muon.user_errors import SettingsError
 
+TWO_ITERATIONS = torchrun_command(
+    2,
+    str(PRETRAIN_GPT),
+    *fsdp_toy_gpt("optim_grads_params", "--train-iters", "2", "--lr-warmup-iters", "0"),
+)
 
-def _torchrun(num_ranks: int, *arguments: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        + ["--nproc-per-node", str(num_ranks), "-m", "megatron_muon", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        timeout=240,
-    )
+
+def idle_commands(name, params):
+    """Yield the command of the README."""
+    if name == test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0.__name__:
+        yield TWO_ITERATIONS
 
 
 @pytest.mark.slow
 def test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0():
     """The command of the README; versions, device and the number of patches are said once."""
-    flags = fsdp_toy_gpt("optim_grads_params", "--train-iters", "2", "--lr-warmup-iters", "0")
-    done = _torchrun(2, str(PRETRAIN_GPT), *flags, MEGATRON_MUON_DEVICE="cpu")
+    done = ended(TWO_ITERATIONS)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(re.findall(r"lm loss: \d\.\d+E", done.stdout)) == 2
     assert "--optimizer muon: Megatron's own checks" in done.stdout

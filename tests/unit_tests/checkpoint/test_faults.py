@@ -7,8 +7,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +14,8 @@ from typing import Any
 
 import pytest
 from helpers.checkpoint_runs import SCHEDULE
-from helpers.ranks import PRETRAIN_GPT, ROOT, launch, run_ranks
+from helpers.idle_commands import FOLDER, ended, torchrun_command
+from helpers.ranks import PRETRAIN_GPT, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 
 from megatron_muon.checkpoint.folders import TRACKER, find_checkpoint
@@ -304,20 +303,24 @@ runpy.run_path({str(PRETRAIN_GPT)!r}, run_name="__main__")
 """
 
 
+FAILING_RUN = torchrun_command(
+    2,
+    f"{FOLDER}/script.py",
+    *fsdp_toy_gpt(ZERO[3], *FLAGS),
+    files=(("script.py", FAILING_SCRIPT),),
+)
+
+
+def idle_commands(name, params):
+    """Yield the run that fails."""
+    if name == test_torchrun_ends_with_the_traceback_of_the_first_error.__name__:
+        yield FAILING_RUN
+
+
 @pytest.mark.slow
-def test_torchrun_ends_with_the_traceback_of_the_first_error(tmp_path):
+def test_torchrun_ends_with_the_traceback_of_the_first_error():
     """The summary at the end shows the rank that failed first, and its error, not its victims'."""
-    script = tmp_path / "script.py"
-    script.write_text(FAILING_SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + ["-m", "megatron_muon", str(script), *fsdp_toy_gpt(ZERO[3], *FLAGS)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_MUON_DEVICE": "cpu"},
-        timeout=240,
-    )
+    done = ended(FAILING_RUN)
     assert done.returncode == 1
     summary = done.stderr[done.stderr.rindex("Root Cause (first observed failure)") :]
     assert "rank      : 1" in summary

@@ -8,7 +8,7 @@ could exceed.
 
 A test module that has such commands has a function ``idle_commands(name, params)``, which yields
 those of the test of this name and parameters. ``conftest.py`` starts them when tests have been
-collected, in the order of the tests.
+collected, in the order of the tests, and runs these tests last.
 """
 
 import functools
@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from helpers.ranks import ROOT
 
@@ -39,10 +39,12 @@ class IdleCommand(NamedTuple):
         arguments: The program and its arguments; :data:`FOLDER` in one of them stands for the
             folder that it runs in.
         env: Environment variables to set, ``(name, value)``.
+        files: What lies in its folder when it starts, ``(name, text)``.
     """
 
     arguments: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
 
 
 class Ended(NamedTuple):
@@ -59,6 +61,22 @@ class Ended(NamedTuple):
     stdout: str
     stderr: str
     folder: Path
+
+
+def torchrun_command(num_ranks: int, *arguments: str, **options: Any) -> IdleCommand:
+    """Return the command that runs a script through the launcher on CPU ranks, as users do.
+
+    Args:
+        num_ranks: Ranks.
+        *arguments: The script and its arguments.
+        **options: Of :class:`IdleCommand`.
+    """
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    return IdleCommand(
+        (*torchrun, "--nproc-per-node", str(num_ranks), "-m", "megatron_muon", *arguments),
+        env=(("MEGATRON_MUON_DEVICE", "cpu"),),
+        **options,
+    )
 
 
 def plan_command(flags: Iterable[str]) -> IdleCommand:
@@ -97,6 +115,8 @@ def _run(command: IdleCommand) -> Ended:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     _folders.append(tempfile.TemporaryDirectory())
     folder = _folders[-1].name
+    for name, text in command.files:
+        Path(folder, name).write_text(text)
     arguments = [each.replace(FOLDER, folder) for each in command.arguments]
     process = subprocess.Popen(
         ["nice", "-n", "19", *arguments],
