@@ -237,7 +237,7 @@ class BucketChooser:
         if not self.travelling:
             most = max(self._local_bytes.values(), default=0)
             return Buckets([], (), PlanOrder(0, 1, Depth(1, 1), False), self.bound_s, most)
-        # Those with the shortest step so far.
+        # Those with the shortest step so far, which is one unless several hide all traffic.
         best: list[tuple[Buckets, _Dealt]] = []
         too_large = []
         for dealt in self._deal():

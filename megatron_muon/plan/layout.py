@@ -199,12 +199,12 @@ class MatrixLayout:
         """Elements of all blocks."""
         return sum(rows * cols for rows, cols in self.blocks)
 
-    @property
+    # Both are cached: choosing buckets asks for them once for each number of buckets that it tries.
+    @cached_property
     def is_in_rank_order(self) -> bool:
         """Whether the shards of all ranks, one after the other by rank, are the matrix."""
         return len(self.blocks) == 1 and _are_in_rank_order(self.regions, self.blocks[0][1])
 
-    # Cached: choosing buckets asks for it once for each number of buckets that it tries.
     @cached_property
     def elements_by_rank(self) -> dict[int, int]:
         """Count the elements that each rank holds; ranks that hold none are left out."""

@@ -27,6 +27,9 @@ from helpers.ranks import ROOT
 FOLDER = "FOLDER"
 _LIMIT_S = 1800  # against a hang alone
 
+# As it is before tests: while a command starts, one may have changed PATH.
+_ENVIRONMENT = dict(os.environ)
+
 _pool = ThreadPoolExecutor(1)
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 _running: list[subprocess.Popen[str]] = []
@@ -112,7 +115,7 @@ def _start(command: IdleCommand) -> "Future[Ended]":
 
 
 def _run(command: IdleCommand) -> Ended:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [_ENVIRONMENT.get("PYTHONPATH")])]
     _folders.append(tempfile.TemporaryDirectory())
     folder = _folders[-1].name
     for name, text in command.files:
@@ -125,7 +128,7 @@ def _run(command: IdleCommand) -> Ended:
         stderr=subprocess.PIPE,
         text=True,
         env={
-            **os.environ,
+            **_ENVIRONMENT,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(paths),
             **dict(command.env),
