@@ -161,7 +161,7 @@ def plan(matrices: Sequence[MatrixLayout], num_ranks: int) -> Plan:
         sum(
             sum(r.num_elements for to, routes in messages.items() if to != rank for r in routes)
             for bucket in RankPlan.build(built, rank).buckets
-            for messages in (bucket.gather_sends, *(each.sends for each in bucket.scatters))
+            for messages in (each.sends for each in (*bucket.gathers, *bucket.scatters))
         )
         for rank in range(num_ranks)
     ]

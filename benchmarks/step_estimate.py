@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -37,6 +38,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.stack_run import StackRun
 from megatron_muon.newton_schulz.standard import Standard
 from megatron_muon.plan import buckets, schedule
 from megatron_muon.plan.cost import CostModel
@@ -56,6 +58,7 @@ EXPERTS = ((192, 128, 128, 96, 96, 64, 64), (96, 64))
 SLOW_RANK = 2.0  # times as long
 # With these rates the largest matrix takes 140 ms, and its rows 12 ms over the link of its owner.
 TFLOPS, GBPS = 1.7e-4, 2e-3
+LATENCY_US = 1000  # of a collective on gloo, about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Variant:
             experts and dense matrices out.
         link: Factor of the rate of links.
         has_slow_rank: Whether the last rank is slow.
+        is_portioned: Whether matrices are orthogonalized while their rows arrive.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Variant:
     num_scatters: int = 0
     link: float = 1.0
     has_slow_rank: bool = False
+    is_portioned: bool = False
 
 
 VARIANTS = tuple(
@@ -97,6 +102,8 @@ VARIANTS = tuple(
         ("one bucket", {"num_buckets": 1}),
         ("kinds in turn, one under way", {"depth": Depth(1, 1), "is_in_turn": True}),
         ("kinds apart, one under way", {"depth": Depth(1, 1), "is_apart": True}),
+        ("portioned", {"is_portioned": True}),
+        ("portioned, one bucket", {"is_portioned": True, "num_buckets": 1}),
         ("replicas", {"num_scatters": 4}),
         ("replicas, one bucket", {"num_scatters": 4, "num_buckets": 1}),
         ("replicas, one bucket, one scatter", {"num_scatters": 1, "num_buckets": 1}),
@@ -221,11 +228,16 @@ def _compute(
 ) -> OwnerCompute:
     rate = GBPS * variant.link
     rates = f"tflops={TFLOPS},gbps={rate},gbps_between_nodes={rate},kernel_us=0"
+    rates += f",all_reduce_us={LATENCY_US}"
     cpu = torch.device("cpu")
     return OwnerCompute(
         [lay_out(kind, cpu) for kind in kinds],
         NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,)),
-        ExchangeSettings(max_parts=1, cost_model=f"{rates},stack_tiles=1"),
+        ExchangeSettings(
+            max_parts=1,
+            cost_model=f"{rates},stack_tiles=1",
+            overlap_within_matrices=variant.is_portioned,
+        ),
         initial_load_s=initial_load_s,
         device=cpu,
     )
@@ -258,6 +270,7 @@ def _slowed(plan: PlanSeconds, factors: Mapping[int, float]) -> PlanSeconds:
         dataclasses.replace(
             bucket,
             load_s={rank: s * factors.get(rank, 1.0) for rank, s in bucket.load_s.items()},
+            edge_s={rank: s * factors.get(rank, 1.0) for rank, s in bucket.edge_s.items()},
         )
         for bucket in plan.buckets
     ]
@@ -276,12 +289,17 @@ def measure(computes: Sequence[OwnerCompute], variant: Variant, num_steps: int) 
         time.sleep(factor * len(stack) * cost.newton_schulz_seconds(*stack.shape[1:]))
         return stack.clone()
 
+    def start_run(_self: Standard, stack: torch.Tensor, _call: Any, starts: Any) -> "_Sleeping":
+        """Take the time of each product."""
+        return _Sleeping(stack, starts, cost, factor)
+
     plans = [plan for compute in computes for plan in compute._engine._plans]
     parameters = [param for plan in plans for param in plan._rows._handles.values()]
     rows = {param: torch.ones_like(param) for param in parameters}
     found = []
     with (
         mock.patch.object(Standard, "run", run),
+        mock.patch.object(Standard, "start", start_run),
         mock.patch.object(dist, "all_to_all_single", links.all_to_all_single),
         mock.patch.object(dist, "all_gather_into_tensor", links.all_gather_into_tensor),
     ):
@@ -294,6 +312,38 @@ def measure(computes: Sequence[OwnerCompute], variant: Variant, num_steps: int) 
             dist.barrier()
             found.append(time.perf_counter() - start)
     return statistics.median(found)
+
+
+class _Sleeping(StackRun):
+    """Take the time of Newton-Schulz of a stack on its way."""
+
+    def __init__(
+        self, stack: torch.Tensor, borders: Sequence[int], cost: CostModel, factor: float
+    ) -> None:
+        shape = stack.shape[1:]
+        self._edge_s = factor * len(stack) * cost.edge_seconds(*shape)
+        self._others_s = factor * len(stack) * cost.newton_schulz_seconds(*shape)
+        self._others_s -= 2 * self._edge_s
+        self._borders = borders
+        self.result = torch.empty_like(stack)
+        self._stack = stack
+
+    def _edge(self, portion: int) -> None:
+        share = (self._borders[portion + 1] - self._borders[portion]) / self._borders[-1]
+        time.sleep(share * self._edge_s)
+
+    def add(self, portion: int) -> None:
+        """Take the time of a share of the first product."""
+        self._edge(portion)
+
+    def iterate(self) -> None:
+        """Take the time of all steps but for the first and the last product."""
+        time.sleep(self._others_s)
+        self.result.copy_(self._stack)
+
+    def finish(self, portion: int) -> None:
+        """Take the time of a share of the last product."""
+        self._edge(portion)
 
 
 def run_rank(rank: int, size: int, store: str, output: str, num_steps: int, count: int) -> None:
@@ -332,6 +382,8 @@ def _changes(variant: Variant) -> Iterator[tuple[Any, str, Any]]:
         yield buckets, "_NUM_BUCKETS", (variant.num_buckets,)
     if variant.num_scatters:
         yield buckets, "_NUM_SCATTERS", (variant.num_scatters,)
+    if variant.is_portioned:
+        yield buckets, "_WORTH_PORTIONS", math.inf
     if variant.is_in_turn:
         yield schedule, "rounds_of", in_turn
 

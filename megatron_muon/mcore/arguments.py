@@ -81,6 +81,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "cuSOLVERMp. auto: for each shape the cheapest by the cost model.",
     )
     group.add_argument(
+        "--muon-fsdp-overlap-within-matrices",
+        action="store_true",
+        help="Let matrices be orthogonalized while their rows arrive and their results leave, "
+        "where that shortens the predicted step. Results then round otherwise.",
+    )
+    group.add_argument(
         "--muon-fsdp-log-plan",
         action="store_true",
         help="Log who orthogonalizes what, and what it costs.",
@@ -350,5 +356,6 @@ def _exchange_settings(args: Any) -> ExchangeSettings:
         max_parts=args.muon_fsdp_max_parts,
         cost_model=args.muon_fsdp_cost_model,
         newton_schulz=_newton_schulz(args),
+        overlap_within_matrices=args.muon_fsdp_overlap_within_matrices,
         log_plan=args.muon_fsdp_log_plan,
     )

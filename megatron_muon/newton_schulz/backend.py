@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megatron_muon.newton_schulz.coefficients import Coefficients, coefficients_of
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.stack_run import StackRun, WholeRun
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,7 @@ class Backend(ABC):
         is_batched: Whether all matrices of a stack share its launches.
         timed_as: The backend whose measured times of whole matrices stand for it; None for its own.
         communicates: Whether its kernels do, so that owners of a split matrix must run together.
+        takes_portions: Whether what :meth:`start` returns works on portions.
     """
 
     name: ClassVar[str]
@@ -80,6 +82,7 @@ class Backend(ABC):
     is_batched: ClassVar[bool] = True
     timed_as: ClassVar[str | None] = None
     communicates: ClassVar[bool] = False
+    takes_portions: ClassVar[bool] = False
 
     @abstractmethod
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
@@ -120,3 +123,13 @@ class Backend(ABC):
             normalized, and as many exchanges of ``n * n`` elements, n the shorter side, as
             :meth:`work` counts.
         """
+
+    def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
+        """Return what orthogonalizes a normalized stack portion by portion, or as a whole.
+
+        Args:
+            stack: ``(num_matrices, rows, cols)`` bfloat16; read when portions are added.
+            call: What it is orthogonalized as.
+            borders: First line of each portion, and the end.
+        """
+        return WholeRun(self, stack, call)

@@ -23,8 +23,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatron_muon.newton_schulz.backend import Backend, Call, Work
+from megatron_muon.newton_schulz.coefficients import Coefficients
 from megatron_muon.newton_schulz.normalize import normalize
 from megatron_muon.newton_schulz.restarts import segments_of
+from megatron_muon.newton_schulz.stack_run import PortionedRun, StackRun
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,7 @@ class Gram(Backend):
     """Products of n x n matrices, and two with X a segment."""
 
     name = "gram"
+    takes_portions = True
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
         """Count 4 m n^2 operations a segment, and 2 n^3 for each product of n x n matrices.
@@ -54,23 +57,26 @@ class Gram(Backend):
         Memory: beside the result two copies of the stack in the dtype below, and five n x n
             matrices for each of its matrices.
         """
-        import torch
-
-        # CPUs multiply fp16 slowly, or in fp16 sums. In fp32 mode matrices stay in fp32.
-        is_half = call.settings.is_bf16 and stack.device.type == "cuda"
-        dtype = torch.float16 if is_half else torch.float32
         x = stack if call.is_normalized else normalize(stack, call.parts_group)
         x = x.mT if call.is_tall else x
         # Scaled before it is rounded to fp16: small elements would lose their bits.
-        x = x.mul(_SCALE).to(dtype)
-        coefficients, first = call.coefficients, 0
+        x = x.mul(_SCALE).to(_dtype(stack, call))
         with _fp32_sums(x):
-            for steps in segments_of(coefficients):
-                x = self._segment(x, coefficients[first : first + steps], call.parts_group)
-                first += steps
+            for coefficients in _segments(call):
+                # Without names: they would keep n x n matrices while the next ones are made.
+                x = (
+                    self.polynomial(
+                        self._symmetric_product(x, x.mT), coefficients, call.parts_group
+                    )
+                    @ x
+                )
         x = x.mT if call.is_tall else x
         result = x.bfloat16() if call.settings.is_bf16 else x
         return result.mul_(1 / _SCALE).to(stack.dtype)
+
+    def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
+        """StackRun the first Gram matrix, and the last product; see :meth:`Backend.start`."""
+        return _GramRun(self, stack, call, borders)
 
     def _symmetric_product(
         self,
@@ -98,17 +104,25 @@ class Gram(Backend):
         """Return the n x n matrix of which each rank has computed its rows."""
         return rows
 
-    def _segment(
+    def polynomial(
         self,
-        x: "torch.Tensor",
-        coefficients: Sequence[tuple[float, float, float]],
+        r: "torch.Tensor",
+        coefficients: Sequence[Coefficients],
         parts_group: "dist.ProcessGroup | None",
     ) -> "torch.Tensor":
-        """Take some steps on the Gram matrix of x, ``(num_matrices, n, m)``, and multiply x."""
+        """Take the steps of a segment on a Gram matrix, ``(num_matrices, n, n)``, scaled.
+
+        Args:
+            r: The Gram matrix, or what the lines of this owner add to it.
+            coefficients: Of the steps.
+            parts_group: Owners of the matrix; None for one.
+
+        Returns:
+            What X is to be multiplied with, of the same shape.
+        """
         import torch.distributed as dist
 
         product = self._symmetric_product
-        r = product(x, x.mT)
         if parts_group is not None:
             dist.all_reduce(r, group=parts_group)
         # Shared out, a rank computes some rows of a product: the left factor has these rows, the
@@ -124,7 +138,7 @@ class Gram(Backend):
                 q = p.clone()
                 q.diagonal(dim1=-2, dim2=-1).add_(a)
                 if len(coefficients) == 1:
-                    return q @ x
+                    return q
                 own_q = self._rows(q, parts_group)
                 del q  # what has a name stays in memory, and each is n x n
             else:
@@ -135,10 +149,61 @@ class Gram(Backend):
                 r = self._whole(own_r, parts_group)
                 del half
             del own_p, p
-        # Gone before the product with X, which is the largest.
-        del r, own_r
         assert own_q is not None  # a segment has a step
-        return self._whole(own_q, parts_group) @ x
+        return self._whole(own_q, parts_group)
+
+
+class _GramRun(PortionedRun):
+    """The Gram form of a stack on its way; arguments as for :class:`PortionedRun`."""
+
+    def __init__(
+        self, backend: Gram, stack: "torch.Tensor", call: Call, borders: Sequence[int]
+    ) -> None:
+        import torch
+
+        super().__init__(stack, call, borders)
+        self._backend = backend
+        self._x = self._lines(torch.empty_like(stack, dtype=_dtype(stack, call)))
+
+    def add(self, portion: int) -> None:
+        """Add to the first Gram matrix; see :meth:`StackRun.add`."""
+        with _fp32_sums(self._x):
+            super().add(portion)
+
+    def _take(self, portion: int) -> "torch.Tensor":
+        arrived = self._portion(self._lines(self._stack), portion)
+        return self._portion(self._x, portion).copy_(arrived * _SCALE)
+
+    def _steps(self, gram: "torch.Tensor") -> None:
+        call = self._call
+        gram = gram.to(self._x.dtype)
+        *others, last = _segments(call)
+        with _fp32_sums(self._x):
+            for coefficients in others:
+                x = self._backend.polynomial(gram, coefficients, call.parts_group) @ self._x
+                self._x, gram = x, x @ x.mT
+            self._factor = self._backend.polynomial(gram, last, call.parts_group)
+
+    def _last_product(self, x: "torch.Tensor") -> "torch.Tensor":
+        with _fp32_sums(x):
+            return (self._factor @ x).to(self._stack.dtype).mul_(1 / _SCALE)
+
+
+def _dtype(stack: "torch.Tensor", call: Call) -> "torch.dtype":
+    """Return what matrices are multiplied in."""
+    import torch
+
+    # CPUs multiply fp16 slowly, or in fp16 sums. In fp32 mode matrices stay in fp32.
+    is_half = call.settings.is_bf16 and stack.device.type == "cuda"
+    return torch.float16 if is_half else torch.float32
+
+
+def _segments(call: Call) -> Iterator[Sequence[Coefficients]]:
+    """Yield the coefficients of each segment."""
+    coefficients, first = call.coefficients, 0
+    for steps in segments_of(coefficients):
+        yield coefficients[first : first + steps]
+        first += steps
 
 
 def num_square_products(segments: Sequence[int]) -> int:

@@ -10,9 +10,10 @@ quack-kernels (the extra ``kernels`` of this package). Not measured here: it nee
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import Work
+from megatron_muon.newton_schulz.backend import Call, Work
 from megatron_muon.newton_schulz.gram import Gram, num_square_products
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.stack_run import StackRun, WholeRun
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,7 @@ class GramSymmetric(Gram):
 
     name = "gram_symmetric"
     reference = Gram.name
+    takes_portions = False  # its kernels have not been run on portions
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
         """Count 3 m n^2 operations a segment, and n^3 for each product of n x n matrices.
@@ -44,6 +46,10 @@ class GramSymmetric(Gram):
     def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
         """Return whether sides of a part are multiples of 8, the shorter one a tile or more."""
         return n >= _TILE and n % _MULTIPLE == 0 and m % (_MULTIPLE * num_parts) == 0
+
+    def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
+        """Orthogonalize the stack as a whole; see :meth:`Backend.start`."""
+        return WholeRun(self, stack, call)
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
         """List what a job lacks for it: Hopper or Blackwell, quack, bf16."""

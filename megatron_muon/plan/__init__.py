@@ -55,12 +55,14 @@ Files, each importing only those above it::
     settings           how matrices are exchanged: one object
     balance            places matrices on ranks up to a capacity
     assignment         the owners of every matrix
+    portions           how a matrix is dealt out to several gathers
     routes             where each rectangle of a matrix goes
     scatter            how results come back, to replicas too
     stacking           what is orthogonalized in one call
     schedule           the order of a step
     staging            memory of a step: what is alive when, and where it lies
     step_estimate      how long a step takes
+    travelling_matrix  what one matrix takes
     buckets            which matrices travel together
     exchange_plan      the plan of a domain, checked
     rank_plan          one rank's stacks and messages of one plan

@@ -31,7 +31,6 @@ from megatron_muon.plan.preview.simulation import (
 from megatron_muon.plan.report import Report, build_report
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
-from megatron_muon.plan.wire import Wire
 
 _REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
 
@@ -85,6 +84,11 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.newton_schulz,
         help="auto: the cheapest for each shape, of those in a file or as on a GPU with kernels",
     )
+    plan.add_argument(
+        "--muon-fsdp-overlap-within-matrices",
+        action="store_true",
+        help="let matrices be orthogonalized while their rows arrive, where that gains",
+    )
     plan.add_argument("--tflops", type=float, default=rates.tflops, help="TFLOP/s of a rank")
     plan.add_argument("--gbps", type=float, default=rates.gbps, help="GB/s within a node")
     plan.add_argument(
@@ -107,10 +111,12 @@ def _parser() -> argparse.ArgumentParser:
 def _settings(options: argparse.Namespace) -> ExchangeSettings:
     """Return the settings of a live run, checked as there."""
     return ExchangeSettings(
+        wire=options.wire,
         staging_bytes=options.staging_bytes,
         max_parts=options.max_parts,
         cost_model=options.cost_model,
         newton_schulz=options.muon_fsdp_newton_schulz,
+        overlap_within_matrices=options.muon_fsdp_overlap_within_matrices,
     )
 
 
@@ -138,10 +144,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         # A machine without some kernels has no times of them, and could not run them either.
         timed = tuple(name for name in cost.backends if name in table.backends)
         cost = dataclasses.replace(cost, measured=table, backends=timed or cost.backends)
-    return Machine(
-        cost,
-        Wire.of(options.wire, is_bf16=options.wire == "bf16"),
-    )
+    return Machine(cost, _settings(options).wire_for(is_bf16=options.wire == "bf16"))
 
 
 def _simulation(options: argparse.Namespace) -> Simulation:

@@ -19,10 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_muon.plan.assignment import matrix_seconds
-from megatron_muon.plan.cost import CostModel, HeldElements
-from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.plan.routes import transfers_of
+from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.schedule import Depth, PlanOrder
 from megatron_muon.plan.stacking import Stacking
 from megatron_muon.plan.staging import (
@@ -34,6 +31,7 @@ from megatron_muon.plan.staging import (
     most_alive,
 )
 from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds, step_seconds
+from megatron_muon.plan.travelling_matrix import TravellingMatrix
 from megatron_muon.plan.wire import Wire
 
 # Numbers of buckets to try. One bucket overlaps nothing; with many, ranks wait for each other more
@@ -41,6 +39,12 @@ from megatron_muon.plan.wire import Wire
 _NUM_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 # Scatters of a bucket to try where shards have replicas: each has to hold what all owners send it.
 _NUM_SCATTERS = (1, 2, 4, 8, 16, 32, 64)
+# Portions of a portioned bucket to try. With 8 the first product, a tenth of Newton-Schulz for most
+# shapes, leaves an eightieth of it to take when the last rows have arrived.
+_NUM_PORTIONS = (2, 4, 8)
+# Portions take more launches and collectives, which the estimate counts in part, and the error of
+# the estimate is a few percent (docs/performance.md). They have to shorten the step to this share.
+_WORTH_PORTIONS = 0.97
 # Twice as many scatters are tried while they shorten the step by so much.
 _WORTH_SCATTERS = 0.99
 # No more buckets are tried when the step is so near to what no schedule can beat.
@@ -59,72 +63,6 @@ _GAPS = 1.15
 # Where nothing fits and nothing is refused, plans may take so many times the least: with the least
 # itself nothing overlaps.
 _ROOM = 1.1
-
-
-@dataclass(frozen=True)
-class TravellingMatrix:
-    """A matrix of which rows travel.
-
-    Args:
-        index: Index in the plan.
-        layout: Its layout.
-        owners: Its owners.
-        load_s: Newton-Schulz seconds on each owner.
-        gather_s: Seconds of its rows over the link of each owner.
-        scatter_s: Seconds of its results over the link of each owner.
-        sent: Elements that each holder sends to owners; None where each sends what it holds and
-            does not own.
-    """
-
-    index: int
-    layout: MatrixLayout
-    owners: tuple[int, ...]
-    load_s: float
-    gather_s: Mapping[int, float]
-    scatter_s: Mapping[int, float]
-    sent: Mapping[int, int] | None
-
-    @classmethod
-    def of(
-        cls, index: int, layout: MatrixLayout, owners: tuple[int, ...], cost: CostModel, wire: Wire
-    ) -> "TravellingMatrix":
-        """Work out what a matrix costs its owners."""
-        load_s = matrix_seconds(layout, cost, len(owners))
-        # Every owner has an equal part of each holder's rows, or nearly.
-        elements = HeldElements(layout.elements_by_rank, layout.num_elements, cost)
-        one_byte_s = {owner: elements.one_byte_seconds(owner) / len(owners) for owner in owners}
-        sent: Counter[int] | None = None
-        if elements.has_replicas:
-            # The nearest replica sends, and gets results.
-            one_byte_s, sent = dict.fromkeys(owners, 0.0), Counter()
-            for owner, source, _, num_elements in transfers_of(index, layout, owners, cost):
-                if source != owner:
-                    one_byte_s[owner] += num_elements * cost.seconds_per_byte(source, owner)
-                    sent[source] += num_elements
-        return cls(
-            index,
-            layout,
-            owners,
-            load_s,
-            {owner: wire.gather_bytes * seconds for owner, seconds in one_byte_s.items()},
-            {owner: wire.scatter_bytes * seconds for owner, seconds in one_byte_s.items()},
-            sent,
-        )
-
-    @property
-    def part_elements(self) -> int:
-        """Elements that each owner orthogonalizes."""
-        return -(-self.layout.num_elements // len(self.owners))
-
-    def sizes(self, rank: int) -> tuple[int, int, int, int]:
-        """Return elements that a rank sends and receives in the gather, and in all scatters."""
-        held = self.layout.elements_by_rank.get(rank, 0)
-        part = self.part_elements if rank in self.owners else 0
-        kept = held // len(self.owners) if part else 0
-        if self.sent is None:
-            return held - kept, part - kept, part - kept, held - kept
-        # With replicas, results come back with all others, also to an owner that holds the rows.
-        return self.sent.get(rank, 0), max(0, part - kept), part, held
 
 
 @dataclass
@@ -148,12 +86,14 @@ class _BucketDraft:
         """Add up what its matrices take on each rank."""
         gather_s: dict[int, float] = defaultdict(float)
         scatter_s: dict[int, float] = defaultdict(float)
+        edge_s: dict[int, float] = defaultdict(float)
         spread: Counter[tuple[int, ...]] = Counter()  # elements by holders
         # In parameter order: sums of floats depend on it, and plans are compared across versions.
         for matrix in sorted(self.matrices, key=lambda matrix: matrix.index):
             for owner in matrix.owners:
                 gather_s[owner] += matrix.gather_s[owner]
                 scatter_s[owner] += matrix.scatter_s[owner]
+                edge_s[owner] += matrix.edge_s
             if matrix.sent is not None:
                 for region in matrix.layout.regions:
                     spread[region.holders] += region.num_rows * region.num_cols
@@ -162,7 +102,7 @@ class _BucketDraft:
             for holders, elements in spread.items()
             for rank in holders
         }
-        return BucketSeconds(self.load_s, dict(gather_s), dict(scatter_s), spread_s)
+        return BucketSeconds(self.load_s, dict(gather_s), dict(scatter_s), spread_s, dict(edge_s))
 
 
 class _Dealt(NamedTuple):
@@ -170,11 +110,13 @@ class _Dealt(NamedTuple):
 
     Args:
         drafts: The buckets.
+        is_portioned: Whether they are portioned.
         staged: Elements of each bucket, in the order of the fields of the two sizes, and bytes of
             the largest local stack; of the fullest ranks, many of which have equal ones.
     """
 
     drafts: Sequence[_BucketDraft]
+    is_portioned: bool
     staged: Set[tuple[tuple[tuple[int, ...], ...], int]]
 
 
@@ -217,6 +159,7 @@ class BucketChooser:
         ranks: Ranks of the domain.
         local_load_s: Newton-Schulz seconds by rank of what needs no other rank.
         stacking: Sizes of stacks; with the cost model and the wire.
+        may_portion: Whether buckets may be portioned, see :mod:`megatron_muon.plan.portions`.
     """
 
     travelling: Sequence[TravellingMatrix]
@@ -224,6 +167,7 @@ class BucketChooser:
     ranks: Sequence[int]
     local_load_s: Mapping[int, float]
     stacking: Stacking
+    may_portion: bool = False
 
     def choose(self, staging_bytes: int, *, is_limit: bool) -> Buckets:
         """Return the buckets with the shortest step that fit.
@@ -237,12 +181,40 @@ class BucketChooser:
         if not self.travelling:
             most = max(self._local_bytes.values(), default=0)
             return Buckets([], (), PlanOrder(0, 1, Depth(1, 1), False), self.bound_s, most)
+        found, too_large = self._find(staging_bytes, is_portioned=False)
+        # Not where there is nothing to gain.
+        is_near = found is not None and self.bound_s > _WORTH_PORTIONS * found.step_s
+        if self.may_portion and not self.has_replicas and not is_near:
+            in_portions, too_large_portions = self._find(staging_bytes, is_portioned=True)
+            too_large += too_large_portions
+            if in_portions is not None and (
+                found is None or in_portions.step_s <= _WORTH_PORTIONS * found.step_s
+            ):
+                found = in_portions
+        if found is not None:
+            return found
+        needed, dealt, order = min(too_large, key=lambda each: each[0])
+        if not is_limit:
+            return self.choose(math.ceil(_ROOM * needed), is_limit=True)
+        return self._estimate(dealt, order, self._placed_bytes(dealt, order))
+
+    def _find(
+        self, staging_bytes: int, *, is_portioned: bool
+    ) -> tuple[Buckets | None, list[tuple[int, _Dealt, PlanOrder]]]:
+        """Return the buckets with the shortest step, and bytes and order of those that do not fit.
+
+        Args:
+            staging_bytes: Memory of a rank.
+            is_portioned: Whether buckets are portioned.
+        """
         # Those with the shortest step so far, which is one unless several hide all traffic.
         best: list[tuple[Buckets, _Dealt]] = []
         too_large = []
-        for dealt in self._deal():
+        # Elsewhere all results of a bucket come back in one scatter.
+        scatters = _NUM_SCATTERS if self.has_replicas else (1,)
+        for dealt in self._deal(is_portioned=is_portioned):
             last_s = math.inf
-            for num_scatters in _NUM_SCATTERS if self.has_replicas else (1,):
+            for num_scatters in _NUM_PORTIONS if is_portioned else scatters:
                 order, needed = self._deepest(dealt, num_scatters, staging_bytes)
                 if needed > staging_bytes:
                     too_large.append((needed, dealt, order))
@@ -259,14 +231,12 @@ class BucketChooser:
             # More buckets could only gain what is not worth the time of more estimates.
             if best and best[0][0].step_s <= _NEAR_BOUND * self.bound_s:
                 break
-        if best:
-            leaner = [self._leaner(*each) for each in best]
-            # A rank that is late by chance is waited for less with more under way.
-            return min(leaner, key=lambda each: (-_free_depth(each), each.staging_bytes))
-        needed, dealt, order = min(too_large, key=lambda each: each[0])
-        if not is_limit:
-            return self.choose(math.ceil(_ROOM * needed), is_limit=True)
-        return self._estimate(dealt, order, self._placed_bytes(dealt, order))
+        leaner = [self._leaner(*each) for each in best]
+        # A rank that is late by chance is waited for less with more under way.
+        leanest = min(
+            leaner, key=lambda each: (-_free_depth(each), each.staging_bytes), default=None
+        )
+        return leanest, too_large
 
     def _leaner(self, best: Buckets, dealt: _Dealt) -> Buckets:
         """Return buckets of which no more is under way than shortens the step."""
@@ -299,9 +269,11 @@ class BucketChooser:
             for owner in matrix.owners:
                 work_s[owner] += matrix.load_s
                 gather_s, scatter_s = shortest_s.get(owner, (math.inf, math.inf))
+                # The first product may hide as much of a gather, the last one of a scatter.
+                edge_s = matrix.edge_s if self.may_portion else 0.0
                 shortest_s[owner] = (
-                    min(gather_s, matrix.gather_s[owner]),
-                    min(scatter_s, matrix.scatter_s[owner]),
+                    min(gather_s, max(0.0, matrix.gather_s[owner] - edge_s)),
+                    min(scatter_s, max(0.0, matrix.scatter_s[owner] - edge_s)),
                 )
         work_s = {
             rank: seconds + max(self.local_load_s[rank], sum(shortest_s.get(rank, ())))
@@ -343,7 +315,7 @@ class BucketChooser:
             total[rank] += num_bytes // self.stacking.wire.gather_bytes
         return sorted(total, key=lambda rank: (-total[rank], rank))[:_NUM_FULLEST]
 
-    def _deal(self) -> Iterator[_Dealt]:
+    def _deal(self, *, is_portioned: bool) -> Iterator[_Dealt]:
         """Yield the matrices in several numbers of buckets, ascending."""
         # Longest first: the short ones then even out what the long ones left uneven.
         longest_first = sorted(self.travelling, key=lambda matrix: (-matrix.load_s, matrix.index))
@@ -355,9 +327,11 @@ class BucketChooser:
             used = self._in_order([draft for draft in drafts if draft.matrices])
             indices = [[matrix.index for matrix in draft.matrices] for draft in used]
             stacks = [self.stacking.elements(each) for each in indices]
-            in_place = [self.stacking.arriving_in_place(each) for each in indices]
+            in_place = [
+                self.stacking.arriving_in_place(each, is_portioned=is_portioned) for each in indices
+            ]
             staged = (self._staged(used, stacks, in_place, rank) for rank in self._fullest_ranks)
-            yield _Dealt(used, set(staged))
+            yield _Dealt(used, is_portioned, set(staged))
             if not drafts[-1].matrices:
                 return
 
@@ -412,7 +386,7 @@ class BucketChooser:
         """Return the order with a depth, or with all buckets under way if they are fewer."""
         count = len(dealt.drafts)
         depth = Depth(min(deepest.ahead, count), min(deepest.behind, count * num_scatters))
-        return PlanOrder(count, num_scatters, depth, self.has_replicas)
+        return PlanOrder(count, num_scatters, depth, self.has_replicas, dealt.is_portioned)
 
     def _needed_bytes(self, dealt: _Dealt, order: PlanOrder, staging_bytes: int) -> int:
         """Return the bytes that the fullest of some ranks stages, and some room.

@@ -171,9 +171,36 @@ class CostModel:
         """Return what was estimated before: models have few shapes, and thousands of matrices."""
         return {}
 
+    def edge_seconds(self, num_rows: int, num_cols: int, num_parts: int = 1) -> float:
+        """Estimate the first product of Newton-Schulz, or the last one: both are as long.
+
+        They are X X^T, and an n x n matrix with X. 0 where the backend takes no portions.
+        """
+        backend = self.backend_of(num_rows, num_cols, num_parts)
+        if not BACKENDS[backend].takes_portions:
+            return 0.0
+        n, m = min(num_rows, num_cols), max(num_rows, num_cols)
+        share = 2 * n * n * m / num_parts / self.work(num_rows, num_cols, num_parts, backend).flops
+        return share * self._product_seconds(num_rows, num_cols, num_parts, backend)
+
     def _seconds(
         self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, is_near: bool
     ) -> float:
+        work = self.work(num_rows, num_cols, num_parts, backend)
+        seconds = self._product_seconds(num_rows, num_cols, num_parts, backend)
+        if num_parts > 1:
+            n = min(num_rows, num_cols)
+            gbps = self.gbps if is_near else self.gbps_between_nodes
+            latency = self.all_reduce_us * 1e-6 * (1 if is_near else 2)
+            # Of an n x n matrix in 2 bytes an element, but for the share that stays.
+            gather_s = n * n * 2 * (num_parts - 1) / num_parts / (gbps * 1e9)
+            # A ring all-reduce sends each byte twice.
+            seconds += work.num_all_reduces * (latency + 2 * gather_s)
+            seconds += work.num_all_gathers * (latency + gather_s)
+        return seconds
+
+    def _product_seconds(self, num_rows: int, num_cols: int, num_parts: int, backend: str) -> float:
+        """Estimate what an owner takes without communication."""
         work = self.work(num_rows, num_cols, num_parts, backend)
         if self.measured is not None:
             # Parts run at the rate of the whole: they have its Gram matrix, of n x n tiles.
@@ -186,15 +213,6 @@ class CostModel:
             launches = work.num_products * self.kernel_us * 1e-6
             is_batched = BACKENDS[backend].is_batched
             seconds += launches / (self.stack_size(num_rows, num_cols) if is_batched else 1)
-        if num_parts > 1:
-            n = min(num_rows, num_cols)
-            gbps = self.gbps if is_near else self.gbps_between_nodes
-            latency = self.all_reduce_us * 1e-6 * (1 if is_near else 2)
-            # Of an n x n matrix in 2 bytes an element, but for the share that stays.
-            gather_s = n * n * 2 * (num_parts - 1) / num_parts / (gbps * 1e9)
-            # A ring all-reduce sends each byte twice.
-            seconds += work.num_all_reduces * (latency + 2 * gather_s)
-            seconds += work.num_all_gathers * (latency + gather_s)
         return seconds
 
     def share_a_node(self, ranks: Sequence[int]) -> bool:

@@ -10,13 +10,14 @@ from functools import cached_property
 
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.plan.assignment import Assignment
-from megatron_muon.plan.buckets import BucketChooser, TravellingMatrix
+from megatron_muon.plan.buckets import BucketChooser
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import Route, Transfer, routes_of, transfers_of
 from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.stacking import Stacking
 from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds
+from megatron_muon.plan.travelling_matrix import TravellingMatrix
 from megatron_muon.plan.wire import Wire
 
 
@@ -68,6 +69,7 @@ class ExchangePlan:
         *,
         staging_bytes: int,
         is_limit: bool = True,
+        may_portion: bool = False,
     ) -> "ExchangePlan":
         """Sort matrices into local ones and buckets.
 
@@ -79,6 +81,7 @@ class ExchangePlan:
             staging_bytes: Memory of a rank for messages and stacks.
             is_limit: Whether a plan that takes more is refused by the caller. Where none fits, it
                 is then the one that takes the least; otherwise a better one that takes little more.
+            may_portion: Whether buckets are portioned where that shortens the step.
         """
         # Nothing here depends on the rank that builds the plan: every rank must come to the same.
         owners = assignment.owners
@@ -96,7 +99,9 @@ class ExchangePlan:
             for owner in matrix.owners:
                 local_load_s[owner] = max(0.0, local_load_s[owner] - matrix.load_s)
         stacking = Stacking(matrices, owners, cost, wire)
-        chooser = BucketChooser(travelling, local, _ranks_of(matrices), local_load_s, stacking)
+        chooser = BucketChooser(
+            travelling, local, _ranks_of(matrices), local_load_s, stacking, may_portion
+        )
         buckets = chooser.choose(staging_bytes, is_limit=is_limit)
         return cls(
             matrices=tuple(matrices),
@@ -168,11 +173,31 @@ class ExchangePlan:
 
     def routes(self, index: int, holder: int | None = None) -> Iterator[Route]:
         """Yield the routes of a matrix, or those of which a rank is a holder."""
-        return routes_of(index, self.matrices[index], self.owners[index], self.cost, holder)
+        return routes_of(
+            index,
+            self.matrices[index],
+            self.owners[index],
+            self.cost,
+            holder,
+            num_portions=self.num_portions(index),
+        )
+
+    def num_portions(self, index: int) -> int:
+        """Return the gathers that bring a matrix; its bucket has as many or more."""
+        # Copies of a matrix are to go through the same operations wherever they lie.
+        if not self.order.is_portioned or index in self.local or self.matrices[index].has_copies:
+            return 1
+        return self.order.num_gathers
 
     def transfers(self, index: int) -> Iterator[Transfer]:
         """Yield what travels of a matrix."""
-        return transfers_of(index, self.matrices[index], self.owners[index], self.cost)
+        if self.num_portions(index) == 1:
+            yield from transfers_of(index, self.matrices[index], self.owners[index], self.cost)
+            return
+        for route in self.routes(index):
+            yield Transfer(
+                route.owner, route.source, route.holders, route.num_elements, route.portion
+            )
 
     @cached_property
     def sets_of_owners(self) -> tuple[tuple[int, ...], ...]:

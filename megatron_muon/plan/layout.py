@@ -206,6 +206,11 @@ class MatrixLayout:
         return len(self.blocks) == 1 and _are_in_rank_order(self.regions, self.blocks[0][1])
 
     @cached_property
+    def longest_sides(self) -> tuple[int, int]:
+        """Most rows, and most columns, of a region."""
+        return _longest_sides(self.regions)
+
+    @cached_property
     def elements_by_rank(self) -> dict[int, int]:
         """Count the elements that each rank holds; ranks that hold none are left out."""
         return _elements_by_rank(self.regions)
@@ -219,6 +224,14 @@ def _elements_by_rank(regions: tuple[Region, ...]) -> dict[int, int]:
         for rank in region.holders:
             elements[rank] = elements.get(rank, 0) + region.num_rows * region.num_cols
     return elements
+
+
+@functools.lru_cache(maxsize=256)
+def _longest_sides(regions: tuple[Region, ...]) -> tuple[int, int]:
+    return (
+        max(region.num_rows for region in regions),
+        max(region.num_cols for region in regions),
+    )
 
 
 @functools.lru_cache(maxsize=256)

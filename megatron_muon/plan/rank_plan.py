@@ -83,14 +83,35 @@ class RankScatter:
         return ScatterSizes(_num_elements(self.sends), received)
 
 
+class RankGather(NamedTuple):
+    """What one rank does in one gather.
+
+    Args:
+        sends: Rows for each other owner; for this rank too where they arrive in place.
+        receives: Rows from each other source; from this rank too where they arrive in place.
+    """
+
+    sends: Messages
+    receives: Messages
+
+    @property
+    def num_sent(self) -> int:
+        """Elements of all sent messages."""
+        return _num_elements(self.sends)
+
+    @property
+    def num_received(self) -> int:
+        """Elements of all received messages."""
+        return _num_elements(self.receives)
+
+
 @dataclass(frozen=True)
 class RankBucket:
     """What one rank does in one bucket.
 
     Args:
         owned: What it orthogonalizes.
-        gather_sends: Rows for each other owner; for this rank too where they arrive in place.
-        gather_receives: Rows from each other source; from this rank too where they arrive in place.
+        gathers: How rows come to owners; several where the bucket is portioned.
         is_in_place: Whether what arrives, in the order of its sources, is the one part that the
             rank owns: the memory that it is received in is the stack.
         has_gather: Whether any rank of the domain has rows to send. Where none has, as with
@@ -99,18 +120,17 @@ class RankBucket:
     """
 
     owned: OwnedStacks
-    gather_sends: Messages
-    gather_receives: Messages
+    gathers: tuple[RankGather, ...]
     is_in_place: bool
     has_gather: bool
     scatters: tuple[RankScatter, ...]
 
     @property
     def num_elements(self) -> BucketSizes:
-        """Elements of its gather and its stacks."""
+        """Elements of its gathers and its stacks."""
         return BucketSizes(
-            gather_send=_num_elements(self.gather_sends),
-            gather_receive=_num_elements(self.gather_receives),
+            gather_send=sum(gather.num_sent for gather in self.gathers),
+            gather_receive=sum(gather.num_received for gather in self.gathers),
             stacks=0 if self.is_in_place else self.owned.num_elements,
         )
 
@@ -214,8 +234,9 @@ def _owned_stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> Owne
 
 
 def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBucket:
-    gather_sends: dict[int, list[Route]] = defaultdict(list)
-    gather_receives: dict[int, list[Route]] = defaultdict(list)
+    count = plan.order.num_gathers
+    sends: list[dict[int, list[Route]]] = [defaultdict(list) for _ in range(count)]
+    receives: list[dict[int, list[Route]]] = [defaultdict(list) for _ in range(count)]
     # Of each shard that this rank holds or sends results to, by owner.
     results: dict[tuple[int, ...], dict[int, list[Route]]] = defaultdict(lambda: defaultdict(list))
     own_rows: list[Route] = []
@@ -230,21 +251,26 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
             if route.owner == route.source == rank:
                 own_rows.append(route)
             elif route.owner == rank:
-                gather_receives[route.source].append(route)
+                receives[route.portion][route.source].append(route)
             # Of several replicas, only one sends its rows.
             elif route.source == rank:
-                gather_sends[route.owner].append(route)
+                sends[route.portion][route.owner].append(route)
             # Where other holders are in between, each owner must know what the others send them.
             if len(route.holders) > 1 or (is_holder != (route.owner == rank)):
                 results[route.holders][route.owner].append(route)
-    is_in_place = bool(gather_receives) and rank in plan.stacking.arriving_in_place(bucket)
-    if is_in_place and own_rows:
+    in_place = plan.stacking.arriving_in_place(bucket, is_portioned=plan.order.is_portioned)
+    is_in_place = any(receives) and rank in in_place
+    if is_in_place:
         # A message like others: they lie between the rows of lower and of higher ranks.
-        gather_sends[rank] = gather_receives[rank] = own_rows
+        for route in own_rows:
+            sends[route.portion][rank].append(route)
+            receives[route.portion][rank].append(route)
     return RankBucket(
         owned=_owned_stacks(plan, bucket, rank),
-        gather_sends=dict(gather_sends),
-        gather_receives=dict(gather_receives),
+        gathers=tuple(
+            RankGather(dict(sent), dict(received))
+            for sent, received in zip(sends, receives, strict=True)
+        ),
         is_in_place=is_in_place,
         has_gather=any(
             owner not in region.holders
@@ -268,7 +294,29 @@ def _rank_scatters(
         results: Routes by holders and owner.
         rank: This rank.
     """
-    count = plan.num_scatters
+    if not plan.order.is_portioned:
+        return _even_scatters(plan, results, rank, plan.num_scatters)
+    # What has arrived together leaves together.
+    portions = (
+        {
+            holders: {
+                owner: [route for route in routes if route.portion == number]
+                for owner, routes in by_owner.items()
+            }
+            for holders, by_owner in results.items()
+        }
+        for number in range(plan.num_scatters)
+    )
+    return tuple(scatter for each in portions for scatter in _even_scatters(plan, each, rank, 1))
+
+
+def _even_scatters(
+    plan: ExchangePlan,
+    results: Mapping[tuple[int, ...], Mapping[int, Sequence[Route]]],
+    rank: int,
+    count: int,
+) -> tuple[RankScatter, ...]:
+    """Share results out to so many scatters, evenly; arguments as for :func:`_rank_scatters`."""
     sends: list[dict[int, list[Route]]] = [defaultdict(list) for _ in range(count)]
     own: list[RankScatter] = [RankScatter({}, {}, (), None)] * count
     for holders, by_owner in results.items():

@@ -69,6 +69,7 @@ class Report:
         bound_s: Seconds that a step takes at least with these owners.
         norm_bytes: Bytes of the all-reduce of norms, counted once.
         num_buckets: Most buckets of a plan.
+        num_portions: Most portions of a portioned bucket; 1 where none is.
         num_split_groups: Sets of ranks that split matrices.
         num_blocks: Blocks that each backend orthogonalizes.
         matrices: ``index``, ``fqn`` and ``owner`` (``owners`` where it is split), in order.
@@ -82,6 +83,7 @@ class Report:
     lower_bound_bytes: int
     norm_bytes: int
     num_buckets: int
+    num_portions: int
     num_split_groups: int
     num_blocks: dict[str, int]
     matrices: list[dict[str, Any]]
@@ -134,6 +136,7 @@ class Report:
             "lower_bound_bytes": self.lower_bound_bytes,
             "norm_bytes": self.norm_bytes,
             "num_buckets": self.num_buckets,
+            "num_portions": self.num_portions,
             "num_split_groups": self.num_split_groups,
             "max_split_groups_of_a_rank": self._max_split_groups,
             "padding": self.padding,
@@ -192,8 +195,9 @@ class Report:
             f"{self.lower_bound_bytes / 1e6 / self.world_size:,.1f} MB ({bound}); "
             f"norms {self.norm_bytes:,} bytes"
         )
+        portions = f" of {self.num_portions} portions" if self.num_portions > 1 else ""
         yield (
-            f"predicted step: {self.step_s * 1e3:.3f} ms in {self.num_buckets} buckets, "
+            f"predicted step: {self.step_s * 1e3:.3f} ms in {self.num_buckets} buckets{portions}, "
             f"{self.bound_s * 1e3:.3f} ms at least with these owners"
         )
         yield "rank  matrices  Newton-Schulz ms  traffic ms  sent MB  received MB  staging MB"
@@ -260,6 +264,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
         totals["lower_bound"],
         totals["norm_bytes"],
         max(len(plan.buckets) for plan in plans),
+        max(plan.order.num_gathers for plan in plans),
         totals["split_groups"],
         dict(num_blocks),
         matrices,
@@ -332,21 +337,25 @@ def _add_traffic(
     )
     for number, bucket in enumerate(plan.buckets):
         rows: Counter[tuple[int, int]] = Counter()  # elements by source and owner
-        results: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)  # by holders, by owner
+        # By portion and holders, by owner.
+        results: dict[tuple[int, tuple[int, ...]], Counter[int]] = defaultdict(Counter)
         for index in bucket:
-            for owner, source, holders, elements in plan.transfers(index):
+            for owner, source, holders, elements, portion in plan.transfers(index):
                 if source != owner:
                     rows[source, owner] += elements
                 if len(holders) > 1 or source != owner:
-                    results[holders][owner] += elements
+                    results[portion, holders][owner] += elements
         for (source, owner), elements in rows.items():
             _add_message(plan, ranks[source], ranks[owner], elements, plan.wire.gather_bytes)
             staged[source][number].bucket["gather_send"] += elements
             staged[owner][number].bucket["gather_receive"] += elements
             # Once there: what comes back is as much, times the replicas.
             totals["moved"] += elements
-        for holders, by_owner in results.items():
-            for k, shard in enumerate(scatters_of(holders, by_owner, plan.num_scatters, plan.cost)):
+        # A portion has a scatter of its own; without portions results are shared out evenly.
+        num_scatters = plan.num_scatters // plan.order.num_gathers
+        for (portion, holders), by_owner in results.items():
+            shards = scatters_of(holders, by_owner, num_scatters, plan.cost)
+            for k, shard in enumerate(shards, start=portion):
                 for share in shard.shares:
                     staged[share.owner][number].scatters[k]["send"] += share.num_elements
                 _add_scatter(plan, ranks, shard)
@@ -355,7 +364,8 @@ def _add_traffic(
         for rank, stacks in plan.stacking.elements(bucket).items():
             staged[rank][number].bucket["stacks"] += sum(stacks)
             _add_calls(ranks[rank], stacks)
-        for rank in plan.stacking.arriving_in_place(bucket):
+        is_portioned = plan.order.is_portioned
+        for rank in plan.stacking.arriving_in_place(bucket, is_portioned=is_portioned):
             # Where no rows come from others, they are read to the stack.
             staged[rank][number].in_place = staged[rank][number].bucket["gather_receive"] > 0
     # Stacks of local matrices take turns in one place: the largest decides.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, Region
+from megatron_muon.plan.portions import deal_out, lines_at_a_time
 
 
 class Part(NamedTuple):
@@ -52,6 +53,8 @@ class Route(NamedTuple):
         num_cols: Columns.
         local_row: First row in the holders' shards.
         local_col: First column in the holders' shards.
+        portion: Number of the gather, and of the scatter, of its bucket that it travels in; 0 where
+            the bucket is not portioned.
     """
 
     matrix: int
@@ -65,6 +68,7 @@ class Route(NamedTuple):
     num_cols: int
     local_row: int
     local_col: int
+    portion: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -82,12 +86,14 @@ class Transfer(NamedTuple):
             where it holds them.
         holders: Ranks that hold them.
         num_elements: Elements.
+        portion: As in :class:`Route`.
     """
 
     owner: int
     source: int
     holders: tuple[int, ...]
     num_elements: int
+    portion: int = 0
 
 
 def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, ...]) -> list[Part]:
@@ -103,11 +109,11 @@ def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, 
         owners: Ranks of the job that own it.
     """
     rows, cols = shape
-    length = max(rows, cols)
+    length = max(shape)
     # Rounded down one by one: parts differ by at most a row, and the borders of all fit together.
     borders = [length * number // len(owners) for number in range(len(owners) + 1)]
     ranges = zip(owners, borders, borders[1:], strict=False)
-    if rows > cols:
+    if _is_tall(shape):
         return [
             Part(index, block, owners, owner, start, stop - start, 0, cols)
             for owner, start, stop in ranges
@@ -118,12 +124,19 @@ def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, 
     ]
 
 
+def _is_tall(shape: tuple[int, int]) -> bool:
+    rows, cols = shape
+    return rows > cols
+
+
 def routes_of(
     index: int,
     matrix: MatrixLayout,
     owners: tuple[int, ...],
     cost: CostModel,
     holder: int | None = None,
+    *,
+    num_portions: int = 1,
 ) -> Iterator[Route]:
     """Yield the routes of a matrix: together they tile it, each element once.
 
@@ -133,10 +146,11 @@ def routes_of(
         owners: Ranks of the job that own it.
         cost: Knows which ranks share a node; the replica nearest to the owner sends.
         holder: Only the routes of which this rank is a holder; None for all.
+        num_portions: Gathers that bring it where its bucket is portioned, otherwise 1.
     """
     for overlap in _overlaps(index, matrix, owners, holder):
         region, part = overlap.region, overlap.part
-        yield Route(
+        route = Route(
             matrix=index,
             block=region.block,
             owner=part.owner,
@@ -149,6 +163,37 @@ def routes_of(
             local_row=region.local_row + overlap.row - region.row,
             local_col=overlap.col - region.col,
         )
+        if num_portions == 1:
+            yield route
+        else:
+            yield from _dealt_out(route, part, matrix, num_portions)
+
+
+def _dealt_out(
+    route: Route, part: Part, matrix: MatrixLayout, num_portions: int
+) -> Iterator[Route]:
+    """Cut a route by portion, see :mod:`megatron_muon.plan.portions`."""
+    is_tall = _is_tall(matrix.blocks[route.block])
+    longest_rows, longest_cols = matrix.longest_sides
+    at_a_time = lines_at_a_time(longest_rows if is_tall else longest_cols, num_portions)
+    if is_tall:
+        stop = route.row + route.num_rows
+        for lines in deal_out(route.row, stop, part.num_rows, num_portions, at_a_time):
+            yield route._replace(
+                row=lines.place,
+                num_rows=lines.number,
+                local_row=route.local_row + lines.start - route.row,
+                portion=lines.portion,
+            )
+    else:
+        stop = route.col + route.num_cols
+        for lines in deal_out(route.col, stop, part.num_cols, num_portions, at_a_time):
+            yield route._replace(
+                col=lines.place,
+                num_cols=lines.number,
+                local_col=route.local_col + lines.start - route.col,
+                portion=lines.portion,
+            )
 
 
 def transfers_of(

@@ -14,6 +14,12 @@ A step is a list of rounds, each for one bucket of one plan. The round of bucket
     finish_scatter    scatter j - behind has ended, and is applied
     start_scatter     results of scatter j are packed, and start to travel
 
+A portioned bucket, see :mod:`megatron_muon.plan.portions`, has as many gathers as scatters, its
+portions. All its gathers start together. There is a wait for each, and two more actions::
+
+    first_product     rows of a gather are copied to their stacks, and added to Gram matrices
+    last_product      results of a scatter are computed, before it is packed
+
 Before the first round the first ``ahead`` gathers of every plan start. After the last one come the
 local matrices that are left, and what is still under way. Without replicas nothing is spread, and a
 bucket has one scatter.
@@ -56,12 +62,27 @@ class PlanOrder(NamedTuple):
         num_scatters: Scatters of each bucket.
         depth: How much is under way.
         has_replicas: Whether replicas pass results on.
+        is_portioned: Whether buckets are: each then has as many gathers as scatters.
     """
 
     num_buckets: int
     num_scatters: int
     depth: Depth
     has_replicas: bool
+    is_portioned: bool = False
+
+    @property
+    def num_gathers(self) -> int:
+        """Gathers of each bucket."""
+        return self.num_scatters if self.is_portioned else 1
+
+    def gathers_of(self, bucket: int) -> range:
+        """Return the numbers of the gathers of a bucket."""
+        return range(bucket * self.num_gathers, (bucket + 1) * self.num_gathers)
+
+    def scatters_of(self, bucket: int) -> range:
+        """Return the numbers of the scatters of a bucket."""
+        return range(bucket * self.num_scatters, (bucket + 1) * self.num_scatters)
 
 
 class Round(NamedTuple):
@@ -80,7 +101,9 @@ ActionKind = Literal[
     "local",
     "start_gather",
     "wait_for_gather",
+    "first_product",
     "orthogonalize",
+    "last_product",
     "start_scatter",
     "spread",
     "finish_scatter",
@@ -94,8 +117,8 @@ class Action(NamedTuple):
         kind: What it does.
         plan: Position of its plan among those of the rank; 0 for local matrices, which may be of
             any plan.
-        number: Of the bucket; of the scatter, counted over all buckets; for local matrices of the
-            round, where the end counts as one more.
+        number: Of the bucket; of the gather or scatter, counted over all buckets; for local
+            matrices of the round, where the end counts as one more.
     """
 
     kind: ActionKind
@@ -121,7 +144,7 @@ def _actions_of(plans: tuple[PlanOrder, ...]) -> tuple[Action, ...]:
 def _step(plans: Sequence[PlanOrder]) -> Iterator[Action]:
     for plan, order in enumerate(plans):
         for bucket in range(min(order.depth.ahead, order.num_buckets)):
-            yield Action("start_gather", plan, bucket)
+            yield from _start_gathers(plan, order, bucket)
     rounds = rounds_of([order.num_buckets for order in plans])
     for number, turn in enumerate(rounds):
         yield Action("local", 0, number)
@@ -141,18 +164,29 @@ def _step(plans: Sequence[PlanOrder]) -> Iterator[Action]:
 def _round(turn: Round, order: PlanOrder) -> Iterator[Action]:
     plan, bucket = turn
     depth = order.depth
-    yield Action("wait_for_gather", plan, bucket)
-    if bucket + depth.ahead < order.num_buckets:
-        yield Action("start_gather", plan, bucket + depth.ahead)
+    gathers = order.gathers_of(bucket)
+    for gather in gathers:
+        yield Action("wait_for_gather", plan, gather)
+        if gather == gathers[-1] and bucket + depth.ahead < order.num_buckets:
+            yield from _start_gathers(plan, order, bucket + depth.ahead)
+        if order.is_portioned:
+            yield Action("first_product", plan, gather)
     yield Action("orthogonalize", plan, bucket)
     # Earlier results are only waited for now: they had all of this bucket's Newton-Schulz to
     # travel. Their memory may serve this bucket's results.
-    for scatter in range(bucket * order.num_scatters, (bucket + 1) * order.num_scatters):
+    for scatter in order.scatters_of(bucket):
+        if order.is_portioned:
+            yield Action("last_product", plan, scatter)
         if order.has_replicas and scatter > 0:
             yield Action("spread", plan, scatter - 1)
         if scatter >= depth.behind:
             yield Action("finish_scatter", plan, scatter - depth.behind)
         yield Action("start_scatter", plan, scatter)
+
+
+def _start_gathers(plan: int, order: PlanOrder, bucket: int) -> Iterator[Action]:
+    for gather in order.gathers_of(bucket):
+        yield Action("start_gather", plan, gather)
 
 
 def rounds_of(num_buckets: Sequence[int]) -> tuple[Round, ...]:

@@ -46,6 +46,11 @@ class ExchangeSettings:
             ``symmetric``, ``gram``: a cheaper way, see :mod:`megatron_muon.newton_schulz`.
             ``auto``: for each shape the one that the cost model finds cheapest, of those that this
             machine can run.
+        overlap_within_matrices: Whether a matrix may be orthogonalized while its rows arrive, and
+            its results leave, portion by portion. The planner does so where it shortens the
+            predicted step. Sums over portions round otherwise: results are no longer the bits that
+            they are without it. It takes the bf16 wire, and does nothing where ranks hold the same
+            rows (ZeRO-0, HSDP).
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:
@@ -61,6 +66,7 @@ class ExchangeSettings:
     max_parts: int = 8
     cost_model: str = ""
     newton_schulz: BackendChoice = "standard"
+    overlap_within_matrices: bool = False
     log_plan: bool = False
 
     def __post_init__(self) -> None:
@@ -78,6 +84,11 @@ class ExchangeSettings:
             raise ValueError(
                 "exchange.newton_schulz: expected standard with exchange.mode all_gather, which "
                 f"runs upstream's own function, got {self.newton_schulz}. Use exchange.mode owner."
+            )
+        if self.overlap_within_matrices and self.mode == "all_gather":
+            raise ValueError(
+                "exchange.overlap_within_matrices: expected exchange.mode owner, got all_gather, "
+                "where every rank gets whole matrices. Use exchange.mode owner, or leave it out."
             )
         if self.staging_bytes is not None and self.staging_bytes < 1:
             raise ValueError(
@@ -112,13 +123,21 @@ class ExchangeSettings:
         """Return the wire for Newton-Schulz in bf16 or in fp32.
 
         Raises:
-            ValueError: bf16 was asked for, and Newton-Schulz runs in fp32.
+            ValueError: bf16 was asked for, and Newton-Schulz runs in fp32. Or overlap
+                within matrices was asked for, and rows travel in fp32.
         """
         if self.wire == "bf16" and not is_bf16:
             raise ValueError(
                 "exchange.wire: expected fp32 for Newton-Schulz in fp32, got bf16, which would "
                 "round its input. Use exchange.wire fp32, or fp32_matmul_prec medium."
             )
-        if self.wire == "auto":
-            return Wire.of("bf16" if is_bf16 else "fp32", is_bf16=is_bf16)
-        return Wire.of(self.wire, is_bf16=is_bf16)
+        wire: WireChoice = self.wire
+        if wire == "auto":
+            wire = "bf16" if is_bf16 else "fp32"
+        if self.overlap_within_matrices and wire == "fp32":
+            raise ValueError(
+                "exchange.overlap_within_matrices: expected exchange.wire bf16, got fp32, on which "
+                "upstream's own function takes the whole matrix. Use exchange.wire bf16, or leave "
+                "it out."
+            )
+        return Wire.of(wire, is_bf16=is_bf16)

@@ -67,7 +67,7 @@ class Stacking:
             elements[owner] += [room * math.prod(shape) for room in rooms]
         return elements
 
-    def arriving_in_place(self, indices: Iterable[int]) -> set[int]:
+    def arriving_in_place(self, indices: Iterable[int], *, is_portioned: bool = False) -> set[int]:
         """Return the owners that need no stack beside the messages of a bucket.
 
         An owner of one part, whose rows arrive in order: what it receives is the stack. It takes
@@ -75,13 +75,16 @@ class Stacking:
 
         Args:
             indices: Matrices of the bucket.
+            is_portioned: Whether the bucket is: then only rows arrive in order, not columns.
         """
         num_parts: Counter[int] = Counter()
         in_order: set[int] = set()
         for index in indices:
             owners = self.owners[index]
             num_parts.update(dict.fromkeys(owners, len(self.matrices[index].blocks)))
-            if self.matrices[index].is_in_rank_order:
+            matrix = self.matrices[index]
+            rows, cols = matrix.blocks[0]
+            if matrix.is_in_rank_order and (rows > cols or not is_portioned):
                 in_order.update(owners)
         return {owner for owner in in_order if num_parts[owner] == 1}
 

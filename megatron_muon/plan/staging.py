@@ -159,7 +159,8 @@ def _buffers(plans: Sequence[PlanStaging]) -> Iterator[tuple[int, _Lifetime]]:
     position = {action: number for number, action in enumerate(actions)}
     for number, plan in enumerate(plans):
         for bucket, bucket_sizes in enumerate(plan.buckets):
-            yield from zip(bucket_sizes, _of_bucket(number, bucket, position), strict=True)
+            of_bucket = _of_bucket(number, bucket, plan.order, position)
+            yield from zip(bucket_sizes, of_bucket, strict=True)
         for scatter, scatter_sizes in enumerate(plan.scatters):
             of_scatter = _of_scatter(number, scatter, plan.order, position)
             yield from zip(scatter_sizes, of_scatter, strict=True)
@@ -170,15 +171,21 @@ def _buffers(plans: Sequence[PlanStaging]) -> Iterator[tuple[int, _Lifetime]]:
             yield local_bytes, _Lifetime(number, number)
 
 
-def _of_bucket(plan: int, bucket: int, position: Mapping[Action, int]) -> tuple[_Lifetime, ...]:
-    packed = position[Action("start_gather", plan, bucket)]
-    arrived = position[Action("wait_for_gather", plan, bucket)]
+def _of_bucket(
+    plan: int, bucket: int, order: PlanOrder, position: Mapping[Action, int]
+) -> tuple[_Lifetime, ...]:
+    gathers = order.gathers_of(bucket)
+    packed = position[Action("start_gather", plan, gathers[0])]
+    arrived = position[Action("wait_for_gather", plan, gathers[-1])]
     # Newton-Schulz writes its first step elsewhere; upstream refuses to take none.
     orthogonalized = position[Action("orthogonalize", plan, bucket)]
+    filled = orthogonalized
+    if order.is_portioned:
+        filled = position[Action("first_product", plan, gathers[0])]
     return (
         _Lifetime(packed, arrived),
         _Lifetime(packed, orthogonalized),
-        _Lifetime(orthogonalized, orthogonalized),
+        _Lifetime(filled, orthogonalized),
     )
 
 

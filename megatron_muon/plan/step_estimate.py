@@ -40,12 +40,15 @@ class BucketSeconds:
         gather_s: Its rows, over the link of an owner.
         scatter_s: Its results, over the link of an owner, in all scatters of the bucket.
         spread_s: What replicas pass on, over the link of each.
+        edge_s: The share of the first product of Newton-Schulz, and of the last one, each. They
+            are taken portion by portion where the bucket is portioned.
     """
 
     load_s: Mapping[int, float]
     gather_s: Mapping[int, float]
     scatter_s: Mapping[int, float]
     spread_s: Mapping[int, float] = field(default_factory=dict)
+    edge_s: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,16 +123,16 @@ class _PlanEvents:
     """What the actions of one plan mean in the model."""
 
     def __init__(self, number: int, plan: PlanSeconds) -> None:
-        num_scatters = plan.order.num_scatters
+        num_gathers, num_scatters = plan.order.num_gathers, plan.order.num_scatters
         self._plan = plan
         self._gathers, self._scatters, self._spreads = [], [], []
         for bucket in plan.buckets:
-            self._gathers.append(_Collective(2 * number, plan, bucket.gather_s, False))
+            gather_s = _divided(bucket.gather_s, num_gathers)
+            for _ in range(num_gathers):
+                self._gathers.append(_Collective(2 * number, plan, gather_s, False))
             # Each scatter of a bucket has an equal share of every owner's results.
-            scatter_s, spread_s = (
-                {rank: seconds / num_scatters for rank, seconds in of_bucket.items()}
-                for of_bucket in (bucket.scatter_s, bucket.spread_s)
-            )
+            scatter_s = _divided(bucket.scatter_s, num_scatters)
+            spread_s = _divided(bucket.spread_s, num_scatters)
             for _ in range(num_scatters):
                 self._scatters.append(_Collective(2 * number, plan, scatter_s, True))
                 self._spreads.append(_Collective(2 * number + 1, plan, spread_s, True))
@@ -141,8 +144,11 @@ class _PlanEvents:
             yield _Launch(self._gathers[number])
         elif kind == "wait_for_gather":
             yield _Wait(self._gathers[number])
+        elif kind in ("first_product", "last_product"):
+            yield _Work(self._edge_s(number // self._plan.order.num_scatters, rank))
         elif kind == "orthogonalize":
-            yield _Work(self.load_s(number, rank))
+            num_products = 2 * self._plan.order.num_gathers
+            yield _Work(self.load_s(number, rank) - num_products * self._edge_s(number, rank))
         elif kind == "start_scatter":
             yield _Launch(self._scatters[number])
         elif kind == "spread":
@@ -154,6 +160,16 @@ class _PlanEvents:
     def load_s(self, bucket: int, rank: int) -> float:
         """Return the Newton-Schulz seconds of a rank in a bucket."""
         return self._plan.buckets[bucket].load_s.get(rank, 0.0)
+
+    def _edge_s(self, bucket: int, rank: int) -> float:
+        """Return the seconds of a portion's first product, and of its last one."""
+        if not self._plan.order.is_portioned:
+            return 0.0
+        return self._plan.buckets[bucket].edge_s.get(rank, 0.0) / self._plan.order.num_gathers
+
+
+def _divided(seconds: Mapping[int, float], number: int) -> dict[int, float]:
+    return {rank: each / number for rank, each in seconds.items()}
 
 
 class _Simulation:

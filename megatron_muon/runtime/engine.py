@@ -162,8 +162,12 @@ class Engine:
             plan.start_gather(number)
         elif kind == "wait_for_gather":
             plan.wait_for_gather(number)
+        elif kind == "first_product":
+            plan.first_product(number)
         elif kind == "orthogonalize":
             plan.orthogonalize(number)
+        elif kind == "last_product":
+            plan.last_product(number)
         elif kind == "start_scatter":
             yield plan.start_scatter(number)
         elif kind == "spread":

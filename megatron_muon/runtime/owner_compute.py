@@ -231,6 +231,7 @@ def _build_plan(
         wire,
         staging_bytes=settings.wanted_staging_bytes // num_kinds,
         is_limit=settings.staging_bytes is not None,
+        may_portion=settings.overlap_within_matrices,
     )
 
 

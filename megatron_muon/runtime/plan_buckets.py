@@ -13,9 +13,11 @@ import torch.distributed as dist
 from megatron_muon.newton_schulz.backend import Backend, Call
 from megatron_muon.newton_schulz.registry import BACKENDS, check_against_reference
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.stack_run import StackRun, WholeRun
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.rank_plan import RankPlan
-from megatron_muon.plan.routes import Part
+from megatron_muon.plan.portions import borders
+from megatron_muon.plan.rank_plan import RankPlan, Stack
+from megatron_muon.plan.routes import Part, Route
 from megatron_muon.plan.staging import PlanPlaces
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
@@ -71,14 +73,15 @@ class PlanBuckets:
     _scatters: Exchange  # results, in the scatter dtype
     _spread: Spread | None  # results, between replicas
     _arrivals: list[list[Placed]]  # results for this rank's rows, by scatter
-    _arrived_rows: list[list[Placed]]  # of what this rank owns, by bucket
+    _arrived_rows: list[list[Placed]]  # of what this rank owns, by gather
     _is_in_place: list[bool]  # whether they have arrived in the stack, by bucket
     _buckets: list[OwnStacks]
     _local: list[OwnStacks]
     _backends: dict[tuple[int, int], Backend]  # by matrix and block
     _rows: LocalRows
+    _runs: Sequence[StackRun]  # stacks of the bucket in work, where it is portioned
     _results: Sequence[torch.Tensor]  # of the stacks of the bucket in work
-    # What is under way, by bucket and by scatter; None where nothing is sent.
+    # What is under way, by gather and by scatter; None where nothing is sent.
     _gathering: dict[int, dist.Work | None]
     _scattering: dict[int, dist.Work | None]
     _spreading: dict[int, dist.Work | None]
@@ -116,7 +119,7 @@ class PlanBuckets:
             for stack, _ in stacks.stacks
             for part in stack
         }
-        self._results = ()
+        self._runs = self._results = ()
         self._gathering, self._scattering, self._spreading = {}, {}, {}
 
     def _lay_out(
@@ -133,29 +136,28 @@ class PlanBuckets:
         sizes = [bucket.num_elements for bucket in rank_plan.buckets]
         found = list(zip(places.buckets, sizes, strict=True))
         receives = [view(at.gather_receive, size.gather_receive, row_dtype) for at, size in found]
-        self._gathers = Exchange(
-            of_rank.group,
-            [
-                BucketMessages(
-                    bucket.gather_sends,
-                    {
-                        source: sum(route.num_elements for route in routes)
-                        for source, routes in bucket.gather_receives.items()
-                    },
-                    bucket.has_gather,
+        sends = [view(at.gather_send, size.gather_send, row_dtype) for at, size in found]
+        messages, sent, received = [], [], []
+        self._arrived_rows = []
+        for bucket, to_send, to_receive in zip(rank_plan.buckets, sends, receives, strict=True):
+            for gather in bucket.gathers:
+                sizes_by_source = {
+                    source: sum(route.num_elements for route in routes)
+                    for source, routes in gather.receives.items()
+                }
+                messages.append(BucketMessages(gather.sends, sizes_by_source, bucket.has_gather))
+            # Gathers of a bucket lie one behind the other: together they may be the stack.
+            sent += to_send.split([gather.num_sent for gather in bucket.gathers])
+            of_gather = to_receive.split([gather.num_received for gather in bucket.gathers])
+            received += of_gather
+            # By source: that is the order in which all_to_all_single delivers.
+            self._arrived_rows += [
+                one_behind_the_other(
+                    [r for _, routes in sorted(gather.receives.items()) for r in routes], flat
                 )
-                for bucket in rank_plan.buckets
-            ],
-            [view(at.gather_send, size.gather_send, row_dtype) for at, size in found],
-            receives,
-        )
-        # By source: that is the order in which all_to_all_single delivers.
-        self._arrived_rows = [
-            one_behind_the_other(
-                [r for _, routes in sorted(bucket.gather_receives.items()) for r in routes], flat
-            )
-            for bucket, flat in zip(rank_plan.buckets, receives, strict=True)
-        ]
+                for gather, flat in zip(bucket.gathers, of_gather, strict=True)
+            ]
+        self._gathers = Exchange(of_rank.group, messages, sent, received)
         self._buckets = [
             OwnStacks(
                 bucket.owned,
@@ -251,7 +253,7 @@ class PlanBuckets:
             for work in under_way.values():
                 _wait(work)
             under_way.clear()
-        self._results = ()
+        self._runs = self._results = ()
 
     def end(self) -> None:
         """Drop the rows, which may be memory of the caller's."""
@@ -263,33 +265,64 @@ class PlanBuckets:
         self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
         return self._write_staying(stacks, self._orthogonalize(stacks))
 
-    def start_gather(self, index: int) -> None:
+    def start_gather(self, number: int) -> None:
         """Pack and send rows."""
-        self._rows.read(self._gathers.packing(index))
-        self._gathering[index] = self._gathers.start(index)
+        self._rows.read(self._gathers.packing(number))
+        self._gathering[number] = self._gathers.start(number)
 
-    def wait_for_gather(self, index: int) -> None:
+    def wait_for_gather(self, number: int) -> None:
         """Wait for rows; their messages may be written again."""
-        _wait(self._gathering.pop(index))
+        _wait(self._gathering.pop(number))
+
+    def first_product(self, number: int) -> None:
+        """Take the first product of the rows of a gather, which have arrived."""
+        bucket, portion = divmod(number, self.plan.order.num_gathers)
+        stacks = self._buckets[bucket]
+        if portion == 0:
+            self._runs = [self._run(*each) for each in stacks.stacks]
+        if not self._is_in_place[bucket]:
+            kept = [route for route in stacks.kept if route.portion == portion]
+            self._fill(stacks, self._arrived_rows[number], kept)
+        for run in self._runs:
+            run.add(portion)
+
+    def _run(self, stack: Stack, tensor: torch.Tensor) -> StackRun:
+        """Return what orthogonalizes a stack while its rows arrive."""
+        part = stack[0]
+        backend, call = self._backends[part.matrix, part.block], self._call(part)
+        if self.plan.num_portions(part.matrix) == 1:
+            return WholeRun(backend, tensor, call)
+        num_lines = tensor.shape[1 if call.is_tall else 2]
+        return backend.start(tensor, call, borders(num_lines, self.plan.order.num_gathers))
+
+    def last_product(self, number: int) -> None:
+        """Take the last product of the results of a scatter."""
+        for run in self._runs:
+            run.finish(number % self.plan.num_scatters)
 
     def orthogonalize(self, index: int) -> None:
         """Orthogonalize what this rank owns of a bucket whose rows have arrived."""
+        if self.plan.order.is_portioned:
+            for run in self._runs:
+                run.iterate()
+            self._results = [run.result for run in self._runs]
+            return
         stacks = self._buckets[index]
         if not self._is_in_place[index]:
-            self._fill(stacks, self._arrived_rows[index])
+            self._fill(stacks, self._arrived_rows[index], stacks.kept)
         # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
         # copies their rows into messages; strided rows would take a kernel each.
         self._results = [result.contiguous() for result in self._orthogonalize(stacks)]
 
-    def _fill(self, stacks: OwnStacks, arrived: Sequence[Placed]) -> None:
-        """Copy rows to where they belong in stacks."""
+    def _fill(self, stacks: OwnStacks, arrived: Sequence[Placed], kept: Sequence[Route]) -> None:
+        """Copy rows to where they belong in stacks, those that are here too."""
         if arrived:
             # Messages hold routes one behind the other; a matrix needs them row by row.
             torch._foreach_copy_(
                 [stacks.place(route) for route, _ in arrived], [sent for _, sent in arrived]
             )
         # Not with the gather, though they are here: the stacks may lie where its messages were.
-        self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
+        self._rows.read([(route, stacks.place(route)) for route in kept])
 
     def _orthogonalize(self, stacks: OwnStacks) -> list[torch.Tensor]:
         """Return one tensor for each stack, in new memory."""
@@ -317,7 +350,7 @@ class PlanBuckets:
         if position < self.plan.num_scatters - 1:
             return []
         # The last scatter of the bucket: its results have left, or are written now.
-        results, self._results = self._results, ()
+        results, self._results, self._runs = self._results, (), ()
         return self._write_staying(stacks, results)
 
     def spread(self, number: int) -> None:

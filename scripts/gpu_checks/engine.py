@@ -24,9 +24,9 @@ GRIDS = {
 WIRES = (("bf16", "medium"), ("fp32", "medium"), ("fp32", "highest"))
 NUM_STEPS = 2
 MIN_BUCKETS = 5
-# Relative to the Frobenius norm. Stacks: products of other kernels, rounded to bf16 in each of 15
-# products. Split matrices: Gram matrices are added in bf16, or in fp32. A rank that orthogonalized
-# its own part alone would be off by more than 0.3.
+# Relative to the Frobenius norm. Stacks, portioned ones too: products of other kernels, rounded to
+# bf16 in each of 15 products; the Gram form rounds less. Split matrices: Gram matrices are added in
+# bf16, or in fp32. A rank that orthogonalized its own part alone would be off by more than 0.3.
 _STACKS, _SPLIT = 0.05, {"medium": 0.08, "highest": 1e-4}
 # What cuBLAS asks for in torch's deterministic mode.
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -66,7 +66,7 @@ def check(context: Context, report: Report) -> None:
         )
     if others:
         report.figure(
-            f"{len(others)} with stacks or split matrices, largest relative difference "
+            f"{len(others)} with stacks, portions or split matrices, largest relative difference "
             f"{max(row[6] for row in others):.1e}"
         )
 
@@ -84,14 +84,17 @@ def _judge(row: dict[str, Any], world_size: int, report: Report) -> None:
             f"{where}: expected {MIN_BUCKETS} buckets or more, got {row['buckets']}",
         )
         return
-    tolerance = _STACKS if row["kind"] == "stacks" else _SPLIT[row["precision"]]
+    is_split = row["kind"] == "split"
+    tolerance = _SPLIT[row["precision"]] if is_split else _STACKS
     report.expect(
         row["difference"] <= tolerance,
         f"{where}: differs from whole matrices by {row['difference']:.1e} of the norm, expected "
         f"{tolerance:.0e} at most",
     )
-    if row["kind"] == "split":
+    if is_split:
         report.expect(row["owners"] > 1, f"{where}: expected a split matrix, got none")
+    if row["kind"].startswith("portioned"):
+        report.expect(row["portions"] > 1, f"{where}: expected a portioned plan, got none")
 
 
 def _run(device: Device) -> list[dict[str, Any]]:
@@ -120,6 +123,12 @@ def _problems(grid: tuple[int, int, int], device: Any) -> Iterator[tuple[str, An
     cases = random_cases(rng, ranks, 6 * world_size, max_rows=8, max_cols=6)
     stacks = {"wire": "bf16", "max_parts": 1, "cost_model": "stack_tiles=4"}
     yield "stacks", Problem(ranks, cases, stacks, "medium", device, num_buckets=2)
+    # Portions that another stream receives while this one multiplies.
+    if ranks.num_replicas == 1:
+        cases = random_cases(rng, ranks, 2 * world_size, max_rows=256, max_cols=128)
+        for name in ("standard", "gram"):
+            portions = {**stacks, "newton_schulz": name, "overlap_within_matrices": True}
+            yield f"portioned {name}", Problem(ranks, cases, portions, "medium", device)
     # Free launches and traffic: splitting pays whenever it shortens the products.
     free = "kernel_us=0,all_reduce_us=0,gbps=1e9,gbps_between_nodes=1e9,stack_tiles=1"
     for wire, precision in (WIRES[0], WIRES[2]):
@@ -163,6 +172,7 @@ def _compare(problem: Any, kind: str) -> dict[str, Any]:
         "unequal": unequal,
         "difference": difference,
         "owners": max(map(len, plan.owners)),
+        "portions": plan.order.num_gathers,
         "precision": problem.precision,
     }
 

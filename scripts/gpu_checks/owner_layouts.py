@@ -3,6 +3,7 @@
 """Random layouts over replicas x shards x tensor-parallel ranks, and owner compute over them."""
 
 import functools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -174,7 +175,11 @@ class OwnerRun:
             reference.STEPS, reference.COEFFICIENTS, problem.precision == "medium", scale
         )
         tried = buckets._NUM_BUCKETS if problem.num_buckets is None else (problem.num_buckets,)
-        with mock.patch.object(buckets, "_NUM_BUCKETS", tried):
+        with (
+            mock.patch.object(buckets, "_NUM_BUCKETS", tried),
+            # What may be portioned is, whether it pays or not.
+            mock.patch.object(buckets, "_WORTH_PORTIONS", math.inf),
+        ):
             self.compute = OwnerCompute(
                 [lay_out(owned, problem.device)],
                 settings,

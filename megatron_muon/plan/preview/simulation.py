@@ -251,6 +251,7 @@ def _plan(
         machine.wire,
         staging_bytes=settings.wanted_staging_bytes // num_kinds,
         is_limit=settings.staging_bytes is not None,
+        may_portion=settings.overlap_within_matrices,
     )
 
 

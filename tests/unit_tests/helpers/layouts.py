@@ -10,11 +10,13 @@ from megatron_muon.plan.layout import MatrixLayout, RowLayout, whole_matrix
 
 
 @st.composite
-def matrix_lists(draw: st.DrawFn, max_matrices: int = 8) -> list[MatrixLayout]:
+def matrix_lists(
+    draw: st.DrawFn, max_matrices: int = 8, max_replicas: int = 3
+) -> list[MatrixLayout]:
     """Matrices of one domain: every rank is named in all of them, and may hold nothing."""
     num_tensor_ranks = draw(st.sampled_from([1, 1, 2]))
     num_shards = draw(st.integers(1, 5))
-    num_replicas = draw(st.sampled_from([1, 1, 2, 3]))
+    num_replicas = draw(st.sampled_from([1, 1, *range(2, max_replicas + 1)]))
     ranks = draw(st.permutations(range(num_tensor_ranks * num_shards * num_replicas)))
     starts = range(0, len(ranks), num_replicas)
     cells = [tuple(sorted(ranks[i : i + num_replicas])) for i in starts]

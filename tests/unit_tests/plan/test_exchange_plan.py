@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
 from helpers.planned import planned_in
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan, RankPlan, Route
@@ -27,9 +27,25 @@ WIRE = Wire("bfloat16", "bfloat16")
 SLOW = CostModel(tflops=1e-7, all_reduce_us=0, stack_tiles=4)
 
 
-def _plan(matrices: list[MatrixLayout], staging_bytes: int = 5000) -> ExchangePlan:
-    assignment = assign(matrices, SLOW, WIRE)
-    return ExchangePlan.build(matrices, assignment, SLOW, WIRE, staging_bytes=staging_bytes)
+def _plan(
+    matrices: list[MatrixLayout],
+    staging_bytes: int = 5000,
+    *,
+    in_portions: bool = False,
+    max_parts: int = 8,
+) -> ExchangePlan:
+    """Plan; portioned in three portions where nothing is replicated."""
+    assignment = assign(matrices, SLOW, WIRE, max_parts=max_parts)
+    with planned_in(num_portions=3):
+        return ExchangePlan.build(
+            matrices, assignment, SLOW, WIRE, staging_bytes=staging_bytes, may_portion=in_portions
+        )
+
+
+# Matrices, and whether they are portioned.
+_CASES = st.tuples(matrix_lists(), st.just(False)) | st.tuples(
+    matrix_lists(max_replicas=1), st.just(True)
+)
 
 
 def _shards(plan: ExchangePlan, index: int) -> dict[int, np.ndarray]:
@@ -61,10 +77,11 @@ def _local(shard: np.ndarray, route: Route) -> np.ndarray:
 
 
 @settings(deadline=None)
-@given(matrix_lists(), st.sampled_from([1, 500, 10**6]))
-def test_every_element_reaches_its_owner_once_and_returns_to_where_it_was(matrices, bucket):
+@given(_CASES, st.sampled_from([1, 500, 10**6]))
+def test_every_element_reaches_its_owner_once_and_returns_to_where_it_was(case, bucket):
     """Gather fills each part exactly; scatter restores every shard of every holder."""
-    plan = _plan(matrices, bucket)
+    matrices, in_portions = case
+    plan = _plan(matrices, bucket, in_portions=in_portions)
     for index, (matrix, owners) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
         shards = _shards(plan, index)
         assert all((shard >= 0).all() for shard in shards.values())
@@ -100,10 +117,11 @@ def test_every_element_reaches_its_owner_once_and_returns_to_where_it_was(matric
 
 
 @settings(deadline=None)
-@given(matrix_lists())
-def test_messages_of_two_ranks_match(matrices):
+@given(_CASES)
+def test_messages_of_two_ranks_match(case):
     """What a rank sends to another is what that one expects, route by route, in each bucket."""
-    plan = _plan(matrices)
+    matrices, in_portions = case
+    plan = _plan(matrices, in_portions=in_portions)
     ranks = matrices[0].ranks
     rank_plans = {rank: RankPlan.build(plan, rank) for rank in ranks}
     seen: Counter[int] = Counter(plan.local)
@@ -113,34 +131,61 @@ def test_messages_of_two_ranks_match(matrices):
             mine = rank_plans[sender].buckets[number]
             for receiver in ranks:
                 theirs = rank_plans[receiver].buckets[number]
-                assert mine.gather_sends.get(receiver, []) == theirs.gather_receives.get(sender, [])
+                for there, here in zip(mine.gathers, theirs.gathers, strict=True):
+                    assert there.sends.get(receiver, []) == here.receives.get(sender, [])
                 for sent, received in zip(mine.scatters, theirs.scatters, strict=True):
                     elements = sum(r.num_elements for r in sent.sends.get(receiver, []))
                     assert elements == received.receives.get(sender, 0)
-            assert (sender in mine.gather_sends) <= mine.is_in_place
-            if not mine.has_gather:
-                assert not mine.gather_sends and not mine.gather_receives
+            for gather in mine.gathers:
+                assert (sender in gather.sends) <= mine.is_in_place
+                assert mine.has_gather or not (gather.sends or gather.receives)
     assert seen == Counter(range(len(matrices)))
 
 
 @settings(deadline=None)
-@given(matrix_lists(), st.sampled_from([1, 8]))
-def test_what_arrives_in_place_is_the_part_in_order(matrices, max_parts):
-    """Rows follow one another by rank, over all columns, until the part is full."""
-    assignment = assign(matrices, SLOW, WIRE, max_parts=max_parts)
-    plan = ExchangePlan.build(matrices, assignment, SLOW, WIRE, staging_bytes=1)
-    for rank in matrices[0].ranks:
-        for bucket in RankPlan.build(plan, rank).buckets:
-            if not bucket.is_in_place:
-                continue
-            (stack,), (room,) = bucket.owned.stacks, bucket.owned.rooms
-            (part,) = stack
-            row = 0
-            for _, routes in sorted(bucket.gather_receives.items()):
+@given(
+    st.lists(st.integers(0, 40), min_size=2, max_size=4),
+    st.integers(1, 60),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+)
+def test_what_arrives_in_place_is_the_part_in_order(shards, num_cols, num_parts, in_portions):
+    """Rows follow one another by rank, over all columns, until the part is full.
+
+    In a portioned bucket those of a portion do, and columns do not.
+    """
+    num_rows = sum(shards)
+    assume(num_rows > 1)
+    matrix = whole_matrix(
+        "a.weight", rows_cut_at(num_rows, num_cols, shards), [[(i,) for i in range(len(shards))]]
+    )
+    owners = tuple(range(num_parts))
+    loads = dict.fromkeys(range(len(shards)), 1.0)
+    with planned_in(num_portions=3):
+        plan = ExchangePlan.build(
+            [matrix],
+            Assignment((owners,), loads, 1.0),
+            SLOW,
+            WIRE,
+            staging_bytes=2**31,
+            may_portion=in_portions,
+        )
+    assume(plan.buckets)
+    assert plan.order.is_portioned == in_portions
+    for rank in owners:
+        (bucket,) = RankPlan.build(plan, rank).buckets
+        ((part,),), rooms = bucket.owned.stacks, bucket.owned.rooms
+        has_rows = any(who != rank for gather in bucket.gathers for who in gather.receives)
+        assert bucket.is_in_place == (has_rows and (num_rows > num_cols or not in_portions))
+        if not bucket.is_in_place:
+            continue
+        row = 0
+        for gather in bucket.gathers:
+            for _, routes in sorted(gather.receives.items()):
                 for route in routes:
                     assert (route.row, route.col, route.num_cols) == (row, 0, part.num_cols)
                     row += route.num_rows
-            assert (row, room) == (part.num_rows, 1)
+        assert (row, rooms) == (part.num_rows, (1,))
 
 
 def test_one_matrix_in_rank_order_arrives_in_place():
@@ -157,7 +202,8 @@ def test_one_matrix_in_rank_order_arrives_in_place():
     assert owner.is_in_place and not holder.is_in_place
     # Elements: all rows are received where they are orthogonalized, three of them from itself.
     assert owner.num_elements == (12, 32, 0)
-    assert list(owner.gather_sends) == [1] and sorted(owner.gather_receives) == [0, 1, 2]
+    (gather,) = owner.gathers
+    assert list(gather.sends) == [1] and sorted(gather.receives) == [0, 1, 2]
 
     others = [
         [whole_matrix("a.weight", layout, [[(2,), (1,), (0,)]])],
@@ -171,27 +217,26 @@ def test_one_matrix_in_rank_order_arrives_in_place():
 
 
 @settings(deadline=None)
-@given(matrix_lists())
-def test_without_replicas_the_way_back_is_the_way_there(matrices):
+@given(_CASES)
+def test_without_replicas_the_way_back_is_the_way_there(case):
     """Each scatter message is the gather message between the same two ranks, reversed."""
-    plan = _plan(matrices)
+    matrices, in_portions = case
+    plan = _plan(matrices, in_portions=in_portions)
     for rank in matrices[0].ranks:
         for bucket in RankPlan.build(plan, rank).buckets:
             if all(len(route.holders) == 1 for index in range(len(matrices))
                    for route in plan.routes(index)):  # fmt: skip
-                (scatter,) = bucket.scatters
-                # Rows that arrive in place come from the owner too; its results need no message.
-                there = {
-                    who: routes for who, routes in bucket.gather_receives.items() if who != rank
-                }
-                assert scatter.sends == there
-                arrived = [route for route, _ in scatter.arrivals]
-                assert arrived == [
-                    route
-                    for who, routes in sorted(bucket.gather_sends.items())
-                    for route in routes
-                    if who != rank
-                ]
+                for gather, scatter in zip(bucket.gathers, bucket.scatters, strict=True):
+                    # Rows that arrive in place come from the owner too; its results need no
+                    # message.
+                    there = {who: each for who, each in gather.receives.items() if who != rank}
+                    assert {who: each for who, each in scatter.sends.items() if each} == there
+                    assert [route for route, _ in scatter.arrivals] == [
+                        route
+                        for who, routes in sorted(gather.sends.items())
+                        for route in routes
+                        if who != rank
+                    ]
 
 
 @settings(deadline=None)
@@ -230,10 +275,11 @@ def test_matrix_with_copies_is_orthogonalized_whole_and_alone(matrices):
 
 
 @settings(deadline=None)
-@given(matrix_lists(max_matrices=12), st.sampled_from([1, 2**31]))
-def test_report_knows_the_memory_and_the_calls_of_each_rank(matrices, staging_bytes):
+@given(_CASES, st.sampled_from([1, 2**31]))
+def test_report_knows_the_memory_and_the_calls_of_each_rank(case, staging_bytes):
     """What the engine stages and runs, without a plan of each rank."""
-    plan = _plan(matrices, staging_bytes)
+    matrices, in_portions = case
+    plan = _plan(matrices, staging_bytes, in_portions=in_portions)
     report = build_report(range(1 + max(matrices[0].ranks)), [plan])
     for rank in matrices[0].ranks:
         schedule = RankSchedule.build([plan], rank)
@@ -245,21 +291,23 @@ def test_report_knows_the_memory_and_the_calls_of_each_rank(matrices, staging_by
 
 
 @settings(deadline=None)
-@given(matrix_lists())
-def test_report_counts_what_messages_hold(matrices):
+@given(_CASES)
+def test_report_counts_what_messages_hold(case):
     """Elements in the report are those of the messages, rank by rank."""
-    plan = _plan(matrices)
+    matrices, in_portions = case
+    plan = _plan(matrices, in_portions=in_portions)
     world_size = 1 + max(matrices[0].ranks)
     report = build_report(range(world_size), [plan])
     for rank in matrices[0].ranks:
         sent = received = 0
         for bucket in RankPlan.build(plan, rank).buckets:
-            sends, receives = (
-                [route for peer, routes in messages.items() if peer != rank for route in routes]
-                for messages in (bucket.gather_sends, bucket.gather_receives)
-            )
-            sent += sum(route.num_elements for route in sends)
-            received += sum(route.num_elements for route in receives)
+            for gather in bucket.gathers:
+                sends, receives = (
+                    [route for peer, routes in messages.items() if peer != rank for route in routes]
+                    for messages in (gather.sends, gather.receives)
+                )
+                sent += sum(route.num_elements for route in sends)
+                received += sum(route.num_elements for route in receives)
             for scatter in bucket.scatters:
                 sent += sum(
                     route.num_elements

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan, rank_schedule, schedule
 from megatron_muon.plan.assignment import Assignment, assign
-from megatron_muon.plan.buckets import TravellingMatrix
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import staging_problem
 from megatron_muon.plan.layout import whole_matrix
@@ -29,21 +28,33 @@ from megatron_muon.plan.schedule import (
     rounds_of,
 )
 from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds, step_seconds
+from megatron_muon.plan.travelling_matrix import TravellingMatrix
 from megatron_muon.plan.wire import Wire
 
 _WIRE = Wire.of("bf16", is_bf16=True)
-_ORDERS = st.builds(
-    PlanOrder,
-    num_buckets=st.integers(0, 6),
-    num_scatters=st.integers(1, 3),
-    depth=st.builds(Depth, st.integers(1, 5), st.integers(1, 5)),
-    has_replicas=st.just(True),
-) | st.builds(
-    PlanOrder,
-    num_buckets=st.integers(0, 6),
-    num_scatters=st.just(1),
-    depth=st.builds(Depth, st.integers(1, 5), st.integers(1, 5)),
-    has_replicas=st.just(False),
+_ORDERS = (
+    st.builds(
+        PlanOrder,
+        num_buckets=st.integers(0, 6),
+        num_scatters=st.integers(1, 3),
+        depth=st.builds(Depth, st.integers(1, 5), st.integers(1, 5)),
+        has_replicas=st.just(True),
+    )
+    | st.builds(
+        PlanOrder,
+        num_buckets=st.integers(0, 6),
+        num_scatters=st.just(1),
+        depth=st.builds(Depth, st.integers(1, 5), st.integers(1, 5)),
+        has_replicas=st.just(False),
+    )
+    | st.builds(
+        PlanOrder,
+        num_buckets=st.integers(0, 6),
+        num_scatters=st.integers(2, 4),
+        depth=st.builds(Depth, st.integers(1, 5), st.integers(1, 5)),
+        has_replicas=st.just(False),
+        is_portioned=st.just(True),
+    )
 )
 
 
@@ -67,25 +78,35 @@ def test_order_of_a_plans_actions_does_not_depend_on_other_plans(orders):
 def test_each_action_comes_once_and_after_what_it_needs(order):
     """Rows arrive, are orthogonalized, results leave, are passed on and arrive."""
     log = _of_plan([order], 0)
-    num_scatters = order.num_buckets * order.num_scatters
-    of_bucket = ["start_gather", "wait_for_gather", "orthogonalize"]
-    of_scatter = ["start_scatter", *["spread"] * order.has_replicas, "finish_scatter"]
+    of_gather = ["start_gather", "wait_for_gather", *["first_product"] * order.is_portioned]
+    of_scatter = [
+        *["last_product"] * order.is_portioned,
+        "start_scatter",
+        *["spread"] * order.has_replicas,
+        "finish_scatter",
+    ]
+    num_gathers, num_scatters = (
+        order.num_buckets * count for count in (order.num_gathers, order.num_scatters)
+    )
     assert Counter(log) == Counter(
-        [(kind, bucket) for kind in of_bucket for bucket in range(order.num_buckets)]
+        [(kind, gather) for kind in of_gather for gather in range(num_gathers)]
+        + [("orthogonalize", bucket) for bucket in range(order.num_buckets)]
         + [(kind, scatter) for kind in of_scatter for scatter in range(num_scatters)]
     )
     for bucket in range(order.num_buckets):
-        positions = [log.index((kind, bucket)) for kind in of_bucket]
-        scatters = range(bucket * order.num_scatters, (bucket + 1) * order.num_scatters)
-        for scatter in scatters:
-            found = positions + [log.index((kind, scatter)) for kind in of_scatter]
+        orthogonalized = log.index(("orthogonalize", bucket))
+        for gather in order.gathers_of(bucket):
+            found = [log.index((kind, gather)) for kind in of_gather] + [orthogonalized]
             assert found == sorted(found)
-    # No more are under way than the depth says.
+        for scatter in order.scatters_of(bucket):
+            found = [orthogonalized] + [log.index((kind, scatter)) for kind in of_scatter]
+            assert found == sorted(found)
+    # No more are under way than the depth says: buckets ahead, scatters behind.
     ahead = behind = 0
     for kind, _ in log:
         ahead += (kind == "start_gather") - (kind == "wait_for_gather")
         behind += (kind == "start_scatter") - (kind == "finish_scatter")
-        assert ahead <= order.depth.ahead and behind <= order.depth.behind
+        assert ahead <= order.depth.ahead * order.num_gathers and behind <= order.depth.behind
 
 
 def test_plans_get_through_their_buckets_evenly():
@@ -205,6 +226,25 @@ def test_kinds_that_take_turns_are_faster_than_one_after_the_other():
     schedule._actions_of.cache_clear()
     assert in_turn_s > 1.2 * in_turns
     assert 16 < in_turns < 19
+
+
+def test_first_and_last_product_of_a_portioned_bucket_hide_its_own_traffic():
+    """One matrix on one rank, in two portions; by hand."""
+    bucket = BucketSeconds({0: 10.0}, {0: 4.0}, {0: 4.0}, edge_s={0: 2.0})
+
+    def seconds(num_portions: int, behind: int = 2) -> float:
+        depth = Depth(1, behind)
+        order = PlanOrder(1, num_portions, depth, False, is_portioned=num_portions > 1)
+        return step_seconds([PlanSeconds([0], [bucket], order)], {})[0]
+
+    assert seconds(1) == 4 + 10 + 4
+    # Half of the rows are there at 2, their product at 3; the others at 4 and 5. Six seconds later
+    # the first results are computed until 12, and travel until 14, the others until 16.
+    assert seconds(2) == 5 + 6 + 1 + 2 + 2
+    assert seconds(4) == 4.5 + 6 + 0.5 + 4
+    # With one scatter at a time, the next one starts when it has ended; the last product does not
+    # wait.
+    assert seconds(2, behind=1) == seconds(2)
 
 
 def test_replicas_pass_on_one_scatter_while_the_next_one_travels():

@@ -27,6 +27,10 @@ from megatron_muon.plan.wire import Wire
             {"staging_bytes": 0},
             "exchange.staging_bytes: expected a positive number of bytes, got 0",
         ),
+        (
+            {"overlap_within_matrices": True, "mode": "all_gather"},
+            "exchange.overlap_within_matrices: expected exchange.mode owner, got all_gather",
+        ),
         ({"max_parts": 6}, "exchange.max_parts: expected a power of two, got 6"),
         (
             {"cost_model": "speed=3"},
@@ -50,6 +54,17 @@ def test_wire_follows_the_precision_of_newton_schulz():
     assert ExchangeSettings(wire="fp32").wire_for(is_bf16=True) == Wire("float32", "bfloat16")
     with pytest.raises(ValueError, match="wire: expected fp32 for Newton-Schulz in fp32, got bf16"):
         ExchangeSettings(wire="bf16").wire_for(is_bf16=False)
+
+
+@pytest.mark.parametrize(("wire", "is_bf16"), [("auto", False), ("fp32", True), ("fp32", False)])
+def test_portions_take_the_bf16_wire(wire, is_bf16):
+    """fp32 rows are for upstream's own function, which takes the whole matrix."""
+    settings = ExchangeSettings(overlap_within_matrices=True, wire=wire)
+    with pytest.raises(
+        ValueError, match="within_matrices: expected exchange.wire bf16, got fp32, on which"
+    ):
+        settings.wire_for(is_bf16=is_bf16)
+    assert ExchangeSettings(overlap_within_matrices=True).wire_for(is_bf16=True).normalizes
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,13 @@ def _plans(draw: st.DrawFn) -> list[PlanStaging]:
     """Draw up to two plans with buffers of any size."""
     plans = []
     for _ in range(draw(st.integers(0, 2))):
-        has_replicas = draw(st.booleans())
+        has_replicas, is_portioned = draw(st.booleans()), draw(st.booleans())
         order = PlanOrder(
             draw(st.integers(0, 6)),
-            draw(st.integers(1, 3)) if has_replicas else 1,
+            draw(st.integers(1, 3)) if has_replicas or is_portioned else 1,
             Depth(draw(st.integers(1, 3)), draw(st.integers(1, 3))),
             has_replicas,
+            is_portioned,
         )
         sizes = [BucketSizes(*(draw(_SIZES) for _ in range(3))) for _ in range(order.num_buckets)]
         scatters = [
@@ -50,16 +51,24 @@ def _moments(plans: list[PlanStaging], layout: StagingLayout) -> list[list[range
     moments = []
     in_use: dict[tuple, range] = {}
     for action, plan, number in actions_of([each.order for each in plans]):
+        order = plans[plan].order if plans else None
         ends: list[tuple] = []
         if action == "local":
             size = max((each.local_bytes for each in plans), default=0)
             in_use["local"] = range(layout.local[number], layout.local[number] + size)
             ends = ["local"]
         elif action == "start_gather":
+            # All gathers of a bucket have one buffer each way.
+            bucket = number // order.num_gathers
             for buffer in ("gather_send", "gather_receive"):
-                in_use[plan, "buckets", number, buffer] = bytes_of(plan, "buckets", number, buffer)
+                in_use[plan, "buckets", bucket, buffer] = bytes_of(plan, "buckets", bucket, buffer)
         elif action == "wait_for_gather":
-            ends = [(plan, "buckets", number, "gather_send")]
+            bucket, portion = divmod(number, order.num_gathers)
+            if portion == order.num_gathers - 1:
+                ends = [(plan, "buckets", bucket, "gather_send")]
+        elif action == "first_product":
+            bucket = number // order.num_gathers
+            in_use[plan, "buckets", bucket, "stacks"] = bytes_of(plan, "buckets", bucket, "stacks")
         elif action == "orthogonalize":
             in_use[plan, "buckets", number, "stacks"] = bytes_of(plan, "buckets", number, "stacks")
             ends = [(plan, "buckets", number, each) for each in ("stacks", "gather_receive")]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 OWNER = {"mode": "owner"}
 
 
-def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
+def _count_bytes(wire: str, grid: dict[str, int], in_portions: bool) -> dict[str, Any]:
     """Step once, counting what is handed to torch.distributed for other ranks."""
     import torch.distributed as dist
 
@@ -25,8 +25,9 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
 
     init_group()
     num_shards = 2 if grid else 4
-    with planned_in(num_buckets=3, num_scatters=2):
-        optimizers = build_optimizers(num_shards, {}, {**OWNER, "wire": wire}, **grid)
+    exchange = {**OWNER, "wire": wire, "overlap_within_matrices": in_portions}
+    with planned_in(num_buckets=3, num_scatters=2, num_portions=2):
+        optimizers = build_optimizers(num_shards, {}, exchange, **grid)
     counted: Counter[str] = Counter()
     all_to_all, all_reduce = dist.all_to_all_single, dist.all_reduce
     all_gather = dist.all_gather_into_tensor
@@ -62,25 +63,38 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
         "elements": report.ranks[dist.get_rank()].elements_sent,
         "norms": report.norm_bytes,
         "buckets": len(plan.buckets),
+        "gathers": len(plan.buckets) * plan.order.num_gathers,
         "scatters": len(plan.buckets) * plan.num_scatters,
         "blocks": sum(len(matrix.blocks) for matrix in plan.matrices),
     }
 
 
-@pytest.mark.parametrize("grid", [{}, {"num_replicas": 2}, {"num_tensor_ranks": 2}], ids=str)
-@pytest.mark.parametrize("wire", ["bf16", "fp32"])
-def test_bytes_at_the_collectives_are_those_of_the_plan(wire, grid):
+@pytest.mark.parametrize(
+    ("wire", "grid", "in_portions"),
+    [
+        ("bf16", {}, False),
+        ("bf16", {}, True),
+        ("bf16", {"num_replicas": 2}, False),
+        ("bf16", {"num_tensor_ranks": 2}, False),
+        ("fp32", {}, False),
+        ("fp32", {"num_replicas": 2}, False),
+        ("fp32", {"num_tensor_ranks": 2}, False),
+    ],
+    ids=str,
+)
+def test_bytes_at_the_collectives_are_those_of_the_plan(wire, grid, in_portions):
     """Wire bf16: 2 bytes an element there, 2 back, 8 a block; no padding on either wire."""
-    run = run_ranks(4, _count_bytes, wire, grid).check()
+    run = run_ranks(4, _count_bytes, wire, grid, in_portions).check()
     for counted in run.results:
         assert counted["moved"] == counted["planned"]
         assert counted.get("reduced", 0) == counted["norms"]
         assert counted["buckets"] > 1
-        assert counted["messages"] <= counted["buckets"] + counted["scatters"]
+        assert counted["messages"] <= counted["gathers"] + counted["scatters"]
         if grid.get("num_replicas"):
             assert counted["scatters"] == 2 * counted["buckets"] >= counted["spreads"] > 0
         else:
-            assert counted["scatters"] == counted["buckets"] and "spreads" not in counted
+            assert counted["scatters"] == counted["gathers"] and "spreads" not in counted
+            assert counted["gathers"] == (1 + in_portions) * counted["buckets"]
         if wire == "bf16":
             assert counted["planned"] == 2 * counted["elements"]
             assert counted["norms"] == 8 * counted["blocks"]

@@ -31,6 +31,7 @@ KINDS = {
         *(1, (40, 64), 1),
         "tflops=0.0001,gbps=1e6,gbps_between_nodes=1e6,all_reduce_us=0,kernel_us=0",
     ),
+    "portioned": (8, (1, 60), 2, "stack_tiles=4"),
 }
 
 
@@ -47,7 +48,11 @@ def _random_case(draw: random.Random, grid: dict[str, int], wire: str, kind: str
     cases = [(draw.randint(*sizes), shards(draw.randint(*sizes))) for _ in range(num_matrices)]
     return {
         "num_shards": num_shards,
-        "exchange": {"wire": wire, "cost_model": cost_model},
+        "exchange": {
+            "wire": wire,
+            "cost_model": cost_model,
+            "overlap_within_matrices": kind == "portioned",
+        },
         # Query, key and value.
         "cases": [*cases, (draw.randint(1, 25), shards(32))],
         **grid,
@@ -93,13 +98,17 @@ def _random_layouts(seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     wrong, seen = [], []
     for grid, wire, kind in itertools.product(GRIDS, WIRES, KINDS):
+        # Only bf16 rows are portioned, and only where no other rank holds the same.
+        if kind == "portioned" and (wire == "fp32" or "num_replicas" in grid):
+            continue
         case = _random_case(draw, grid, wire, kind)
-        with planned_in(num_buckets=KINDS[kind][2], num_scatters=2):
+        with planned_in(num_buckets=KINDS[kind][2], num_scatters=2, num_portions=3):
             optimizers = build_optimizers(**case)
         found = _compare(optimizers)
         if found["at_wait"] != [True, []] or found["at_launch"] != [True, []]:
             wrong.append(f"{kind}: {case}: {found}")
         plan = optimizers.sharded.compute.plans[0]
+        assert plan.order.is_portioned == (kind == "portioned")
         seen.append([kind, found["launched"], max(map(len, plan.owners))])
     return {"wrong": wrong, "seen": seen}
 
@@ -110,8 +119,8 @@ def test_results_do_not_depend_on_when_messages_are_read_and_arrive():
     for result in run_ranks(4, _random_layouts, 1).check().results:
         assert result["wrong"] == []
         for kind, num_launched, num_owners in result["seen"]:
-            # A gather and a scatter of three buckets at least.
-            least = 2 * NUM_STEPS * (3 if kind == "many buckets" else 1)
+            # A gather and a scatter of three buckets at least, or of each portion.
+            least = 2 * NUM_STEPS * (3 if kind in ("many buckets", "portioned") else 1)
             assert num_launched >= least, (kind, num_launched)
             assert (num_owners > 1) == (kind == "split"), (kind, num_owners)
 
@@ -124,15 +133,16 @@ BUCKETS = {
 }
 
 
-def _forget_each_wait(grid: dict[str, int]) -> list[list[Any]]:
+def _forget_each_wait(grid: dict[str, int], in_portions: bool) -> list[list[Any]]:
     """Leave out one wait() after the other."""
     from megatron_muon.runtime.arena import Arena
 
     # A step frees its memory at its end; what arrives afterwards would be written to nowhere.
     Arena.free = lambda self: None
     init_group()
-    with planned_in(num_buckets=3, num_scatters=2):
-        optimizers = build_optimizers(**BUCKETS, **grid)
+    case = {**BUCKETS, "exchange": {"wire": "bf16", "overlap_within_matrices": in_portions}}
+    with planned_in(num_buckets=3, num_scatters=2, num_portions=2):
+        optimizers = build_optimizers(**case, **grid)
     whole = _compare(optimizers)
     # Of the first step: the second one does the same.
     numbers = range(whole["launched"] // NUM_STEPS)
@@ -142,16 +152,24 @@ def _forget_each_wait(grid: dict[str, int]) -> list[list[Any]]:
     return [[each["at_wait"][0], each["at_launch"][0]] for each in [whole, *found]]
 
 
-@pytest.mark.parametrize("grid", [{}, {"num_replicas": 2}], ids=str)
-def test_every_wait_that_is_left_out_is_seen(grid):
+@pytest.mark.parametrize(
+    ("grid", "in_portions"),
+    [
+        pytest.param({}, False, id="one copy"),
+        pytest.param({"num_replicas": 2}, False, id="replicas"),
+        pytest.param({}, True, id="portioned"),
+    ],
+)
+def test_every_wait_that_is_left_out_is_seen(grid, in_portions):
     """Without any of them, some rank reads or passes on what has not arrived."""
-    run = run_ranks(4 if grid else 2, _forget_each_wait, grid).check()
+    run = run_ranks(4 if grid else 2, _forget_each_wait, grid, in_portions).check()
     # By rank, collective and mode: whether the results are right.
     right = list(zip(*run.results, strict=True))
     assert all(is_right == [True, True] for ranks in (right[0], right[-1]) for is_right in ranks)
     forgotten = right[1:-1]
-    # Gathers and scatters of three buckets; with replicas two scatters each, which are passed on.
-    assert len(forgotten) == (3 + 2 * 3 * 2 if grid else 3 + 3)
+    # Gathers and scatters of three buckets, or of two portions of each; with replicas two scatters
+    # each, which are passed on.
+    assert len(forgotten) == (3 + 2 * 3 * 2 if grid else (3 + 3) * (1 + in_portions))
     for number, ranks in enumerate(forgotten):
         for when in (0, 1):
             assert not all(is_right[when] for is_right in ranks), f"collective {number} is not seen"

@@ -1,0 +1,85 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What one matrix of which rows travel takes: seconds on its owners, memory on its holders."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_muon.plan.assignment import matrix_seconds
+from megatron_muon.plan.cost import CostModel, HeldElements
+from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.routes import transfers_of
+from megatron_muon.plan.wire import Wire
+
+
+@dataclass(frozen=True)
+class TravellingMatrix:
+    """A matrix of which rows travel.
+
+    Args:
+        index: Index in the plan.
+        layout: Its layout.
+        owners: Its owners.
+        load_s: Newton-Schulz seconds on each owner.
+        gather_s: Seconds of its rows over the link of each owner.
+        scatter_s: Seconds of its results over the link of each owner.
+        edge_s: Seconds of the first product of Newton-Schulz on each owner, and of the last one;
+            0 where it cannot be portioned.
+        sent: Elements that each holder sends to owners; None where each sends what it holds and
+            does not own.
+    """
+
+    index: int
+    layout: MatrixLayout
+    owners: tuple[int, ...]
+    load_s: float
+    gather_s: Mapping[int, float]
+    scatter_s: Mapping[int, float]
+    edge_s: float
+    sent: Mapping[int, int] | None
+
+    @classmethod
+    def of(
+        cls, index: int, layout: MatrixLayout, owners: tuple[int, ...], cost: CostModel, wire: Wire
+    ) -> "TravellingMatrix":
+        """Work out what a matrix costs its owners."""
+        load_s = matrix_seconds(layout, cost, len(owners))
+        edge_s = sum(cost.edge_seconds(*shape, len(owners)) for shape in layout.blocks)
+        # Every owner has an equal part of each holder's rows, or nearly.
+        elements = HeldElements(layout.elements_by_rank, layout.num_elements, cost)
+        one_byte_s = {owner: elements.one_byte_seconds(owner) / len(owners) for owner in owners}
+        sent: Counter[int] | None = None
+        if elements.has_replicas:
+            # The nearest replica sends, and gets results.
+            one_byte_s, sent = dict.fromkeys(owners, 0.0), Counter()
+            for moved in transfers_of(index, layout, owners, cost):
+                owner, source = moved.owner, moved.source
+                if source != owner:
+                    one_byte_s[owner] += moved.num_elements * cost.seconds_per_byte(source, owner)
+                    sent[source] += moved.num_elements
+        return cls(
+            index,
+            layout,
+            owners,
+            load_s,
+            {owner: wire.gather_bytes * seconds for owner, seconds in one_byte_s.items()},
+            {owner: wire.scatter_bytes * seconds for owner, seconds in one_byte_s.items()},
+            0.0 if layout.has_copies else edge_s,
+            sent,
+        )
+
+    @property
+    def part_elements(self) -> int:
+        """Elements that each owner orthogonalizes."""
+        return -(-self.layout.num_elements // len(self.owners))
+
+    def sizes(self, rank: int) -> tuple[int, int, int, int]:
+        """Return elements that a rank sends and receives in the gather, and in all scatters."""
+        held = self.layout.elements_by_rank.get(rank, 0)
+        part = self.part_elements if rank in self.owners else 0
+        kept = held // len(self.owners) if part else 0
+        if self.sent is None:
+            return held - kept, part - kept, part - kept, held - kept
+        # With replicas, results come back with all others, also to an owner that holds the rows.
+        return self.sent.get(rank, 0), max(0, part - kept), part, held
