@@ -12,9 +12,15 @@ toy_gpt             flags of the toy GPT that runs train, by layout
 repairs             runs with and without a repair of upstream's gradients
 checkpoint_runs     runs that save and load
 broken_optimizers   ways to break Muon on purpose
+planned             chooses what the planner would choose by memory and time
+collective_timing   collectives that arrive late, or at once
+fused_adam          a stand-in for Transformer Engine's fused Adam
+fused_linear        a stand-in for Transformer Engine's linear layer with fused gradients
+stacks              Newton-Schulz on a stack, with settings by name
 cusolvermp          a stand-in for Transformer Engine's Newton-Schulz
 forked_losses       short runs with whatever megatron is first on the path
 fsdp2_models        matrices in every layout that FSDP2 makes
+triton_interpreter  Triton's interpreter, mended so that it multiplies bf16
 idle_commands       commands that run in the time that other tests leave idle
 ==================  ============================================================================
 """

@@ -1,0 +1,97 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""emerging-optimizers' Triton kernel itself, interpreted on a CPU: its numbers, not its speed."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Sides that are multiples of 8, and of the kernel's tiles of 64 or not; tall and wide.
+SHAPES = [(64, 128), (72, 136), (136, 72), (200, 264), (8, 72)]
+# Rows and columns of a tile, and what it adds up at a time: square ones and others.
+TILES = [(64, 64, 64), (64, 128, 64)]
+
+
+def _interpreted() -> list[list[Any]]:
+    """Run the kernel and the backend; return shapes with errors."""
+    import torch
+    from helpers import triton_interpreter
+
+    triton_interpreter.mend()
+    from emerging_optimizers.triton_kernels import syrk
+
+    from megatron_muon.newton_schulz.backend import Call
+    from megatron_muon.newton_schulz.registry import BACKENDS
+    from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+
+    settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for shape, tile in itertools.product(SHAPES, TILES):
+        # One configuration: of several the kernel would take the fastest.
+        syrk.syrk_kernel_bf16.configs = [
+            each
+            for each in syrk._CONFIGS
+            if tuple(each.kwargs[f"TILE_{side}"] for side in "MNK") == tile
+        ][:1]
+        x = torch.randn(3, *shape, generator=generator)
+        x = (x / x.norm(dim=(1, 2), keepdim=True)).bfloat16()
+        # One that begins where the kernel cannot load: the backend copies it.
+        memory = torch.empty(x.numel() + 1, dtype=x.dtype)
+        stack = memory[1:].view(x.shape).copy_(x)
+        wide = x[0] if shape[0] <= shape[1] else x[0].mT
+        gram = syrk.tsyrk_ex(wide)
+        exact = wide.float() @ wide.float().mT
+        factor = syrk.tsyrk_ex(gram, gram, alpha=2.0, beta=-4.0)
+        exact_factor = 2.0 * gram.float() @ gram.float() - 4.0 * gram.float()
+        call = Call(settings, shape, is_normalized=True)
+        standard = BACKENDS["standard"].run(stack, call).float()
+        symmetric = BACKENDS["symmetric"].run(stack, call).float()
+        found.append(
+            [
+                [shape, tile],
+                _relative(gram.float(), exact),
+                _relative(factor.float(), exact_factor),
+                torch.equal(gram, gram.mT) and torch.equal(factor, factor.mT),
+                float((symmetric - standard).norm() / standard.norm()),
+            ]
+        )
+    return found
+
+
+def _relative(found: Any, exact: Any) -> float:
+    """Return the largest error of an element, over the largest element."""
+    return float((found - exact).abs().max() / exact.abs().max())
+
+
+@pytest.mark.slow
+def test_interpreted_kernel_has_the_numbers_of_full_products():
+    """Both halves, also where tiles end outside of the matrix; and five steps with them.
+
+    bf16 rounds by 2^-9 of an element. Products of five steps add up to less than 1 % of the norm.
+    """
+    # A process of its own: Triton reads the variable when it is imported.
+    tests = str(Path(__file__).parents[1])
+    run = subprocess.run(
+        [sys.executable, __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": tests},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(run.stdout.splitlines()[-1])
+    assert len(rows) == len(SHAPES) * len(TILES)
+    for where, gram, factor, is_symmetric, difference in rows:
+        assert gram <= 2**-8 and factor <= 2**-8, (where, gram, factor)
+        assert is_symmetric and difference < 0.01, (where, difference)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_interpreted()))
