@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from gpu_checks.exact import exact, relative_error, rounded_products, spectra  # noqa: E402
 
-from megatron_muon.newton_schulz.backend import Call
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 

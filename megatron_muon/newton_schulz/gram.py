@@ -22,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import Backend, Call, Work
+from megatron_muon.newton_schulz.backend import Backend, Work
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.coefficients import Coefficients
 from megatron_muon.newton_schulz.normalize import normalize
 from megatron_muon.newton_schulz.restarts import segments_of

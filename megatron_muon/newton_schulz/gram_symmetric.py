@@ -10,7 +10,8 @@ quack-kernels (the extra ``kernels`` of this package). Not measured here: it nee
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import Call, Work
+from megatron_muon.newton_schulz.backend import Work
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.gram import Gram, num_square_products
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.stack_run import StackRun, WholeRun
@@ -49,7 +50,7 @@ class GramSymmetric(Gram):
 
     def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
         """Orthogonalize the stack as a whole; see :meth:`Backend.start`."""
-        return WholeRun(self, stack, call)
+        return WholeRun(self.run, stack, call)
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
         """List what a job lacks for it: Hopper or Blackwell, quack, bf16."""

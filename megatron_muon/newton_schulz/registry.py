@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from megatron_muon.newton_schulz.backend import Backend, Call
+from megatron_muon.newton_schulz.backend import Backend
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.gram import Gram
 from megatron_muon.newton_schulz.gram_shared import GramShared
 from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric

@@ -9,13 +9,13 @@ Between the two all lines are needed. Sums over portions round otherwise than su
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from megatron_muon.newton_schulz.call import Call
 
 if TYPE_CHECKING:
     import torch
-
-    from megatron_muon.newton_schulz.backend import Backend, Call
 
 
 class StackRun(ABC):
@@ -50,13 +50,18 @@ class WholeRun(StackRun):
     """A stack that waits for all its lines, and leaves when all are done.
 
     Args:
-        backend: What orthogonalizes it.
+        run: Orthogonalizes it, see :meth:`Backend.run`.
         stack: ``(num_matrices, rows, cols)``.
         call: What it is orthogonalized as.
     """
 
-    def __init__(self, backend: "Backend", stack: "torch.Tensor", call: "Call") -> None:
-        self._backend = backend
+    def __init__(
+        self,
+        run: Callable[["torch.Tensor", Call], "torch.Tensor"],
+        stack: "torch.Tensor",
+        call: Call,
+    ) -> None:
+        self._orthogonalize = run
         self._stack = stack
         self._call = call
 
@@ -65,7 +70,7 @@ class WholeRun(StackRun):
 
     def iterate(self) -> None:
         """Orthogonalize the stack."""
-        self.result = self._backend.run(self._stack, self._call).contiguous()
+        self.result = self._orthogonalize(self._stack, self._call).contiguous()
 
     def finish(self, portion: int) -> None:
         """Do nothing."""
@@ -85,7 +90,7 @@ class PortionedRun(StackRun):
     # Lines of the matrices are columns here, (num_matrices, n, lines).
     _x: "torch.Tensor"  # what the last product multiplies, once the steps before it are taken
 
-    def __init__(self, stack: "torch.Tensor", call: "Call", borders: Sequence[int]) -> None:
+    def __init__(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> None:
         import torch
 
         self._stack = stack

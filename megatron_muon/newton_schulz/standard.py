@@ -9,7 +9,8 @@ view as emerging-optimizers does.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import Backend, Call, Work
+from megatron_muon.newton_schulz.backend import Backend, Work
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.stack_run import PortionedRun, StackRun
 
 if TYPE_CHECKING:

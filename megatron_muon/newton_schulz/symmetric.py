@@ -8,7 +8,8 @@ X X^T and its square are symmetric: the kernels compute one half and store it tw
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import Backend, Call, Work
+from megatron_muon.newton_schulz.backend import Backend, Work
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.normalize import normalize
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.standard import Standard

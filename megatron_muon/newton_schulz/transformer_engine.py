@@ -12,7 +12,8 @@ Source: Transformer Engine 2.19, transformer_engine/pytorch/newton_schulz.py. It
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_muon.newton_schulz.backend import Backend, Call, Work
+from megatron_muon.newton_schulz.backend import Backend, Work
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.normalize import normalize
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.standard import Standard

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.backend import Call
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.coefficients import coefficients_of
 from megatron_muon.newton_schulz.gram import Gram
 from megatron_muon.newton_schulz.registry import BACKENDS, usable_backends

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.backend import Backend, Call
+from megatron_muon.newton_schulz.backend import Backend
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.registry import BACKENDS, check_against_reference
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.stack_run import StackRun, WholeRun
@@ -291,7 +292,7 @@ class PlanBuckets:
         part = stack[0]
         backend, call = self._backends[part.matrix, part.block], self._call(part)
         if self.plan.num_portions(part.matrix) == 1:
-            return WholeRun(backend, tensor, call)
+            return WholeRun(backend.run, tensor, call)
         num_lines = tensor.shape[1 if call.is_tall else 2]
         return backend.start(tensor, call, borders(num_lines, self.plan.order.num_gathers))
 

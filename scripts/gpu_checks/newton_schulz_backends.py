@@ -11,7 +11,7 @@ from gpu_checks import reference
 from gpu_checks.exact import exact, relative_error, spectra
 from gpu_checks.newton_schulz_speed import median_seconds
 from gpu_checks.report import Context, Report
-from megatron_muon.newton_schulz.backend import Call
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.registry import BACKENDS, usable_backends
 from megatron_muon.plan.cost import CostModel
 

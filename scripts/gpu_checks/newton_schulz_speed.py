@@ -11,7 +11,7 @@ import torch
 
 from gpu_checks import reference
 from gpu_checks.report import Context, Report
-from megatron_muon.newton_schulz.backend import Call
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.plan.cost import CostModel
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.newton_schulz.backend import Call
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 

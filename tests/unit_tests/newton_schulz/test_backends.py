@@ -19,7 +19,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megatron_muon.newton_schulz import gram
-from megatron_muon.newton_schulz.backend import Call
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.coefficients import coefficients_of
 from megatron_muon.newton_schulz.gram import Gram
 from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_muon.newton_schulz.backend import Call
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.stack_run import PortionedRun, WholeRun
@@ -93,7 +93,7 @@ def test_only_backends_that_say_so_take_portions():
             """Copy, transposed in memory as results of tall matrices are."""
             return stack.mT.contiguous().mT
 
-    whole = WholeRun(Copying(), stack, dataclasses.replace(_call((24, 80))))
+    whole = WholeRun(Copying().run, stack, dataclasses.replace(_call((24, 80))))
     whole.add(0)
     whole.iterate()
     whole.finish(0)

@@ -26,7 +26,7 @@ def _interpreted() -> list[list[Any]]:
     triton_interpreter.mend()
     from emerging_optimizers.triton_kernels import syrk
 
-    from megatron_muon.newton_schulz.backend import Call
+    from megatron_muon.newton_schulz.call import Call
     from megatron_muon.newton_schulz.registry import BACKENDS
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 

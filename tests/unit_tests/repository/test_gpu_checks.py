@@ -22,7 +22,7 @@ from helpers import ranks
 from helpers.idle_commands import FOLDER, IdleCommand, ended
 from helpers.ranks import ROOT
 
-from megatron_muon.newton_schulz.backend import Call
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.standard import Standard
 
 SCRIPT = ROOT / "scripts" / "gpu_checks.py"
