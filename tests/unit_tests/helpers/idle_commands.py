@@ -3,8 +3,8 @@
 """Commands that run while other tests do, in the time that these leave idle.
 
 Ranks of a test wait for each other, and leave a third of two cores idle. Commands have the lowest
-priority: they slow nothing down. None of them measures time, or has a limit that a busy machine
-could exceed.
+priority: they slow nothing down. None has a limit that a busy machine could exceed, and no test
+looks at a time that one of them measures.
 
 A test module that has such commands has a function ``idle_commands(name, params)``, which yields
 those of the test of this name and parameters. ``conftest.py`` starts them when tests have been

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers.idle_commands import FOLDER, IdleCommand, ended
 from helpers.ranks import ROOT, launch
 from training_log import TrainingLog
 
@@ -38,6 +39,30 @@ STEP_COST = {
         "host_reads": 1,
     },
 }
+
+
+def _benchmark_command(name: str, arguments: str) -> IdleCommand:
+    return IdleCommand((sys.executable, str(ROOT / "benchmarks" / name), *arguments.split()))
+
+
+STEP_ESTIMATE = _benchmark_command("step_estimate.py", "--ranks 2 --steps 1 --variants 2")
+PLANNING = _benchmark_command("planning.py", "--preset qwen3-30b-a3b --dp 16 64")
+FSDP2_STEP = _benchmark_command(
+    "fsdp2_step.py",
+    f"--ranks 2 --hidden 16 --layers 1 --rounds 1 --layouts even experts --json {FOLDER}/step.json",
+)
+
+
+def idle_commands(name, params):
+    """Yield the benchmark of a test: none looks at a time."""
+    commands = {
+        test_step_estimate_holds_predictions_against_ranks: STEP_ESTIMATE,
+        test_planning_measures_each_number_of_ranks: PLANNING,
+        test_fsdp2_step_counts_bytes_and_says_who_fails: FSDP2_STEP,
+    }
+    for test, command in commands.items():
+        if name == test.__name__:
+            yield command
 
 
 @pytest.mark.ranks
@@ -292,9 +317,7 @@ def test_backends_train_compares_the_gram_form_with_two_seeds(tmp_path, monkeypa
 @pytest.mark.slow
 def test_step_estimate_holds_predictions_against_ranks():
     """Two ranks, one step of two variants; how near the figures are is for people to judge."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "step_estimate.py")]
-    flags = ["--ranks", "2", "--steps", "1", "--variants", "2"]
-    run = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+    run = ended(STEP_ESTIMATE)
     assert run.returncode == 0, run.stderr
     rows = [line for line in run.stdout.splitlines() if line.startswith("| 2 |")]
     assert [row.split(" | ")[1] for row in rows] == ["one schedule", "one bucket under way"]
@@ -303,9 +326,7 @@ def test_step_estimate_holds_predictions_against_ranks():
 
 def test_planning_measures_each_number_of_ranks():
     """Counts are those of the plan; a rank keeps less than the plan of its domains."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "planning.py")]
-    flags = ["--preset", "qwen3-30b-a3b", "--dp", "16", "64"]
-    run = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+    run = ended(PLANNING)
     assert run.returncode == 0, run.stderr
     rows = [line.split(" | ") for line in run.stdout.splitlines()[2:]]
     assert [row[0] for row in rows] == ["| 16", "| 64"]
@@ -333,14 +354,11 @@ def test_step_estimate_counts_pairs_in_order(monkeypatch):
 
 
 @pytest.mark.ranks
-def test_fsdp2_step_counts_bytes_and_says_who_fails(tmp_path):
+def test_fsdp2_step_counts_bytes_and_says_who_fails():
     """What travels is the plan's, on even shapes that of an all-to-all; who fails has a row."""
-    path = tmp_path / "step.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "fsdp2_step.py"), "--json", str(path)]
-    flags = "--ranks 2 --hidden 16 --layers 1 --rounds 1 --layouts even experts"
-    run = subprocess.run([*command, *flags.split()], capture_output=True, text=True, timeout=120)
+    run = ended(FSDP2_STEP)
     assert run.returncode == 0, run.stderr
-    layouts = json.loads(path.read_text())["layouts"]
+    layouts = json.loads((run.folder / "step.json").read_text())["layouts"]
     assert list(layouts) == ["even", "experts"]
     for layout, rows in layouts.items():
         ours, fp32, adamw = (

@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/check_compat.py: its cases, what it makes of outputs, and one run without network."""
 
-import os
-import subprocess
 import sys
 
 import check_compat
 import compat_steps
 import pytest
 from compat_steps import Environment, Outcome, outcome_of
+from helpers.idle_commands import IdleCommand, ended
 from helpers.ranks import ROOT
 
 from megatron_muon.patching import IncompatibleMegatronError, versions
@@ -150,16 +149,20 @@ def test_smoke_tests_are_there():
         assert (ROOT / "tests" / "unit_tests" / f"{name}.py").is_file(), name
 
 
+HERE = IdleCommand(
+    (sys.executable, str(ROOT / "scripts" / "check_compat.py"), "--here", "--steps", "train")
+)
+
+
+def idle_commands(name, params):
+    """Yield the check of the environment of the tests."""
+    if name == test_check_here_trains.__name__:
+        yield HERE
+
+
 @pytest.mark.slow
 def test_check_here_trains():
     """The command of docs/compatibility.md, in the environment of the tests."""
-    script = [sys.executable, str(ROOT / "scripts" / "check_compat.py"), "--here"]
-    done = subprocess.run(
-        [*script, "--steps", "train"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=240,
-    )
+    done = ended(HERE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("| as it is | ok | yes |")
