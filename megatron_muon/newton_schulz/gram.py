@@ -76,7 +76,7 @@ class Gram(Backend):
         return result.mul_(1 / _SCALE).to(stack.dtype)
 
     def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
-        """StackRun the first Gram matrix, and the last product; see :meth:`Backend.start`."""
+        """Take the first and the last product by portion; see :meth:`Backend.start`."""
         return _GramRun(self, stack, call, borders)
 
     def _symmetric_product(

@@ -33,7 +33,7 @@ class Standard(Backend):
         return (_normalized if call.is_normalized else _one_by_one)(stack, call)
 
     def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
-        """StackRun the first Gram matrix, and the last product; see :meth:`Backend.start`."""
+        """Take the first and the last product by portion; see :meth:`Backend.start`."""
         return _StandardRun(stack, call, borders)
 
 

@@ -241,7 +241,7 @@ STEP = ("megatron_muon.mcore.muon.FSDPZeROTensorParallelMuon", "step", 3)
 SAVE = ("megatron_muon.mcore.chained_optimizer.FSDPMuonChainedOptimizer", "sharded_state_dict", 2)
 FAULTS = [
     pytest.param(*ENGINE, _die, -signal.SIGKILL, id="killed_in_the_gather", marks=pytest.mark.slow),
-    pytest.param(*ENGINE, _run_out_of_memory, 1, id="raises_in_the_gather"),
+    pytest.param(*ENGINE, _run_out_of_memory, 1, id="raises_in_the_gather", marks=pytest.mark.slow),
     pytest.param(*STEP, _run_out_of_memory, 1, id="raises_in_a_step", marks=pytest.mark.slow),
     pytest.param(*SAVE, _run_out_of_memory, 1, id="raises_in_a_save", marks=pytest.mark.slow),
     pytest.param(*SAVE, _die, -signal.SIGKILL, id="killed_in_a_save"),

@@ -348,7 +348,7 @@ def _gram_in_fp16_without_restart() -> None:
 
 
 def _portion_always() -> None:
-    """StackRun where the planner would not find that it pays."""
+    """Choose portions where the planner would not find that they pay."""
     import math
 
     from megatron_muon.plan import buckets

@@ -30,7 +30,7 @@ def _stack(shape: tuple[int, int], count: int) -> torch.Tensor:
 
 
 def _portioned(name: str, stack: torch.Tensor, call: Call, num_portions: int) -> torch.Tensor:
-    """StackRun a stack; lines that have not arrived are NaN."""
+    """Run a stack in portions; lines that have not arrived are NaN."""
     starts = borders(max(call.whole_shape), num_portions)
     memory = torch.full_like(stack, float("nan"))
     run = BACKENDS[name].start(memory, call, starts)

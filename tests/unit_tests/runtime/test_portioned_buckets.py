@@ -84,7 +84,13 @@ def _differences(backend: str, grid: dict[str, int], is_cut: bool) -> tuple[floa
     return max(differences), has_in_place
 
 
-@pytest.mark.parametrize("grid", [{}, {"num_tensor_ranks": 2}], ids=["zero3", "tp2"])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        pytest.param({}, id="zero3"),
+        pytest.param({"num_tensor_ranks": 2}, id="tp2", marks=pytest.mark.slow),
+    ],
+)
 def test_portioned_matrices_have_the_results_of_whole_ones_up_to_rounding(grid):
     """On uneven and empty shards, in stacks, in place, and split over owners."""
     run = run_ranks(4, _step_portioned, grid).check()

@@ -156,7 +156,7 @@ def _forget_each_wait(grid: dict[str, int], in_portions: bool) -> list[list[Any]
     ("grid", "in_portions"),
     [
         pytest.param({}, False, id="one copy"),
-        pytest.param({"num_replicas": 2}, False, id="replicas"),
+        pytest.param({"num_replicas": 2}, False, id="replicas", marks=pytest.mark.slow),
         pytest.param({}, True, id="portioned"),
     ],
 )
