@@ -217,7 +217,11 @@ def differences(world_size: int) -> list[dict[str, list[str]]]:
 
 @pytest.mark.parametrize(
     ("world_size", "case"),
-    [(size, case.__name__) for size, cases in CASES.items() for case in cases],
+    [
+        pytest.param(size, case.__name__, marks=[pytest.mark.slow] if size == 3 else [])
+        for size, cases in CASES.items()
+        for case in cases
+    ],
 )
 def test_step_is_that_of_whole_matrices(world_size, case):
     """The same bits, of parameters and momentum, on both wires and in both precisions."""

@@ -241,7 +241,7 @@ def _step_by_block(
     ]
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("method", ["normuon", "namo"])
 @pytest.mark.parametrize(("num_shards", "grid"), GRIDS)
 def test_blocks_equal_parameters_of_emerging_optimizers(num_shards, grid, method, wire):

@@ -47,7 +47,9 @@ def _step_and_compare(num_shards: int, exchange: dict[str, Any], grid: dict[str,
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: "-".join(map(str, e.values())))
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [1, 2, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 8))]
+)
 def test_step_equals_upstream_muon_on_whole_matrices(world_size, exchange):
     """Parameters and momentum are bit-identical after three steps, for every layout and setting.
 

@@ -157,9 +157,9 @@ SWIGLU = ("--swiglu",)
 SPLITS = {
     "glu": (2, SWIGLU, "--muon-split-glu --muon-no-split-qkv"),
     "heads": (2, (), "--muon-split-qkv-per-head"),
-    "latent": (2, LATENT, "--muon-split-mla"),
 }
 SLOW_SPLITS = {
+    "latent": (2, LATENT, "--muon-split-mla"),
     "latent_heads": (2, LATENT, "--muon-split-mla --muon-split-qkv-per-head"),
     "experts": (2, (*MOE, *SWIGLU), "--muon-split-glu --moe-router-skip-muon"),
     "glu_tp2": (4, (*TP, *SWIGLU, "--muon-tp-mode", "duplicated"), "--muon-split-glu"),

@@ -147,11 +147,11 @@ def _step_with_cut_matrices(
         # fp32 sums in another order, through 15 products.
         pytest.param("fp32", "highest", "standard", 1e-5, id="fp32"),
         # Gram matrices have the squares of singular values, and so twice the digits of an error.
-        pytest.param("fp32", "highest", "gram", 1e-4, id="fp32_gram"),
+        pytest.param("fp32", "highest", "gram", 1e-4, id="fp32_gram", marks=pytest.mark.slow),
         # Gram matrices are added in bf16, which keeps 8 bits: 3 steps of 0.02 times a result with
         # elements below 1, scaled by at most 7, are off by a few hundredths of that.
         pytest.param("bf16", "medium", "standard", 2e-2, id="bf16"),
-        pytest.param("bf16", "medium", "gram", 2e-2, id="bf16_gram"),
+        pytest.param("bf16", "medium", "gram", 2e-2, id="bf16_gram", marks=pytest.mark.slow),
         pytest.param("fp32", "highest", "gram_shared", 1e-4, id="fp32_gram_shared"),
     ],
 )
