@@ -11,9 +11,10 @@ waits of the engine right. They say nothing about how fast a machine is.
 
 Ranks have experts, which some share in twos, and dense matrices. Variants change the schedule (one
 bucket; one bucket under way; the rounds of one kind after those of the other; or no dense matrix
-before the last expert is done, of which there is no prediction), the links (a tenth of the rate) or
-the ranks (the last one takes twice as long, which the plan does not know). In the variants with
-replicas all ranks hold all dense matrices, as under ZeRO-0, and pass results on.
+before the last expert is done, of which there is no prediction), leave the experts out, change the
+links (a tenth of the rate) or the ranks (the last one takes twice as long, which the plan does not
+know). In the variants with replicas all ranks hold all dense matrices, as under ZeRO-0, and pass
+results on.
 """
 
 import argparse
@@ -76,6 +77,7 @@ class Variant:
         link: Factor of the rate of links.
         has_slow_rank: Whether the last rank is slow.
         is_portioned: Whether matrices are orthogonalized while their rows arrive.
+        has_experts: Whether there are experts beside the dense matrices.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Variant:
     link: float = 1.0
     has_slow_rank: bool = False
     is_portioned: bool = False
+    has_experts: bool = True
 
 
 VARIANTS = tuple(
@@ -104,6 +107,11 @@ VARIANTS = tuple(
         ("kinds apart, one under way", {"depth": Depth(1, 1), "is_apart": True}),
         ("portioned", {"is_portioned": True}),
         ("portioned, one bucket", {"is_portioned": True, "num_buckets": 1}),
+        ("dense alone, one bucket", {"has_experts": False, "num_buckets": 1}),
+        (
+            "dense alone, portioned, one bucket",
+            {"has_experts": False, "is_portioned": True, "num_buckets": 1},
+        ),
         ("replicas", {"num_scatters": 4}),
         ("replicas, one bucket", {"num_scatters": 4, "num_buckets": 1}),
         ("replicas, one bucket, one scatter", {"num_scatters": 1, "num_buckets": 1}),
@@ -122,7 +130,7 @@ class Links:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         # As in the model, what replicas pass on does not slow messages down.
-        self._links = {"messages": threading.Lock(), "spread": threading.Lock()}
+        self._links = {"messages": _Link(), "spread": _Link()}
         self._queues: dict[Any, SimpleQueue[Any]] = {}
         self._all_to_all = dist.all_to_all_single
         self._all_gather = dist.all_gather_into_tensor
@@ -170,9 +178,31 @@ class Links:
             work, seconds, done = queue.get()
             work.wait()
             # The model adds up what a rank sends or receives as an owner.
-            with link:
-                time.sleep(seconds)
+            link.carry(seconds).wait()
             done.set()
+
+
+class _Link:
+    """Carry one message at a time, in the order in which they come.
+
+    A lock would not do: the thread that has just released it may get it again at once.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[float, threading.Event]] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def carry(self, seconds: float) -> threading.Event:
+        """Return what is set once a message that takes so long has been carried."""
+        carried = threading.Event()
+        self._queue.put((seconds, carried))
+        return carried
+
+    def _run(self) -> None:
+        while True:
+            seconds, carried = self._queue.get()
+            time.sleep(seconds)
+            carried.set()
 
 
 class _Held:
@@ -217,6 +247,8 @@ def build(variant: Variant) -> list[OwnerCompute]:
     num_holders = 2 if pairs else 1
     experts = [owned(f"expert.{i}", even_rows(n, num_holders), group) for i, n in enumerate(shapes)]
     dense = [owned(f"dense.{i}", even_rows(n, size), dist.group.WORLD) for i, n in enumerate(DENSE)]
+    if not variant.has_experts:
+        return [_compute(variant, [dense])]
     if not variant.is_apart:
         return [_compute(variant, [experts, dense])]
     first = _compute(variant, [experts])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.newton_schulz.stack_run import StackRun, WholeRun
+from megatron_muon.newton_schulz.stack_run import StackRun
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class Backend(ABC):
         is_batched: Whether all matrices of a stack share its launches.
         timed_as: The backend whose measured times of whole matrices stand for it; None for its own.
         communicates: Whether its kernels do, so that owners of a split matrix must run together.
-        takes_portions: Whether what :meth:`start` returns works on portions.
+        takes_portions: Whether it has :meth:`start`.
     """
 
     name: ClassVar[str]
@@ -96,11 +96,14 @@ class Backend(ABC):
         """
 
     def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
-        """Return what orthogonalizes a normalized stack portion by portion, or as a whole.
+        """Return what orthogonalizes a normalized stack portion by portion.
+
+        Only of a backend that takes portions.
 
         Args:
-            stack: ``(num_matrices, rows, cols)`` bfloat16; read when portions are added.
+            stack: ``(num_matrices, rows, cols)`` bfloat16; read until :meth:`StackRun.iterate`
+                returns.
             call: What it is orthogonalized as.
             borders: First line of each portion, and the end.
         """
-        return WholeRun(self.run, stack, call)
+        raise NotImplementedError(f"{self.name} takes no portions")

@@ -175,9 +175,9 @@ class _GramRun(PortionedRun):
         arrived = self._portion(self._lines(self._stack), portion)
         return self._portion(self._x, portion).copy_(arrived * _SCALE)
 
-    def _steps(self, gram: "torch.Tensor") -> None:
+    def _steps(self) -> None:
         call = self._call
-        gram = gram.to(self._x.dtype)
+        gram = self._first_gram(self._x.dtype)
         *others, last = _segments(call)
         with _fp32_sums(self._x):
             for coefficients in others:

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_muon.newton_schulz.backend import Work
-from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.gram import Gram, num_square_products
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.newton_schulz.stack_run import StackRun, WholeRun
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +45,6 @@ class GramSymmetric(Gram):
     def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
         """Return whether sides of a part are multiples of 8, the shorter one a tile or more."""
         return n >= _TILE and n % _MULTIPLE == 0 and m % (_MULTIPLE * num_parts) == 0
-
-    def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
-        """Orthogonalize the stack as a whole; see :meth:`Backend.start`."""
-        return WholeRun(self.run, stack, call)
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
         """List what a job lacks for it: Hopper or Blackwell, quack, bf16."""

@@ -5,7 +5,7 @@
 A portion is some lines of each matrix: columns of a wide one, rows of a tall one. Gram matrices are
 sums over lines, and each line is multiplied alone. So the first product of Newton-Schulz can be
 taken of the lines that are there, and the last one can be taken of those that are to leave next.
-Between the two all lines are needed. Sums over portions round otherwise than sums over all lines.
+Between the two all lines are needed. Sums over portions round differently than sums over all lines.
 """
 
 from abc import ABC, abstractmethod
@@ -84,7 +84,9 @@ class PortionedRun(StackRun):
         call: What it is orthogonalized as.
         borders: First line of each portion, and the end.
 
-    Memory: an n x n matrix in fp32 for each matrix; otherwise that of a whole stack.
+    Memory: from the first :meth:`add` to :meth:`iterate` an n x n matrix in fp32 for each matrix.
+        From there on an n x n matrix for each, what the last product multiplies, and the results,
+        which are each as large as the stack. A bucket has all of its stacks on their way at once.
     """
 
     # Lines of the matrices are columns here, (num_matrices, n, lines).
@@ -105,8 +107,8 @@ class PortionedRun(StackRun):
         """Return the lines of a portion that has arrived, in the dtype they are multiplied in."""
 
     @abstractmethod
-    def _steps(self, gram: "torch.Tensor") -> None:
-        """Take the steps on the first Gram matrix, ``(num_matrices, n, n)`` float32."""
+    def _steps(self) -> None:
+        """Take the steps that begin with the first Gram matrix; the stack is not read again."""
 
     @abstractmethod
     def _last_product(self, x: "torch.Tensor") -> "torch.Tensor":
@@ -121,14 +123,19 @@ class PortionedRun(StackRun):
         """Take all steps, but for the last product; see :meth:`StackRun.iterate`."""
         import torch
 
-        self._steps(self._sum)
-        del self._sum
+        self._steps()
         self.result = torch.empty_like(self._stack)
 
     def finish(self, portion: int) -> None:
         """Take the last product; see :meth:`StackRun.finish`."""
         lines = self._last_product(self._portion(self._x, portion))
         self._portion(self._lines(self.result), portion).copy_(lines)
+
+    def _first_gram(self, dtype: "torch.dtype") -> "torch.Tensor":
+        """Return the sum of all portions, ``(num_matrices, n, n)``, and drop it in fp32."""
+        gram = self._sum.to(dtype)
+        del self._sum
+        return gram
 
     def _lines(self, stack: "torch.Tensor") -> "torch.Tensor":
         return stack.mT if self._call.is_tall else stack

@@ -43,11 +43,11 @@ class _StandardRun(PortionedRun):
     def _take(self, portion: int) -> "torch.Tensor":
         return self._portion(self._lines(self._stack), portion)
 
-    def _steps(self, gram: "torch.Tensor") -> None:
+    def _steps(self) -> None:
         import torch
 
         x = self._lines(self._stack)
-        gram = gram.to(x.dtype)
+        gram = self._first_gram(x.dtype)
         for number, (a, b, c) in enumerate(self._call.coefficients, start=1):
             if self._call.parts_group is not None:
                 torch.distributed.all_reduce(gram, group=self._call.parts_group)

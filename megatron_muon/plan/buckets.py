@@ -42,9 +42,10 @@ _NUM_SCATTERS = (1, 2, 4, 8, 16, 32, 64)
 # Portions of a portioned bucket to try. With 8 the first product, a tenth of Newton-Schulz for most
 # shapes, leaves an eightieth of it to take when the last rows have arrived.
 _NUM_PORTIONS = (2, 4, 8)
-# Portions take more launches and collectives, which the estimate counts in part, and the error of
-# the estimate is a few percent (docs/performance.md). They have to shorten the step to this share.
-_WORTH_PORTIONS = 0.97
+# Portions take more launches and collectives, which the estimate counts in part. They have to
+# shorten the step to this share. On gloo ranks 6 % were measured where 8 % were predicted, and
+# nothing where 4 % were (docs/performance.md).
+_WORTH_PORTIONS = 0.95
 # Twice as many scatters are tried while they shorten the step by so much.
 _WORTH_SCATTERS = 0.99
 # No more buckets are tried when the step is so near to what no schedule can beat.
@@ -87,6 +88,7 @@ class _BucketDraft:
         gather_s: dict[int, float] = defaultdict(float)
         scatter_s: dict[int, float] = defaultdict(float)
         edge_s: dict[int, float] = defaultdict(float)
+        sum_s: dict[int, float] = defaultdict(float)
         spread: Counter[tuple[int, ...]] = Counter()  # elements by holders
         # In parameter order: sums of floats depend on it, and plans are compared across versions.
         for matrix in sorted(self.matrices, key=lambda matrix: matrix.index):
@@ -94,6 +96,7 @@ class _BucketDraft:
                 gather_s[owner] += matrix.gather_s[owner]
                 scatter_s[owner] += matrix.scatter_s[owner]
                 edge_s[owner] += matrix.edge_s
+                sum_s[owner] += matrix.sum_s
             if matrix.sent is not None:
                 for region in matrix.layout.regions:
                     spread[region.holders] += region.num_rows * region.num_cols
@@ -102,7 +105,9 @@ class _BucketDraft:
             for holders, elements in spread.items()
             for rank in holders
         }
-        return BucketSeconds(self.load_s, dict(gather_s), dict(scatter_s), spread_s, dict(edge_s))
+        return BucketSeconds(
+            self.load_s, dict(gather_s), dict(scatter_s), spread_s, dict(edge_s), dict(sum_s)
+        )
 
 
 class _Dealt(NamedTuple):
@@ -111,8 +116,9 @@ class _Dealt(NamedTuple):
     Args:
         drafts: The buckets.
         is_portioned: Whether they are portioned.
-        staged: Elements of each bucket, in the order of the fields of the two sizes, and bytes of
-            the largest local stack; of the fullest ranks, many of which have equal ones.
+        staged: Elements of each bucket, in the order of the fields of the two sizes, and what the
+            largest portion of results may have beyond an equal share; and bytes of the largest
+            local stack; of the fullest ranks, many of which have equal ones.
     """
 
     drafts: Sequence[_BucketDraft]
@@ -182,21 +188,34 @@ class BucketChooser:
             most = max(self._local_bytes.values(), default=0)
             return Buckets([], (), PlanOrder(0, 1, Depth(1, 1), False), self.bound_s, most)
         found, too_large = self._find(staging_bytes, is_portioned=False)
-        # Not where there is nothing to gain.
-        is_near = found is not None and self.bound_s > _WORTH_PORTIONS * found.step_s
-        if self.may_portion and not self.has_replicas and not is_near:
-            in_portions, too_large_portions = self._find(staging_bytes, is_portioned=True)
+        if found is None and not is_limit:
+            # Portions have no say: they take more memory, and are for a shorter step.
+            needed = min(needed for needed, _, _ in too_large)
+            return self.choose(math.ceil(_ROOM * needed), is_limit=True)
+        # Where the bound is near there is nothing to gain.
+        if found is None or self.bound_s <= _WORTH_PORTIONS * found.step_s:
+            found, too_large_portions = self._with_portions(found, staging_bytes)
             too_large += too_large_portions
-            if in_portions is not None and (
-                found is None or in_portions.step_s <= _WORTH_PORTIONS * found.step_s
-            ):
-                found = in_portions
         if found is not None:
             return found
         needed, dealt, order = min(too_large, key=lambda each: each[0])
-        if not is_limit:
-            return self.choose(math.ceil(_ROOM * needed), is_limit=True)
         return self._estimate(dealt, order, self._placed_bytes(dealt, order))
+
+    def _with_portions(
+        self, whole: Buckets | None, staging_bytes: int
+    ) -> tuple[Buckets | None, list[tuple[int, _Dealt, PlanOrder]]]:
+        """Return portioned buckets where they are worth it, and what does not fit of them.
+
+        Args:
+            whole: The best buckets without portions; None where none fit.
+            staging_bytes: Memory of a rank.
+        """
+        if not self._takes_portions:
+            return whole, []
+        found, too_large = self._find(staging_bytes, is_portioned=True)
+        if found is None or (whole is not None and found.step_s > _WORTH_PORTIONS * whole.step_s):
+            return whole, too_large
+        return found, too_large
 
     def _find(
         self, staging_bytes: int, *, is_portioned: bool
@@ -229,7 +248,8 @@ class BucketChooser:
                     break
                 last_s = found.step_s
             # More buckets could only gain what is not worth the time of more estimates.
-            if best and best[0][0].step_s <= _NEAR_BOUND * self.bound_s:
+            bound_s = self.bound_s if is_portioned else self._whole_bound_s
+            if best and best[0][0].step_s <= _NEAR_BOUND * bound_s:
                 break
         leaner = [self._leaner(*each) for each in best]
         # A rank that is late by chance is waited for less with more under way.
@@ -255,9 +275,23 @@ class BucketChooser:
         """Whether several ranks hold the same rows."""
         return any(matrix.sent is not None for matrix in self.travelling)
 
+    @property
+    def _takes_portions(self) -> bool:
+        """Whether portioned buckets are tried."""
+        return self.may_portion and not self.has_replicas
+
     @cached_property
     def bound_s(self) -> float:
-        """Seconds that no schedule of these owners can beat.
+        """Seconds that no schedule of these owners can beat."""
+        return self._least_s(is_portioned=True) if self._takes_portions else self._whole_bound_s
+
+    @cached_property
+    def _whole_bound_s(self) -> float:
+        """Seconds that no schedule without portions can beat."""
+        return self._least_s(is_portioned=False)
+
+    def _least_s(self, *, is_portioned: bool) -> float:
+        """Return the seconds of a step without a wait that could be avoided.
 
         A rank works from when its first rows have arrived until it sends its last results. Only
         what needs no other rank can hide that. And links carry all that it owns, and all that it
@@ -270,7 +304,7 @@ class BucketChooser:
                 work_s[owner] += matrix.load_s
                 gather_s, scatter_s = shortest_s.get(owner, (math.inf, math.inf))
                 # The first product may hide as much of a gather, the last one of a scatter.
-                edge_s = matrix.edge_s if self.may_portion else 0.0
+                edge_s = matrix.edge_s if is_portioned else 0.0
                 shortest_s[owner] = (
                     min(gather_s, max(0.0, matrix.gather_s[owner] - edge_s)),
                     min(scatter_s, max(0.0, matrix.scatter_s[owner] - edge_s)),
@@ -330,7 +364,10 @@ class BucketChooser:
             in_place = [
                 self.stacking.arriving_in_place(each, is_portioned=is_portioned) for each in indices
             ]
-            staged = (self._staged(used, stacks, in_place, rank) for rank in self._fullest_ranks)
+            staged = (
+                self._staged(used, stacks, in_place, rank, is_portioned=is_portioned)
+                for rank in self._fullest_ranks
+            )
             yield _Dealt(used, is_portioned, set(staged))
             if not drafts[-1].matrices:
                 return
@@ -354,6 +391,8 @@ class BucketChooser:
         all_stacks: Sequence[Mapping[int, Sequence[int]]],
         in_place: Sequence[Set[int]],
         rank: int,
+        *,
+        is_portioned: bool,
     ) -> tuple[tuple[tuple[int, ...], ...], int]:
         """Return what a rank stages, as in :class:`_Dealt`."""
         elements = []
@@ -364,7 +403,15 @@ class BucketChooser:
             sizes = BucketSizes(sent, received, sum(stacks.get(rank, ())))
             # Where no rows come from others, they are read to the stack.
             is_in_place = received > 0 and rank in owners
-            elements.append((*(sizes.in_place if is_in_place else sizes), *scattered))
+            excess = [0, 0]
+            if is_portioned:
+                excess = [
+                    sum(of_each)
+                    for of_each in zip(
+                        *(matrix.portion_excess(rank) for matrix in draft.matrices), strict=True
+                    )
+                ]
+            elements.append((*(sizes.in_place if is_in_place else sizes), *scattered, *excess))
         return tuple(elements), self._local_bytes.get(rank, 0)
 
     def _deepest(
@@ -421,7 +468,12 @@ class BucketChooser:
     ) -> PlanStaging:
         """Return what a rank stages, from the elements of each bucket."""
         scatters = [
-            ScatterSizes(*(-(-size // order.num_scatters) for size in of_bucket[3:]))
+            ScatterSizes(
+                *(
+                    min(size, -(-size // order.num_scatters) + excess)
+                    for size, excess in zip(of_bucket[3:5], of_bucket[5:], strict=True)
+                )
+            )
             for of_bucket in sizes
             for _ in range(order.num_scatters)
         ]

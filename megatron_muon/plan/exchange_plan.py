@@ -185,9 +185,17 @@ class ExchangePlan:
     def num_portions(self, index: int) -> int:
         """Return the gathers that bring a matrix; its bucket has as many or more."""
         # Copies of a matrix are to go through the same operations wherever they lie.
-        if not self.order.is_portioned or index in self.local or self.matrices[index].has_copies:
+        if (
+            not self.order.is_portioned
+            or index in self._local_set
+            or self.matrices[index].has_copies
+        ):
             return 1
         return self.order.num_gathers
+
+    @cached_property
+    def _local_set(self) -> frozenset[int]:
+        return frozenset(self.local)
 
     def transfers(self, index: int) -> Iterator[Transfer]:
         """Yield what travels of a matrix."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 # Portions are multiples of 16 bytes of bf16, and so is what is dealt out at a time: kernels load as
 # many at once.
-_MULTIPLE = 8
+MULTIPLE = 8
 
 
 class Lines(NamedTuple):
@@ -52,7 +52,7 @@ def borders(length: int, num_portions: int) -> tuple[int, ...]:
         num_portions: Gathers of its bucket.
     """
     starts = (length * number // num_portions for number in range(num_portions))
-    return (*(start // _MULTIPLE * _MULTIPLE for start in starts), length)
+    return (*(start // MULTIPLE * MULTIPLE for start in starts), length)
 
 
 def lines_at_a_time(longest: int, num_portions: int) -> int:
@@ -62,7 +62,7 @@ def lines_at_a_time(longest: int, num_portions: int) -> int:
         longest: Most lines of a shard.
         num_portions: Gathers of the bucket.
     """
-    return -(-longest // (num_portions * _MULTIPLE)) * _MULTIPLE
+    return -(-longest // (num_portions * MULTIPLE)) * MULTIPLE
 
 
 def deal_out(

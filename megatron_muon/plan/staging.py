@@ -177,7 +177,8 @@ def _of_bucket(
     gathers = order.gathers_of(bucket)
     packed = position[Action("start_gather", plan, gathers[0])]
     arrived = position[Action("wait_for_gather", plan, gathers[-1])]
-    # Newton-Schulz writes its first step elsewhere; upstream refuses to take none.
+    # Newton-Schulz writes its first step elsewhere; upstream refuses to take none. Portioned or
+    # not, the last product reads no stack.
     orthogonalized = position[Action("orthogonalize", plan, bucket)]
     filled = orthogonalized
     if order.is_portioned:

@@ -42,6 +42,7 @@ class BucketSeconds:
         spread_s: What replicas pass on, over the link of each.
         edge_s: The share of the first product of Newton-Schulz, and of the last one, each. They
             are taken portion by portion where the bucket is portioned.
+        sum_s: What each portion adds to the first product.
     """
 
     load_s: Mapping[int, float]
@@ -49,6 +50,7 @@ class BucketSeconds:
     scatter_s: Mapping[int, float]
     spread_s: Mapping[int, float] = field(default_factory=dict)
     edge_s: Mapping[int, float] = field(default_factory=dict)
+    sum_s: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,11 @@ class _PlanEvents:
             yield _Launch(self._gathers[number])
         elif kind == "wait_for_gather":
             yield _Wait(self._gathers[number])
-        elif kind in ("first_product", "last_product"):
+        elif kind == "first_product":
+            bucket = number // self._plan.order.num_gathers
+            sum_s = self._plan.buckets[bucket].sum_s.get(rank, 0.0)
+            yield _Work(self._edge_s(bucket, rank) + sum_s)
+        elif kind == "last_product":
             yield _Work(self._edge_s(number // self._plan.order.num_scatters, rank))
         elif kind == "orthogonalize":
             num_products = 2 * self._plan.order.num_gathers

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_muon.plan.assignment import matrix_seconds
 from megatron_muon.plan.cost import CostModel, HeldElements
 from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.portions import MULTIPLE
 from megatron_muon.plan.routes import transfers_of
 from megatron_muon.plan.wire import Wire
 
@@ -26,6 +27,7 @@ class TravellingMatrix:
         scatter_s: Seconds of its results over the link of each owner.
         edge_s: Seconds of the first product of Newton-Schulz on each owner, and of the last one;
             0 where it cannot be portioned.
+        sum_s: Seconds that each of its portions adds to the first product.
         sent: Elements that each holder sends to owners; None where each sends what it holds and
             does not own.
     """
@@ -37,6 +39,7 @@ class TravellingMatrix:
     gather_s: Mapping[int, float]
     scatter_s: Mapping[int, float]
     edge_s: float
+    sum_s: float
     sent: Mapping[int, int] | None
 
     @classmethod
@@ -45,7 +48,10 @@ class TravellingMatrix:
     ) -> "TravellingMatrix":
         """Work out what a matrix costs its owners."""
         load_s = matrix_seconds(layout, cost, len(owners))
-        edge_s = sum(cost.edge_seconds(*shape, len(owners)) for shape in layout.blocks)
+        # Copies travel as one, see :meth:`ExchangePlan.num_portions`.
+        blocks = () if layout.has_copies else layout.blocks
+        edge_s = sum(cost.edge_seconds(*shape, len(owners)) for shape in blocks)
+        sum_s = sum(cost.portion_seconds(*shape, len(owners)) for shape in blocks)
         # Every owner has an equal part of each holder's rows, or nearly.
         elements = HeldElements(layout.elements_by_rank, layout.num_elements, cost)
         one_byte_s = {owner: elements.one_byte_seconds(owner) / len(owners) for owner in owners}
@@ -65,7 +71,8 @@ class TravellingMatrix:
             load_s,
             {owner: wire.gather_bytes * seconds for owner, seconds in one_byte_s.items()},
             {owner: wire.scatter_bytes * seconds for owner, seconds in one_byte_s.items()},
-            0.0 if layout.has_copies else edge_s,
+            edge_s,
+            sum_s,
             sent,
         )
 
@@ -83,3 +90,15 @@ class TravellingMatrix:
             return held - kept, part - kept, part - kept, held - kept
         # With replicas, results come back with all others, also to an owner that holds the rows.
         return self.sent.get(rank, 0), max(0, part - kept), part, held
+
+    def portion_excess(self, rank: int) -> tuple[int, int]:
+        """Return what one portion of results may have beyond an equal share, sent and received.
+
+        Copies of a matrix travel in the first portion. Of others, portions are rounded to some
+        lines, and so is what a shard has of each.
+        """
+        *_, sent, received = self.sizes(rank)
+        if self.layout.has_copies:
+            return sent, received
+        rounding = sum(2 * MULTIPLE * min(shape) for shape in self.layout.blocks)
+        return min(sent, rounding), min(received, rounding)

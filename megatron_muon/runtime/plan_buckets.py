@@ -75,6 +75,7 @@ class PlanBuckets:
     _spread: Spread | None  # results, between replicas
     _arrivals: list[list[Placed]]  # results for this rank's rows, by scatter
     _arrived_rows: list[list[Placed]]  # of what this rank owns, by gather
+    _kept_rows: list[list[Route]]  # of what it owns and holds, by gather
     _is_in_place: list[bool]  # whether they have arrived in the stack, by bucket
     _buckets: list[OwnStacks]
     _local: list[OwnStacks]
@@ -158,6 +159,11 @@ class PlanBuckets:
                 )
                 for gather, flat in zip(bucket.gathers, of_gather, strict=True)
             ]
+        self._kept_rows = [
+            [route for route in bucket.owned.kept if route.portion == portion]
+            for bucket in rank_plan.buckets
+            for portion in range(len(bucket.gathers))
+        ]
         self._gathers = Exchange(of_rank.group, messages, sent, received)
         self._buckets = [
             OwnStacks(
@@ -281,9 +287,7 @@ class PlanBuckets:
         stacks = self._buckets[bucket]
         if portion == 0:
             self._runs = [self._run(*each) for each in stacks.stacks]
-        if not self._is_in_place[bucket]:
-            kept = [route for route in stacks.kept if route.portion == portion]
-            self._fill(stacks, self._arrived_rows[number], kept)
+        self._fill(bucket, number)
         for run in self._runs:
             run.add(portion)
 
@@ -291,7 +295,7 @@ class PlanBuckets:
         """Return what orthogonalizes a stack while its rows arrive."""
         part = stack[0]
         backend, call = self._backends[part.matrix, part.block], self._call(part)
-        if self.plan.num_portions(part.matrix) == 1:
+        if not backend.takes_portions or self.plan.num_portions(part.matrix) == 1:
             return WholeRun(backend.run, tensor, call)
         num_lines = tensor.shape[1 if call.is_tall else 2]
         return backend.start(tensor, call, borders(num_lines, self.plan.order.num_gathers))
@@ -308,22 +312,25 @@ class PlanBuckets:
                 run.iterate()
             self._results = [run.result for run in self._runs]
             return
-        stacks = self._buckets[index]
-        if not self._is_in_place[index]:
-            self._fill(stacks, self._arrived_rows[index], stacks.kept)
+        self._fill(index, index)
         # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
         # copies their rows into messages; strided rows would take a kernel each.
-        self._results = [result.contiguous() for result in self._orthogonalize(stacks)]
+        self._results = [
+            result.contiguous() for result in self._orthogonalize(self._buckets[index])
+        ]
 
-    def _fill(self, stacks: OwnStacks, arrived: Sequence[Placed], kept: Sequence[Route]) -> None:
-        """Copy rows to where they belong in stacks, those that are here too."""
+    def _fill(self, bucket: int, gather: int) -> None:
+        """Copy the rows of a gather to where they belong in stacks, those that are here too."""
+        if self._is_in_place[bucket]:
+            return
+        stacks, arrived = self._buckets[bucket], self._arrived_rows[gather]
         if arrived:
             # Messages hold routes one behind the other; a matrix needs them row by row.
             torch._foreach_copy_(
                 [stacks.place(route) for route, _ in arrived], [sent for _, sent in arrived]
             )
         # Not with the gather, though they are here: the stacks may lie where its messages were.
-        self._rows.read([(route, stacks.place(route)) for route in kept])
+        self._rows.read([(route, stacks.place(route)) for route in self._kept_rows[gather]])
 
     def _orthogonalize(self, stacks: OwnStacks) -> list[torch.Tensor]:
         """Return one tensor for each stack, in new memory."""

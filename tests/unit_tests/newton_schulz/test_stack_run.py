@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stack that arrives and leaves portion by portion, beside the same stack as a whole."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -79,22 +77,28 @@ def test_zeros_stay_zeros_and_nan_stays_in_its_matrix(name):
     assert (found[0] == 0).all() and found[1].isnan().any() and not found[2].isnan().any()
 
 
-def test_only_backends_that_say_so_take_portions():
-    """Others get the whole stack, whatever the planner has done: their costs have no edges."""
+def test_backends_that_take_portions():
+    """Others are refused: the engine gives them whole stacks."""
     stack = _stack((24, 80), 1)
     for name, backend in BACKENDS.items():
-        run = backend.start(stack, _call((24, 80)), borders(80, 2))
-        assert isinstance(run, PortionedRun) == backend.takes_portions == (name in TAKES_PORTIONS)
+        assert backend.takes_portions == (name in TAKES_PORTIONS)
+        if backend.takes_portions:
+            run = backend.start(stack, _call((24, 80)), borders(80, 2))
+            assert isinstance(run, PortionedRun)
 
-    class Copying(type(BACKENDS["symmetric"])):  # type: ignore[misc]
-        """Return what it gets."""
 
-        def run(self, stack: torch.Tensor, call: Call) -> torch.Tensor:
-            """Copy, transposed in memory as results of tall matrices are."""
-            return stack.mT.contiguous().mT
+def test_whole_run_waits_for_all_lines_and_has_a_dense_result():
+    """Results of tall matrices are views that are transposed in memory."""
+    stack, call = _stack((80, 24), 1), _call((80, 24))
 
-    whole = WholeRun(Copying().run, stack, dataclasses.replace(_call((24, 80))))
-    whole.add(0)
-    whole.iterate()
-    whole.finish(0)
-    assert torch.equal(whole.result, stack) and whole.result.is_contiguous()
+    def copied(stack: torch.Tensor, _call: Call) -> torch.Tensor:
+        return stack.mT.contiguous().mT
+
+    memory = torch.zeros_like(stack)
+    run = WholeRun(copied, memory, call)
+    run.add(0)
+    memory.copy_(stack)
+    run.add(1)
+    run.iterate()
+    run.finish(0)
+    assert torch.equal(run.result, stack) and run.result.is_contiguous()

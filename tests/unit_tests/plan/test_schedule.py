@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of a step, what of it is the same on all ranks, and how long it takes."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
+from helpers.planned import planned_in
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ from megatron_muon.plan import ExchangePlan, rank_schedule, schedule
 from megatron_muon.plan.assignment import Assignment, assign
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import staging_problem
-from megatron_muon.plan.layout import whole_matrix
+from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.rank_schedule import RankSchedule
 from megatron_muon.plan.routes import transfers_of
 from megatron_muon.plan.schedule import (
@@ -246,6 +248,88 @@ def test_first_and_last_product_of_a_portioned_bucket_hide_its_own_traffic():
     # wait.
     assert seconds(2, behind=1) == seconds(2)
 
+    # Each portion adds to a sum: the first one while others travel, the last one does not.
+    adding = dataclasses.replace(bucket, sum_s={0: 0.5})
+    order = PlanOrder(1, 2, Depth(1, 2), False, is_portioned=True)
+    assert step_seconds([PlanSeconds([0], [adding], order)], {})[0] == seconds(2) + 0.5
+
+
+def _long_matrix(rows: int = 28672, cols: int = 4096) -> tuple[list[MatrixLayout], Assignment]:
+    """Make a matrix on eight ranks, that the first one owns."""
+    layout = rows_cut_at(rows, cols, [rows // 8] * 8)
+    matrix = whole_matrix("fc1.weight", layout, [[(rank,) for rank in range(8)]])
+    return [matrix], Assignment(((0,),), dict.fromkeys(range(8), 0.0), 1.0)
+
+
+# Eight nodes. The matrix takes 21 ms, its rows 4.6 ms, its first product 1.9 ms.
+_EIGHT_NODES = CostModel(ranks_per_node=1)
+
+
+def test_portions_are_taken_where_they_shorten_the_step_by_enough():
+    """Not where their gain is small, where they are not allowed, or where links are fast."""
+    matrices, assignment = _long_matrix()
+
+    def plan(cost: CostModel, *, may_portion: bool = True) -> ExchangePlan:
+        return ExchangePlan.build(
+            matrices, assignment, cost, _WIRE, staging_bytes=2**31, may_portion=may_portion
+        )
+
+    portioned, whole = plan(_EIGHT_NODES), plan(_EIGHT_NODES, may_portion=False)
+    assert portioned.order.is_portioned and not whole.order.is_portioned
+    assert portioned.predicted_step_s < 0.95 * whole.predicted_step_s
+    assert portioned.bound_s < whole.bound_s
+    fast = dataclasses.replace(_EIGHT_NODES, gbps_between_nodes=450.0)
+    assert not plan(fast).order.is_portioned
+    # A latency that eats the gain.
+    late = dataclasses.replace(_EIGHT_NODES, all_reduce_us=300.0)
+    assert not plan(late).order.is_portioned
+
+
+def test_portions_do_not_change_what_is_taken_where_nothing_fits():
+    """They take more memory; a plan that has none is not to suffer."""
+    matrices, assignment = _long_matrix()
+    plans = [
+        ExchangePlan.build(
+            matrices,
+            assignment,
+            _EIGHT_NODES,
+            _WIRE,
+            staging_bytes=1,
+            is_limit=False,
+            may_portion=may_portion,
+        )
+        for may_portion in (False, True)
+    ]
+    whole, portioned = plans
+    # The room is that of the plan without portions; within it, these are chosen by the step.
+    assert portioned.staging_bytes <= 1.1 * whole.staging_bytes
+    assert portioned.predicted_step_s <= whole.predicted_step_s
+
+
+def test_edges_and_sums_are_those_of_backends_that_take_portions():
+    """By hand: a product has 2 n^2 m operations, an element of a sum 12 bytes."""
+    cost = CostModel(kernel_us=0.0)
+    n, m = 4096, 28672
+    assert cost.edge_seconds(n, m) == pytest.approx(2 * n * n * m / 500e12)
+    assert cost.edge_seconds(m, n, 2) == pytest.approx(n * n * m / 500e12)
+    assert cost.portion_seconds(m, n) == pytest.approx(12 * n * n / 3350e9)
+    symmetric = dataclasses.replace(cost, backends=("symmetric",))
+    assert symmetric.edge_seconds(n, m) == symmetric.portion_seconds(n, m) == 0.0
+
+
+def test_copies_of_a_matrix_have_no_edges():
+    """They travel as a whole, in the first portion."""
+    (matrix,), _ = _long_matrix(64, 32)
+    copied = dataclasses.replace(matrix, has_copies=True)
+    found, of_copies = (
+        TravellingMatrix.of(0, each, (0,), CostModel(), _WIRE) for each in (matrix, copied)
+    )
+    assert found.edge_s > 0 and found.sum_s > 0
+    assert of_copies.edge_s == of_copies.sum_s == 0.0
+    # All of it, or up to 16 lines of 32 elements.
+    assert of_copies.portion_excess(0) == (56 * 32, 0) and found.portion_excess(0) == (512, 0)
+    assert of_copies.portion_excess(1) == (0, 8 * 32) and found.portion_excess(1) == (0, 256)
+
 
 def test_replicas_pass_on_one_scatter_while_the_next_one_travels():
     """Two owners, each with one bucket of two scatters; by hand."""
@@ -265,26 +349,42 @@ def test_replicas_pass_on_one_scatter_while_the_next_one_travels():
 @given(
     st.lists(matrix_lists(max_matrices=8), min_size=1, max_size=2),
     st.sampled_from([1, 5000, 2**31]),
+    st.booleans(),
 )
-def test_no_step_is_shorter_than_the_bound(lists, staging_bytes):
+def test_no_step_is_shorter_than_the_bound(lists, staging_bytes, may_portion):
     """And every schedule of random plans ends."""
-    cost = CostModel(stack_tiles=4)
+    # Links so slow that portions pay.
+    cost = CostModel(gbps=1.0, gbps_between_nodes=1.0, all_reduce_us=0.0, stack_tiles=4)
     for matrices in lists:
         assignment = assign(matrices, cost, _WIRE)
-        plan = ExchangePlan.build(matrices, assignment, cost, _WIRE, staging_bytes=staging_bytes)
+        plan = ExchangePlan.build(
+            matrices,
+            assignment,
+            cost,
+            _WIRE,
+            staging_bytes=staging_bytes,
+            may_portion=may_portion,
+        )
         assert plan.predicted_step_s >= plan.bound_s * (1 - 1e-9)
         assert plan.bound_s >= max(assignment.load_s.values()) * (1 - 1e-9)
 
 
-@given(matrix_lists(max_matrices=12), st.sampled_from([1, 5000, 10_000, 20_000, 2**31]))
-def test_plans_stay_within_the_memory_that_they_name(matrices, staging_bytes):
+@given(
+    matrix_lists(max_matrices=12),
+    st.sampled_from([1, 5000, 10_000, 20_000, 2**31]),
+    st.booleans(),
+)
+def test_plans_stay_within_the_memory_that_they_name(matrices, staging_bytes, in_portions):
     """They name no more than they may have, where one fits; all ranks stay within it."""
     cost = CostModel(stack_tiles=1)
     assignment = assign(matrices, cost, _WIRE)
-    least, plan = (
-        ExchangePlan.build(matrices, assignment, cost, _WIRE, staging_bytes=limit)
-        for limit in (1, staging_bytes)
-    )
+    with planned_in(num_portions=3):
+        least, plan = (
+            ExchangePlan.build(
+                matrices, assignment, cost, _WIRE, staging_bytes=limit, may_portion=in_portions
+            )
+            for limit in (1, staging_bytes)
+        )
     assert least.staging_bytes <= plan.staging_bytes
     assert plan.staging_bytes <= max(least.staging_bytes, staging_bytes)
     assert (staging_problem([plan], staging_bytes) is None) == (
@@ -295,6 +395,9 @@ def test_plans_stay_within_the_memory_that_they_name(matrices, staging_bytes):
         # Each buffer is aligned to 256 bytes, also small ones that the plan leaves out; parts of
         # split matrices are rounded to rows, and chunks of replicas to eight elements.
         num_buffers = 3 * len(plan.buckets) + 2 * len(plan.buckets) * plan.num_scatters
+        if plan.order.is_portioned:
+            # A short shard may have all of its lines in one portion.
+            staged -= 2 * sum(matrix.num_elements for matrix in matrices) // 3
         assert staged <= plan.staging_bytes + 256 * num_buffers + 2000
 
 
