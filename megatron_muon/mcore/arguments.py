@@ -84,7 +84,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--muon-fsdp-overlap-within-matrices",
         action="store_true",
         help="Let matrices be orthogonalized while their rows arrive and their results leave, "
-        "where that shortens the predicted step. Results then round otherwise.",
+        "where that shortens the predicted step. Results then round differently.",
     )
     group.add_argument(
         "--muon-fsdp-log-plan",

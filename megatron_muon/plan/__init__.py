@@ -36,7 +36,8 @@ part              what one owner orthogonalizes of a block: all of it, or a slic
 route             a region and a part overlap in a rectangle; it is gathered from its source to the
                   owner, and its result is scattered to a holder, which spreads it to replicas
 local matrix      a matrix whose owner holds all its rows, and nobody else any: nothing travels
-bucket            matrices that are gathered and orthogonalized together
+bucket            matrices that are gathered and orthogonalized together; of a portioned one each
+                  gather brings a portion of every matrix
 stack             parts of one shape on one owner, contiguous; one call on the bf16 wire
 message           all routes from one rank to another in one gather or scatter
 load              estimated Newton-Schulz seconds of a rank, or what one matrix adds to them

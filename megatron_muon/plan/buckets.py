@@ -45,7 +45,7 @@ _NUM_PORTIONS = (2, 4, 8)
 # Portions take more launches and collectives, which the estimate counts in part. They have to
 # shorten the step to this share. On gloo ranks 6 % were measured where 8 % were predicted, and
 # nothing where 4 % were (docs/performance.md).
-_WORTH_PORTIONS = 0.95
+_WORTH_PORTIONS = 0.96
 # Twice as many scatters are tried while they shorten the step by so much.
 _WORTH_SCATTERS = 0.99
 # No more buckets are tried when the step is so near to what no schedule can beat.

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a portioned matrix is dealt out to the gathers and scatters of its bucket.
 
-Newton-Schulz sees its longer side only in sums and one line at a time: lines are the rows of a tall
-matrix, the columns of a wide one. So the first Gram matrix can add up a portion of the lines while
-others still travel, and the last product can leave portion by portion. Lines may lie in any order.
-Here they lie in the order in which they arrive::
+The lines of a matrix are the rows of a tall one, the columns of a wide one. Its Gram matrix is a
+sum over lines, and Newton-Schulz multiplies each line alone. So a portion of the lines can be added
+to the first Gram matrix while others still travel, and the last product can be taken, and leave,
+portion by portion. The order of lines does not matter. They lie as they arrive::
 
     shards     | 0 1 2 3 | 4 5 6 7 | 8 9 |    three shards, whose rows are dealt out two at a time
     arriving   | 0 1 4 5 8 | 2 3 6 7 9 |      in the first gather, and in the second one
@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-# Portions are multiples of 16 bytes of bf16, and so is what is dealt out at a time: kernels load as
-# many at once.
+# Lines of a portion, and lines that are dealt out at a time, are multiples of it: 16 bytes of bf16,
+# which kernels load at once.
 MULTIPLE = 8
 
 
@@ -81,7 +81,7 @@ def deal_out(
     num_rounds, left = divmod(length, num_portions * at_a_time)
     while start < stop:
         turn, within = divmod(start, num_portions * at_a_time)
-        # The last round is shorter. Portions share it evenly, and so are those of borders().
+        # The last round is shorter. Portions share it evenly, as borders() shares the part.
         ends = borders(left if turn == num_rounds else num_portions * at_a_time, num_portions)
         portion = bisect_right(ends, within) - 1
         end = min(stop, start - within + ends[portion + 1])

@@ -6,7 +6,7 @@ A step is a list of rounds, each for one bucket of one plan. The round of bucket
 
     local             local matrices are orthogonalized, one stack after the other
     wait_for_gather   the rows of bucket i have arrived
-    start_gather      the gather of bucket i + ahead is packed, and starts
+    start_gather      the gathers of bucket i + ahead are packed, and start
     orthogonalize     rows of bucket i are copied to its stacks and orthogonalized, into new memory
 
     and for each scatter j of the bucket:
@@ -14,15 +14,16 @@ A step is a list of rounds, each for one bucket of one plan. The round of bucket
     finish_scatter    scatter j - behind has ended, and is applied
     start_scatter     results of scatter j are packed, and start to travel
 
-A portioned bucket, see :mod:`megatron_muon.plan.portions`, has as many gathers as scatters, its
-portions. All its gathers start together. There is a wait for each, and two more actions::
+A portioned bucket, see :mod:`megatron_muon.plan.portions`, has a gather and a scatter for each
+portion. All its gathers start together. Each is waited for, and then comes the first of two more
+actions; the second one comes before each scatter::
 
-    first_product     rows of a gather are copied to their stacks, and added to Gram matrices
-    last_product      results of a scatter are computed, before it is packed
+    first_product     rows of the gather are copied to their stacks, and added to Gram matrices
+    last_product      results of the scatter are computed
 
-Before the first round the first ``ahead`` gathers of every plan start. After the last one come the
-local matrices that are left, and what is still under way. Without replicas nothing is spread, and a
-bucket has one scatter.
+Before the first round the gathers of the first ``ahead`` buckets of every plan start. After the
+last one come the local matrices that are left, and what is still under way. Without replicas
+nothing is spread, and a bucket that is not portioned has one scatter.
 
 Ranks of one plan may differ in their other plans, as with expert parallelism. Two things keep them
 from waiting for each other for ever:
@@ -45,8 +46,8 @@ class Depth(NamedTuple):
     """How much of a plan is under way.
 
     Args:
-        ahead: Gathers that may have started when a bucket is orthogonalized, its own left out. With
-            more, a rank waits less for others that come to their gathers late.
+        ahead: Buckets whose gathers may have started when a bucket is orthogonalized, its own left
+            out. With more, a rank waits less for others that come to their gathers late.
         behind: Scatters that are under way at once, the one that starts included.
     """
 

@@ -75,7 +75,8 @@ class Stacking:
 
         Args:
             indices: Matrices of the bucket.
-            is_portioned: Whether the bucket is: then only rows arrive in order, not columns.
+            is_portioned: Whether the bucket is. Then rows of a tall matrix arrive in order, columns
+                of a wide one do not.
         """
         num_parts: Counter[int] = Counter()
         in_order: set[int] = set()

@@ -11,7 +11,8 @@ The order of a step is that of :mod:`megatron_muon.plan.schedule`. For one plan 
 
 Gathers and scatters are launched asynchronously: they travel while other buckets are
 orthogonalized. Local matrices, of which nothing travels, fill the rounds in which a rank has less
-to do than others.
+to do than others. A portioned bucket, see :mod:`megatron_muon.plan.portions`, has a gather and a
+scatter for each portion, and takes the first and the last product of Newton-Schulz between them.
 
 Over NCCL collectives run on the process group's own stream, and waiting for them is an event: the
 host never waits. Over gloo they run on its threads.
@@ -42,14 +43,16 @@ class Engine:
         device: Where shards live.
 
     Communication: a step is, for each plan, one all-reduce of 8 bytes a block (where rows travel in
-        bf16), and for each bucket one ``all_to_all_single`` to the owners and one back, of the
-        plan's routes without padding. With replicas there may be several back, each to one replica,
-        and an ``all_gather_into_tensor`` between replicas follows each. Owners of a split matrix
-        also exchange n x n matrices in Newton-Schulz, n the shorter side, as often as their backend
-        says, and all-reduce its norm where rows travel in fp32.
+        bf16), and for each bucket, or for each portion of it, one ``all_to_all_single`` to the
+        owners and one back, of the plan's routes without padding. With replicas there may be
+        several back, each to one replica, and an ``all_gather_into_tensor`` between replicas
+        follows each. Owners of a split matrix also exchange n x n matrices in Newton-Schulz, n the
+        shorter side, as often as their backend says, and all-reduce its norm where rows travel in
+        fp32.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it the results of one bucket, and
-        what Newton-Schulz needs for one stack. Between steps a few bytes a block.
+        what Newton-Schulz needs for one stack; in a portioned bucket, for each of its stacks a
+        matrix of its size and one of n x n. Between steps a few bytes a block.
     """
 
     _schedule: RankSchedule

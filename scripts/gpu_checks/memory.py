@@ -20,16 +20,20 @@ _MAX_RAISE_S = 20.0
 
 
 def check(context: Context, report: Report) -> None:
-    """Measure two ranks, with expandable segments and without."""
+    """Measure two ranks, with expandable segments and without, and with portioned buckets."""
     rows = []
-    for name, value in (("segments as they come", "False"), ("expandable segments", "True")):
+    for name, value, in_portions in (
+        ("segments as they come", "False", False),
+        ("expandable segments", "True", False),
+        ("portioned buckets", "False", True),
+    ):
         # The first name is that of torch 2.9 and later.
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         env = dict.fromkeys(names, f"expandable_segments:{value}")
         try:
             found = run_ranks(
-                context, 2, _measure, context.device, context.is_rehearsal,
-                timeout_s=0.45 * context.limit_s, env=env,
+                context, 2, _measure, context.device, context.is_rehearsal, in_portions,
+                timeout_s=0.3 * context.limit_s, env=env,
             )  # fmt: skip
         except RanksError as error:
             report.expect(False, f"{name}: {error}")
@@ -45,7 +49,7 @@ def check(context: Context, report: Report) -> None:
     report.data("rows", rows)
     report.table(
         "Device memory of owner compute, MB",
-        ("allocator", "rank", "staging_bytes", "after construction", "most in a step, beyond that",
+        ("run", "rank", "staging_bytes", "after construction", "most in a step, beyond that",
          "left after three steps", "reserved", "of results and Newton-Schulz, at most"),
         rows,
     )  # fmt: skip
@@ -66,7 +70,7 @@ def _judge(where: str, found: dict[str, float], report: Report) -> None:
     )
 
 
-def _problem(device: Any, *, is_tiny: bool) -> Any:
+def _problem(device: Any, *, is_tiny: bool, in_portions: bool = False) -> Any:
     """Return matrices that two ranks share unevenly, in several buckets."""
     from gpu_checks.owner_layouts import Case, Grid, Problem
 
@@ -76,10 +80,11 @@ def _problem(device: Any, *, is_tiny: bool) -> Any:
         rows, cols = shapes[index % len(shapes)]
         cut = rows * (1 + index % 3) // 4
         cases.append(Case(rows, cols, ((0, cut), (cut, rows)), None, None))
-    return Problem(Grid(1, 2, 1), tuple(cases), {"wire": "bf16"}, "medium", device, num_buckets=4)
+    exchange = {"wire": "bf16", "overlap_within_matrices": in_portions}
+    return Problem(Grid(1, 2, 1), tuple(cases), exchange, "medium", device, num_buckets=4)
 
 
-def _measure(device: Device, is_tiny: bool) -> dict[str, float]:
+def _measure(device: Device, is_tiny: bool, in_portions: bool) -> dict[str, float]:
     """Return bytes on this rank."""
     import torch
 
@@ -87,7 +92,7 @@ def _measure(device: Device, is_tiny: bool) -> dict[str, float]:
     from gpu_checks.ranks import start
 
     where = start(device)
-    problem = _problem(where, is_tiny=is_tiny)
+    problem = _problem(where, is_tiny=is_tiny, in_portions=in_portions)
     warm = torch.ones(64, 64, device=where, dtype=torch.bfloat16)
     warm @ warm  # cuBLAS's workspace
     before = torch.cuda.memory_allocated()
@@ -110,6 +115,19 @@ def _measure(device: Device, is_tiny: bool) -> dict[str, float]:
         for bucket in plan.buckets
         for rank in range(2)
     )
+    # Of a portioned bucket each matrix has a sum of its own in fp32, and in place of the dense copy
+    # what the last product multiplies.
+    sums = max(
+        sum(
+            min(shape) ** 2
+            for i in bucket
+            if rank in plan.owners[i]
+            for shape in plan.matrices[i].blocks
+        )
+        for bucket in plan.buckets
+        for rank in range(2)
+    )
+    assert plan.order.is_portioned == in_portions
     stack = max(plan.cost.stack_size(*shape) * math.prod(shape) for shape in shapes)
     return {
         "staging": run.compute.staging_bytes,
@@ -117,7 +135,7 @@ def _measure(device: Device, is_tiny: bool) -> dict[str, float]:
         "peak": peak,
         "left": left,
         "reserved": torch.cuda.max_memory_reserved(),
-        "results": 2 * (2 * owned + 4 * stack),
+        "results": 2 * (2 * owned + 4 * stack) + 4 * sums * in_portions,
     }
 
 
