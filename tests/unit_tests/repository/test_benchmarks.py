@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks run, and what they count is right; how fast anything is, they say, not a test."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -174,6 +175,28 @@ def test_least_traffic_of_two_matrices_that_one_rank_holds_most_of(monkeypatch):
         (row,) = bound.moved_by([plan], load)
         assert (row.num_matrices, row.plan, row.largest_holder) == (2, 8 + 24, 8 + 8)
         assert least - 1 <= row.least <= least  # rounded down
+
+
+def test_least_busiest_rank_by_hand(monkeypatch):
+    """One long matrix and short ones, on three ranks; more owners take more work in all."""
+    bound = _benchmark("load_bound", monkeypatch)
+    long, short = (6.0, 4.0, 3.0), (1.0,)
+    # Alone the long one takes 6 seconds on one rank, and 3 on three.
+    assert bound.least_busiest({long[:1]: 1}, 3) == pytest.approx(6)
+    assert bound.least_busiest({long: 1}, 3) == pytest.approx(3)
+    # With 6 short ones: on two owners all have 14 seconds of work, on three ranks; on three 15.
+    assert bound.least_busiest({long: 1, short: 6}, 3) == pytest.approx(14 / 3)
+    # With 30, on one owner it makes the least work.
+    assert bound.least_busiest({long: 1, short: 30}, 3) == pytest.approx(36 / 3)
+    layout = RowLayout(64, 32, ((0, 32), (32, 64)))
+    matrix = whole_matrix("a.weight", layout, [[(0,), (1,)]])
+    copied = dataclasses.replace(matrix, has_copies=True)
+    cost, wire = CostModel(), Wire.of("bf16", is_bf16=True)
+    seconds = [matrix_seconds(matrix, cost, parts) for parts in (1, 2)]
+    for each, expected in ((matrix, seconds), (copied, seconds[:1])):
+        assignment = Assignment(((0,),), dict.fromkeys((0, 1), 0.0), 1.0)
+        plan = ExchangePlan.build([each], assignment, cost, wire, staging_bytes=2**31)
+        assert bound.choices_of([plan], 8) == {tuple(expected): 1}
 
 
 @pytest.mark.ranks

@@ -204,12 +204,24 @@ def _alternatives(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def _traffic_bound(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the comparison with the least traffic."""
-    return _printed(_bound_command(arguments))
+    return _printed(_traffic_bound_command(arguments))
 
 
-def _bound_command(arguments: Sequence[str]) -> IdleCommand:
-    script = str(ROOT / "benchmarks" / "traffic_bound.py")
-    return IdleCommand((sys.executable, script, *arguments))
+def _traffic_bound_command(arguments: Sequence[str]) -> IdleCommand:
+    return _benchmark_command("traffic_bound.py", arguments)
+
+
+def _load_bound(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the comparison with the least load of the busiest rank."""
+    return _printed(_load_bound_command(arguments))
+
+
+def _load_bound_command(arguments: Sequence[str]) -> IdleCommand:
+    return _benchmark_command("load_bound.py", arguments)
+
+
+def _benchmark_command(name: str, arguments: Sequence[str]) -> IdleCommand:
+    return IdleCommand((sys.executable, str(ROOT / "benchmarks" / name), *arguments))
 
 
 def _expert_layouts(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -253,6 +265,7 @@ RUN: dict[str, Callable[[Sequence[str], pytest.MonkeyPatch], str]] = {
     ".venv/bin/python -m megatron_muon.plan": _plan,
     ".venv/bin/python benchmarks/design_alternatives.py": _alternatives,
     ".venv/bin/python benchmarks/expert_layouts.py": _expert_layouts,
+    ".venv/bin/python benchmarks/load_bound.py": _load_bound,
     ".venv/bin/python benchmarks/traffic_bound.py": _traffic_bound,
     ".venv/bin/python benchmarks/training_step.py": _training("benchmarks", "training_step"),
     ".venv/bin/python scripts/check_parity.py": _training("scripts", "check_parity"),
@@ -365,7 +378,11 @@ def idle_commands(name: str, params: Mapping[str, Any]) -> Iterator[IdleCommand]
         yield _report_command(params["flags"])
     command = RUNNABLE.get(params.get("text", ""))
     prefix = _runner(command) if command is not None else None
-    make = {_plan: plan_command, _traffic_bound: _bound_command}.get(RUN.get(prefix or ""))
+    make = {
+        _plan: plan_command,
+        _load_bound: _load_bound_command,
+        _traffic_bound: _traffic_bound_command,
+    }.get(RUN.get(prefix or ""))
     if prefix is not None and make is not None:
         yield make(shlex.split(params["text"])[len(prefix.split()) :])
 
