@@ -6,6 +6,7 @@ One list of routes serves both ways: the scatter sends back what the gather brou
 never computed a second time, so the two cannot disagree.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -281,10 +282,18 @@ def _overlaps(
 
 
 def nearest_holder(holders: tuple[int, ...], owner: int, cost: CostModel) -> int:
-    """Return the owner itself where it is one of some holders, or the nearest of them."""
+    """Return the owner itself where it is one of some holders, or the nearest of them.
+
+    Args:
+        holders: Ranks, ascending.
+        owner: The owner.
+        cost: Knows which ranks share a node.
+    """
     if len(holders) == 1 or owner in holders:
         return owner if owner in holders else holders[0]
-    # By node first, since only that changes the link. Then by distance, so that different owners
-    # turn to different replicas.
+    # By node first, since only that changes the link. Then the next lower one, and before the first
+    # the last one: of evenly spaced replicas each then serves as many owners. By distance, those at
+    # either end would serve up to three times as many as others.
     node = cost.node(owner)
-    return min(holders, key=lambda rank: (cost.node(rank) != node, abs(rank - owner), rank))
+    near = [rank for rank in holders if cost.node(rank) == node] or holders
+    return near[bisect_right(near, owner) - 1]

@@ -15,7 +15,7 @@ from megatron_muon.plan import ExchangePlan, RankPlan, Route
 from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
-from megatron_muon.plan.routes import cut
+from megatron_muon.plan.routes import cut, nearest_holder
 from megatron_muon.plan.scatter import scatters_of
 from megatron_muon.plan.wire import Wire
 
@@ -162,3 +162,19 @@ def test_a_range_of_a_route_is_up_to_three_rectangles(start):
         for piece in pieces:
             assert piece.row - route.row == piece.local_row - route.local_row
             assert piece.col - route.col == piece.local_col - route.local_col
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 4, 8])
+@pytest.mark.parametrize(("num_shards", "num_replicas"), [(1, 8), (2, 2), (8, 2), (8, 4), (6, 3)])
+def test_evenly_spaced_replicas_serve_as_many_owners(num_shards, num_replicas, ranks_per_node):
+    """Each sends rows to, and gets results of, as many of them as there are shards."""
+    cost = CostModel(ranks_per_node=ranks_per_node)
+    num_ranks = num_shards * num_replicas
+    for shard in range(num_shards):
+        holders = tuple(range(shard, num_ranks, num_shards))
+        served = Counter(nearest_holder(holders, owner, cost) for owner in range(num_ranks))
+        assert set(served) == set(holders)
+        assert num_shards % ranks_per_node or set(served.values()) == {num_shards}
+        for owner in range(num_ranks):
+            near = [rank for rank in holders if cost.node(rank) == cost.node(owner)]
+            assert nearest_holder(holders, owner, cost) in (near or holders)
