@@ -56,6 +56,7 @@ COLS = 64
 # rank where none share any: a rank with few experts owns more dense matrices.
 DENSE = (256, 192, 192, 128, 128, 128, 96, 96, 64, 64, 64, 64)
 EXPERTS = ((192, 128, 128, 96, 96, 64, 64), (96, 64))
+PAIRS = ((0, 1), (2, 3))  # of four ranks
 SLOW_RANK = 2.0  # times as long
 # With these rates the largest matrix takes 140 ms, and its rows 12 ms over the link of its owner.
 TFLOPS, GBPS = 1.7e-4, 2e-3
@@ -78,6 +79,8 @@ class Variant:
         has_slow_rank: Whether the last rank is slow.
         is_portioned: Whether matrices are orthogonalized while their rows arrive.
         has_experts: Whether there are experts beside the dense matrices.
+        is_hsdp: Whether two instances of half of the ranks hold the same dense matrices, each
+            sharded over its ranks; on four ranks.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Variant:
     has_slow_rank: bool = False
     is_portioned: bool = False
     has_experts: bool = True
+    is_hsdp: bool = False
 
 
 VARIANTS = tuple(
@@ -115,6 +119,13 @@ VARIANTS = tuple(
         ("replicas", {"num_scatters": 4}),
         ("replicas, one bucket", {"num_scatters": 4, "num_buckets": 1}),
         ("replicas, one bucket, one scatter", {"num_scatters": 1, "num_buckets": 1}),
+        ("HSDP", {"is_hsdp": True}),
+        ("HSDP, one bucket", {"is_hsdp": True, "num_buckets": 1}),
+        ("HSDP, portioned", {"is_hsdp": True, "is_portioned": True}),
+        (
+            "HSDP, portioned, one bucket",
+            {"is_hsdp": True, "is_portioned": True, "num_buckets": 1},
+        ),
     )
 )
 
@@ -214,11 +225,11 @@ class _Held:
         self._done.wait()
 
 
-def owned(name: str, rows: Sequence[int], group: Any) -> OwnedParameter:
+def owned(name: str, rows: Sequence[int], group: Any, replica_group: Any = None) -> OwnedParameter:
     """Make a parameter of which each rank of a group holds some rows."""
     ends = list(itertools.accumulate(rows, initial=0))
     layout = RowLayout(ends[-1], COLS, tuple(zip(ends, ends[1:], strict=False)))
-    matrix = ShardedMatrix(name, layout, group)
+    matrix = ShardedMatrix(name, layout, group, replica_group)
     return OwnedParameter(torch.zeros(matrix.local_shape), matrix, None, None, None)
 
 
@@ -235,16 +246,24 @@ def even_rows(num_rows: int, num_ranks: int) -> list[int]:
     return [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
 
 
+def _group_of(rank: int, sets: Sequence[Sequence[int]]) -> Any:
+    groups = [dist.new_group(list(ranks)) for ranks in sets]
+    return next(group for group, ranks in zip(groups, sets, strict=True) if rank in ranks)
+
+
 def build(variant: Variant) -> list[OwnerCompute]:
     """Plan experts and dense matrices; what is returned runs one after the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    if variant.is_hsdp:
+        shards, replicas = (_group_of(rank, sets) for sets in (PAIRS, ((0, 2), (1, 3))))
+        rows = [owned(f"dense.{i}", even_rows(n, 2), shards, replicas) for i, n in enumerate(DENSE)]
+        return [_compute(variant, [rows])]
     if variant.num_scatters:
         return [_compute(variant, [[replicated(f"dense.{i}", n) for i, n in enumerate(DENSE)]])]
     # Two ranks and three have experts of their own, four ranks share them in twos.
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])] if size == 4 else []
-    group = pairs[rank // 2] if pairs else None
-    shapes = EXPERTS[rank // 2 if pairs else min(rank, 1)]
-    num_holders = 2 if pairs else 1
+    group = _group_of(rank, PAIRS) if size == 4 else None
+    shapes = EXPERTS[rank // 2 if group else min(rank, 1)]
+    num_holders = 2 if group else 1
     experts = [owned(f"expert.{i}", even_rows(n, num_holders), group) for i, n in enumerate(shapes)]
     dense = [owned(f"dense.{i}", even_rows(n, size), dist.group.WORLD) for i, n in enumerate(DENSE)]
     if not variant.has_experts:
@@ -384,6 +403,8 @@ def run_rank(rank: int, size: int, store: str, output: str, num_steps: int, coun
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     rows = []
     for variant in VARIANTS[:count]:
+        if variant.is_hsdp and size != 4:
+            continue
         with contextlib.ExitStack() as changes:
             for module, name, value in _changes(variant):
                 changes.enter_context(mock.patch.object(module, name, value))

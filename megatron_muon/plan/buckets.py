@@ -278,7 +278,7 @@ class BucketChooser:
     @property
     def _takes_portions(self) -> bool:
         """Whether portioned buckets are tried."""
-        return self.may_portion and not self.has_replicas
+        return self.may_portion
 
     @cached_property
     def bound_s(self) -> float:
@@ -358,32 +358,42 @@ class BucketChooser:
             for matrix in longest_first:
                 # The first of equal ones, so that every rank finds the same.
                 min(drafts, key=lambda draft: draft.load_of(matrix.owners)).add(matrix)
-            used = self._in_order([draft for draft in drafts if draft.matrices])
-            indices = [[matrix.index for matrix in draft.matrices] for draft in used]
-            stacks = [self.stacking.elements(each) for each in indices]
-            in_place = [
-                self.stacking.arriving_in_place(each, is_portioned=is_portioned) for each in indices
-            ]
-            staged = (
-                self._staged(used, stacks, in_place, rank, is_portioned=is_portioned)
-                for rank in self._fullest_ranks
-            )
-            yield _Dealt(used, is_portioned, set(staged))
+            for used in self._orders([draft for draft in drafts if draft.matrices]):
+                yield self._dealt(used, is_portioned=is_portioned)
             if not drafts[-1].matrices:
                 return
 
-    def _in_order(self, drafts: list[_BucketDraft]) -> list[_BucketDraft]:
-        """Put buckets, which come with the longest matrices first, into the order of a step.
+    def _orders(self, drafts: list[_BucketDraft]) -> Iterator[list[_BucketDraft]]:
+        """Yield buckets, which come with the longest matrices first, in orders of a step to try.
 
         Nothing hides the gather of the first bucket and the scatter of the last one: they are the
         two with the shortest matrices. Predicted step of Llama-3-70B on 64 ranks: 445 ms so, 488
-        with the longest first. Not with replicas: what these pass on takes longest, so that the
-        longest come first (Llama-3-8B on 64 ranks under ZeRO-0, 3 buckets: 61 ms and 62).
+        with the longest first. With replicas a scatter ends when results have been passed on, which
+        takes longest, so that short matrices, of which few ranks own some, are better early:
+        shortest first, or between the two that are longest (70B on 256 ranks, 4 instances: 163 and
+        174 ms; with tensor parallelism 8 on 64 ranks, 2 instances: 56 and 55).
         """
-        if self.has_replicas or len(drafts) < 2:
-            return drafts
-        *others, first, last = drafts
-        return [first, *others, last]
+        if len(drafts) < 2:
+            yield drafts
+        elif self.has_replicas:
+            yield drafts[::-1]
+            longest, second, *others = drafts
+            yield [longest, *others, second]
+        else:
+            *others, first, last = drafts
+            yield [first, *others, last]
+
+    def _dealt(self, drafts: Sequence[_BucketDraft], *, is_portioned: bool) -> _Dealt:
+        indices = [[matrix.index for matrix in draft.matrices] for draft in drafts]
+        stacks = [self.stacking.elements(each) for each in indices]
+        in_place = [
+            self.stacking.arriving_in_place(each, is_portioned=is_portioned) for each in indices
+        ]
+        staged = (
+            self._staged(drafts, stacks, in_place, rank, is_portioned=is_portioned)
+            for rank in self._fullest_ranks
+        )
+        return _Dealt(drafts, is_portioned, set(staged))
 
     def _staged(
         self,

@@ -10,7 +10,6 @@ A step is a list of rounds, each for one bucket of one plan. The round of bucket
     orthogonalize     rows of bucket i are copied to its stacks and orthogonalized, into new memory
 
     and for each scatter j of the bucket:
-    spread            results of scatter j - 1 have arrived; replicas start to pass them on
     finish_scatter    scatter j - behind has ended, and is applied
     start_scatter     results of scatter j are packed, and start to travel
 
@@ -22,8 +21,12 @@ actions; the second one comes before each scatter::
     last_product      results of the scatter are computed
 
 Before the first round the gathers of the first ``ahead`` buckets of every plan start. After the
-last one come the local matrices that are left, and what is still under way. Without replicas
-nothing is spread, and a bucket that is not portioned has one scatter.
+last one come the local matrices that are left, and what is still under way. Without replicas a
+bucket that is not portioned has one scatter.
+
+With replicas, results are passed on as soon as their scatter has ended, whatever the rank does then
+(:mod:`megatron_muon.runtime.relay`), in the order in which the rank starts scatters.
+``finish_scatter`` waits until they have been passed on.
 
 Ranks of one plan may differ in their other plans, as with expert parallelism. Two things keep them
 from waiting for each other for ever:
@@ -32,8 +35,9 @@ from waiting for each other for ever:
 - Bucket i of n has its turn when the rank is (i + 1/2) / n through the step; of equal turns that of
   the earlier plan comes first, and ranks have their plans in one order. What a rank waits for was
   launched by all ranks in an earlier turn of the same plan, or earlier in the same turn, inside of
-  which all ranks have one order. Owners of a split matrix wait for each other in the same turn. So
-  of all ranks that wait, the one that is least far never waits for another that waits elsewhere.
+  which all ranks have one order; and so was all that comes before what is passed on. Owners of a
+  split matrix wait for each other in the same turn. So of all ranks that wait, the one that is
+  least far never waits for another that waits elsewhere.
 """
 
 import functools
@@ -106,7 +110,6 @@ ActionKind = Literal[
     "orthogonalize",
     "last_product",
     "start_scatter",
-    "spread",
     "finish_scatter",
 ]
 
@@ -152,13 +155,9 @@ def _step(plans: Sequence[PlanOrder]) -> Iterator[Action]:
         yield from _round(turn, plans[turn.plan])
     # While the last results travel.
     yield Action("local", 0, len(rounds))
-    ends = [order.num_buckets * order.num_scatters for order in plans]
-    # The last ones of all plans are passed on before any is waited for: they travel together.
     for plan, order in enumerate(plans):
-        if order.has_replicas and ends[plan]:
-            yield Action("spread", plan, ends[plan] - 1)
-    for plan, order in enumerate(plans):
-        for scatter in range(max(0, ends[plan] - order.depth.behind), ends[plan]):
+        end = order.num_buckets * order.num_scatters
+        for scatter in range(max(0, end - order.depth.behind), end):
             yield Action("finish_scatter", plan, scatter)
 
 
@@ -178,8 +177,6 @@ def _round(turn: Round, order: PlanOrder) -> Iterator[Action]:
     for scatter in order.scatters_of(bucket):
         if order.is_portioned:
             yield Action("last_product", plan, scatter)
-        if order.has_replicas and scatter > 0:
-            yield Action("spread", plan, scatter - 1)
         if scatter >= depth.behind:
             yield Action("finish_scatter", plan, scatter - depth.behind)
         yield Action("start_scatter", plan, scatter)

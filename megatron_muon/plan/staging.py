@@ -195,9 +195,8 @@ def _of_scatter(
 ) -> tuple[_Lifetime, ...]:
     packed = position[Action("start_scatter", plan, scatter)]
     applied = position[Action("finish_scatter", plan, scatter)]
-    # What replicas pass on has left its owner.
-    left = position[Action("spread", plan, scatter)] if order.has_replicas else applied
-    return _Lifetime(packed, left), _Lifetime(packed, applied)
+    # Where replicas pass results on, a rank learns only then that they have left their owner.
+    return _Lifetime(packed, applied), _Lifetime(packed, applied)
 
 
 def aligned_size(size: int) -> int:

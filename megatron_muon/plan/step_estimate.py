@@ -10,10 +10,10 @@ as late as the last of those it needs.
   of its channel: a message needs both of its ranks. A plan has one channel between owners and
   holders, and one between replicas.
 - A gather ends on a rank when the rows that it owns have passed its link, a scatter on all ranks
-  when the results of all owners have passed theirs; when replicas pass results on, they end
-  together. A link carries one collective at a time, in the order in which they start. What replicas
-  pass on does not slow messages down: under HSDP it takes other links, and under ZeRO-0 owners send
-  little.
+  when the results of all owners have passed theirs. Replicas then pass results on beside what their
+  ranks do, one scatter after the other, and end together. A link carries one collective at a time,
+  in the order in which they start. What replicas pass on does not slow messages down: under HSDP it
+  takes other links, and under ZeRO-0 owners send little.
 - Local matrices fill the rounds in which a rank has least to do, and the end of the step, where the
   last scatters travel.
 
@@ -94,7 +94,7 @@ class _Collective:
         ends_together: Whether all ranks wait for the last one.
         num_launched: Ranks that have launched it.
         ended_s: When it ended on each rank; empty until it has started.
-        waiting: Ranks that wait for it.
+        waiting: Numbers of programs that wait for it.
     """
 
     channel: int
@@ -157,11 +157,14 @@ class _PlanEvents:
             yield _Work(self.load_s(number, rank) - num_products * self._edge_s(number, rank))
         elif kind == "start_scatter":
             yield _Launch(self._scatters[number])
-        elif kind == "spread":
-            yield _Wait(self._scatters[number])
-            yield _Launch(self._spreads[number])
         elif kind == "finish_scatter":
             yield _Wait((self._spreads if has_replicas else self._scatters)[number])
+
+    def relay(self, number: int) -> Iterator[_Event]:
+        """Yield what passes the results of a scatter on, beside what the rank does."""
+        if self._plan.order.has_replicas:
+            yield _Wait(self._scatters[number])
+            yield _Launch(self._spreads[number])
 
     def load_s(self, bucket: int, rank: int) -> float:
         """Return the Newton-Schulz seconds of a rank in a bucket."""
@@ -194,31 +197,37 @@ class _Simulation:
         num_channels = 2 * len(plans)
         self._last_ended_s = [0.0] * num_channels
         self._launched: list[deque[_Collective]] = [deque() for _ in range(num_channels)]
-        # What comes next, by time: a rank goes on, or a collective of a channel starts. Channels
+        # A rank runs a program, which has its number. Beside it, it passes results on: that program
+        # has as many added.
+        self._first_relay = 1 + max(self._plans_of, default=0)
+        # What comes next, by time: a program goes on, or a collective of a channel starts. Channels
         # are numbered ~channel, which is negative: of equal times a collective comes first.
         self._due: list[tuple[float, int]] = []
 
     def run(self) -> dict[int, float]:
         """Run all ranks to their end."""
-        programs = {rank: self._program(rank) for rank in sorted(self._plans_of)}
+        ranks = sorted(self._plans_of)
+        programs = {rank: self._program(rank) for rank in ranks}
+        programs |= {self._first_relay + rank: self._relays(rank) for rank in ranks}
         ended_s: dict[int, float] = {}
-        self._due = [(0.0, rank) for rank in programs]
+        self._due = [(0.0, number) for number in programs]
         while self._due:
             now, number = heapq.heappop(self._due)
             if number < 0:
                 self._start(~number, now)
             elif self._advance(programs[number], number, now):
                 ended_s[number] = now
+        found = {rank: ended_s[rank] for rank in ranks if rank in ended_s}
         # A schedule in which ranks wait for each other in a circle would end early.
-        if len(ended_s) < len(programs):
+        if len(found) < len(ranks):
             raise ValueError(
-                f"step estimate: expected {len(programs)} ranks to end, got {len(ended_s)}. Check "
-                "that every plan has a depth of 1 or more."
+                f"step estimate: expected {len(ranks)} ranks to end, got {len(found)}. Check that "
+                "every plan has a depth of 1 or more."
             )
-        return ended_s
+        return found
 
-    def _advance(self, program: Iterator[_Event], rank: int, now: float) -> bool:
-        """Let a rank go on until it has to wait, and return whether it has ended."""
+    def _advance(self, program: Iterator[_Event], number: int, now: float) -> bool:
+        """Let a program go on until it has to wait, and return whether it has ended."""
         for event in program:
             if isinstance(event, _Launch):
                 self._launch(event.collective, now)
@@ -226,11 +235,12 @@ class _Simulation:
             if isinstance(event, _Work):
                 if not event.seconds:
                     continue
-                heapq.heappush(self._due, (now + event.seconds, rank))
+                heapq.heappush(self._due, (now + event.seconds, number))
             elif event.collective.ended_s:
-                heapq.heappush(self._due, (max(now, event.collective.ended_s[rank]), rank))
+                ended_s = event.collective.ended_s[number % self._first_relay]
+                heapq.heappush(self._due, (max(now, ended_s), number))
             else:
-                event.collective.waiting.append(rank)
+                event.collective.waiting.append(number)
             return False
         return True
 
@@ -260,15 +270,25 @@ class _Simulation:
         self._last_ended_s[channel] = max(ended_s.values())
         if collective.ends_together:
             ended_s.update(dict.fromkeys(ended_s, self._last_ended_s[channel]))
-        for rank in collective.waiting:
-            heapq.heappush(self._due, (ended_s[rank], rank))
+        for number in collective.waiting:
+            heapq.heappush(self._due, (ended_s[number % self._first_relay], number))
         if self._launched[channel]:
             self._schedule_start(channel, now)
+
+    def _actions(self, rank: int) -> tuple[Action, ...]:
+        return actions_of([self._plans[number].order for number in self._plans_of[rank]])
+
+    def _relays(self, rank: int) -> Iterator[_Event]:
+        """Yield how a rank passes results on, in order."""
+        numbers = self._plans_of[rank]
+        for kind, plan, number in self._actions(rank):
+            if kind == "start_scatter":
+                yield from self._events[numbers[plan]].relay(number)
 
     def _program(self, rank: int) -> Iterator[_Event]:
         """Yield what a rank does, in order."""
         numbers = self._plans_of[rank]
-        actions = actions_of([self._plans[number].order for number in numbers])
+        actions = self._actions(rank)
         fillers = self._fillers(rank, actions)
         for kind, plan, number in actions:
             if kind == "local":

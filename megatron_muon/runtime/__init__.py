@@ -8,6 +8,7 @@ Files, each importing only those above it::
     sharded_matrix      what the optimizer knows of one parameter
     domain              which ranks exchange matrices
     exchange            the collectives that move rows and results
+    relay               one collective starts when another one has ended
     machine_cost        the costs that all ranks plan with, measured if asked for
     arena               memory that exists while a step runs
     equally_spaced      many tensors as one, where memory allows

@@ -29,6 +29,7 @@ from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_buckets import PlanBuckets, PlanOfRank
+from megatron_muon.runtime.relay import relay_on
 
 
 class Engine:
@@ -74,6 +75,7 @@ class Engine:
             for stacks, place in zip(schedule.local, schedule.staging.local, strict=True)
             for stack in stacks
         }
+        relay = relay_on(device)
         self._plans = [
             PlanBuckets(
                 each,
@@ -82,6 +84,7 @@ class Engine:
                 [place_of[LocalStack(number, i)] for i, _ in enumerate(rank_plan.local)],
                 newton_schulz,
                 self._arena,
+                relay,
                 rank=rank,
                 device=device,
             )
@@ -173,8 +176,6 @@ class Engine:
             plan.last_product(number)
         elif kind == "start_scatter":
             yield plan.start_scatter(number)
-        elif kind == "spread":
-            plan.spread(number)
         elif kind == "finish_scatter":
             yield plan.finish_scatter(number)
 

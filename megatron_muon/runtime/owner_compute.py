@@ -70,7 +70,8 @@ class OwnerCompute:
 
     Communication: at construction three flags over the job; for each kind an all-gather of 8 bytes
         a rank and a hash; a list of ranks as objects, and a new process group for each set of ranks
-        that splits a matrix, in which one element is all-reduced. For each kind two collectives
+        that splits a matrix, in which one element is all-reduced; on CPU ranks the same for sets
+        of replicas, without the all-reduce. For each kind two collectives
         send one element from each rank to those that it will send to, and one gathers one from each
         replica. A choice of Newton-Schulz takes one flag more, and lists of names; measured times
         take one flag and broadcasts. A limit of staging memory takes two flags more.
@@ -121,8 +122,10 @@ class OwnerCompute:
             _raise_where_any_rank_says(staging_problem(self.plans, settings.staging_bytes), device)
         parts_groups = _parts_groups(self.plans, rank, device)
         of_rank = [
-            PlanOfRank(plan, kind.handles, kind.domain.group, kind.replica_group, parts_groups)
-            for plan, kind in zip(self.plans, kinds, strict=True)
+            PlanOfRank(plan, kind.handles, kind.domain.group, replica_group, parts_groups)
+            for plan, kind, replica_group in zip(
+                self.plans, kinds, _replica_groups(kinds, device), strict=True
+            )
         ]
         self._engine = _together(
             lambda: Engine(of_rank, newton_schulz, rank=rank, device=device), settings, device
@@ -256,6 +259,19 @@ def _differences(
     ]
     difference = difference_between_ranks(entries, domain.group, device, "Muon exchange plan")
     return [] if difference is None else [difference]
+
+
+def _replica_groups(kinds: Sequence[Kind], device: torch.device) -> list[dist.ProcessGroup | None]:
+    """Return the group in which replicas of each kind pass results on.
+
+    On a CPU a thread uses it, beside what others do in the groups of the model: it is a new one.
+    """
+    groups = [kind.replica_group for kind in kinds]
+    if device.type != "cpu":
+        return groups
+    ranks = [tuple(dist.get_process_group_ranks(group)) if group else () for group in groups]
+    made = new_groups({each for each in ranks if each})
+    return [made[each] if each else None for each in ranks]
 
 
 def _parts_groups(

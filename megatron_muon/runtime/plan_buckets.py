@@ -31,6 +31,7 @@ from megatron_muon.runtime.exchange import (
     place,
 )
 from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows
+from megatron_muon.runtime.relay import Relay, Waitable
 from megatron_muon.runtime.stacks import OwnStacks
 
 
@@ -63,6 +64,7 @@ class PlanBuckets:
         local_places: Where each stack of local matrices lies there.
         newton_schulz: Steps, coefficients, precision and scale.
         arena: Memory of a step.
+        relay: Passes results on.
         rank: This rank of the job.
         device: Where shards live.
 
@@ -83,10 +85,10 @@ class PlanBuckets:
     _rows: LocalRows
     _runs: Sequence[StackRun]  # stacks of the bucket in work, where it is portioned
     _results: Sequence[torch.Tensor]  # of the stacks of the bucket in work
-    # What is under way, by gather and by scatter; None where nothing is sent.
-    _gathering: dict[int, dist.Work | None]
-    _scattering: dict[int, dist.Work | None]
-    _spreading: dict[int, dist.Work | None]
+    # What is under way, by gather and by scatter; None where nothing is sent. With replicas a
+    # scatter is under way until it has been passed on.
+    _gathering: dict[int, Waitable | None]
+    _scattering: dict[int, Waitable | None]
 
     def __init__(
         self,
@@ -96,6 +98,7 @@ class PlanBuckets:
         local_places: Sequence[int],
         newton_schulz: NewtonSchulzSettings,
         arena: Arena,
+        relay: Relay,
         *,
         rank: int,
         device: torch.device,
@@ -103,6 +106,7 @@ class PlanBuckets:
         self.plan = of_rank.plan
         self._parts_groups = of_rank.parts_groups
         self._newton_schulz = newton_schulz
+        self._relay = relay
         self._rows = LocalRows(
             self.plan,
             newton_schulz,
@@ -122,7 +126,7 @@ class PlanBuckets:
             for part in stack
         }
         self._runs = self._results = ()
-        self._gathering, self._scattering, self._spreading = {}, {}, {}
+        self._gathering, self._scattering = {}, {}
 
     def _lay_out(
         self,
@@ -256,7 +260,7 @@ class PlanBuckets:
 
     def wait_for_leftovers(self) -> None:
         """Wait for what a step left behind that ended with an exception; it may use the memory."""
-        for under_way in (self._gathering, self._scattering, self._spreading):
+        for under_way in (self._gathering, self._scattering):
             for work in under_way.values():
                 _wait(work)
             under_way.clear()
@@ -354,23 +358,20 @@ class PlanBuckets:
                 [target for _, target in packing],
                 [stacks.result(self._results, route) for route, _ in packing],
             )
-        self._scattering[number] = self._scatters.start(number)
+        work = self._scatters.start(number)
+        if self._spread is None:
+            self._scattering[number] = work
+        else:
+            self._scattering[number] = self._relay.after(work, partial(self._spread.start, number))
         if position < self.plan.num_scatters - 1:
             return []
         # The last scatter of the bucket: its results have left, or are written now.
         results, self._results, self._runs = self._results, (), ()
         return self._write_staying(stacks, results)
 
-    def spread(self, number: int) -> None:
-        """Wait for results, and pass them on to the other replicas."""
-        assert self._spread is not None
-        _wait(self._scattering.pop(number))
-        self._spreading[number] = self._spread.start(number)
-
     def finish_scatter(self, number: int) -> list[Handle]:
         """Wait for results, write them, and return the rows that are complete."""
-        under_way = self._scattering if self._spread is None else self._spreading
-        _wait(under_way.pop(number))
+        _wait(self._scattering.pop(number))
         return self._rows.write(self._arrivals[number])
 
     def _write_staying(self, stacks: OwnStacks, results: Sequence[torch.Tensor]) -> list[Handle]:
@@ -378,7 +379,7 @@ class PlanBuckets:
         return self._rows.write([(r, stacks.result(results, r)) for r in stacks.staying])
 
 
-def _wait(work: dist.Work | None) -> None:
+def _wait(work: Waitable | None) -> None:
     if work is not None:
         work.wait()
 

@@ -14,10 +14,20 @@ import torch.distributed as dist
 
 
 class _Done:
-    """A collective that has ended, for callers that wait for it."""
+    """A collective that has ended, for callers that wait for it, perhaps on another stream.
+
+    Args:
+        output: What the current stream has written.
+    """
+
+    def __init__(self, output: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream(output.device) if output.is_cuda else None
+        self._written = stream.record_event() if stream is not None else None
 
     def wait(self, _timeout: object = None) -> bool:
-        """Return True at once."""
+        """Let the current stream wait, and return True."""
+        if self._written is not None:
+            self._written.wait()
         return True
 
 
@@ -78,7 +88,7 @@ def _all_reduce_through_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         copy = tensor.cpu()
         original(copy, op=op, group=group)
         tensor.copy_(copy)
-        return _Done()
+        return _Done(tensor)
 
     return all_reduce
 
@@ -91,7 +101,7 @@ def _all_gather_through_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         copy = torch.empty_like(output, device="cpu")
         original(copy, tensor.cpu(), group=group)
         output.copy_(copy)
-        return _Done()
+        return _Done(output)
 
     return all_gather_into_tensor
 
@@ -109,7 +119,7 @@ def _all_to_all_through_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         copy = torch.empty_like(output, device="cpu")
         original(copy, tensor.cpu(), list(output_sizes), list(input_sizes), group=group)
         output.copy_(copy)
-        return _Done()
+        return _Done(output)
 
     return all_to_all_single
 

@@ -124,11 +124,10 @@ def _problems(grid: tuple[int, int, int], device: Any) -> Iterator[tuple[str, An
     stacks = {"wire": "bf16", "max_parts": 1, "cost_model": "stack_tiles=4"}
     yield "stacks", Problem(ranks, cases, stacks, "medium", device, num_buckets=2)
     # Portions that another stream receives while this one multiplies.
-    if ranks.num_replicas == 1:
-        cases = random_cases(rng, ranks, 2 * world_size, max_rows=256, max_cols=128)
-        for name in ("standard", "gram"):
-            portions = {**stacks, "newton_schulz": name, "overlap_within_matrices": True}
-            yield f"portioned {name}", Problem(ranks, cases, portions, "medium", device)
+    cases = random_cases(rng, ranks, 2 * world_size, max_rows=256, max_cols=128)
+    for name in ("standard", "gram"):
+        portions = {**stacks, "newton_schulz": name, "overlap_within_matrices": True}
+        yield f"portioned {name}", Problem(ranks, cases, portions, "medium", device)
     # Free launches and traffic: splitting pays whenever it shortens the products.
     free = "kernel_us=0,all_reduce_us=0,gbps=1e9,gbps_between_nodes=1e9,stack_tiles=1"
     for wire, precision in (WIRES[0], WIRES[2]):

@@ -21,15 +21,22 @@ Late collectives run in the order in which they were launched, which is the same
 all of them run before a synchronous one starts: a peer may wait for any of them before it comes to
 the synchronous one, and would wait forever. The comparison at ``wait()`` still finds what is
 written in between.
+
+What starts behind another collective (``megatron_muon/runtime/relay.py``) does so at the worst time
+too: with ``at_launch`` at once, with ``at_wait`` when it is waited for. A GPU may do either. So no
+thread launches anything, and the order is the same on all ranks.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from megatron_muon.runtime.relay import ThreadRelay
 
 type When = Literal["at_wait", "at_launch"]
 
@@ -95,6 +102,16 @@ class Timing:
         work.deliver()
         for other in self._under_way:
             other.poison()
+
+    def after(self, work: Any, start: Callable[[], Any]) -> Any:
+        """Start a collective behind another one, now or when it is waited for."""
+
+        def relay() -> Any:
+            if work is not None:
+                work.wait()
+            return start()
+
+        return relay() if self.when == "at_launch" else _Lazy(relay)
 
     def run_until(self, last: "_Late | None" = None) -> None:
         """Run what has not run, in order, up to one collective or all."""
@@ -181,6 +198,17 @@ class _Late:
             target.copy_(arrived)
 
 
+class _Lazy:
+    def __init__(self, relay: Callable[[], Any]) -> None:
+        self._relay = relay
+
+    def wait(self) -> None:
+        """Start and wait."""
+        work = self._relay()
+        if work is not None:
+            work.wait()
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
@@ -211,8 +239,10 @@ def collectives_run(when: When, *, forgotten: int | None = None) -> Iterator[Tim
     originals = {name: getattr(dist, name) for name in names}
     for name, original in originals.items():
         setattr(dist, name, _replacement(timing, name, original))
+    relayed = mock.patch.object(ThreadRelay, "after", lambda _, *args: timing.after(*args))
     try:
-        yield timing
+        with relayed:
+            yield timing
         timing.end()
     finally:
         for name, original in originals.items():

@@ -54,7 +54,7 @@ _ORDERS = (
         num_buckets=st.integers(0, 6),
         num_scatters=st.integers(2, 4),
         depth=st.builds(Depth, st.integers(1, 5), st.integers(1, 5)),
-        has_replicas=st.just(False),
+        has_replicas=st.booleans(),
         is_portioned=st.just(True),
     )
 )
@@ -68,23 +68,19 @@ def _of_plan(orders: list[PlanOrder], plan: int) -> list[tuple[str, int]]:
 
 @given(st.lists(_ORDERS, min_size=1, max_size=3))
 def test_order_of_a_plans_actions_does_not_depend_on_other_plans(orders):
-    """Ranks of one plan may have other plans besides: otherwise they would wait for ever.
-
-    At the end all plans pass their last results on before any is waited for.
-    """
+    """Ranks of one plan may have other plans besides: otherwise they would wait for ever."""
     for plan, order in enumerate(orders):
         assert _of_plan(orders, plan) == _of_plan([order], 0)
 
 
 @given(_ORDERS)
 def test_each_action_comes_once_and_after_what_it_needs(order):
-    """Rows arrive, are orthogonalized, results leave, are passed on and arrive."""
+    """Rows arrive, are orthogonalized, results leave and arrive."""
     log = _of_plan([order], 0)
     of_gather = ["start_gather", "wait_for_gather", *["first_product"] * order.is_portioned]
     of_scatter = [
         *["last_product"] * order.is_portioned,
         "start_scatter",
-        *["spread"] * order.has_replicas,
         "finish_scatter",
     ]
     num_gathers, num_scatters = (
@@ -340,10 +336,17 @@ def test_replicas_pass_on_one_scatter_while_the_next_one_travels():
     # Replicas pass on what has arrived, not before.
     late = BucketSeconds({0: 3.0}, {}, {0: 1.0}, both)
     assert step_seconds([_seconds([0, 1], [late], num_scatters=1)], {}) == {0: 6.0, 1: 6.0}
-    # Of two buckets the first one's results travel while the second one is orthogonalized, and are
-    # passed on after it.
+    # Of two buckets the first one's results are passed on while the second one is orthogonalized.
     twice = _seconds([0, 1], [bucket] * 2, depth=2, num_scatters=1)
-    assert step_seconds([twice], {}) == {0: 3 + 3 + 2 + 2, 1: 3 + 3 + 2 + 2}
+    assert step_seconds([twice], {}) == {0: 3 + 3 + 2, 1: 3 + 3 + 2}
+
+
+def test_rank_passes_results_on_in_the_order_in_which_it_starts_them():
+    """Those of the second plan have arrived at 2, those of the first one at 5."""
+    first = _seconds([0, 1], [BucketSeconds({0: 1.0, 1: 5.0}, {}, {})], num_scatters=1)
+    second = _seconds([0], [BucketSeconds({0: 1.0}, {}, {}, {0: 2.0})], num_scatters=1)
+    assert step_seconds([second], {}) == {0: 3.0}
+    assert step_seconds([first, second], {}) == {0: 7.0, 1: 5.0}
 
 
 @given(

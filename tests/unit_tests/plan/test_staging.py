@@ -77,8 +77,6 @@ def _moments(plans: list[PlanStaging], layout: StagingLayout) -> list[list[range
                 in_use[plan, "scatters", number, buffer] = bytes_of(
                     plan, "scatters", number, buffer
                 )
-        elif action == "spread":
-            ends = [(plan, "scatters", number, "send")]
         elif action == "finish_scatter":
             ends = [(plan, "scatters", number, each) for each in ("send", "receive")]
         moments.append(list(in_use.values()))

@@ -389,9 +389,9 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
         abandoned = compute.orthogonalize(rows, rows)
         next(abandoned)
         (buckets,) = compute._engine._plans
-        while grid and not buckets._spreading:
+        while grid and not buckets._scattering:
             next(abandoned)
-        under_way = len(buckets._gathering) + len(buckets._spreading)
+        under_way = len(buckets._gathering) + len(buckets._scattering)
         abandoned.close()
         step_both(optimizers, "bf16")
     return [under_way, optimizers.differences(), timing.breaches]

@@ -1,0 +1,112 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""One collective starts when another one has ended, while the rank goes on."""
+
+import threading
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_muon.runtime.relay import StreamRelay, ThreadRelay, relay_on
+
+
+class _Work:
+    """What is waited for until the test lets it end."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log = log
+        self._name = name
+        self.ended = threading.Event()
+
+    def wait(self) -> None:
+        assert self.ended.wait(timeout=60)
+        self._log.append(f"waited for {self._name}")
+
+
+def _start(log: list[str], name: str, work: Any = None) -> Any:
+    def start() -> Any:
+        log.append(f"started {name}")
+        return work
+
+    return start
+
+
+def test_thread_starts_each_behind_what_it_waits_for_in_their_order():
+    """The second one has to wait for the first one, though its own scatter ended before."""
+    log: list[str] = []
+    first, second, passed_on = (_Work(log, name) for name in ("first", "second", "passed on"))
+    relay = relay_on(torch.device("cpu"))
+    relayed = [
+        relay.after(first, _start(log, "after first", passed_on)),
+        relay.after(second, _start(log, "after second")),
+        relay.after(None, _start(log, "after nothing")),
+    ]
+    assert log == []  # the rank goes on
+    second.ended.set()
+    passed_on.ended.set()
+    first.ended.set()
+    for each in reversed(relayed):
+        each.wait()
+    assert log == [
+        "waited for first",
+        "started after first",
+        "waited for second",
+        "started after second",
+        "started after nothing",
+        "waited for passed on",
+    ]
+
+
+def test_error_of_a_thread_is_raised_in_the_step_and_does_not_stop_what_follows():
+    """A rank that learns of it only in its own wait would otherwise wait for ever."""
+
+    def fails() -> None:
+        raise RuntimeError("connection closed by peer")
+
+    relay = ThreadRelay()
+    failed, fine = relay.after(None, fails), relay.after(None, _start([], ""))
+    fine.wait()
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        failed.wait()
+
+
+def test_second_stream_waits_for_the_step_and_for_the_work_before_it_starts():
+    """The calls that a GPU gets: the stream of the step is made to wait for nothing."""
+    log: list[str] = []
+    current = "the stream of the step"
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            assert device == torch.device("cuda", 1)
+
+        def wait_stream(self, stream: str) -> None:
+            log.append(f"second stream waits for {stream}")
+
+    @contextmanager
+    def stream(entered: Any) -> Any:
+        nonlocal current
+        current = "the second stream"
+        yield
+        current = "the stream of the step"
+
+    class Work:
+        def wait(self) -> None:
+            log.append(f"{current} waits for the scatter")
+
+    def start() -> str:
+        log.append(f"{current} launches")
+        return "work"
+
+    with mock.patch.multiple(
+        torch.cuda, Stream=Stream, stream=stream, current_stream=lambda device: current
+    ):
+        relay = relay_on(torch.device("cuda", 1))
+        assert isinstance(relay, StreamRelay)
+        assert relay.after(Work(), start) == "work"
+        assert relay.after(None, start) == "work"
+    waits = "second stream waits for the stream of the step"
+    launches = "the second stream launches"
+    assert log == [waits, "the second stream waits for the scatter", launches, waits, launches]
