@@ -13,7 +13,6 @@ from typing import NamedTuple
 from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
 from megatron_muon.plan.wire import Wire
 
-_NUM_TRIES = 4  # from each order; more gain nothing on the plans of docs/performance.md
 # Source: CUDA's allocations are aligned to 256 bytes. Kernels that read 16 bytes at once, and
 # cuBLAS's fast ones, need less.
 _ALIGNMENT = 256
@@ -207,9 +206,8 @@ def aligned_size(size: int) -> int:
 def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[int], int]:
     """Place buffers of known lifetimes, in the best of several orders, each as low as it fits.
 
-    The best placement is NP-hard. No order is the best for all plans of docs/performance.md. What
-    ends highest in one order is placed first in the next try: the fullest rank of Llama-70B on 512
-    ranks (tensor parallelism 8, two instances) takes 0.82 GB so, 0.88 with the orders alone.
+    The best placement is NP-hard. No order is the best for all plans of docs/performance.md. To try
+    each again, with what ended highest placed first, gains nothing on any of them.
     """
     aligned = [aligned_size(size) for size in sizes]
     # A rank takes part in few buckets: most buffers are empty, and lie anywhere.
@@ -233,14 +231,11 @@ def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[i
     best: tuple[list[int], int] = [], 0
     for rule in _ORDERS:
         order = sorted(used, key=lambda index: rule(aligned[index], lifetimes[index]))
-        for _ in range(_NUM_TRIES):
-            offsets, end = _place_in_order(aligned, beside, order)
-            if not best[0] or end < best[1]:
-                best = offsets, end
-            if end == busiest:
-                return best
-            highest = next(index for index in order if offsets[index] + aligned[index] == end)
-            order = [highest, *(index for index in order if index != highest)]
+        offsets, end = _place_in_order(aligned, beside, order)
+        if not best[0] or end < best[1]:
+            best = offsets, end
+        if end == busiest:
+            break
     return best
 
 
