@@ -3,6 +3,7 @@
 """Time and memory of planning on one rank, as a function of the number of ranks.
 
     .venv/bin/python benchmarks/planning.py
+    .venv/bin/python benchmarks/planning.py --dp 512 2048 8192 16384 --hsdp 32
 
 Each row is a process of its own, which does what rank 0 of a run does at construction: it assigns
 the experts and the dense matrices of its domains, chooses buckets, works out its own messages and
@@ -54,11 +55,9 @@ class Row(NamedTuple):
     num_split_groups: int
 
 
-def plan_rank(preset: str, dp: int, ep: int) -> tuple[Simulation, RankSchedule]:
+def plan_rank(preset: str, parallelism: Parallelism) -> tuple[Simulation, RankSchedule]:
     """Plan rank 0 of a job."""
-    planned = simulate(
-        PRESETS[preset], Parallelism(dp=dp, ep=ep), Machine(), ExchangeSettings(), rank=0
-    )
+    planned = simulate(PRESETS[preset], parallelism, Machine(), ExchangeSettings(), rank=0)
     for plan in planned.plans:
         plan.entries()
     return planned, RankSchedule.build(planned.plans, 0)
@@ -70,7 +69,7 @@ def _clear_caches() -> None:
     gc.collect()
 
 
-def measure(job: tuple[str, int, int]) -> Row:
+def measure(job: tuple[str, Parallelism]) -> Row:
     """Plan twice: for the time, and for the memory, which is slow to trace."""
     start = time.perf_counter()
     job_plans, _ = plan_rank(*job)
@@ -97,7 +96,7 @@ def measure(job: tuple[str, int, int]) -> Row:
     gc.collect()
     left_mb = tracemalloc.get_traced_memory()[0] / 1e6
     return Row(
-        ranks=job[1],
+        ranks=job[1].dp,
         num_matrices=num_matrices,
         num_shards=num_shards,
         seconds=seconds,
@@ -114,12 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="qwen3-235b-a22b")
     parser.add_argument("--dp", type=int, nargs="+", default=[128, 512, 2048, 4096, 8192, 16384])
     parser.add_argument("--ep", type=int, default=8)
+    parser.add_argument("--hsdp", type=int, default=1, help="optimizer instances")
     options = parser.parse_args(arguments)
+    layouts = [Parallelism(dp=dp, ep=options.ep, hsdp=options.hsdp) for dp in options.dp]
     print("| ranks | matrices | shards | seconds | peak MB | plans MB | own part MB | groups |")
     print("| ---: " * len(Row._fields) + "|")
     # A process for each row: the largest resident set never shrinks.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for row in pool.imap(measure, [(options.preset, dp, options.ep) for dp in options.dp]):
+        for row in pool.imap(measure, [(options.preset, each) for each in layouts]):
             cells = [
                 *(f"{row.ranks:,}", f"{row.num_matrices:,}", f"{row.num_shards:,}"),
                 *(f"{row.seconds:.1f}", f"{row.peak_mb:.0f}"),

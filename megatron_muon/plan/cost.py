@@ -6,6 +6,7 @@ Only ratios decide who owns what, so the rates need not be exact.
 """
 
 import dataclasses
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -247,16 +248,23 @@ class CostModel:
         Every byte enters each node once, over the links of all ranks there.
         Source: "bus bandwidth" of doc/PERFORMANCE.md of NVIDIA/nccl-tests.
         """
-        on_node = Counter(self.node(rank) for rank in ranks)
         gbps = self.gbps
-        if len(on_node) > 1:
-            gbps = min(gbps, min(on_node.values()) * self.gbps_between_nodes)
+        if not self.share_a_node(ranks):
+            fewest = _fewest_on_a_node(tuple(ranks), self.ranks_per_node)
+            gbps = min(gbps, fewest * self.gbps_between_nodes)
         return num_bytes * (len(ranks) - 1) / len(ranks) / (gbps * 1e9)
 
     def seconds_per_byte(self, rank: int, peer: int) -> float:
         """Return the seconds that one byte takes between two ranks."""
         is_near = self.node(rank) == self.node(peer)
         return 1e-9 / (self.gbps if is_near else self.gbps_between_nodes)
+
+
+# Replicas are asked for in each bucket that is tried.
+@functools.lru_cache(maxsize=4096)
+def _fewest_on_a_node(ranks: tuple[int, ...], ranks_per_node: int) -> int:
+    """Return how many of some ranks are on the node that has fewest of them."""
+    return min(Counter(rank // ranks_per_node for rank in ranks).values())
 
 
 def _rates() -> dict[str, type[int] | type[float]]:

@@ -24,8 +24,8 @@ memory, and that Newton-Schulz and traffic slow each other down.
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_muon.plan.schedule import Action, ActionKind, PlanOrder, actions_of
@@ -52,6 +52,14 @@ class BucketSeconds:
     edge_s: Mapping[int, float] = field(default_factory=dict)
     sum_s: Mapping[int, float] = field(default_factory=dict)
 
+    def of_rank(self, rank: int) -> tuple[float, ...]:
+        """Return what it takes on a rank."""
+        mappings = (
+            *(self.load_s, self.gather_s, self.scatter_s),
+            *(self.spread_s, self.edge_s, self.sum_s),
+        )
+        return tuple(mapping.get(rank, 0.0) for mapping in mappings)
+
 
 @dataclass(frozen=True)
 class PlanSeconds:
@@ -75,12 +83,29 @@ def step_seconds(
 ) -> dict[int, float]:
     """Estimate when each rank is done with a step.
 
+    Ranks that take the same seconds in the same plans do the same at the same time: one of them is
+    run. Of thousands of ranks most own nothing of a plan, or matrices of the same shapes.
+
     Args:
         plans: Plans of all domains, in the order in which ranks have them.
         local_load_s: Seconds of local matrices by rank, and of anything else that needs no other
             rank.
     """
-    return _Simulation(plans, local_load_s).run()
+    seconds_of: dict[int, list[Hashable]] = {rank: [load] for rank, load in local_load_s.items()}
+    for number, plan in enumerate(plans):
+        for rank in plan.ranks:
+            buckets = tuple(bucket.of_rank(rank) for bucket in plan.buckets)
+            seconds_of.setdefault(rank, []).append((number, buckets))
+    first: dict[tuple[Hashable, ...], int] = {}
+    alike = {rank: first.setdefault(tuple(seconds), rank) for rank, seconds in seconds_of.items()}
+    ended_s = _Simulation(
+        [
+            replace(plan, ranks=[rank for rank in plan.ranks if alike[rank] == rank])
+            for plan in plans
+        ],
+        {rank: load for rank, load in local_load_s.items() if alike[rank] == rank},
+    ).run()
+    return {rank: ended_s[alike[rank]] for rank in sorted(alike)}
 
 
 @dataclass

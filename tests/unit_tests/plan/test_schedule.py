@@ -14,7 +14,7 @@ from helpers.planned import planned_in
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.plan import ExchangePlan, rank_schedule, schedule
+from megatron_muon.plan import ExchangePlan, rank_schedule, schedule, step_estimate
 from megatron_muon.plan.assignment import Assignment, assign
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import staging_problem
@@ -485,6 +485,35 @@ def test_ranks_with_other_plans_never_wait_for_each_other_for_ever(orders, num_l
         for ranks, order in domains
     ]
     assert set(step_seconds(plans, {0: float(num_last)})) >= {0, 1, 2, 3}
+
+
+@given(
+    st.lists(_ORDERS, min_size=2, max_size=2),
+    st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=4, max_size=4),
+)
+def test_ranks_that_take_the_same_end_when_each_is_run(orders, seconds):
+    """Of two plans, one of half of the ranks."""
+    load_s, gather_s, scatter_s = (
+        {rank: float(each[kind]) for rank, each in enumerate(seconds)} for kind in range(3)
+    )
+    bucket = BucketSeconds(load_s, gather_s, scatter_s, dict.fromkeys(range(4), 0.5))
+    plans = [
+        PlanSeconds(ranks, [bucket] * order.num_buckets, order)
+        for ranks, order in zip(([0, 1, 2, 3], [1, 3]), orders, strict=True)
+    ]
+    assert step_seconds(plans, load_s) == step_estimate._Simulation(plans, load_s).run()
+
+
+def test_ranks_that_take_the_same_are_run_once():
+    """Of 1,000 ranks that own nothing and two that own as much, two are run."""
+    bucket = BucketSeconds({0: 1.0, 7: 1.0}, {0: 2.0, 7: 2.0}, {0: 2.0, 7: 2.0})
+    with mock.patch.object(
+        step_estimate, "_Simulation", wraps=step_estimate._Simulation
+    ) as simulation:
+        found = step_seconds([_seconds(range(1002), [bucket])], dict.fromkeys(range(1002), 0.5))
+    (plan,), local_load_s = simulation.call_args.args
+    assert plan.ranks == [0, 1] and local_load_s == {0: 0.5, 1: 0.5}
+    assert found == dict.fromkeys(range(1002), 5.0)
 
 
 def test_more_is_under_way_where_memory_allows_and_the_step_gains():
