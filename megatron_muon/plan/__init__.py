@@ -64,6 +64,8 @@ Files, each importing only those above it::
     staging            memory of a step: what is alive when, and where it lies
     step_estimate      how long a step takes
     travelling_matrix  what one matrix takes
+    dealing            deals matrices out to buckets
+    bucket_memory      memory that buckets would take
     buckets            which matrices travel together
     exchange_plan      the plan of a domain, checked
     rank_plan          one rank's stacks and messages of one plan

@@ -20,7 +20,7 @@ def planned_in(
     There are no more buckets than a rank has matrices. With ``num_portions`` plans that may portion
     buckets do, in so many portions. None leaves the choice to the planner.
     """
-    from megatron_muon.plan import buckets
+    from megatron_muon.plan import buckets, dealing
     from megatron_muon.plan.schedule import Depth
 
     changes = {
@@ -33,5 +33,6 @@ def planned_in(
     with ExitStack() as stack:
         for name, value in changes.items():
             if value is not None:
-                stack.enter_context(mock.patch.object(buckets, name, value))
+                module = dealing if hasattr(dealing, name) else buckets
+                stack.enter_context(mock.patch.object(module, name, value))
         yield

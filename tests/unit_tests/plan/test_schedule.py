@@ -492,14 +492,20 @@ def test_ranks_with_other_plans_never_wait_for_each_other_for_ever(orders, num_l
     st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=4, max_size=4),
 )
 def test_ranks_that_take_the_same_end_when_each_is_run(orders, seconds):
-    """Of two plans, one of half of the ranks."""
+    """Of two plans, one of half of the ranks.
+
+    That one uses no links: of collectives that start at the same time the model serves any first.
+    """
     load_s, gather_s, scatter_s = (
         {rank: float(each[kind]) for rank, each in enumerate(seconds)} for kind in range(3)
     )
-    bucket = BucketSeconds(load_s, gather_s, scatter_s, dict.fromkeys(range(4), 0.5))
+    buckets = [
+        BucketSeconds(load_s, gather_s, scatter_s, dict.fromkeys(range(4), 0.5)),
+        BucketSeconds(load_s, {}, {}),
+    ]
     plans = [
         PlanSeconds(ranks, [bucket] * order.num_buckets, order)
-        for ranks, order in zip(([0, 1, 2, 3], [1, 3]), orders, strict=True)
+        for ranks, bucket, order in zip(([0, 1, 2, 3], [1, 3]), buckets, orders, strict=True)
     ]
     assert step_seconds(plans, load_s) == step_estimate._Simulation(plans, load_s).run()
 

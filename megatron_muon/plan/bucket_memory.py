@@ -1,0 +1,209 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that buckets would take, before there is a plan: that of the fullest ranks alone."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_muon.plan.dealing import BucketDraft
+from megatron_muon.plan.schedule import PlanOrder
+from megatron_muon.plan.stacking import Stacking
+from megatron_muon.plan.staging import (
+    BucketSizes,
+    PlanStaging,
+    ScatterSizes,
+    StagingLayout,
+    aligned_size,
+    most_alive,
+)
+from megatron_muon.plan.travelling_matrix import TravellingMatrix
+from megatron_muon.plan.wire import Wire
+
+# Ranks whose memory is looked at: those with most to stage over all buckets.
+_NUM_FULLEST = 16
+# What gaps between buffers add to what is alive at once. The most on a rank of the plans of
+# docs/performance.md is 1.11, of both kinds of DeepSeek-V3 on 64 ranks.
+_GAPS = 1.15
+
+
+class _Bucket(NamedTuple):
+    """What one rank stages of a bucket, in elements.
+
+    Args:
+        sizes: Buffers of its gathers, and stacks.
+        scattered: Buffers of all its scatters together.
+        excess: What the largest portion of results may have beyond an equal share.
+    """
+
+    sizes: BucketSizes
+    scattered: ScatterSizes
+    excess: ScatterSizes
+
+
+class _Rank(NamedTuple):
+    """What one rank stages.
+
+    Args:
+        buckets: Of each bucket.
+        local_bytes: Bytes of its largest local stack.
+    """
+
+    buckets: tuple[_Bucket, ...]
+    local_bytes: int
+
+    def staging(self, order: PlanOrder, wire: Wire) -> PlanStaging:
+        """Return what it stages in an order."""
+        scatters = [
+            ScatterSizes(
+                *(
+                    min(size, -(-size // order.num_scatters) + excess)
+                    for size, excess in zip(bucket.scattered, bucket.excess, strict=True)
+                )
+            )
+            for bucket in self.buckets
+            for _ in range(order.num_scatters)
+        ]
+        return PlanStaging(
+            order,
+            [bucket.sizes.in_bytes(wire) for bucket in self.buckets],
+            [each.in_bytes(wire) for each in scatters],
+            self.local_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class BucketMemory:
+    """Memory of some buckets.
+
+    Args:
+        ranks: What the fullest ranks stage, many of which stage the same.
+        local_bytes: Bytes of the largest local stack of any rank.
+        wire: What travels.
+    """
+
+    ranks: Set[_Rank]
+    local_bytes: int
+    wire: Wire
+
+    def needed_bytes(self, order: PlanOrder, staging_bytes: int = 0) -> int:
+        """Return the bytes that the fullest rank stages, and some room.
+
+        Args:
+            order: What decides the order of a step.
+            staging_bytes: Where it is not clear whether they fit into it, the bytes are exact.
+        """
+        alive = self.most_alive(order)
+        if alive <= staging_bytes < alive * _GAPS:
+            return self.placed_bytes(order)
+        return math.ceil(alive * _GAPS)
+
+    def most_alive(self, order: PlanOrder, staging_bytes: float = math.inf) -> int:
+        """Return the most bytes alive at once on a rank, or what exceeds a number."""
+        # A rank may have nothing but local matrices.
+        most = self.local_bytes
+        for rank in self.ranks:
+            if most > staging_bytes:
+                break
+            most = max(most, most_alive([rank.staging(order, self.wire)]))
+        return most
+
+    def placed_bytes(self, order: PlanOrder) -> int:
+        """Return the bytes that the fullest rank stages, gaps included."""
+        layouts = (StagingLayout.build([rank.staging(order, self.wire)]) for rank in self.ranks)
+        return max([layout.num_bytes for layout in layouts] + [self.local_bytes])
+
+
+@dataclass(frozen=True)
+class FullestRanks:
+    """The ranks that stage most.
+
+    Args:
+        travelling: Matrices of which rows travel.
+        local: Indices of the local matrices.
+        stacking: Sizes of stacks; with the wire.
+    """
+
+    travelling: Sequence[TravellingMatrix]
+    local: Sequence[int]
+    stacking: Stacking
+
+    def memory_of(self, drafts: Sequence[BucketDraft], *, is_portioned: bool) -> BucketMemory:
+        """Return what buckets take."""
+        indices = [[matrix.index for matrix in draft.matrices] for draft in drafts]
+        stacks = [self.stacking.elements(each) for each in indices]
+        in_place = [
+            self.stacking.arriving_in_place(each, is_portioned=is_portioned) for each in indices
+        ]
+        ranks = {
+            _Rank(
+                tuple(
+                    _staged(draft, of_bucket, owners, rank, is_portioned=is_portioned)
+                    for draft, of_bucket, owners in zip(drafts, stacks, in_place, strict=True)
+                ),
+                self._local_bytes_by_rank.get(rank, 0),
+            )
+            for rank in self._ranks
+        }
+        return BucketMemory(ranks, self.local_bytes, self.stacking.wire)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of the largest local stack of any rank."""
+        return max(self._local_bytes_by_rank.values(), default=0)
+
+    @cached_property
+    def _local_bytes_by_rank(self) -> dict[int, int]:
+        width = self.stacking.wire.gather_bytes
+        return {
+            rank: aligned_size(width * max(sizes))
+            for rank, sizes in self.stacking.elements(self.local).items()
+        }
+
+    @cached_property
+    def _ranks(self) -> list[int]:
+        """Return those with most over all buckets, as owners and as holders."""
+        total: Counter[int] = Counter()
+        for matrix in self.travelling:
+            total.update(matrix.layout.elements_by_rank)
+            total.update(dict.fromkeys(matrix.owners, matrix.part_elements))
+        for rank, num_bytes in self._local_bytes_by_rank.items():
+            total[rank] += num_bytes // self.stacking.wire.gather_bytes
+        return sorted(total, key=lambda rank: (-total[rank], rank))[:_NUM_FULLEST]
+
+
+def _staged(
+    draft: BucketDraft,
+    stacks: Mapping[int, Sequence[int]],
+    in_place: Set[int],
+    rank: int,
+    *,
+    is_portioned: bool,
+) -> _Bucket:
+    """Return what a rank stages of a bucket.
+
+    Args:
+        draft: The bucket.
+        stacks: Elements of the stacks of each owner.
+        in_place: Owners whose rows arrive in the stack.
+        rank: The rank.
+        is_portioned: Whether the bucket is portioned.
+    """
+    sent, received, *scattered = _total(matrix.sizes(rank) for matrix in draft.matrices)
+    sizes = BucketSizes(sent, received, sum(stacks.get(rank, ())))
+    # Where no rows come from others, they are read to the stack.
+    is_in_place = received > 0 and rank in in_place
+    excess: tuple[int, ...] = (0, 0)
+    if is_portioned:
+        excess = _total(matrix.portion_excess(rank) for matrix in draft.matrices)
+    return _Bucket(
+        sizes.in_place if is_in_place else sizes, ScatterSizes(*scattered), ScatterSizes(*excess)
+    )
+
+
+def _total(sizes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Add up sizes, each with those of its kind."""
+    return tuple(map(sum, zip(*sizes, strict=True)))
