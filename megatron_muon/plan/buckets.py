@@ -25,7 +25,7 @@ _NUM_SCATTERS = (1, 2, 4, 8, 16, 32, 64)
 # shapes, leaves an eightieth of it to take when the last rows have arrived.
 _NUM_PORTIONS = (2, 4, 8)
 # Portions take more launches and collectives, which the estimate counts in part. They have to
-# shorten the step to this share. On gloo ranks 6 % were measured where 8 % were predicted, and
+# shorten the step to this share. On gloo ranks 5 % were measured where 8 % were predicted, and
 # nothing where 4 % were (docs/performance.md).
 _WORTH_PORTIONS = 0.96
 # Twice as many scatters are tried while they shorten the step by so much.
