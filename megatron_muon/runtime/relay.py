@@ -37,13 +37,15 @@ class Relay(ABC):
     def after(self, work: dist.Work | None, start: Start) -> Waitable | None:
         """Start a collective when another one has ended.
 
+        Communication: what ``start`` launches.
+
         Args:
             work: What it waits for; None for nothing.
             start: Launches it, and returns what to wait for; None where it has nothing to do.
 
         Returns:
-            What to wait for before its memory is used; None for nothing. What ``start`` raises is
-            raised there at the latest.
+            What to wait for before the memory of either is used; None for nothing. What ``start``
+            raises is raised there at the latest.
         """
 
 
@@ -67,7 +69,10 @@ class StreamRelay(Relay):
         with torch.cuda.stream(self._stream):
             if work is not None:
                 work.wait()
-            return start()
+            started = start()
+        # What starts behind the first one ends after it. Where nothing does, the step itself has to
+        # wait: the rank may still send.
+        return work if started is None else started
 
 
 class ThreadRelay(Relay):
@@ -84,8 +89,9 @@ class ThreadRelay(Relay):
         def relay() -> None:
             """Wait for the one before, so that all ranks launch in one order."""
             try:
-                if before is not None:
-                    before.exception()
+                # Where it failed, nothing may follow: other ranks would take it for the failed one.
+                if before is not None and (error := before.exception()) is not None:
+                    raise error
                 if work is not None:
                     work.wait()
                 started.set_result(start())

@@ -23,8 +23,9 @@ the synchronous one, and would wait forever. The comparison at ``wait()`` still 
 written in between.
 
 What starts behind another collective (``megatron_muon/runtime/relay.py``) does so at the worst time
-too: with ``at_launch`` at once, with ``at_wait`` when it is waited for. A GPU may do either. So no
-thread launches anything, and the order is the same on all ranks.
+too: with ``at_launch`` at once, with ``at_wait`` when it is waited for. A GPU may do either. The
+relay is that of a GPU: its second stream waits, which is no wait of the step. So no thread launches
+anything, and the order is the same on all ranks.
 """
 
 import inspect
@@ -36,7 +37,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_muon.runtime.relay import ThreadRelay
+from megatron_muon.runtime.relay import StreamRelay, ThreadRelay
 
 type When = Literal["at_wait", "at_launch"]
 
@@ -93,23 +94,34 @@ class Timing:
 
     def wait(self, work: "_Late") -> None:
         """End a collective; those that were launched before it run first."""
-        number = int(work.label.split()[-1])
-        if work not in self._under_way or number == self._forgotten:
+        if work not in self._under_way or work.number == self._forgotten:
+            return
+        self.breaches += work.breaches_of_sending()
+        self.wait_beside(work)
+        self._under_way.remove(work)
+
+    def wait_beside(self, work: "_Late") -> None:
+        """Let another stream wait: it may use what arrived. The step may not touch what is sent."""
+        if work.is_delivered or work.number == self._forgotten:
             return
         self.run_until(work)
-        self.breaches += work.breaches()
-        self._under_way.remove(work)
+        self.breaches += work.breaches_of_receiving()
         work.deliver()
         for other in self._under_way:
-            other.poison()
+            if not other.is_delivered:
+                other.poison()
 
-    def after(self, work: Any, start: Callable[[], Any]) -> Any:
+    def after(self, work: "_Late | None", start: Callable[[], Any]) -> Any:
         """Start a collective behind another one, now or when it is waited for."""
 
         def relay() -> Any:
-            if work is not None:
-                work.wait()
-            return start()
+            beside = None if work is None else _Beside(self, work)
+            with mock.patch.multiple(
+                torch.cuda, Stream=mock.Mock(), stream=mock.MagicMock(), current_stream=mock.Mock()
+            ):
+                found = StreamRelay(torch.device("cuda", 0)).after(beside, start)
+            # Who waits for the second one has waited for the first one.
+            return found if found is None or found is beside else _Both(found, beside)
 
         return relay() if self.when == "at_launch" else _Lazy(relay)
 
@@ -139,6 +151,8 @@ class _Late:
         arguments: dict[str, Any],
     ) -> None:
         self.label = label
+        self.number = int(label.split()[-1])
+        self.is_delivered = False
         self._timing = timing
         self._original = original
         self._arguments = {**arguments, "async_op": False}
@@ -180,22 +194,52 @@ class _Late:
         for tensor in self._received:
             tensor.fill_(_poison(tensor.dtype))
 
-    def breaches(self) -> list[str]:
-        """List what was done to the buffers since the launch."""
-        found = []
+    def breaches_of_sending(self) -> list[str]:
+        """List what was done to the send buffers since the launch."""
         is_apart = not self._is_in_place and not self._shares_memory
         if is_apart and not all(map(_same_bits, self._sent, self._before)):
-            found.append(f"{self.label}: its send buffer was written before wait()")
+            return [f"{self.label}: its send buffer was written before wait()"]
+        return []
+
+    def breaches_of_receiving(self) -> list[str]:
+        """List what was done to the receive buffers since the launch."""
         poisoned = [torch.full_like(each, _poison(each.dtype)) for each in self._received]
         if not all(map(_same_bits, self._received, poisoned)):
-            found.append(f"{self.label}: its receive buffer was written before wait()")
-        return found
+            return [f"{self.label}: its receive buffer was written before wait()"]
+        return []
 
     def deliver(self) -> None:
         """Write what arrived to where it was asked for."""
         assert self._arrived is not None
+        self.is_delivered = True
         for target, arrived in zip(self._received, self._arrived, strict=True):
             target.copy_(arrived)
+
+
+class _Beside:
+    """A collective that a second stream waits for first, and the step maybe later."""
+
+    def __init__(self, timing: Timing, work: _Late) -> None:
+        self._timing = timing
+        self._work = work
+        self._wait = timing.wait_beside
+
+    def wait(self) -> None:
+        """Wait in the second stream, and from then on in the step."""
+        wait, self._wait = self._wait, self._timing.wait
+        wait(self._work)
+
+
+class _Both:
+    def __init__(self, second: Any, first: _Beside | None) -> None:
+        self._second = second
+        self._first = first
+
+    def wait(self) -> None:
+        """Wait in the step for what started behind another collective, and so for both."""
+        self._second.wait()
+        if self._first is not None:
+            self._first.wait()
 
 
 class _Lazy:

@@ -125,6 +125,32 @@ def test_results_do_not_depend_on_when_messages_are_read_and_arrive():
             assert (num_owners > 1) == (kind == "split"), (kind, num_owners)
 
 
+def _scatters_without_results_for_a_shard() -> list[Any]:
+    """Step where shard 1 holds no row of most matrices; its ranks own some all the same."""
+    init_group()
+    cases = [*[(24, [40 + i, 0]) for i in range(12)], (12, [7, 25])]
+    grid = {"num_shards": 2, "num_replicas": 2}
+    with planned_in(num_buckets=4, depth=(1, 1), num_scatters=2):
+        optimizers = build_optimizers(**grid, cases=cases, exchange={"wire": "bf16"})
+    (built,) = optimizers.sharded.compute._engine._plans
+    sends = [each.numel() > 0 for each in built._scatters._sends]
+    gets = [each.numel() > 0 for each in built._spread._all]
+    return [_compare(optimizers), sends, gets]
+
+
+def test_replica_that_passes_nothing_on_waits_for_what_it_sends():
+    """Otherwise the next results overwrite what is on its way to another shard."""
+    results = run_ranks(4, _scatters_without_results_for_a_shard).check().results
+    for found, _, _ in results:
+        assert found["at_wait"] == found["at_launch"] == [True, []]
+    # There are such scatters.
+    assert any(
+        is_sent and not is_got
+        for _, sends, gets in results
+        for is_sent, is_got in zip(sends, gets, strict=True)
+    )
+
+
 # Three buckets and more, in which each rank sends to the other one.
 BUCKETS = {
     "num_shards": 2,

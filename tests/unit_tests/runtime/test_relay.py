@@ -60,17 +60,18 @@ def test_thread_starts_each_behind_what_it_waits_for_in_their_order():
     ]
 
 
-def test_error_of_a_thread_is_raised_in_the_step_and_does_not_stop_what_follows():
-    """A rank that learns of it only in its own wait would otherwise wait for ever."""
+def test_error_of_a_thread_is_raised_in_the_step_and_stops_what_follows():
+    """Other ranks would take the next collective for the one that was never launched."""
 
     def fails() -> None:
         raise RuntimeError("connection closed by peer")
 
+    log: list[str] = []
     relay = ThreadRelay()
-    failed, fine = relay.after(None, fails), relay.after(None, _start([], ""))
-    fine.wait()
-    with pytest.raises(RuntimeError, match="connection closed by peer"):
-        failed.wait()
+    for relayed in (relay.after(None, fails), relay.after(None, _start(log, "what follows"))):
+        with pytest.raises(RuntimeError, match="connection closed by peer"):
+            relayed.wait()
+    assert log == []
 
 
 def test_second_stream_waits_for_the_step_and_for_the_work_before_it_starts():
@@ -107,6 +108,11 @@ def test_second_stream_waits_for_the_step_and_for_the_work_before_it_starts():
         assert isinstance(relay, StreamRelay)
         assert relay.after(Work(), start) == "work"
         assert relay.after(None, start) == "work"
+        # The rank's own shard gets nothing, but it may send as an owner.
+        scatter = Work()
+        assert relay.after(scatter, lambda: None) is scatter
+        assert relay.after(None, lambda: None) is None
     waits = "second stream waits for the stream of the step"
     launches = "the second stream launches"
-    assert log == [waits, "the second stream waits for the scatter", launches, waits, launches]
+    behind_scatter = [waits, "the second stream waits for the scatter"]
+    assert log == [*behind_scatter, launches, waits, launches, *behind_scatter, waits]

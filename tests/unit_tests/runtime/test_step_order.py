@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which a rank launches, waits and computes."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,10 +46,17 @@ def _order_of_a_step(depth: tuple[int, int], num_scatters: int) -> list[Any]:
 
         part.start = start
     original = built._orthogonalize
+    deadline = time.monotonic() + 60
 
     def orthogonalize(work):
         numbers = [number for number, bucket in enumerate(built._buckets) if bucket is work]
         log.append(f"orthogonalize {numbers[0] if numbers else 'local'}")
+        if num_scatters and numbers and numbers[0] > 0:
+            # The step goes on when all earlier results are being passed on: beside it, therefore.
+            last = f"start spread {numbers[0] * num_scatters - 1}"
+            while last not in log and time.monotonic() < deadline:
+                time.sleep(0.001)
+            log.append(f"passed on before {numbers[0]}: {last in log}")
         return original(work)
 
     built._orthogonalize = orthogonalize
@@ -85,6 +93,7 @@ def test_replicas_pass_results_on_beside_the_step(depth, num_scatters):
         expected = []
         for bucket in range(count):
             expected.append(f"orthogonalize {bucket}")
+            expected += [f"passed on before {bucket}: True"] * (bucket > 0)
             for scatter in range(bucket * num_scatters, (bucket + 1) * num_scatters):
                 expected += [f"wait spread {scatter - behind}"] * (scatter >= behind)
                 expected.append(f"start scatter {scatter}")
