@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that buckets would take, before there is a plan: that of the fullest ranks alone."""
+"""Memory that buckets would take, before there is a plan."""
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from megatron_muon.plan.dealing import BucketDraft
 from megatron_muon.plan.schedule import PlanOrder
-from megatron_muon.plan.stacking import Stacking
+from megatron_muon.plan.stacking import MAX_PADDING, Stacking
 from megatron_muon.plan.staging import (
     BucketSizes,
     PlanStaging,
@@ -23,8 +22,8 @@ from megatron_muon.plan.staging import (
 from megatron_muon.plan.travelling_matrix import TravellingMatrix
 from megatron_muon.plan.wire import Wire
 
-# Ranks whose memory is looked at: those with most to stage over all buckets.
-_NUM_FULLEST = 16
+# Ranks whose memory is looked at first: those with most to stage over all buckets.
+_NUM_FIRST = 16
 # What gaps between buffers add to what is alive at once. The most on a rank of the plans of
 # docs/performance.md is 1.11, of both kinds of DeepSeek-V3 on 64 ranks.
 _GAPS = 1.15
@@ -80,7 +79,7 @@ class BucketMemory:
     """Memory of some buckets.
 
     Args:
-        ranks: What the fullest ranks stage, many of which stage the same.
+        ranks: What ranks stage, many of which stage the same.
         local_bytes: Bytes of the largest local stack of any rank.
         wire: What travels.
     """
@@ -117,9 +116,12 @@ class BucketMemory:
         return max([layout.num_bytes for layout in layouts] + [self.local_bytes])
 
 
-@dataclass(frozen=True)
 class FullestRanks:
-    """The ranks that stage most.
+    """The ranks that stage most: of thousands of ranks a few are looked at in each choice.
+
+    Which rank is the fullest depends on which buckets are under way together. So the memory of all
+    ranks is compared once buckets are chosen (:meth:`look_at_fuller`). Ranks that take more are
+    looked at as well, and buckets are chosen again.
 
     Args:
         travelling: Matrices of which rows travel.
@@ -127,52 +129,79 @@ class FullestRanks:
         stacking: Sizes of stacks; with the wire.
     """
 
-    travelling: Sequence[TravellingMatrix]
-    local: Sequence[int]
-    stacking: Stacking
-
-    def memory_of(self, drafts: Sequence[BucketDraft], *, is_portioned: bool) -> BucketMemory:
-        """Return what buckets take."""
-        indices = [[matrix.index for matrix in draft.matrices] for draft in drafts]
-        stacks = [self.stacking.elements(each) for each in indices]
-        in_place = [
-            self.stacking.arriving_in_place(each, is_portioned=is_portioned) for each in indices
-        ]
-        ranks = {
-            _Rank(
-                tuple(
-                    _staged(draft, of_bucket, owners, rank, is_portioned=is_portioned)
-                    for draft, of_bucket, owners in zip(drafts, stacks, in_place, strict=True)
-                ),
-                self._local_bytes_by_rank.get(rank, 0),
-            )
-            for rank in self._ranks
+    def __init__(
+        self, travelling: Sequence[TravellingMatrix], local: Sequence[int], stacking: Stacking
+    ) -> None:
+        self._stacking = stacking
+        width = stacking.wire.gather_bytes
+        self._local_bytes_by_rank = {
+            rank: aligned_size(width * max(sizes))
+            for rank, sizes in stacking.elements(local).items()
         }
-        return BucketMemory(ranks, self.local_bytes, self.stacking.wire)
+        total: Counter[int] = Counter()
+        for matrix in travelling:
+            total.update(matrix.layout.elements_by_rank)
+            total.update(dict.fromkeys(matrix.owners, matrix.part_elements))
+        for rank, num_bytes in self._local_bytes_by_rank.items():
+            total[rank] += num_bytes // width
+        self._total = total  # elements that a rank holds or owns
+        ranks = sorted(total, key=lambda rank: (-total[rank], rank))
+        self._ranks, self._others = ranks[:_NUM_FIRST], ranks[_NUM_FIRST:]
 
     @property
     def local_bytes(self) -> int:
         """Bytes of the largest local stack of any rank."""
         return max(self._local_bytes_by_rank.values(), default=0)
 
-    @cached_property
-    def _local_bytes_by_rank(self) -> dict[int, int]:
-        width = self.stacking.wire.gather_bytes
-        return {
-            rank: aligned_size(width * max(sizes))
-            for rank, sizes in self.stacking.elements(self.local).items()
-        }
+    def memory_of(self, drafts: Sequence[BucketDraft], *, is_portioned: bool) -> BucketMemory:
+        """Return what buckets take on the ranks that are looked at."""
+        ranks = self._staged(drafts, self._ranks, is_portioned=is_portioned)
+        return BucketMemory(set(ranks.values()), self.local_bytes, self._stacking.wire)
 
-    @cached_property
-    def _ranks(self) -> list[int]:
-        """Return those with most over all buckets, as owners and as holders."""
-        total: Counter[int] = Counter()
-        for matrix in self.travelling:
-            total.update(matrix.layout.elements_by_rank)
-            total.update(dict.fromkeys(matrix.owners, matrix.part_elements))
-        for rank, num_bytes in self._local_bytes_by_rank.items():
-            total[rank] += num_bytes // self.stacking.wire.gather_bytes
-        return sorted(total, key=lambda rank: (-total[rank], rank))[:_NUM_FULLEST]
+    def look_at_fuller(
+        self, num_bytes: int, drafts: Sequence[BucketDraft], order: PlanOrder
+    ) -> bool:
+        """Look at all ranks on which buckets take more than some bytes; return whether any do."""
+        if not order.is_portioned and self._most_of_others(order) <= num_bytes:
+            return False
+        others = self._staged(drafts, self._others, is_portioned=order.is_portioned)
+        needed = {
+            rank: BucketMemory({rank}, 0, self._stacking.wire).needed_bytes(order, num_bytes)
+            for rank in set(others.values())
+        }
+        fuller = [number for number, rank in others.items() if needed[rank] > num_bytes]
+        self._ranks = self._ranks + fuller
+        self._others = [rank for rank in self._others if rank not in fuller]
+        return bool(fuller)
+
+    def _most_of_others(self, order: PlanOrder) -> float:
+        """Return what a rank that is not looked at could take if no buffers shared memory."""
+        most = max((self._total[rank] for rank in self._others), default=0)
+        wire = self._stacking.wire
+        # Rows travel there and back, and are copied to stacks, which are padded.
+        num_bytes = most * (wire.gather_bytes * (1 + MAX_PADDING) + wire.scatter_bytes)
+        num_buffers = order.num_buckets * (len(BucketSizes._fields) + 2 * order.num_scatters)
+        return num_bytes + num_buffers * aligned_size(1)
+
+    def _staged(
+        self, drafts: Sequence[BucketDraft], ranks: Sequence[int], *, is_portioned: bool
+    ) -> dict[int, _Rank]:
+        """Return what some ranks stage."""
+        indices = [[matrix.index for matrix in draft.matrices] for draft in drafts]
+        stacks = [self._stacking.elements(each) for each in indices]
+        in_place = [
+            self._stacking.arriving_in_place(each, is_portioned=is_portioned) for each in indices
+        ]
+        return {
+            rank: _Rank(
+                tuple(
+                    _staged(draft, of_bucket, owners, rank, is_portioned=is_portioned)
+                    for draft, of_bucket, owners in zip(drafts, stacks, in_place, strict=True)
+                ),
+                self._local_bytes_by_rank.get(rank, 0),
+            )
+            for rank in ranks
+        }
 
 
 def _staged(

@@ -62,18 +62,25 @@ class Buckets:
     """The buckets of a plan.
 
     Args:
-        matrices: Indices of the matrices of each bucket, ascending.
+        drafts: The matrices of each.
         seconds: What each takes.
         order: What of them decides the order of a step.
         step_s: Estimated seconds of a step.
         staging_bytes: Memory that they take on the fullest rank, and some room.
     """
 
-    matrices: list[list[int]]
+    drafts: Sequence[BucketDraft]
     seconds: tuple[BucketSeconds, ...]
     order: PlanOrder
     step_s: float
     staging_bytes: int
+
+    @property
+    def matrices(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the matrices of each bucket, ascending."""
+        return tuple(
+            tuple(sorted(matrix.index for matrix in draft.matrices)) for draft in self.drafts
+        )
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -118,11 +125,19 @@ class BucketChooser:
         if not self.travelling:
             nothing = PlanOrder(0, 1, Depth(1, 1), False)
             return Buckets([], (), nothing, self.bound_s, self._fullest.local_bytes)
+        while True:
+            found = self._choose(staging_bytes, is_limit=is_limit)
+            num_bytes = max(staging_bytes, found.staging_bytes)
+            if not self._fullest.look_at_fuller(num_bytes, found.drafts, found.order):
+                return found
+
+    def _choose(self, staging_bytes: int, *, is_limit: bool) -> Buckets:
+        """Choose by what is needed on the ranks that are looked at."""
         found, too_large = self._find(staging_bytes, is_portioned=False)
         if found is None and not is_limit:
             # Portions have no say: they take more memory, and are for a shorter step.
             needed = min(needed for needed, _, _ in too_large)
-            return self.choose(math.ceil(_ROOM * needed), is_limit=True)
+            return self._choose(math.ceil(_ROOM * needed), is_limit=True)
         # Where the bound is near there is nothing to gain.
         if found is None or self.bound_s <= _WORTH_PORTIONS * found.step_s:
             found, too_large_portions = self._with_portions(found, staging_bytes)
@@ -291,5 +306,4 @@ class BucketChooser:
         latency_s = self.stacking.cost.latency_seconds(self.ranks)
         plan = PlanSeconds(self.ranks, seconds, order, latency_s)
         step_s = max(step_seconds([plan], self.local_load_s).values())
-        indices = [sorted(matrix.index for matrix in draft.matrices) for draft in dealt.drafts]
-        return Buckets(indices, seconds, order, step_s, staging_bytes)
+        return Buckets(dealt.drafts, seconds, order, step_s, staging_bytes)

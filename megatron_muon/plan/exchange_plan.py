@@ -109,7 +109,7 @@ class ExchangePlan:
             cost=cost,
             wire=wire,
             local=tuple(local),
-            buckets=tuple(map(tuple, buckets.matrices)),
+            buckets=buckets.matrices,
             seconds=buckets.seconds,
             order=buckets.order,
             staging_bytes=buckets.staging_bytes,

@@ -13,7 +13,7 @@ from megatron_muon.plan.routes import parts_of
 from megatron_muon.plan.wire import Wire
 
 # A stack that is padded by more costs more than the call that it saves.
-_MAX_PADDING = 1.25
+MAX_PADDING = 1.25
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def stack_rooms(num_matrices: int, largest: int) -> list[int]:
     rooms = []
     left, room = num_matrices, largest
     while left > 0:
-        if room <= left or room <= left * _MAX_PADDING:
+        if room <= left or room <= left * MAX_PADDING:
             rooms.append(room)
             left -= room
         else:

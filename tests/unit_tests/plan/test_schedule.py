@@ -3,6 +3,7 @@
 """The order of a step, what of it is the same on all ranks, and how long it takes."""
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -16,9 +17,12 @@ from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan, rank_schedule, schedule, step_estimate
 from megatron_muon.plan.assignment import Assignment, assign
+from megatron_muon.plan.bucket_memory import FullestRanks
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import staging_problem
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
+from megatron_muon.plan.preview.model_shape import PRESETS
+from megatron_muon.plan.preview.simulation import Machine, Parallelism, simulate
 from megatron_muon.plan.rank_schedule import RankSchedule
 from megatron_muon.plan.routes import transfers_of
 from megatron_muon.plan.schedule import (
@@ -29,6 +33,7 @@ from megatron_muon.plan.schedule import (
     actions_of,
     rounds_of,
 )
+from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds, step_seconds
 from megatron_muon.plan.travelling_matrix import TravellingMatrix
 from megatron_muon.plan.wire import Wire
@@ -407,6 +412,28 @@ def test_plans_stay_within_the_memory_that_they_name(matrices, staging_bytes, in
 def _all_within(plan: ExchangePlan) -> bool:
     layouts = (RankSchedule.build([plan], rank).staging for rank in plan.plan_seconds.ranks)
     return all(layout.num_bytes <= plan.staging_bytes for layout in layouts)
+
+
+def test_limit_holds_on_ranks_that_are_not_looked_at_first():
+    """Which rank is the fullest depends on which buckets are under way together."""
+
+    def planned(staging_bytes: int) -> ExchangePlan:
+        grid = Parallelism(dp=8, tp=4, hsdp=2, joins_tensor_ranks=True)
+        settings = ExchangeSettings(staging_bytes=staging_bytes)
+        (plan,) = simulate(PRESETS["llama3-8b"], grid, Machine(), settings).plans
+        return plan
+
+    limit = 700_000_000
+    with mock.patch.object(FullestRanks, "look_at_fuller", return_value=False):
+        assert not _all_within(planned(limit))
+    plan = planned(limit)
+    assert plan.staging_bytes <= limit and _all_within(plan)
+    # What a refusal names works.
+    with pytest.raises(ValueError, match=r"Set exchange.staging_bytes to \d+ or more") as refusal:
+        planned(1)
+    least = int(re.search(r"staging_bytes to (\d+)", str(refusal.value))[1])
+    plan = planned(least)
+    assert plan.staging_bytes <= least and _all_within(plan)
 
 
 def test_local_stacks_count_on_any_rank_and_with_their_padding():

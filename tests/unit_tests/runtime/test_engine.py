@@ -330,7 +330,7 @@ def _padded_stacks() -> list[Any]:
     from megatron_muon.runtime.arena import Arena
 
     # Padded even where that takes more than a quarter.
-    stacking._MAX_PADDING = 4.0
+    stacking.MAX_PADDING = 4.0
     allocate = Arena.allocate
 
     def allocate_nan(arena):
