@@ -14,7 +14,7 @@ bucket; one bucket under way; the rounds of one kind after those of the other; o
 before the last expert is done, of which there is no prediction), leave the experts out, change the
 links (a tenth of the rate) or the ranks (the last one takes twice as long, which the plan does not
 know). In the variants with replicas all ranks hold all dense matrices, as under ZeRO-0, and pass
-results on.
+results on. In those of HSDP, which need four ranks, two ranks share them and two hold the same.
 """
 
 import argparse

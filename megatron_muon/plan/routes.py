@@ -292,7 +292,7 @@ def nearest_holder(holders: tuple[int, ...], owner: int, cost: CostModel) -> int
     if len(holders) == 1 or owner in holders:
         return owner if owner in holders else holders[0]
     # By node first, since only that changes the link. Then the next lower one, and before the first
-    # the last one: of evenly spaced replicas each then serves as many owners. By distance, those at
+    # the last one: evenly spaced replicas then serve equally many owners. By distance, those at
     # either end would serve up to three times as many as others.
     node = cost.node(owner)
     near = [rank for rank in holders if cost.node(rank) == node] or holders

@@ -47,9 +47,9 @@ class Engine:
         bf16), and for each bucket, or for each portion of it, one ``all_to_all_single`` to the
         owners and one back, of the plan's routes without padding. With replicas there may be
         several back, each to one replica, and an ``all_gather_into_tensor`` between replicas
-        follows each. Owners of a split matrix also exchange n x n matrices in Newton-Schulz, n the
-        shorter side, as often as their backend says, and all-reduce its norm where rows travel in
-        fp32.
+        follows each that brings them anything. Owners of a split matrix also exchange n x n
+        matrices in Newton-Schulz, n the shorter side, as often as their backend says, and
+        all-reduce its norm where rows travel in fp32.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it the results of one bucket, and
         what Newton-Schulz needs for one stack; in a portioned bucket, for each of its stacks a

@@ -166,7 +166,7 @@ def test_a_range_of_a_route_is_up_to_three_rectangles(start):
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4, 8])
 @pytest.mark.parametrize(("num_shards", "num_replicas"), [(1, 8), (2, 2), (8, 2), (8, 4), (6, 3)])
-def test_evenly_spaced_replicas_serve_as_many_owners(num_shards, num_replicas, ranks_per_node):
+def test_evenly_spaced_replicas_serve_equally_many_owners(num_shards, num_replicas, ranks_per_node):
     """Each sends rows to, and gets results of, as many of them as there are shards."""
     cost = CostModel(ranks_per_node=ranks_per_node)
     num_ranks = num_shards * num_replicas
