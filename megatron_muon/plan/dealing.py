@@ -99,7 +99,7 @@ def _orders(drafts: list[BucketDraft], *, has_replicas: bool) -> Iterator[list[B
     """Yield buckets, which come with the longest matrices first, in orders of a step to try.
 
     Nothing hides the gather of the first bucket and the scatter of the last one: they are the two
-    with the shortest matrices. Predicted step of Llama-3-70B on 64 ranks: 445 ms so, 488 with the
+    with the shortest matrices. Predicted step of Llama-3-70B on 64 ranks: 433 ms so, 482 with the
     longest first. With replicas a scatter ends when results have been passed on, which takes
     longest, so that short matrices, of which few ranks own some, are better early: shortest first,
     or between the two that are longest (70B on 256 ranks, 4 instances: 163 and 174 ms; with tensor
