@@ -41,7 +41,7 @@ import torch.multiprocessing as mp
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.stack_run import StackRun
 from megatron_muon.newton_schulz.standard import Standard
-from megatron_muon.plan import buckets, schedule
+from megatron_muon.plan import buckets, dealing, schedule
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import RowLayout
 from megatron_muon.plan.schedule import Depth, Round
@@ -432,7 +432,7 @@ def _changes(variant: Variant) -> Iterator[tuple[Any, str, Any]]:
     if variant.depth is not None:
         yield buckets, "_DEPTHS", (variant.depth,)
     if variant.num_buckets is not None:
-        yield buckets, "_NUM_BUCKETS", (variant.num_buckets,)
+        yield dealing, "_NUM_BUCKETS", (variant.num_buckets,)
     if variant.num_scatters:
         yield buckets, "_NUM_SCATTERS", (variant.num_scatters,)
     if variant.is_portioned:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gpu_checks import reference
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.plan import buckets
+from megatron_muon.plan import buckets, dealing
 from megatron_muon.plan.layout import RowLayout, block_rows
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.owned_parameters import OwnedParameter, lay_out
@@ -174,9 +174,9 @@ class OwnerRun:
         settings = NewtonSchulzSettings(
             reference.STEPS, reference.COEFFICIENTS, problem.precision == "medium", scale
         )
-        tried = buckets._NUM_BUCKETS if problem.num_buckets is None else (problem.num_buckets,)
+        tried = dealing._NUM_BUCKETS if problem.num_buckets is None else (problem.num_buckets,)
         with (
-            mock.patch.object(buckets, "_NUM_BUCKETS", tried),
+            mock.patch.object(dealing, "_NUM_BUCKETS", tried),
             # What may be portioned is, whether it pays or not.
             mock.patch.object(buckets, "_WORTH_PORTIONS", math.inf),
         ):

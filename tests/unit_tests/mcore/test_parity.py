@@ -202,7 +202,7 @@ LITTLE_MEMORY = "--muon-fsdp-staging-bytes"
     [
         pytest.param(4, 3, FP32_WIRE, MEDIUM_TOLERANCE, id="fp32_wire"),
         pytest.param(
-            3, 1, (*FP32_WIRE, LITTLE_MEMORY, "25000"), MEDIUM_TOLERANCE, id="fp32_wire_buckets"
+            3, 1, (*FP32_WIRE, LITTLE_MEMORY, "27000"), MEDIUM_TOLERANCE, id="fp32_wire_buckets"
         ),
         pytest.param(4, 3, (*HSDP, LITTLE_MEMORY, "12000"), MEDIUM_TOLERANCE, id="bf16_wire_hsdp"),
         pytest.param(4, 0, (LITTLE_MEMORY, "8000"), MEDIUM_TOLERANCE, id="bf16_wire_replicas"),
