@@ -22,8 +22,9 @@ from megatron_muon.plan.staging import (
 from megatron_muon.plan.travelling_matrix import TravellingMatrix
 from megatron_muon.plan.wire import Wire
 
-# Ranks whose memory is looked at first: those with most to stage over all buckets.
-_NUM_FIRST = 16
+# Ranks whose memory is looked at first: those that hold and own most. And those that are added at
+# once: each adds to the time of every choice.
+_NUM_AT_ONCE = 16
 # What gaps between buffers add to what is alive at once. The most on a rank of the plans of
 # docs/performance.md is 1.11, of both kinds of DeepSeek-V3 on 64 ranks.
 _GAPS = 1.15
@@ -146,7 +147,7 @@ class FullestRanks:
             total[rank] += num_bytes // width
         self._total = total  # elements that a rank holds or owns
         ranks = sorted(total, key=lambda rank: (-total[rank], rank))
-        self._ranks, self._others = ranks[:_NUM_FIRST], ranks[_NUM_FIRST:]
+        self._ranks, self._others = ranks[:_NUM_AT_ONCE], ranks[_NUM_AT_ONCE:]
 
     @property
     def local_bytes(self) -> int:
@@ -160,26 +161,40 @@ class FullestRanks:
 
     def look_at_fuller(
         self, num_bytes: int, drafts: Sequence[BucketDraft], order: PlanOrder
-    ) -> bool:
-        """Look at all ranks on which buckets take more than some bytes; return whether any do."""
-        if not order.is_portioned and self._most_of_others(order) <= num_bytes:
-            return False
+    ) -> int:
+        """Look at the fullest ranks on which buckets take more than some bytes.
+
+        Args:
+            num_bytes: What they may take.
+            drafts: The buckets.
+            order: What decides the order of a step.
+
+        Returns:
+            The most that a rank takes which was not looked at; 0 where all surely take less.
+        """
+        if self._most_of_others(order) <= num_bytes:
+            return 0
         others = self._staged(drafts, self._others, is_portioned=order.is_portioned)
         needed = {
             rank: BucketMemory({rank}, 0, self._stacking.wire).needed_bytes(order, num_bytes)
             for rank in set(others.values())
         }
-        fuller = [number for number, rank in others.items() if needed[rank] > num_bytes]
+        by_rank = {number: needed[rank] for number, rank in others.items()}
+        fullest = sorted(others, key=lambda number: (-by_rank[number], number))
+        # A few at a time: often others take less once buckets fit on these.
+        fuller = [number for number in fullest[:_NUM_AT_ONCE] if by_rank[number] > num_bytes]
         self._ranks = self._ranks + fuller
         self._others = [rank for rank in self._others if rank not in fuller]
-        return bool(fuller)
+        return max(by_rank.values(), default=0)
 
     def _most_of_others(self, order: PlanOrder) -> float:
         """Return what a rank that is not looked at could take if no buffers shared memory."""
         most = max((self._total[rank] for rank in self._others), default=0)
         wire = self._stacking.wire
+        # Of portions of results the largest one may have all.
+        scatter_bytes = wire.scatter_bytes * (order.num_scatters if order.is_portioned else 1)
         # Rows travel there and back, and are copied to stacks, which are padded.
-        num_bytes = most * (wire.gather_bytes * (1 + MAX_PADDING) + wire.scatter_bytes)
+        num_bytes = most * (wire.gather_bytes * (1 + MAX_PADDING) + scatter_bytes)
         num_buffers = order.num_buckets * (len(BucketSizes._fields) + 2 * order.num_scatters)
         return num_bytes + num_buffers * aligned_size(1)
 

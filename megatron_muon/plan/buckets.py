@@ -8,7 +8,7 @@ taken. As much of it is under way as memory allows and the step gains by.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -116,7 +116,8 @@ class BucketChooser:
     def choose(self, staging_bytes: int, *, is_limit: bool) -> Buckets:
         """Return the buckets with the shortest step that fit.
 
-        Where none do: those that take the least memory, or little more where it is no limit.
+        Where none do: those that take the least memory, or little more where it is no limit. Chosen
+        again while some rank takes more that was not looked at.
 
         Args:
             staging_bytes: Memory of a rank.
@@ -128,8 +129,9 @@ class BucketChooser:
         while True:
             found = self._choose(staging_bytes, is_limit=is_limit)
             num_bytes = max(staging_bytes, found.staging_bytes)
-            if not self._fullest.look_at_fuller(num_bytes, found.drafts, found.order):
-                return found
+            others = self._fullest.look_at_fuller(num_bytes, found.drafts, found.order)
+            if others <= num_bytes:
+                return replace(found, staging_bytes=max(found.staging_bytes, others))
 
     def _choose(self, staging_bytes: int, *, is_limit: bool) -> Buckets:
         """Choose by what is needed on the ranks that are looked at."""

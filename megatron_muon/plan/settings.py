@@ -49,8 +49,7 @@ class ExchangeSettings:
         overlap_within_matrices: Whether a matrix may be orthogonalized while its rows arrive, and
             its results leave, portion by portion. The planner does so where it shortens the
             predicted step. Sums over portions round differently, so results have other bits than
-            without it. It takes the bf16 wire, and does nothing where ranks hold the same rows
-            (ZeRO-0, HSDP).
+            without it. It takes the bf16 wire.
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:

@@ -76,7 +76,11 @@ class StreamRelay(Relay):
 
 
 class ThreadRelay(Relay):
-    """A thread waits. The process group that it launches in must be its own."""
+    """A thread waits. The process group that it launches in must be its own.
+
+    Where a start fails, replicas wait for what this rank never launches, until its connection
+    breaks or the process group's timeout ends.
+    """
 
     def __init__(self) -> None:
         self._last: Future[dist.Work | None] | None = None

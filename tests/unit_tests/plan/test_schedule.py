@@ -423,11 +423,11 @@ def test_limit_holds_on_ranks_that_are_not_looked_at_first():
         (plan,) = simulate(PRESETS["llama3-8b"], grid, Machine(), settings).plans
         return plan
 
-    limit = 700_000_000
-    with mock.patch.object(FullestRanks, "look_at_fuller", return_value=False):
-        assert not _all_within(planned(limit))
-    plan = planned(limit)
-    assert plan.staging_bytes <= limit and _all_within(plan)
+    with mock.patch.object(FullestRanks, "look_at_fuller", return_value=0):
+        assert not _all_within(planned(700_000_000))
+    for limit in (700_000_000, 900_000_000):
+        plan = planned(limit)
+        assert plan.staging_bytes <= limit and _all_within(plan)
     # What a refusal names works.
     with pytest.raises(ValueError, match=r"Set exchange.staging_bytes to \d+ or more") as refusal:
         planned(1)
