@@ -105,5 +105,11 @@ class Backend(ABC):
                 returns.
             call: What it is orthogonalized as.
             borders: First line of each portion, and the end.
+
+        Raises:
+            ValueError: The backend takes no portions.
         """
-        raise NotImplementedError(f"{self.name} takes no portions")
+        raise ValueError(
+            f"{self.name}: expected a backend that takes portions, got one that needs all rows at "
+            "once. Call run()."
+        )

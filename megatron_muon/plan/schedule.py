@@ -146,11 +146,13 @@ def _actions_of(plans: tuple[PlanOrder, ...]) -> tuple[Action, ...]:
 
 
 def _step(plans: Sequence[PlanOrder]) -> Iterator[Action]:
+    # A gather needs gradients and memory, no result: all that memory allows start at once.
     for plan, order in enumerate(plans):
         for bucket in range(min(order.depth.ahead, order.num_buckets)):
             yield from _start_gathers(plan, order, bucket)
     rounds = rounds_of([order.num_buckets for order in plans])
     for number, turn in enumerate(rounds):
+        # Before the wait: they are what a rank can do while rows travel.
         yield Action("local", 0, number)
         yield from _round(turn, plans[turn.plan])
     # While the last results travel.
@@ -167,6 +169,8 @@ def _round(turn: Round, order: PlanOrder) -> Iterator[Action]:
     gathers = order.gathers_of(bucket)
     for gather in gathers:
         yield Action("wait_for_gather", plan, gather)
+        # Now this bucket's messages have left the memory that the next gather is packed into. It
+        # starts before the products, which hide it.
         if gather == gathers[-1] and bucket + depth.ahead < order.num_buckets:
             yield from _start_gathers(plan, order, bucket + depth.ahead)
         if order.is_portioned:
@@ -197,6 +201,7 @@ def rounds_of(num_buckets: Sequence[int]) -> tuple[Round, ...]:
     Args:
         num_buckets: Buckets of each plan of the rank.
     """
+    # Fractions, not floats: ranks with other plans must see the same ties.
     turns: list[tuple[Fraction, Round]] = [
         (Fraction(2 * bucket + 1, 2 * number), Round(plan, bucket))
         for plan, number in enumerate(num_buckets)

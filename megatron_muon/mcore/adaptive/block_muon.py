@@ -3,6 +3,7 @@
 """Muon whose results are normalized by what all rows of a block say."""
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.norms import SumOfSquares
 
 
-class FSDPBlockMuon(FSDPAdaptiveMuon):
+class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
     """Collect raw results in the memory of gradients, normalize them block by block, apply them.
 
     A block is what Newton-Schulz sees as one matrix. It is normalized and scaled as
@@ -85,9 +86,6 @@ class FSDPBlockMuon(FSDPAdaptiveMuon):
         self._normalize()
         super()._apply(self._params)
 
+    @abstractmethod
     def _normalize(self) -> None:
-        """Normalize and scale the results of all blocks, in the memory of gradients.
-
-        Each method has its own way; this class only collects and applies.
-        """
-        raise NotImplementedError(f"{type(self).__name__}: expected a method that normalizes")
+        """Normalize and scale the results of all blocks, in the memory of gradients."""

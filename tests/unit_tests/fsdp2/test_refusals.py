@@ -4,6 +4,7 @@
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,25 +22,30 @@ def _error_of(function: Callable[[], Any]) -> str:
     return "no error"
 
 
-def _builds() -> dict[str, Callable[[], Any]]:
-    """Return optimizers that cannot be built, by what is wrong with them."""
+def _good() -> Any:
+    """Return a mesh of both ranks, and two parameters on it that Muon takes."""
+    from helpers.fsdp2_models import shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    first, second = (shard((6, 4), seed, mesh).param for seed in (0, 1))
+    return SimpleNamespace(mesh=mesh, first=first, second=second)
+
+
+def _wrong_parameters(good: Any) -> dict[str, Callable[[], Any]]:
+    """Return optimizers of parameters that Muon cannot take, by what is wrong with them."""
     import torch
     import torch.distributed as dist
-    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
     from helpers.fsdp2_models import shard
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Partial, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from megatron_muon.fsdp2 import ExchangeSettings, Muon, problems
+    from megatron_muon.fsdp2 import Muon, problems
 
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    good, other = (shard((6, 4), seed, mesh).param for seed in (0, 1))
+    rank, mesh, w = dist.get_rank(), good.mesh, good.first
     vector = shard((6,), 0, mesh).param
     batch = shard((2, 4, 4), 0, mesh).param
-    replicated = shard((6, 4), 2, init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))).param
-    plain = torch.nn.Parameter(torch.ones(4, 4))
 
     def dtensor(local: Any, placement: Any, **shape: Any) -> Any:
         made = DTensor.from_local(local, mesh, [placement], run_check=False, **shape)
@@ -48,12 +54,43 @@ def _builds() -> dict[str, Callable[[], Any]]:
     def build_where_torch_cuts_otherwise() -> None:
         """Let torch's list of chunks say something else, as a later release may."""
         with mock.patch.object(problems, "own_box", lambda param: ((1, 4), (0, 4))):
-            Muon([("w", good)])
+            Muon([("w", w)])
 
     on_meta = dtensor(torch.ones(3, 4, device="meta"), Shard(0))
     strided = dtensor(torch.ones(2, 4), _StridedShard(0, split_factor=2))
     # Together six rows, but not three each.
     uneven = dtensor(torch.ones(1 + 4 * rank, 4), Shard(0), shape=torch.Size((6, 4)), stride=(4, 1))
+    turned = shard((6, 4), 0, DeviceMesh("cpu", [1, 0])).param
+    half = shard((6, 4), 0, mesh).param.to(torch.bfloat16)
+    plain = torch.nn.Parameter(torch.ones(4, 4))
+    return {
+        "vector": lambda: Muon([("bias", vector)]),
+        "vector_on_one_rank": lambda: Muon([("w", vector if rank == 1 else w)]),
+        "plain": lambda: Muon([("w", plain)]),
+        "bf16": lambda: Muon([("w", torch.nn.Parameter(half))]),
+        "device": lambda: Muon([("a", w), ("b", on_meta)]),
+        "partial": lambda: Muon([("w", dtensor(torch.ones(4, 4), Partial()))]),
+        "strided": lambda: Muon([("w", strided)]),
+        "blocks": lambda: Muon([{"params": [("w", w)], "split_sizes": 4}]),
+        "rows": lambda: Muon([{"params": [("w", w)], "split_sizes": (4, 3)}]),
+        "batch_split": lambda: Muon([{"params": [("w", batch)], "split_sizes": 2}]),
+        "uneven_by_hand": lambda: Muon([("w", uneven)]),
+        "other_torch": build_where_torch_cuts_otherwise,
+        "turned_mesh": lambda: Muon([("w", turned)]),
+        "nothing_in_it": lambda: Muon([("w", torch.nn.Parameter(w.detach()[:, :0]))]),
+        "twice": lambda: Muon([("a", w), ("b", w)]),
+        "same_name": lambda: Muon([("w", w), ("w", good.second)]),
+        "first_on_meta": lambda: Muon([("b", on_meta)]),
+    }
+
+
+def _wrong_settings(good: Any) -> dict[str, Callable[[], Any]]:
+    """Return optimizers whose settings or subclass Muon refuses."""
+    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+
+    from megatron_muon.fsdp2 import ExchangeSettings, Muon
+
+    w = good.first
 
     class Hooked(Muon):
         def post_weight_update_fn_inplace(self, p: Any) -> None:
@@ -63,60 +100,52 @@ def _builds() -> dict[str, Callable[[], Any]]:
         def _apply_weight_decay_inplace(self, *args: Any) -> None:
             pass
 
-    alone = [dist.new_group([each]) for each in range(2)][rank]
-    turned = shard((6, 4), 0, DeviceMesh("cpu", [1, 0])).param
     assert Hooked.post_weight_update_fn_inplace is not (
         WholeMatrixMuon.post_weight_update_fn_inplace
     )
-    half = shard((6, 4), 0, mesh).param.to(torch.bfloat16)
     return {
-        "vector": lambda: Muon([("bias", vector)]),
-        "vector_on_one_rank": lambda: Muon([("w", vector if rank == 1 else good)]),
-        "plain": lambda: Muon([("w", plain)]),
-        "bf16": lambda: Muon([("w", torch.nn.Parameter(half))]),
-        "device": lambda: Muon([("a", good), ("b", on_meta)]),
-        "partial": lambda: Muon([("w", dtensor(torch.ones(4, 4), Partial()))]),
-        "strided": lambda: Muon([("w", strided)]),
-        "blocks": lambda: Muon([{"params": [("w", good)], "split_sizes": 4}]),
-        "rows": lambda: Muon([{"params": [("w", good)], "split_sizes": (4, 3)}]),
-        "batch_split": lambda: Muon([{"params": [("w", batch)], "split_sizes": 2}]),
-        "uneven_by_hand": lambda: Muon([("w", uneven)]),
-        "other_torch": build_where_torch_cuts_otherwise,
-        "turned_mesh": lambda: Muon([("w", turned)]),
-        "nothing_in_it": lambda: Muon([("w", torch.nn.Parameter(good.detach()[:, :0]))]),
-        "twice": lambda: Muon([("a", good), ("b", good)]),
-        "same_name": lambda: Muon([("w", good), ("w", other)]),
-        "decays_otherwise": lambda: Decays([good]),
-        "first_on_meta": lambda: Muon([("b", on_meta)]),
-        "steps_on_one_rank": lambda: Muon([("w", good)], num_ns_steps=5 * rank),
-        "group_of_one": lambda: Muon([("w", good)], group=alone),
-        "text_split": lambda: Muon([{"params": [("w", good)], "split_sizes": ("4", 2)}]),
-        "bool_split": lambda: Muon([{"params": [("w", good)], "split_sizes": True}]),
-        "text_transposed": lambda: Muon([{"params": [("w", good)], "transposed": "no"}]),
-        "coefficients": lambda: Muon([good], coefficient_type="simple" if rank else "sample"),
-        "decay": lambda: Muon([good], weight_decay_method="none"),
-        "precision": lambda: Muon([good], fp32_matmul_prec="bf16"),
-        "scale_mode": lambda: Muon([good], scale_mode="none"),
-        "syrk": lambda: Muon([good], use_syrk=True),
-        "all_gather": lambda: Muon([good], exchange=ExchangeSettings(mode="all_gather")),
-        "wire": lambda: Muon(
-            [good], fp32_matmul_prec="high", exchange=ExchangeSettings(wire="bf16")
-        ),
-        "memory": lambda: Muon([good], exchange=ExchangeSettings(staging_bytes=8)),
-        "hooks": lambda: Hooked([good]),
-        "settings": lambda: Muon([good], num_ns_steps=5 + rank),
-        "scale": lambda: Muon([good], extra_scale_factor=0.2 * rank),
+        "decays_otherwise": lambda: Decays([w]),
+        "hooks": lambda: Hooked([w]),
+        "text_split": lambda: Muon([{"params": [("w", w)], "split_sizes": ("4", 2)}]),
+        "bool_split": lambda: Muon([{"params": [("w", w)], "split_sizes": True}]),
+        "text_transposed": lambda: Muon([{"params": [("w", w)], "transposed": "no"}]),
+        "decay": lambda: Muon([w], weight_decay_method="none"),
+        "precision": lambda: Muon([w], fp32_matmul_prec="bf16"),
+        "scale_mode": lambda: Muon([w], scale_mode="none"),
+        "syrk": lambda: Muon([w], use_syrk=True),
+        "all_gather": lambda: Muon([w], exchange=ExchangeSettings(mode="all_gather")),
+        "wire": lambda: Muon([w], fp32_matmul_prec="high", exchange=ExchangeSettings(wire="bf16")),
+        "memory": lambda: Muon([w], exchange=ExchangeSettings(staging_bytes=8)),
+    }
+
+
+def _unlike_ranks(good: Any) -> dict[str, Callable[[], Any]]:
+    """Return optimizers that are not the same on both ranks."""
+    import torch.distributed as dist
+    from helpers.fsdp2_models import shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from megatron_muon.fsdp2 import ExchangeSettings, Muon
+
+    rank, w = dist.get_rank(), good.first
+    a, b = ("a", w), ("b", good.second)
+    replicated = shard((6, 4), 2, init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))).param
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    return {
+        "group_of_one": lambda: Muon([("w", w)], group=alone),
+        "steps_on_one_rank": lambda: Muon([("w", w)], num_ns_steps=5 * rank),
+        "coefficients": lambda: Muon([w], coefficient_type="simple" if rank else "sample"),
+        "settings": lambda: Muon([w], num_ns_steps=5 + rank),
+        "scale": lambda: Muon([w], extra_scale_factor=0.2 * rank),
         # With a limit a rank joins collectives more.
         "exchange": lambda: Muon(
-            [good], exchange=ExchangeSettings(staging_bytes=10**9 if rank else None)
+            [w], exchange=ExchangeSettings(staging_bytes=10**9 if rank else None)
         ),
-        "order": lambda: Muon([("a", good), ("b", other)] if rank else [("b", other), ("a", good)]),
-        "fewer": lambda: Muon([("a", good), ("b", other)] if rank else [("a", good)]),
-        "none": lambda: Muon([("a", good)] if rank else []),
-        "kinds": lambda: Muon([("a", good), ("b", replicated)] if rank else [("a", good)]),
-        "split_on_one_rank": lambda: Muon(
-            [{"params": [("a", good)], "split_sizes": 2 if rank else None}]
-        ),
+        "order": lambda: Muon([a, b] if rank else [b, a]),
+        "fewer": lambda: Muon([a, b] if rank else [a]),
+        "none": lambda: Muon([a] if rank else []),
+        "kinds": lambda: Muon([a, ("b", replicated)] if rank else [a]),
+        "split_on_one_rank": lambda: Muon([{"params": [a], "split_sizes": 2 if rank else None}]),
     }
 
 
@@ -124,7 +153,9 @@ def _refuse_to_build() -> dict[str, str]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    return {name: _error_of(build) for name, build in _builds().items()}
+    good = _good()
+    builds = {**_wrong_parameters(good), **_wrong_settings(good), **_unlike_ranks(good)}
+    return {name: _error_of(build) for name, build in builds.items()}
 
 
 @functools.cache

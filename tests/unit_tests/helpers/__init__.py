@@ -5,7 +5,7 @@
 ==================  ============================================================================
 ranks               runs a function, or a training script, on ranks forked from a server
 preloaded           what that server imports, once
-layouts             random layouts for property tests
+layouts             random layouts and orders of a step for property tests
 sharded_muon        Muon on hand-made row shards, beside upstream's on whole matrices
 toy_fsdp            a tiny GPT under Megatron-FSDP, from megatron-core alone
 toy_gpt             flags of the toy GPT that runs train, by layout
@@ -21,6 +21,7 @@ cusolvermp          a stand-in for Transformer Engine's Newton-Schulz
 forked_losses       short runs with whatever megatron is first on the path
 fsdp2_models        matrices in every layout that FSDP2 makes
 triton_interpreter  Triton's interpreter, mended so that it multiplies bf16
+documents           the documents, and the commands in them
 idle_commands       commands that run in the time that other tests leave idle
 ==================  ============================================================================
 """

@@ -1,19 +1,23 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Random layouts for property tests: shards, replicas, tensor-parallel blocks, QKV splits."""
+"""Random layouts and orders of a step for property tests."""
 
 from itertools import accumulate
 
 from hypothesis import strategies as st
 
 from megatron_muon.plan.layout import MatrixLayout, RowLayout, whole_matrix
+from megatron_muon.plan.schedule import Depth, PlanOrder
 
 
 @st.composite
 def matrix_lists(
     draw: st.DrawFn, max_matrices: int = 8, max_replicas: int = 3
 ) -> list[MatrixLayout]:
-    """Matrices of one domain: every rank is named in all of them, and may hold nothing."""
+    """Matrices of one domain: every rank is named in all of them, and may hold nothing.
+
+    With shards, replicas, tensor-parallel blocks and QKV splits.
+    """
     num_tensor_ranks = draw(st.sampled_from([1, 1, 2]))
     num_shards = draw(st.integers(1, 5))
     num_replicas = draw(st.sampled_from([1, 1, *range(2, max_replicas + 1)]))
@@ -54,3 +58,17 @@ def rows_cut_at(num_rows: int, num_cols: int, rows: list[int]) -> RowLayout:
     """Cut a matrix into shards of so many rows, by rank."""
     stops = list(accumulate(rows))
     return RowLayout(num_rows, num_cols, tuple(zip([0, *stops], stops, strict=False)))
+
+
+@st.composite
+def plan_orders(draw: st.DrawFn) -> PlanOrder:
+    """Orders of up to six buckets."""
+    has_replicas, is_portioned = draw(st.booleans()), draw(st.booleans())
+    return PlanOrder(
+        num_buckets=draw(st.integers(0, 6)),
+        # All results of a bucket come back in one scatter elsewhere.
+        num_scatters=draw(st.integers(1, 4)) if has_replicas or is_portioned else 1,
+        depth=Depth(draw(st.integers(1, 5)), draw(st.integers(1, 5))),
+        has_replicas=has_replicas,
+        is_portioned=is_portioned,
+    )

@@ -85,6 +85,8 @@ def test_backends_that_take_portions():
         if backend.takes_portions:
             run = backend.start(stack, _call((24, 80)), borders(80, 2))
             assert isinstance(run, PortionedRun)
+    with pytest.raises(ValueError, match=r"symmetric: expected a backend that takes portions"):
+        BACKENDS["symmetric"].start(stack, _call((24, 80)), borders(80, 2))
 
 
 def test_whole_run_waits_for_all_lines_and_has_a_dense_result():

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places of staging memory: what is alive together lies apart."""
 
+from helpers.layouts import plan_orders
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,14 +24,7 @@ def _plans(draw: st.DrawFn) -> list[PlanStaging]:
     """Draw up to two plans with buffers of any size."""
     plans = []
     for _ in range(draw(st.integers(0, 2))):
-        has_replicas, is_portioned = draw(st.booleans()), draw(st.booleans())
-        order = PlanOrder(
-            draw(st.integers(0, 6)),
-            draw(st.integers(1, 3)) if has_replicas or is_portioned else 1,
-            Depth(draw(st.integers(1, 3)), draw(st.integers(1, 3))),
-            has_replicas,
-            is_portioned,
-        )
+        order = draw(plan_orders())
         sizes = [BucketSizes(*(draw(_SIZES) for _ in range(3))) for _ in range(order.num_buckets)]
         scatters = [
             ScatterSizes(draw(_SIZES), draw(_SIZES))

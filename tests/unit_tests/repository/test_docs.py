@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Commands, figures, links and paths of the documents: nothing is written that nothing checks.
+"""Commands and figures of the documents: nothing is written that nothing checks.
 
-A command is a line of a code block (indented or fenced) that starts with ``bash``, ``torchrun``,
-``python`` or either of them in ``.venv/bin``. It is accounted for in one of three ways:
+A command is accounted for in one of three ways:
 
 ============  ==================================================================================
 ``RUN``       this file runs it; what the block shows below it must be among what it prints
@@ -19,28 +18,15 @@ import io
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from helpers import repairs
+from helpers import documents, repairs
+from helpers.documents import DOCUMENTS, GPU_ONLY, Command, commands_of
 from helpers.idle_commands import IdleCommand, ended, plan_command
 from helpers.ranks import ROOT
-
-DOCUMENTS = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "patches" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
-GPU_ONLY = "# GPU only"
-# Written by runs, not part of the repository.
-OUTPUT_FOLDERS = ("quickstart_output", "fsdp2_output", ".venv", ".uv")
-
 
 UNIT = "tests/unit_tests"
 # A shell pattern of the whole command, and the test that runs it: file::test below UNIT.
@@ -95,66 +81,6 @@ COVERED = {
     ".venv/bin/python -m megatron_muon.checkpoint *": "checkpoint/test_files.py"
     "::test_commands_need_neither_megatron_nor_a_process_group",
 }
-
-
-class Command(NamedTuple):
-    """A command of a document.
-
-    Args:
-        where: File and line.
-        text: The command on one line, without its comment.
-        shown: Lines that the document shows as its output.
-        is_gpu_only: Whether it is marked so.
-    """
-
-    where: str
-    text: str
-    shown: tuple[str, ...]
-    is_gpu_only: bool
-
-
-def code_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield number and content of each line in a code block; an empty line between blocks."""
-    is_fenced = False
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.lstrip().startswith("```"):
-            is_fenced = not is_fenced
-            yield number, ""
-        elif is_fenced:
-            yield number, line
-        else:
-            yield number, line[4:] if line.startswith("    ") else ""
-
-
-def is_command(line: str) -> bool:
-    """Tell whether a line of a code block starts a command, environment variables before it."""
-    pattern = r"(\$ )?([A-Z_]+=\S+ )*(bash|torchrun|python3?|\.venv/bin/(python|torchrun)) "
-    return re.match(pattern, line) is not None
-
-
-def commands_of(path: Path) -> list[Command]:
-    """List the commands of a document."""
-    found: list[Command] = []
-    above, is_continued, shows = "", False, False
-    for number, line in code_lines(path.read_text()):
-        if is_continued:
-            last = found[-1]
-            found[-1] = last._replace(text=f"{last.text} {line.strip()}")
-        elif is_command(line):
-            where = f"{path.relative_to(ROOT)}:{number}"
-            found.append(Command(where, line.strip(), (), above.strip() == GPU_ONLY))
-            shows = True
-        elif shows and line.strip() and not line.startswith("#"):
-            found[-1] = found[-1]._replace(shown=(*found[-1].shown, line.strip()))
-        else:
-            shows = False
-        is_continued = shows and not found[-1].shown and found[-1].text.endswith("\\")
-        if is_continued:
-            found[-1] = found[-1]._replace(text=found[-1].text.removesuffix("\\").strip())
-        above = line
-    return [
-        each._replace(text=re.split(r"\s+#\s", each.text)[0].removeprefix("$ ")) for each in found
-    ]
 
 
 COMMANDS = [command for path in DOCUMENTS for command in commands_of(path)]
@@ -302,7 +228,7 @@ def test_blocks_are_read_as_people_read_them(tmp_path):
         "\n```\n$ OMP_NUM_THREADS=1 bash a.sh\n```\n    not a command\n"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+        patch.setattr(documents, "ROOT", tmp_path)
         found = commands_of(path)
     assert found == [
         Command("a.md:4", "torchrun --x 1 --y", ("out 1", "out 2"), True),
@@ -428,80 +354,3 @@ def test_plans_of_newton_schulz_are_those_of_today(flags, figures):
         f"{report['busiest_over_ideal']:.2f}",
         f"{report['predicted_step_ms']:.1f}",
     ]
-
-
-def _repository_files() -> list[str]:
-    """List what git tracks or would track."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    try:
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()]
-    return listed.stdout.splitlines()
-
-
-def _names(files: Sequence[str]) -> set[str]:
-    """List every file and folder by each end of its path: ``a/b/c``, ``b/c``, ``c``."""
-    names = set()
-    for file in files:
-        parts = file.split("/")
-        for stop in range(1, len(parts) + 1):
-            names |= {"/".join(parts[start:stop]) for start in range(stop)}
-    return names
-
-
-def _prose(path: Path) -> str:
-    """Return a document without its fenced blocks."""
-    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(path):
-    """Relative links name files; a fragment names a heading."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(path)):
-        if "://" in target or target.startswith("mailto:"):
-            continue
-        file, _, fragment = target.partition("#")
-        linked = path.parent / file if file else path
-        assert linked.exists(), f"{path.name}: expected {target} to exist"
-        if fragment:
-            headings = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
-            slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
-            assert fragment in slugs, f"{path.name}: {target}: no such heading"
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_paths_in_backticks_exist(path):
-    """What looks like a path of the repository is one, by its end at least.
-
-    It looks like one where it has the suffix of a source file, or begins with one of the
-    repository's folders. Patterns and places to fill in are left out.
-    """
-    files = _repository_files()
-    names, folders = _names(files), {file.split("/")[0] for file in files if "/" in file}
-    for quoted in re.findall(r"`([^`\n]+)`", _prose(path)):
-        is_file = re.fullmatch(r"[\w./-]+\.(py|md|sh|toml|lock|in|json|txt|yaml|patch)", quoted)
-        first = quoted.split("/")[0]
-        is_folder = "/" in quoted and first in folders and re.fullmatch(r"[\w./-]+", quoted)
-        if not (is_file or is_folder) or first in OUTPUT_FOLDERS:
-            continue
-        assert quoted.rstrip("/") in names, (
-            f"{path.name}: expected {quoted} in the repository, got no such path. Correct it, or "
-            "quote only a part that is no path."
-        )
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_tests_named_in_documents_exist(path):
-    """A test that a document points to can be found."""
-    sources = "".join(file.read_text() for file in (ROOT / UNIT).rglob("test_*.py"))
-    for name in set(re.findall(r"`(test_\w+)`", _prose(path))):
-        assert f"def {name}(" in sources, f"{path.name}: no test {name}"
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_documents_are_plain_text(path):
-    """ASCII alone, and no absolute path of somebody's machine."""
-    text = path.read_text()
-    assert text.isascii()
-    assert not re.search(r"(?<![\w.])/(home|root|tmp|work|mnt|Users)/", text)
