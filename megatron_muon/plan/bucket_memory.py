@@ -57,20 +57,19 @@ class _Rank(NamedTuple):
 
     def staging(self, order: PlanOrder, wire: Wire) -> PlanStaging:
         """Return what it stages in an order."""
-        scatters = [
-            ScatterSizes(
+        scatters = []
+        for bucket in self.buckets:
+            largest = ScatterSizes(
                 *(
                     min(size, -(-size // order.num_scatters) + excess)
                     for size, excess in zip(bucket.scattered, bucket.excess, strict=True)
                 )
             )
-            for bucket in self.buckets
-            for _ in range(order.num_scatters)
-        ]
+            scatters += [largest.in_bytes(wire)] * order.num_scatters
         return PlanStaging(
             order,
             [bucket.sizes.in_bytes(wire) for bucket in self.buckets],
-            [each.in_bytes(wire) for each in scatters],
+            scatters,
             self.local_bytes,
         )
 

@@ -286,11 +286,13 @@ class BucketChooser:
         self, dealt: _Dealt, num_scatters: int, staging_bytes: int
     ) -> tuple[PlanOrder, int]:
         """Return the first depth that fits into memory, or the last one, and the bytes it takes."""
+        # The last depth takes the least: where that does not fit, none does.
+        least = self._order(dealt, num_scatters, _DEPTHS[-1])
+        if dealt.memory.most_alive(least, staging_bytes) > staging_bytes:
+            return least, dealt.memory.needed_bytes(least)
         for deepest in _DEPTHS:
             order = self._order(dealt, num_scatters, deepest)
-            alive = dealt.memory.most_alive(order, staging_bytes)
-            # The last depth takes the least: of that alone the bytes matter if it does not fit.
-            if alive > staging_bytes and deepest != _DEPTHS[-1]:
+            if dealt.memory.most_alive(order, staging_bytes) > staging_bytes:
                 continue
             needed = dealt.memory.needed_bytes(order, staging_bytes)
             if needed <= staging_bytes:

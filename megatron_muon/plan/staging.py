@@ -6,7 +6,9 @@ Buffers that are not alive at the same action of a step, see :mod:`megatron_muon
 lie in the same place.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,10 +66,6 @@ class _Lifetime(NamedTuple):
     first: int
     last: int
 
-    def overlaps(self, other: "_Lifetime") -> bool:
-        """Return whether both are alive at some action."""
-        return self.first <= other.last and other.first <= self.last
-
 
 class PlanStaging(NamedTuple):
     """What one rank stages for one of its plans.
@@ -120,10 +118,7 @@ class StagingLayout:
         Args:
             plans: What the rank stages for each of its plans.
         """
-        buffers = list(_buffers(plans))
-        places, num_bytes = _place(
-            [size for size, _ in buffers], [lifetime for _, lifetime in buffers]
-        )
+        places, num_bytes = _place(_sizes(plans), _lifetimes(tuple(plan.order for plan in plans)))
         rest = iter(places)
         return cls(
             tuple(
@@ -140,11 +135,12 @@ class StagingLayout:
 
 def most_alive(plans: Sequence[PlanStaging]) -> int:
     """Return the most bytes that are alive at one action: no placement takes less."""
-    used = [(aligned_size(size), lifetime) for size, lifetime in _buffers(plans) if size]
-    change: dict[int, int] = {}
-    for size, alive in used:
-        change[alive.first] = change.get(alive.first, 0) + size
-        change[alive.last + 1] = change.get(alive.last + 1, 0) - size
+    change: Counter[int] = Counter()
+    lifetimes = _lifetimes(tuple(plan.order for plan in plans))
+    for size, alive in zip(_sizes(plans), lifetimes, strict=True):
+        if size:
+            change[alive.first] += aligned_size(size)
+            change[alive.last + 1] -= aligned_size(size)
     most = now = 0
     for position in sorted(change):
         now += change[position]
@@ -152,22 +148,31 @@ def most_alive(plans: Sequence[PlanStaging]) -> int:
     return most
 
 
-def _buffers(plans: Sequence[PlanStaging]) -> Iterator[tuple[int, _Lifetime]]:
-    """Yield size and lifetime of every buffer, in the order of :class:`StagingLayout`."""
-    actions = actions_of([plan.order for plan in plans])
-    position = {action: number for number, action in enumerate(actions)}
-    for number, plan in enumerate(plans):
-        for bucket, bucket_sizes in enumerate(plan.buckets):
-            of_bucket = _of_bucket(number, bucket, plan.order, position)
-            yield from zip(bucket_sizes, of_bucket, strict=True)
-        for scatter, scatter_sizes in enumerate(plan.scatters):
-            of_scatter = _of_scatter(number, scatter, plan.order, position)
-            yield from zip(scatter_sizes, of_scatter, strict=True)
+def _sizes(plans: Sequence[PlanStaging]) -> list[int]:
+    """Return the size of every buffer, in the order of :class:`StagingLayout`."""
+    sizes: list[int] = []
+    for plan in plans:
+        sizes += (size for each in plan.buckets for size in each)
+        sizes += (size for each in plan.scatters for size in each)
+    num_rounds = sum(plan.order.num_buckets for plan in plans)
     # Local matrices may be due in any round, and at the end.
-    local_bytes = max((plan.local_bytes for plan in plans), default=0)
-    for number, action in enumerate(actions):
-        if action.kind == "local":
-            yield local_bytes, _Lifetime(number, number)
+    return sizes + [max((plan.local_bytes for plan in plans), default=0)] * (num_rounds + 1)
+
+
+# Ranks differ in sizes, few of them in the order of their step.
+@functools.lru_cache(maxsize=16)
+def _lifetimes(orders: tuple[PlanOrder, ...]) -> tuple[_Lifetime, ...]:
+    """Return the lifetime of every buffer, in the order of :class:`StagingLayout`."""
+    actions = actions_of(orders)
+    position = {action: number for number, action in enumerate(actions)}
+    lifetimes: list[_Lifetime] = []
+    for plan, order in enumerate(orders):
+        for bucket in range(order.num_buckets):
+            lifetimes += _of_bucket(plan, bucket, order, position)
+        for scatter in range(order.num_buckets * order.num_scatters):
+            lifetimes += _of_scatter(plan, scatter, order, position)
+    lifetimes += (_Lifetime(i, i) for i, action in enumerate(actions) if action.kind == "local")
+    return tuple(lifetimes)
 
 
 def _of_bucket(
@@ -212,22 +217,7 @@ def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[i
     aligned = [aligned_size(size) for size in sizes]
     # A rank takes part in few buckets: most buffers are empty, and lie anywhere.
     used = [index for index, size in enumerate(aligned) if size]
-    beside = {
-        index: [other for other in used if lifetimes[index].overlaps(lifetimes[other])]
-        for index in used
-    }
-    # What is alive only grows where a lifetime begins.
-    busiest = max(
-        (
-            sum(
-                aligned[other]
-                for other in beside[index]
-                if lifetimes[other].first <= lifetimes[index].first
-            )
-            for index in used
-        ),
-        default=0,
-    )
+    beside, busiest = _alive_together(used, aligned, lifetimes)
     best: tuple[list[int], int] = [], 0
     for rule in _ORDERS:
         order = sorted(used, key=lambda index: rule(aligned[index], lifetimes[index]))
@@ -237,6 +227,33 @@ def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[i
         if end == busiest:
             break
     return best
+
+
+def _alive_together(
+    indices: Sequence[int], sizes: Sequence[int], lifetimes: Sequence[_Lifetime]
+) -> tuple[dict[int, list[int]], int]:
+    """Return the buffers that are alive at some action of each, and the most bytes at one action.
+
+    Buffers are met in the order in which they begin. Only those that have not ended are compared:
+    thousands of scatters follow each other, a few of them at a time.
+
+    Args:
+        indices: Buffers that have bytes.
+        sizes: Bytes of all buffers.
+        lifetimes: Of all buffers.
+    """
+    beside: dict[int, list[int]] = {index: [] for index in indices}
+    alive: list[int] = []
+    most = 0
+    for index in sorted(indices, key=lambda each: lifetimes[each].first):
+        alive = [other for other in alive if lifetimes[other].last >= lifetimes[index].first]
+        for other in alive:
+            beside[other].append(index)
+        beside[index] += alive
+        alive.append(index)
+        # What is alive only grows where a lifetime begins.
+        most = max(most, sum(sizes[each] for each in alive))
+    return beside, most
 
 
 # Largest first; largest and longest alive first; first come; first gone.
