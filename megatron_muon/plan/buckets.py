@@ -256,7 +256,7 @@ class BucketChooser:
             rank: seconds + max(self.local_load_s[rank], sum(shortest_s.get(rank, ())))
             for rank, seconds in work_s.items()
         }
-        all_in_one = self._seconds(BucketDraft(list(self.travelling)))
+        all_in_one = BucketDraft(list(self.travelling)).seconds()
         return max(
             (
                 max(
@@ -268,9 +268,6 @@ class BucketChooser:
             ),
             default=0.0,
         )
-
-    def _seconds(self, draft: BucketDraft) -> BucketSeconds:
-        return draft.seconds(self.stacking.cost, self.stacking.wire)
 
     @cached_property
     def _fullest(self) -> FullestRanks:
@@ -306,7 +303,7 @@ class BucketChooser:
         return PlanOrder(count, num_scatters, depth, self.has_replicas, dealt.is_portioned)
 
     def _estimate(self, dealt: _Dealt, order: PlanOrder, staging_bytes: int) -> Buckets:
-        seconds = tuple(map(self._seconds, dealt.drafts))
+        seconds = tuple(draft.seconds() for draft in dealt.drafts)
         latency_s = self.stacking.cost.latency_seconds(self.ranks)
         plan = PlanSeconds(self.ranks, seconds, order, latency_s)
         step_s = max(step_seconds([plan], self.local_load_s).values())

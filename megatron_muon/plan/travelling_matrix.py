@@ -30,6 +30,7 @@ class TravellingMatrix:
         sum_s: Seconds that each of its portions adds to the first product.
         sent: Elements that each holder sends to owners; None where each sends what it holds and
             does not own.
+        spread_s: Seconds in which replicas pass its results on, by the holders of a region.
     """
 
     index: int
@@ -41,6 +42,7 @@ class TravellingMatrix:
     edge_s: float
     sum_s: float
     sent: Mapping[int, int] | None
+    spread_s: Mapping[tuple[int, ...], float]
 
     @classmethod
     def of(
@@ -56,6 +58,7 @@ class TravellingMatrix:
         elements = HeldElements(layout.elements_by_rank, layout.num_elements, cost)
         one_byte_s = {owner: elements.one_byte_seconds(owner) / len(owners) for owner in owners}
         sent: Counter[int] | None = None
+        spread: Counter[tuple[int, ...]] = Counter()  # elements by holders
         if elements.has_replicas:
             # The nearest replica sends, and gets results.
             one_byte_s, sent = dict.fromkeys(owners, 0.0), Counter()
@@ -64,6 +67,8 @@ class TravellingMatrix:
                 if source != owner:
                     one_byte_s[owner] += moved.num_elements * cost.seconds_per_byte(source, owner)
                     sent[source] += moved.num_elements
+            for region in layout.regions:
+                spread[region.holders] += region.num_rows * region.num_cols
         return cls(
             index,
             layout,
@@ -74,6 +79,10 @@ class TravellingMatrix:
             edge_s,
             sum_s,
             sent,
+            {
+                holders: cost.all_gather_seconds(holders, num_elements * wire.scatter_bytes)
+                for holders, num_elements in spread.items()
+            },
         )
 
     @property
