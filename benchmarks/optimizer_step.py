@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measure import FunctionTimer, counted_bytes, median, peak_memory, slowest, step_seconds
-from peers import PEERS, Model, Peer
+from peers import PEERS, Model, Peer, owner_in
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,6 +33,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each peer")
     parser.add_argument("--precision", choices=("medium", "high"), default="medium")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument(
+        "--buckets",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[],
+        help="also measure owner with so many buckets, in place of those that the planner chooses",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     return parser
 
@@ -128,9 +136,11 @@ def main() -> int:
     device = _start_ranks()
     model = Model.build(options.layers, options.hidden, device)
     peers, skipped = {}, {}
-    for name in options.peers:
+    makers = {name: PEERS[name] for name in options.peers}
+    makers |= {f"owner, buckets {number}": owner_in(number) for number in options.buckets}
+    for name, make in makers.items():
         try:
-            peers[name] = PEERS[name](model, options.precision)
+            peers[name] = make(model, options.precision)
         except ImportError as error:
             skipped[name] = f"not measured: {error}"
     results = _measure(peers, model, options.rounds)

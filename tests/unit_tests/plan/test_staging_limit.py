@@ -142,19 +142,3 @@ def test_kinds_have_equal_shares_of_the_limit():
     problem = staging_problem(plans, needed - 1)
     assert f"equally for each of 2 kinds, got {needed:,}" in problem
     assert f"0.weight, has {2 * 256 * 64:,}, the largest stack {2 * 256 * 64:,}" in problem
-
-
-def test_more_is_under_way_where_memory_allows_and_the_step_gains():
-    """Half of the memory, as each of two kinds has it, leaves less; plenty changes nothing."""
-    matrices = [
-        whole_matrix(f"{index}.weight", rows_cut_at(48, 64, [24, 24]), [[(0,), (1,)]])
-        for index in range(32)
-    ]
-    cost = CostModel(stack_tiles=1)
-    assignment = assign(matrices, cost, _WIRE)
-    half, whole, plenty = (
-        ExchangePlan.build(matrices, assignment, cost, _WIRE, staging_bytes=limit)
-        for limit in (25_000, 50_000, 2**31)
-    )
-    assert half.order.depth == (1, 1) and whole.order.depth == (2, 2)
-    assert plenty.order == whole.order and plenty.staging_bytes < 50_000

@@ -70,14 +70,18 @@ def idle_commands(name, params):
 def test_optimizer_step_measures_every_peer_and_writes_json(tmp_path):
     """One run, all peers; owner moves fewer bytes than gathering everything to everyone."""
     path = tmp_path / "step.json"
-    flags = ["--hidden", "32", "--layers", "2", "--rounds", "2", "--json", str(path)]
+    flags = ["--hidden", "32", "--layers", "2", "--rounds", "2", "--buckets", "3"]
+    flags += ["--json", str(path)]
     run = launch(2, flags, script=ROOT / "benchmarks" / "optimizer_step.py").check()
     data = json.loads(path.read_text())
     peers = data["peers"]
     assert set(peers) | set(data["skipped"]) == {
         "adam", "owner", "owner, wire fp32", "all_gather", "layer_wise", "torch.optim.Muon",
+        "owner, buckets 3",
     }  # fmt: skip
     assert peers["adam"]["bytes_a_rank"] == 0
+    calls = {name: peers[name]["collective_calls"] for name in ("owner", "owner, buckets 3")}
+    assert calls["owner, buckets 3"] > calls["owner"]
     assert peers["owner"]["bytes_a_rank"] < peers["owner, wire fp32"]["bytes_a_rank"]
     assert peers["owner, wire fp32"]["bytes_a_rank"] < peers["all_gather"]["bytes_a_rank"]
     for name, peer in peers.items():
