@@ -114,6 +114,10 @@ def _measure(peers: dict[str, Peer], model: Model, num_rounds: int) -> dict[str,
     return results
 
 
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
 def _lines(results: dict[str, dict[str, Any]]) -> list[str]:
     lines = [
         "| peer | step ms | / adam | / owner | + params ms | NS ms | efficiency | MB a rank | "
@@ -122,8 +126,8 @@ def _lines(results: dict[str, dict[str, Any]]) -> list[str]:
     ]
     for name, r in results.items():
         lines.append(
-            f"| {name} | {r['step_ms']:.1f} | {r.get('over_adam', float('nan')):.2f} | "
-            f"{r.get('over_owner', float('nan')):.2f} | {r['with_params_ms']:.1f} | "
+            f"| {name} | {r['step_ms']:.1f} | {_ratio(r.get('over_adam'))} | "
+            f"{_ratio(r.get('over_owner'))} | {r['with_params_ms']:.1f} | "
             f"{r['newton_schulz_ms']:.1f} | {r['efficiency']:.2f} | "
             f"{r['bytes_a_rank'] / 1e6:.1f} | {r['peak_extra_bytes'] / 1e6:.1f} |"
         )

@@ -35,7 +35,7 @@ STEP_COST = {
     2: {
         "operations": 4.0,
         "matrix_products": 2.3,
-        "collectives": 19,
+        "collectives": 7,
         "bytes_an_element": 77,
         "host_reads": 1,
     },
