@@ -64,6 +64,8 @@ Files, each importing only those above it::
     staging            memory of a step: what is alive when, and where it lies
     step_estimate      how long a step takes
     travelling_matrix  what one matrix takes
+    holder_links       how long holders send
+    bucket_seconds     what the matrices of a bucket take
     dealing            deals matrices out to buckets
     bucket_memory      memory that buckets would take
     buckets            which matrices travel together

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_muon.plan.bucket_memory import BucketMemory, FullestRanks
+from megatron_muon.plan.bucket_seconds import seconds_of
 from megatron_muon.plan.dealing import BucketDraft, deal
 from megatron_muon.plan.schedule import Depth, PlanOrder
 from megatron_muon.plan.stacking import Stacking
@@ -48,11 +49,13 @@ class _Dealt(NamedTuple):
 
     Args:
         drafts: The buckets, in the order of a step.
+        seconds: What each takes.
         is_portioned: Whether they are portioned.
         memory: What they take.
     """
 
     drafts: Sequence[BucketDraft]
+    seconds: tuple[BucketSeconds, ...]
     is_portioned: bool
     memory: BucketMemory
 
@@ -268,7 +271,7 @@ class BucketChooser:
             rank: seconds + max(self.local_load_s[rank], sum(shortest_s.get(rank, ())))
             for rank, seconds in work_s.items()
         }
-        all_in_one = BucketDraft(list(self.travelling)).seconds()
+        all_in_one = self._seconds(self.travelling)
         return max(
             (
                 max(
@@ -293,8 +296,12 @@ class BucketChooser:
     def _deal(self, *, is_portioned: bool) -> Iterator[_Dealt]:
         """Yield the matrices in several numbers of buckets, ascending."""
         for drafts in deal(self.travelling, has_replicas=self.has_replicas):
+            seconds = tuple(self._seconds(draft.matrices) for draft in drafts)
             memory = self._fullest.memory_of(drafts, is_portioned=is_portioned)
-            yield _Dealt(drafts, is_portioned, memory)
+            yield _Dealt(drafts, seconds, is_portioned, memory)
+
+    def _seconds(self, matrices: Sequence[TravellingMatrix]) -> BucketSeconds:
+        return seconds_of(matrices, self.stacking.cost, self.stacking.wire)
 
     def _deepest(
         self, dealt: _Dealt, num_scatters: int, staging_bytes: int
@@ -320,7 +327,6 @@ class BucketChooser:
         return PlanOrder(count, num_scatters, depth, self.has_replicas, dealt.is_portioned)
 
     def _estimate(self, dealt: _Dealt, order: PlanOrder, staging_bytes: int) -> Buckets:
-        seconds = tuple(draft.seconds() for draft in dealt.drafts)
-        plan = PlanSeconds(self.ranks, seconds, order, self._latency_s)
+        plan = PlanSeconds(self.ranks, dealt.seconds, order, self._latency_s)
         step_s = max(step_seconds([plan], self.local_load_s).values())
-        return Buckets(dealt.drafts, seconds, order, step_s, staging_bytes)
+        return Buckets(dealt.drafts, dealt.seconds, order, step_s, staging_bytes)

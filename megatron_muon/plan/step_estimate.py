@@ -9,8 +9,9 @@ as late as the last of those it needs.
 - A collective starts when all ranks of its plan have launched it, and have ended the one before it
   of its channel: a message needs both of its ranks. A plan has one channel between owners and
   holders, and one between replicas.
-- A gather ends on a rank when the rows that it owns have passed its link, a scatter on all ranks
-  when the results of all owners have passed theirs. Replicas then pass results on beside what their
+- A gather ends on a rank when its link has carried all rows that the rank sends and receives, and
+  the holders that send to it have sent all that they send. A scatter ends on all ranks when all
+  links have carried the results. Replicas then pass results on beside what their
   ranks do, one scatter after the other, and end together. A link carries one collective at a time,
   in the order in which they start. What replicas pass on does not slow messages down: under HSDP it
   takes other links, and under ZeRO-0 owners send little.
@@ -18,8 +19,8 @@ as late as the last of those it needs.
   last scatters travel.
 
 What it leaves out: that under ZeRO-0 one communicator carries scatters and what replicas pass on,
-one after the other; the links of ranks that hold rows and own none of a bucket, norms, copies in
-memory, and that Newton-Schulz and traffic slow each other down.
+one after the other; that a holder may be late because its link carries another plan's rows; norms,
+copies in memory, and that Newton-Schulz and traffic slow each other down.
 """
 
 import heapq
@@ -37,12 +38,13 @@ class BucketSeconds:
 
     Args:
         load_s: Newton-Schulz.
-        gather_s: Its rows, over the link of an owner.
-        scatter_s: Its results, over the link of an owner, in all scatters of the bucket.
+        gather_s: Its rows, over the link of a rank that sends or receives them.
+        scatter_s: Its results, over such a link, in all scatters of the bucket.
         spread_s: What replicas pass on, over the link of each.
         edge_s: The share of the first product of Newton-Schulz, and of the last one, each. They
             are taken portion by portion where the bucket is portioned.
         sum_s: What each portion adds to the first product.
+        sources_s: By owner, what the slowest holder that sends rows to it takes to send all.
     """
 
     load_s: Mapping[int, float]
@@ -51,12 +53,13 @@ class BucketSeconds:
     spread_s: Mapping[int, float] = field(default_factory=dict)
     edge_s: Mapping[int, float] = field(default_factory=dict)
     sum_s: Mapping[int, float] = field(default_factory=dict)
+    sources_s: Mapping[int, float] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> tuple[float, ...]:
         """Return what it takes on a rank."""
         mappings = (
             *(self.load_s, self.gather_s, self.scatter_s),
-            *(self.spread_s, self.edge_s, self.sum_s),
+            *(self.spread_s, self.edge_s, self.sum_s, self.sources_s),
         )
         return tuple(mapping.get(rank, 0.0) for mapping in mappings)
 
@@ -117,6 +120,7 @@ class _Collective:
         plan: Its plan, whose ranks join it.
         seconds: Of each rank's messages over its link.
         ends_together: Whether all ranks wait for the last one.
+        sources_s: By rank, what the slowest of those that send to it takes.
         num_launched: Ranks that have launched it.
         ended_s: When it ended on each rank; empty until it has started.
         waiting: Numbers of programs that wait for it.
@@ -126,6 +130,7 @@ class _Collective:
     plan: PlanSeconds
     seconds: Mapping[int, float]
     ends_together: bool
+    sources_s: Mapping[int, float] = field(default_factory=dict)
     num_launched: int = 0
     ended_s: dict[int, float] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
@@ -155,8 +160,9 @@ class _PlanEvents:
         self._gathers, self._scatters, self._spreads = [], [], []
         for bucket in plan.buckets:
             gather_s = _divided(bucket.gather_s, num_gathers)
+            sources_s = _divided(bucket.sources_s, num_gathers)
             for _ in range(num_gathers):
-                self._gathers.append(_Collective(2 * number, plan, gather_s, False))
+                self._gathers.append(_Collective(2 * number, plan, gather_s, False, sources_s))
             # Each scatter of a bucket has an equal share of every owner's results.
             scatter_s = _divided(bucket.scatter_s, num_scatters)
             spread_s = _divided(bucket.spread_s, num_scatters)
@@ -291,7 +297,8 @@ class _Simulation:
             seconds = collective.seconds.get(rank, 0.0)
             if seconds:
                 link_free_s[rank] = max(now, link_free_s[rank]) + seconds
-                ended_s[rank] = link_free_s[rank] + latency_s
+                sent_s = now + collective.sources_s.get(rank, 0.0)
+                ended_s[rank] = max(link_free_s[rank], sent_s) + latency_s
         self._last_ended_s[channel] = max(ended_s.values())
         if collective.ends_together:
             ended_s.update(dict.fromkeys(ended_s, self._last_ended_s[channel]))

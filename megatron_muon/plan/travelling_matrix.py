@@ -3,8 +3,9 @@
 """What one matrix of which rows travel takes: seconds on its owners, memory on its holders."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_muon.plan.assignment import matrix_seconds
 from megatron_muon.plan.cost import CostModel, HeldElements
@@ -12,6 +13,18 @@ from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.portions import MULTIPLE
 from megatron_muon.plan.routes import transfers_of
 from megatron_muon.plan.wire import Wire
+
+
+class NearAndFar(NamedTuple):
+    """Elements that a holder sends.
+
+    Args:
+        near: To owners on its node.
+        far: To owners on other nodes.
+    """
+
+    near: int = 0
+    far: int = 0
 
 
 @dataclass(frozen=True)
@@ -28,8 +41,8 @@ class TravellingMatrix:
         edge_s: Seconds of the first product of Newton-Schulz on each owner, and of the last one;
             0 where it cannot be portioned.
         sum_s: Seconds that each of its portions adds to the first product.
-        sent: Elements that each holder sends to owners; None where each sends what it holds and
-            does not own.
+        sent: Elements that each holder sends to owners on its node and on others; None where each
+            sends what it holds and does not own.
         spread_s: Seconds in which replicas pass its results on, by the holders of a region.
     """
 
@@ -41,7 +54,7 @@ class TravellingMatrix:
     scatter_s: Mapping[int, float]
     edge_s: float
     sum_s: float
-    sent: Mapping[int, int] | None
+    sent: Mapping[int, NearAndFar] | None
     spread_s: Mapping[tuple[int, ...], float]
 
     @classmethod
@@ -57,16 +70,21 @@ class TravellingMatrix:
         # Every owner has an equal part of each holder's rows, or nearly.
         elements = HeldElements(layout.elements_by_rank, layout.num_elements, cost)
         one_byte_s = {owner: elements.one_byte_seconds(owner) / len(owners) for owner in owners}
-        sent: Counter[int] | None = None
+        sent: dict[int, NearAndFar] | None = None
         spread: Counter[tuple[int, ...]] = Counter()  # elements by holders
         if elements.has_replicas:
             # The nearest replica sends, and gets results.
-            one_byte_s, sent = dict.fromkeys(owners, 0.0), Counter()
+            one_byte_s, sent = dict.fromkeys(owners, 0.0), {}
             for moved in transfers_of(index, layout, owners, cost):
                 owner, source = moved.owner, moved.source
                 if source != owner:
                     one_byte_s[owner] += moved.num_elements * cost.seconds_per_byte(source, owner)
-                    sent[source] += moved.num_elements
+                    near, far = sent.get(source, NearAndFar())
+                    if cost.node(source) == cost.node(owner):
+                        near += moved.num_elements
+                    else:
+                        far += moved.num_elements
+                    sent[source] = NearAndFar(near, far)
             for region in layout.regions:
                 spread[region.holders] += region.num_rows * region.num_cols
         return cls(
@@ -86,6 +104,12 @@ class TravellingMatrix:
         )
 
     @property
+    def lie(self) -> Hashable:
+        """What is equal of matrices of which the same ranks hold the same rows."""
+        regions = self.layout.regions
+        return self.layout.blocks, regions[0].holders, regions[-1].holders
+
+    @property
     def part_elements(self) -> int:
         """Elements that each owner orthogonalizes."""
         return -(-self.layout.num_elements // len(self.owners))
@@ -98,7 +122,7 @@ class TravellingMatrix:
         if self.sent is None:
             return held - kept, part - kept, part - kept, held - kept
         # With replicas, results come back with all others, also to an owner that holds the rows.
-        return self.sent.get(rank, 0), max(0, part - kept), part, held
+        return sum(self.sent.get(rank, ())), max(0, part - kept), part, held
 
     def portion_excess(self, rank: int) -> tuple[int, int]:
         """Return what one portion of results may have beyond an equal share, sent and received.

@@ -2,33 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which matrices share a bucket, and in which order buckets come."""
 
-from collections.abc import Mapping
-
+import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
 from hypothesis import given
 
 from megatron_muon.plan.assignment import assign
+from megatron_muon.plan.bucket_seconds import seconds_of
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.dealing import BucketDraft, deal
-from megatron_muon.plan.layout import whole_matrix
+from megatron_muon.plan.layout import MatrixLayout, Region, whole_matrix
 from megatron_muon.plan.travelling_matrix import TravellingMatrix
 from megatron_muon.plan.wire import Wire
 
+_COST, _WIRE = CostModel(), Wire.of("bf16", is_bf16=True)
 _LAYOUT = whole_matrix("weight", rows_cut_at(8, 8, [4, 4]), [[(0,), (1,)]])
 
 
-def _matrix(
-    index: int,
-    owner: int,
-    load_s: float = 1.0,
-    link_s: float = 0.0,
-    spread_s: Mapping[tuple[int, ...], float] | None = None,
-) -> TravellingMatrix:
+def _matrix(index: int, owner: int, load_s: float = 1.0, link_s: float = 0.0) -> TravellingMatrix:
     """Return a matrix that takes some seconds."""
     on_link = {owner: link_s}
-    return TravellingMatrix(
-        index, _LAYOUT, (owner,), load_s, on_link, on_link, 0.0, 0.0, None, spread_s or {}
-    )
+    return TravellingMatrix(index, _LAYOUT, (owner,), load_s, on_link, on_link, 0.0, 0.0, None, {})
 
 
 def _indices(drafts: list[BucketDraft]) -> list[list[int]]:
@@ -54,30 +47,39 @@ def test_of_buckets_with_equal_traffic_the_shortest_is_last():
     assert _indices(of_three) == [[1], [0], [2]]
 
 
-def test_replicas_pass_on_as_much_in_each_bucket():
-    """Shards have matrices of one shape each, and each owner has one of each."""
-    first, second = {(0, 2): 1.0}, {(1, 3): 1.0}
-    matrices = [
-        _matrix(0, owner=0, spread_s=first),
-        _matrix(1, owner=1, spread_s=first),
-        _matrix(2, owner=0, spread_s=second),
-        _matrix(3, owner=1, spread_s=second),
-    ]
-    by_length, even = (each for each in deal(matrices, has_replicas=True) if len(each) == 2)
-    assert [draft.spread_s for draft in by_length] == [{0: 2.0}, {1: 2.0}]
-    assert [draft.spread_s for draft in even] == [{0: 1.0, 1: 1.0}] * 2
-    assert [draft.load_s for draft in even] == [{0: 1.0, 1: 1.0}] * 2
-    # Every rank that holds the same takes as long.
-    assert even[0].seconds().spread_s == dict.fromkeys(range(4), 1.0)
+@pytest.mark.parametrize("has_replicas", [False, True])
+def test_what_few_ranks_hold_is_shared_out_over_buckets(has_replicas):
+    """Shards have matrices of one shape each; each rank owns one of each.
+
+    By length, rank 0 would send all of the first bucket, rank 1 all of the second, and replicas
+    would pass on all results of a shard at once.
+    """
+    replicas = {0: (0, 2), 1: (1, 3)} if has_replicas else {0: (0,), 1: (1,)}
+    ranks = sorted(rank for each in replicas.values() for rank in each)
+    matrices = []
+    for index, (owner, shard) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+        regions = (Region(replicas[shard], 0, 0, 8, 0, 8, 0),)
+        layout = MatrixLayout(f"{index}", ((8, 8),), regions, tuple(ranks))
+        matrices.append(TravellingMatrix.of(index, layout, (owner,), _COST, _WIRE))
+    dealt = deal(matrices, has_replicas=has_replicas)
+    by_length, mixed = (each for each in dealt if len(each) == 2)
+    assert sorted(_indices(by_length)) == [[0, 1], [2, 3]]
+    assert sorted(_indices(mixed)) == [[0, 3], [1, 2]]
+    for draft in mixed:
+        assert list(draft.load_s) in ([0, 1], [1, 0])
+    if has_replicas:
+        one_byte_s = _COST.all_gather_seconds((0, 2), 64)
+        found = seconds_of(mixed[0].matrices, _COST, _WIRE)
+        # Every rank that holds the same takes as long.
+        assert found.spread_s == dict.fromkeys(range(4), one_byte_s * _WIRE.scatter_bytes)
 
 
 @given(matrix_lists())
 def test_every_matrix_is_dealt_out_once(matrices):
     """In every number of buckets and every order."""
-    cost, wire = CostModel(), Wire.of("bf16", is_bf16=True)
-    owners = assign(matrices, cost, wire).owners
+    owners = assign(matrices, _COST, _WIRE).owners
     travelling = [
-        TravellingMatrix.of(index, *each, cost, wire)
+        TravellingMatrix.of(index, *each, _COST, _WIRE)
         for index, each in enumerate(zip(matrices, owners, strict=True))
     ]
     has_replicas = any(matrix.sent is not None for matrix in travelling)

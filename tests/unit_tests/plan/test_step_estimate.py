@@ -74,6 +74,16 @@ def test_plans_of_a_rank_share_its_link():
     assert step_seconds([plan, plan], {}) == {0: 4.0}
 
 
+def test_rows_arrive_when_their_holders_have_sent_all():
+    """Rank 0 owns one matrix; rank 1, which holds it, sends for three seconds to others too."""
+    bucket = BucketSeconds({0: 1.0}, {0: 2.0, 1: 3.0}, {}, sources_s={0: 3.0})
+    assert step_seconds([_seconds([0, 1], [bucket])], {}) == {0: 4.0, 1: 4.0}
+    # In two portions its rows are there at 1.5 and 3, the first product of the second is left.
+    portioned = dataclasses.replace(bucket, load_s={0: 10.0}, edge_s={0: 2.0})
+    order = PlanOrder(1, 2, Depth(1, 2), False, is_portioned=True)
+    assert step_seconds([PlanSeconds([0, 1], [portioned], order)], {})[0] == 3 + 1 + 6 + 2
+
+
 def test_results_arrive_when_the_last_owner_has_sent_them():
     """Rank 1 owns nothing: it has its rows when rank 0 has sent them."""
     plan = _seconds([0, 1], [BucketSeconds({0: 1.0}, {0: 5.0}, {0: 5.0})])
