@@ -54,6 +54,7 @@ Files, each importing only those above it::
     cost               seconds of Newton-Schulz by shape, seconds of traffic by link
     flags              Megatron's flags in place of arguments, in errors
     settings           how matrices are exchanged: one object
+    holder_links       how long holders send
     balance            places matrices on ranks up to a capacity
     assignment         the owners of every matrix
     portions           how a matrix is dealt out to several gathers
@@ -64,7 +65,6 @@ Files, each importing only those above it::
     staging            memory of a step: what is alive when, and where it lies
     step_estimate      how long a step takes
     travelling_matrix  what one matrix takes
-    holder_links       how long holders send
     bucket_seconds     what the matrices of a bucket take
     dealing            deals matrices out to buckets
     bucket_memory      memory that buckets would take

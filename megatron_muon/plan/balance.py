@@ -6,12 +6,13 @@ All ties are broken by index and rank, so every rank of a job finds the same own
 """
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel, HeldElements
+from megatron_muon.plan.holder_links import SentElements, Tiling
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.wire import Wire
 
@@ -28,7 +29,7 @@ _MAX_PAIRED_MATRICES = 200
 # most so much of the capacity, where all of it can be hidden. Another rank is preferred only if a
 # matrix takes at most so many times the traffic there. Predicted step of Llama-3-70B with 8
 # tensor-parallel ranks on 128 ranks in two instances: 35 ms, 52 without a limit. Without the second
-# figure Llama-3-8B on 8 ranks would move 12 % more bytes for a step that is 1 % shorter.
+# figure that of Qwen3-30B on 64 ranks would be 40.5 ms, not 39.6.
 _FAIR_LINK = 1.25
 _HIDDEN_LINK = 0.1
 # Gains below this share are rounding of sums that were built in another order.
@@ -53,6 +54,9 @@ class Task:
     num_parts: int
     load_s: float
     held: dict[int, int]  # elements by rank
+    num_elements: int
+    cost: CostModel
+    element_bytes: int  # that an element takes, both ways
 
     def __init__(
         self,
@@ -66,10 +70,16 @@ class Task:
         self.ranks = ranks
         self.num_parts = num_parts
         self.load_s = load_s
-        self.held = matrix.elements_by_rank
+        self.held, self.num_elements = matrix.elements_by_rank, matrix.num_elements
+        self.cost = cost
         self._elements = HeldElements(self.held, matrix.num_elements, cost)
-        self._element_bytes = wire.gather_bytes + wire.scatter_bytes
+        self.element_bytes = wire.gather_bytes + wire.scatter_bytes
         self._traffic_s: dict[Owners, float] = {}
+
+    @property
+    def num_shares(self) -> int:
+        """See :class:`Tiling`."""
+        return self.num_parts * round(sum(self.held.values()) / self.num_elements)
 
     @property
     def is_movable(self) -> bool:
@@ -92,7 +102,7 @@ class Task:
         seconds = self._traffic_s.get(owners)
         if seconds is None:
             one_byte = sum([self._elements.one_byte_seconds(owner) for owner in owners])
-            seconds = one_byte * self._element_bytes / len(owners)
+            seconds = one_byte * self.element_bytes / len(owners)
             self._traffic_s[owners] = seconds
         return seconds
 
@@ -176,6 +186,21 @@ class LoadBalancer:
         return sum(
             task.traffic_s(owners) for task, owners in zip(self._tasks, self.owners, strict=True)
         )
+
+    @cached_property
+    def busiest_link_s(self) -> float:
+        """Seconds of traffic over the busiest link, of an owner or of a holder."""
+        tilings: dict[int, Tiling] = {}
+        for task, owners in zip(self._tasks, self.owners, strict=True):
+            if id(task) not in tilings:
+                tilings[id(task)] = Tiling(task.held, task.num_shares, Counter())
+            tilings[id(task)].owners.update(owners)
+        if not tilings:
+            return 0.0
+        sent = SentElements(self._tasks[0].cost)
+        sent.add_tilings(tilings.values())
+        holders_s = max(sent.one_byte_seconds().values()) * self._tasks[0].element_bytes
+        return max(holders_s, *self._link_s.values())
 
     def place(self, index: int, owners: Owners) -> None:
         """Hand a matrix to its owners, who take it over from those before."""

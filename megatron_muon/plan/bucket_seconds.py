@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the matrices of a bucket take on each rank."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.holder_links import HolderLinks
+from megatron_muon.plan.holder_links import SentElements, Tiling
 from megatron_muon.plan.step_estimate import BucketSeconds
 from megatron_muon.plan.travelling_matrix import TravellingMatrix
 from megatron_muon.plan.wire import Wire
@@ -36,11 +36,23 @@ def seconds_of(matrices: Sequence[TravellingMatrix], cost: CostModel, wire: Wire
             sum_s[owner] += matrix.sum_s
         for holders, seconds in matrix.spread_s.items():
             spread_s[holders] += seconds
-    links = HolderLinks(matrices, cost)
+    tilings = _tilings(matrices)
+    sent = SentElements(cost)
+    sent.add_tilings(tilings)
+    for matrix in matrices:
+        for rank, elements in (matrix.sent or {}).items():
+            sent.add(rank, *elements)
+    one_byte_s = sent.one_byte_seconds()
     # A link carries both directions at once: the longer one counts.
-    for rank, seconds in links.one_byte_s.items():
+    for rank, seconds in one_byte_s.items():
         gather_s[rank] = max(gather_s[rank], wire.gather_bytes * seconds)
         scatter_s[rank] = max(scatter_s[rank], wire.scatter_bytes * seconds)
+    sources_s: dict[int, float] = defaultdict(float)
+    for held, _, owners in tilings:
+        _raise_to(sources_s, owners, max(one_byte_s[rank] for rank in held))
+    for matrix in matrices:
+        if matrix.sent:
+            _raise_to(sources_s, matrix.owners, max(one_byte_s[rank] for rank in matrix.sent))
     return BucketSeconds(
         dict(load_s),
         dict(gather_s),
@@ -48,8 +60,26 @@ def seconds_of(matrices: Sequence[TravellingMatrix], cost: CostModel, wire: Wire
         {rank: seconds for holders, seconds in spread_s.items() for rank in holders},
         dict(edge_s),
         dict(sum_s),
-        {
-            owner: wire.gather_bytes * seconds
-            for owner, seconds in links.one_byte_s_of_sources.items()
-        },
+        {owner: wire.gather_bytes * seconds for owner, seconds in sources_s.items()},
     )
+
+
+def _tilings(matrices: Sequence[TravellingMatrix]) -> list[Tiling]:
+    """Return the tilings of matrices without replicas.
+
+    All layers of a kind have one: its holders, which may be thousands, are gone through once.
+    """
+    tilings: dict[tuple[int, int], Tiling] = {}
+    for matrix in matrices:
+        if matrix.sent is None:
+            held, num_shares = matrix.layout.elements_by_rank, len(matrix.owners)
+            key = id(held), num_shares
+            if key not in tilings:
+                tilings[key] = Tiling(held, num_shares, Counter())
+            tilings[key].owners.update(matrix.owners)
+    return list(tilings.values())
+
+
+def _raise_to(largest: dict[int, float], ranks: Iterable[int], seconds: float) -> None:
+    for rank in ranks:
+        largest[rank] = max(largest[rank], seconds)

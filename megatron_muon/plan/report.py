@@ -119,6 +119,13 @@ class Report:
         return sum(rank.stack_elements for rank in self.ranks) / max(1, self.num_elements) - 1
 
     @property
+    def _most_over_mean(self) -> float:
+        """Most bytes that a rank sends or receives, over the mean."""
+        most = max(max(rank.bytes_sent, rank.bytes_received) for rank in self.ranks)
+        mean = sum(rank.bytes_sent for rank in self.ranks) / self.world_size
+        return most / mean if mean else 1.0
+
+    @property
     def _max_split_groups(self) -> int:
         return max(rank.num_split_groups for rank in self.ranks)
 
@@ -191,7 +198,8 @@ class Report:
         )
         yield (
             f"traffic: {self.moved_elements / max(1, self.num_elements):.1%} of elements move, "
-            f"{sent / 1e6 / self.world_size:,.1f} MB a rank; lower bound "
+            f"{sent / 1e6 / self.world_size:,.1f} MB a rank, {self._most_over_mean:.2f} x that at "
+            f"most; lower bound "
             f"{self.lower_bound_bytes / 1e6 / self.world_size:,.1f} MB ({bound}); "
             f"norms {self.norm_bytes:,} bytes"
         )
