@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_muon.plan.balance import LoadBalancer, Task
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
+from megatron_muon.plan.routes import transfers_of
 from megatron_muon.plan.wire import Wire
 
 WIRE = Wire("bfloat16", "bfloat16")
@@ -149,6 +150,28 @@ def test_split_matrices_go_to_aligned_sets_of_ranks():
     placed = _place([_matrix([4] * 8)], [1.0], busy, ranks, parts=4)
     placed.fill(capacity_s=1.0)
     assert placed.owners == [(4, 5, 6, 7)]
+
+
+@given(matrix_lists(max_matrices=8, max_replicas=1))
+def test_busiest_link_is_that_of_an_owner_or_of_a_holder(matrices):
+    """Both ways; a holder that owns nothing counts, since its owners wait for it."""
+    placed = _place(matrices, [1.0] * len(matrices), ranks=matrices[0].ranks)
+    placed.fill(2.0)
+    sent_s, received_s = ({rank: 0.0 for rank in matrices[0].ranks} for _ in range(2))
+    for index, (matrix, owners) in enumerate(zip(matrices, placed.owners, strict=True)):
+        for moved in transfers_of(index, matrix, owners, COST):
+            if moved.source != moved.owner:
+                seconds = 4 * moved.num_elements
+                seconds *= COST.seconds_per_byte(moved.source, moved.owner)
+                sent_s[moved.source] += seconds
+                received_s[moved.owner] += seconds
+    busiest_s = max([*sent_s.values(), *received_s.values()])
+    assert placed.busiest_link_s == pytest.approx(busiest_s)
+
+
+def test_busiest_link_of_nothing_is_idle():
+    """A kind may have no matrices."""
+    assert _place([], []).busiest_link_s == 0.0
 
 
 def test_place_in_turn_gives_every_rank_its_turn():
