@@ -26,9 +26,9 @@ _NUM_SCATTERS = (1, 2, 4, 8, 16, 32, 64)
 # shapes, leaves an eightieth of it to take when the last rows have arrived.
 _NUM_PORTIONS = (2, 4, 8)
 # Portions take more launches and collectives, which the estimate counts in part. They have to
-# shorten the step to this share. On gloo ranks 7 % were measured where 8 % were predicted, and
-# a loss where 4 % were (docs/performance.md).
-_WORTH_PORTIONS = 0.96
+# shorten the step to this share. On gloo ranks 5 to 7 % were measured where 8 % were predicted, and
+# between 3 % and a loss of 6 % where 4 to 5 % were (docs/performance.md).
+_WORTH_PORTIONS = 0.94
 # Twice as many scatters are tried while they shorten the step by so much.
 _WORTH_SCATTERS = 0.99
 # No more buckets are tried when the step is so near to what no schedule can beat.
