@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every backend keeps, against the exact polynomial in float64."""
 
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -59,19 +60,20 @@ def _gemm_symmetric(
     """Compute what quack's kernel does, with its signature: quack 0.5.0, gemm_interface."""
     assert out is None and out_dtype is None and not dynamic_scheduler
     assert A.dtype == B.dtype and A.ndim == B.ndim == 3
+    # quack takes any other number for a tensor.
+    assert isinstance(alpha, float) and isinstance(beta, float)
     found = alpha * (A @ B)
     return found if C is None else found + beta * C
 
 
 @pytest.fixture(autouse=True)
-def _kernels():
+def _kernels(monkeypatch):
     quack = ModuleType("quack")
     quack.gemm_symmetric = _gemm_symmetric
-    with (
-        mock.patch.object(triton_kernels, "tsyrk_ex", _tsyrk, create=True),
-        mock.patch.dict("sys.modules", {"quack": quack, "quack.gemm_interface": quack}),
-    ):
-        yield
+    monkeypatch.setattr(triton_kernels, "tsyrk_ex", _tsyrk, raising=False)
+    # mock.patch.dict would forget all modules that a test is the first to import.
+    for name in ("quack", "quack.gemm_interface"):
+        monkeypatch.setitem(sys.modules, name, quack)
 
 
 def normalized(x: torch.Tensor) -> torch.Tensor:
