@@ -14,7 +14,8 @@ bucket; one bucket under way; the rounds of one kind after those of the other; o
 before the last expert is done, of which there is no prediction), leave the experts out, change the
 links (a tenth of the rate) or the ranks (the last one takes twice as long, which the plan does not
 know). In the variants with replicas all ranks hold all dense matrices, as under ZeRO-0, and pass
-results on. In those of HSDP, which need four ranks, two ranks share them and two hold the same.
+results on. In those of HSDP, which need four ranks, two ranks share them and two hold the same. In
+two groups of replicas, each group orthogonalizes every matrix.
 """
 
 import argparse
@@ -80,6 +81,8 @@ class Variant:
         has_experts: Whether there are experts beside the dense matrices.
         is_hsdp: Whether two instances of half of the ranks hold the same dense matrices, each
             sharded over its ranks; on four ranks.
+        num_groups: Groups of instances that each orthogonalize every dense matrix; two on four
+            ranks.
     """
 
     name: str
@@ -93,6 +96,12 @@ class Variant:
     is_portioned: bool = False
     has_experts: bool = True
     is_hsdp: bool = False
+    num_groups: int = 1
+
+    @property
+    def needs_four_ranks(self) -> bool:
+        """Whether it is left out on fewer."""
+        return self.is_hsdp or self.num_groups > 1
 
 
 VARIANTS = tuple(
@@ -118,7 +127,9 @@ VARIANTS = tuple(
         ("replicas", {"num_scatters": 4}),
         ("replicas, one bucket", {"num_scatters": 4, "num_buckets": 1}),
         ("replicas, one bucket, one scatter", {"num_scatters": 1, "num_buckets": 1}),
+        ("replicas, two groups", {"num_scatters": 4, "num_groups": 2}),
         ("HSDP", {"is_hsdp": True}),
+        ("HSDP, two groups", {"is_hsdp": True, "num_groups": 2}),
         ("HSDP, one bucket", {"is_hsdp": True, "num_buckets": 1}),
         ("HSDP, portioned", {"is_hsdp": True, "is_portioned": True}),
         (
@@ -195,6 +206,7 @@ def _compute(
         NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,)),
         ExchangeSettings(
             max_parts=1,
+            instance_groups=variant.num_groups,
             cost_model=f"{rates},stack_tiles=1",
             overlap_within_matrices=variant.is_portioned,
         ),
@@ -205,14 +217,21 @@ def _compute(
 
 def predict(compute: OwnerCompute, variant: Variant) -> float:
     """Return the seconds of a step of all ranks."""
-    *experts, dense = compute.plans
     gathered: list[Any] = [[] for _ in range(dist.get_world_size())]
-    # Of each rank, its experts.
-    dist.all_gather_object(gathered, [plan.plan_seconds for plan in experts])
+    dense = compute.plans[-1]
+    dist.all_gather_object(
+        gathered, ([plan.plan_seconds for plan in compute.plans], dense.assignment.load_s)
+    )
     slow = {dist.get_world_size() - 1: SLOW_RANK} if variant.has_slow_rank else {}
-    plans = {tuple(plan.ranks): plan for of_rank in gathered for plan in of_rank}
-    local_s = dict(dense.assignment.load_s)
-    all_plans = [*plans.values(), dense.plan_seconds]
+    # Experts first, as ranks have them. Other ranks may have other experts, or dense matrices in
+    # another group.
+    plans: list[dict[tuple[int, ...], PlanSeconds]] = [{} for _ in compute.plans]
+    local_s: dict[int, float] = {}
+    for of_rank, load_s in gathered:
+        local_s.update(load_s)
+        for of_kind, plan in zip(plans, of_rank, strict=True):
+            of_kind[tuple(plan.ranks)] = plan
+    all_plans = [plan for of_kind in plans for plan in of_kind.values()]
     for plan in all_plans:
         for bucket in plan.buckets:
             for rank, seconds in bucket.load_s.items():
@@ -312,7 +331,7 @@ def run_rank(rank: int, size: int, store: str, output: str, num_steps: int, coun
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     rows = []
     for variant in VARIANTS[:count]:
-        if variant.is_hsdp and size != 4:
+        if variant.needs_four_ranks and size != 4:
             continue
         with contextlib.ExitStack() as changes:
             for module, name, value in _changes(variant):

@@ -43,7 +43,7 @@ _PLANNED = {"split_sizes": None, "transposed": False}
 
 
 class Muon(WholeMatrixMuon):
-    """Step matrices that ``fully_shard`` has sharded, each orthogonalized once, on one rank.
+    """Step matrices that ``fully_shard`` has sharded, each orthogonalized by one rank.
 
     A step equals that of emerging-optimizers' ``Muon`` on the unsharded model: to the bit with
     ``exchange.wire`` fp32 and ``exchange.max_parts`` 1, otherwise but for rounding

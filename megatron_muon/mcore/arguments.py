@@ -63,6 +63,14 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "keeps matrices whole, and results the same bits on any number of ranks.",
     )
     group.add_argument(
+        "--muon-fsdp-instance-groups",
+        type=int,
+        default=defaults.instance_groups,
+        help="Groups of optimizer instances (of HSDP) or of replicas (of ZeRO-0) that each "
+        "orthogonalize every matrix; 1 shares the work over all of them. Default: as many as the "
+        "cost model finds fastest, more than one where links between instances are slow.",
+    )
+    group.add_argument(
         "--muon-fsdp-cost-model",
         default=defaults.cost_model,
         help="Rates of the machine for choosing owners, as name=value,...: tflops, gbps, "
@@ -354,6 +362,7 @@ def _exchange_settings(args: Any) -> ExchangeSettings:
         wire=args.muon_fsdp_wire,
         staging_bytes=args.muon_fsdp_staging_bytes,
         max_parts=args.muon_fsdp_max_parts,
+        instance_groups=args.muon_fsdp_instance_groups,
         cost_model=args.muon_fsdp_cost_model,
         newton_schulz=_newton_schulz(args),
         overlap_within_matrices=args.muon_fsdp_overlap_within_matrices,

@@ -42,7 +42,8 @@ stack             parts of one shape on one owner, contiguous; one call on the b
 message           all routes from one rank to another in one gather or scatter
 load              estimated Newton-Schulz seconds of a rank, or what one matrix adds to them
 wire              the dtypes in which rows travel to the owner and results travel back
-domain            the ranks that may exchange matrices with each other
+domain            the ranks that may exchange matrices with each other; one replica of each shard is
+                  an instance, and groups of instances may each orthogonalize every matrix
 ================  ================================================================================
 
 Files, each importing only those above it::
@@ -69,7 +70,8 @@ Files, each importing only those above it::
     dealing            deals matrices out to buckets
     bucket_memory      memory that buckets would take
     buckets            which matrices travel together
-    exchange_plan      the plan of a domain, checked
+    exchange_plan      the plan of ranks that work together, checked
+    domain_plan        whether all instances of a domain do, or groups of them
     rank_plan          one rank's stacks and messages of one plan
     rank_schedule      what one rank does in a step, over all its plans
     report             what plans mean for each rank, in numbers

@@ -102,6 +102,13 @@ def _parser() -> argparse.ArgumentParser:
         "--staging-bytes", type=int, help="most memory of a rank for messages and stacks"
     )
     plan.add_argument("--max-parts", type=int, default=defaults.max_parts)
+    plan.add_argument(
+        "--instance-groups",
+        type=int,
+        metavar="N",
+        help="groups of optimizer instances that each orthogonalize every matrix; default: as many "
+        "as are fastest",
+    )
     output = parser.add_argument_group("output: a table, unless")
     output.add_argument("--json", action="store_true", help="print JSON instead")
     output.add_argument("--plot", type=Path, metavar="FILE", help="draw loads and traffic too")
@@ -114,6 +121,7 @@ def _settings(options: argparse.Namespace) -> ExchangeSettings:
         wire=options.wire,
         staging_bytes=options.staging_bytes,
         max_parts=options.max_parts,
+        instance_groups=options.instance_groups,
         cost_model=options.cost_model,
         newton_schulz=options.muon_fsdp_newton_schulz,
         overlap_within_matrices=options.muon_fsdp_overlap_within_matrices,

@@ -69,6 +69,14 @@ class Assignment:
     load_s: Mapping[int, float]
     ideal_s: float
 
+    def on_ranks(self, rank_of: Mapping[int, int]) -> "Assignment":
+        """Put the rank that a mapping names in the place of each."""
+        return Assignment(
+            tuple(tuple(rank_of[owner] for owner in owners) for owners in self.owners),
+            {rank_of[rank]: seconds for rank, seconds in self.load_s.items()},
+            self.ideal_s,
+        )
+
 
 def assign(
     matrices: Sequence[MatrixLayout],

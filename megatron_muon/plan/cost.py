@@ -238,6 +238,23 @@ class CostModel:
         """Return the node of a rank."""
         return rank // self.ranks_per_node
 
+    def nodes_alike(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return what is equal for lists of ranks that share nodes alike.
+
+        For each rank, the position of the first one on its node.
+        """
+        first_of_node: dict[int, int] = {}
+        return tuple(
+            first_of_node.setdefault(self.node(rank), position)
+            for position, rank in enumerate(ranks)
+        )
+
+    @property
+    def untimed(self) -> "CostModel":
+        """The same without kernels that each rank chooses by timing, as Triton's autotuner does."""
+        names = tuple(dict.fromkeys(BACKENDS[name].reference or name for name in self.backends))
+        return self if names == self.backends else dataclasses.replace(self, backends=names)
+
     def latency_seconds(self, ranks: Sequence[int]) -> float:
         """Estimate a collective of some ranks, ascending, that carries nothing."""
         return self.all_reduce_us * 1e-6 * (1 if self.share_a_node(ranks) else 2)

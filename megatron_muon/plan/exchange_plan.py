@@ -1,18 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a domain: who owns what, and what travels together. Built once, without torch."""
+"""The plan of a domain, or of a group of its instances: who owns what, what travels together.
+
+Built once, without torch.
+"""
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.plan.assignment import Assignment
 from megatron_muon.plan.buckets import BucketChooser
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.layout import MatrixLayout, on_ranks
 from megatron_muon.plan.routes import Route, Transfer, routes_of, transfers_of
 from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.stacking import Stacking
@@ -23,7 +26,7 @@ from megatron_muon.plan.wire import Wire
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Owners and buckets of a list of matrices, equal on every rank of the domain.
+    """Owners and buckets of a list of matrices, equal on all ranks that have them.
 
     :meth:`build` makes one; :class:`~megatron_muon.plan.rank_plan.RankPlan` is what one rank does
     of it.
@@ -40,6 +43,8 @@ class ExchangePlan:
         staging_bytes: Estimated memory of messages and stacks on the fullest rank.
         predicted_step_s: Estimated seconds of a step, with what ranks do besides this plan.
         bound_s: Seconds that it takes at least with these owners, whatever the buckets are.
+        num_groups: Groups of instances that run this plan, each on ranks of its own; see
+            :mod:`megatron_muon.plan.domain_plan`.
 
     Raises:
         ValueError: A matrix is in no bucket or in several, has no owner or one outside of its
@@ -58,6 +63,7 @@ class ExchangePlan:
     staging_bytes: int
     predicted_step_s: float
     bound_s: float
+    num_groups: int = 1
 
     @classmethod
     def build(
@@ -70,6 +76,7 @@ class ExchangePlan:
         staging_bytes: int,
         is_limit: bool = True,
         may_portion: bool = False,
+        num_groups: int = 1,
     ) -> "ExchangePlan":
         """Sort matrices into local ones and buckets.
 
@@ -82,6 +89,7 @@ class ExchangePlan:
             is_limit: Whether a plan that takes more is refused by the caller. Where none fits, it
                 is then the one that takes the least; otherwise a better one that takes little more.
             may_portion: Whether buckets are portioned where that shortens the step.
+            num_groups: Groups of instances that run the plan.
         """
         # Nothing here depends on the rank that builds the plan: every rank must come to the same.
         owners = assignment.owners
@@ -115,6 +123,7 @@ class ExchangePlan:
             staging_bytes=buckets.staging_bytes,
             predicted_step_s=buckets.step_s,
             bound_s=chooser.bound_s,
+            num_groups=num_groups,
         )
 
     def __post_init__(self) -> None:
@@ -149,6 +158,22 @@ class ExchangePlan:
                 )
 
         _check_replicas(self.matrices)
+
+    def on_ranks(self, rank_of: Mapping[int, int]) -> "ExchangePlan":
+        """Return the plan of other ranks that do the same.
+
+        Args:
+            rank_of: By rank of this plan, the one that takes its place. Estimates stay those of
+                this plan's ranks: they hold where both share nodes alike.
+        """
+        if all(rank == other for rank, other in rank_of.items()):
+            return self
+        return replace(
+            self,
+            matrices=tuple(on_ranks(self.matrices, rank_of)),
+            assignment=self.assignment.on_ranks(rank_of),
+            seconds=tuple(bucket.on_ranks(rank_of) for bucket in self.seconds),
+        )
 
     @property
     def owners(self) -> tuple[tuple[int, ...], ...]:

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank holds which rows of a matrix: integers only, no tensors, no communication."""
 
+import dataclasses
 import functools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -214,6 +215,35 @@ class MatrixLayout:
     def elements_by_rank(self) -> dict[int, int]:
         """Count the elements that each rank holds; ranks that hold none are left out."""
         return _elements_by_rank(self.regions)
+
+
+def on_ranks(matrices: Sequence[MatrixLayout], rank_of: Mapping[int, int]) -> list[MatrixLayout]:
+    """Put other ranks in the place of those of layouts.
+
+    Args:
+        matrices: The layouts.
+        rank_of: By rank, the one in its place. A rank that is not there is left out, also as a
+            holder; another must hold the same rows.
+    """
+    # As in the layouts that are given, equal ones share their regions and their ranks.
+    regions: dict[int, tuple[Region, ...]] = {}
+    ranks: dict[int, tuple[int, ...]] = {}
+    found = []
+    for matrix in matrices:
+        tiling, domain = id(matrix.regions), id(matrix.ranks)
+        if tiling not in regions:
+            regions[tiling] = tuple(
+                region._replace(holders=_renamed(region.holders, rank_of))
+                for region in matrix.regions
+            )
+        if domain not in ranks:
+            ranks[domain] = tuple(sorted(_renamed(matrix.ranks, rank_of)))
+        found.append(dataclasses.replace(matrix, regions=regions[tiling], ranks=ranks[domain]))
+    return found
+
+
+def _renamed(ranks: Sequence[int], rank_of: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(rank_of[rank] for rank in ranks if rank in rank_of)
 
 
 # Shared by matrices of one tiling, as those of all layers have.

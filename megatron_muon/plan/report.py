@@ -70,6 +70,8 @@ class Report:
         norm_bytes: Bytes of the all-reduce of norms, counted once.
         num_buckets: Most buckets of a plan.
         num_portions: Most portions of a portioned bucket; 1 where none is.
+        num_in_groups: Matrices by the number of groups of instances that each orthogonalize them.
+            Other totals, but ``norm_bytes``, count a matrix in each group.
         num_split_groups: Sets of ranks that split matrices.
         num_blocks: Blocks that each backend orthogonalizes.
         matrices: ``index``, ``fqn`` and ``owner`` (``owners`` where it is split), in order.
@@ -84,6 +86,7 @@ class Report:
     norm_bytes: int
     num_buckets: int
     num_portions: int
+    num_in_groups: dict[int, int]
     num_split_groups: int
     num_blocks: dict[str, int]
     matrices: list[dict[str, Any]]
@@ -144,6 +147,7 @@ class Report:
             "norm_bytes": self.norm_bytes,
             "num_buckets": self.num_buckets,
             "num_portions": self.num_portions,
+            "matrices_by_instance_groups": self.num_in_groups,
             "num_split_groups": self.num_split_groups,
             "max_split_groups_of_a_rank": self._max_split_groups,
             "padding": self.padding,
@@ -184,6 +188,12 @@ class Report:
             f"{len(self.matrices)} matrices, {self.num_elements / 1e6:,.1f} M elements, on "
             f"{self.world_size} ranks, {working} of which orthogonalize; {split}"
         )
+        if set(self.num_in_groups) != {1}:
+            groups = ", ".join(
+                f"{matrices} matrices in {'each of ' if number > 1 else ''}{number}"
+                for number, matrices in sorted(self.num_in_groups.items())
+            )
+            yield f"groups of instances: {groups}; totals count each group"
         yield (
             f"Newton-Schulz: busiest rank {self.busiest_s * 1e3:.3f} ms, ideal "
             f"{self.ideal_s * 1e3:.3f} ms, ratio {self.busiest_over_ideal:.3f}; at most "
@@ -223,17 +233,23 @@ class Report:
             yield f"... the {_MAX_RANKS_SHOWN} busiest of {self.world_size} ranks"
 
 
-def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
+def build_report(
+    ranks: Sequence[int], plans: Sequence[ExchangePlan], *, is_one_group: bool = False
+) -> Report:
     """Add up what plans mean for each rank.
 
     Args:
-        ranks: Ranks of the job, or of the one domain a plan is for.
+        ranks: Ranks of the job, or those of one plan.
         plans: Plans of its domains; the load of a later one includes that of those before.
+        is_one_group: Whether one group of instances is described, not all that run a plan.
     """
     # Ranks without a matrix are there too: they wait for the others, and may still send rows.
     shares = {rank: RankReport(rank) for rank in ranks}
     totals: Counter[str] = Counter()
     num_blocks: Counter[str] = Counter()
+    # Of all groups of instances, by their number.
+    num_in_groups: Counter[int] = Counter()
+    norm_bytes: Counter[int] = Counter()
     matrices: list[dict[str, Any]] = []
     staging: dict[int, list[PlanStaging]] = defaultdict(list)
     for plan in plans:
@@ -242,6 +258,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
         for rank, seconds in plan.assignment.load_s.items():
             shares[rank].load_s = seconds
         _add_traffic(plan, shares, totals, staging)
+        num_in_groups[plan.num_groups] += len(plan.matrices)
         totals["split_groups"] += len(plan.sets_of_owners)
         for rank in (rank for owners in plan.sets_of_owners for rank in owners):
             shares[rank].num_split_groups += 1
@@ -250,7 +267,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
             matrices.append({"index": len(matrices), "fqn": matrix.fqn, **who})
             num_blocks.update(plan.backend(index, block) for block in range(len(matrix.blocks)))
             totals["elements"] += matrix.num_elements
-            totals["norm_bytes"] += wire.norm_bytes * len(matrix.blocks)
+            norm_bytes[plan.num_groups] += wire.norm_bytes * len(matrix.blocks)
             # An owner saves what it holds itself, so the largest holder saves most. Results go to
             # every replica, rows come from one of them.
             held = matrix.elements_by_rank
@@ -263,6 +280,9 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
     for rank, of_rank in staging.items():
         shares[rank].staging_bytes = StagingLayout.build(of_rank).num_bytes
     _add_steps(plans, shares)
+    for counted in (num_in_groups, norm_bytes) if not is_one_group else ():
+        for num_groups in counted:
+            counted[num_groups] //= num_groups
     return Report(
         list(shares.values()),
         _ideal_seconds(plans, len(shares)),
@@ -270,9 +290,10 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
         totals["elements"],
         totals["moved"],
         totals["lower_bound"],
-        totals["norm_bytes"],
+        norm_bytes.total(),
         max(len(plan.buckets) for plan in plans),
         max(plan.order.num_gathers for plan in plans),
+        dict(num_in_groups),
         totals["split_groups"],
         dict(num_blocks),
         matrices,
@@ -438,5 +459,5 @@ def log_lines(plan: ExchangePlan) -> list[str]:
     ranks = sorted({rank for matrix in plan.matrices for rank in matrix.ranks})
     return [
         f"Muon exchange plan of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}:",
-        *build_report(ranks, [plan]).lines(),
+        *build_report(ranks, [plan], is_one_group=True).lines(),
     ]

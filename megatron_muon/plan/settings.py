@@ -8,7 +8,7 @@ Its errors call a field ``exchange.NAME``; :mod:`megatron_muon.plan.flags` knows
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megatron_muon.newton_schulz.registry import BackendChoice
+from megatron_muon.newton_schulz.registry import BACKENDS, BackendChoice
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.cost_table import CostSource
 from megatron_muon.plan.wire import Wire
@@ -26,8 +26,9 @@ class ExchangeSettings:
     """Who orthogonalizes what, and what travels.
 
     Args:
-        mode: ``owner``: each matrix is orthogonalized once, on one rank. ``all_gather``: every rank
-            of the shard group receives every matrix and orthogonalizes it.
+        mode: ``owner``: each matrix is orthogonalized once, on one rank; once in each of
+            ``instance_groups``. ``all_gather``: every rank of the shard group receives every matrix
+            and orthogonalizes it.
         wire: ``bf16``: rows travel normalized, in bf16. ``fp32``: rows travel in fp32, and
             Newton-Schulz is the stock function on the very bits of the whole matrix, also where
             upstream would spread it over tensor-parallel ranks with other rounding
@@ -38,6 +39,9 @@ class ExchangeSettings:
             works.
         max_parts: Most owners of one matrix once ranks outnumber matrices, a power of two. 1 keeps
             each matrix whole, and results the same bits on any number of ranks.
+        instance_groups: Groups of instances (replicas of all shards, as those of HSDP) that each
+            orthogonalize every matrix. 1: all instances share the work. None: as many as the cost
+            model finds fastest; more where links between instances are slow.
         cost_model: Rates of the machine, as ``name=value,...`` for
             :meth:`~megatron_muon.plan.cost.CostModel.parse`. ``measure`` among them times each
             shape at construction, ``measure:PATH`` writes the times to a file too, and
@@ -54,7 +58,7 @@ class ExchangeSettings:
 
     Raises:
         ValueError: An unknown mode, wire or way to compute Newton-Schulz, one that ``all_gather``
-            does not have, a size that cannot work, or a cost model that does not
+            does not have, a size or a number that cannot work, or a cost model that does not
             parse.
     """
 
@@ -63,6 +67,7 @@ class ExchangeSettings:
     staging_bytes: int | None = None
     # Each part repeats the cubic term of its matrix, and parts all-reduce inside a node of 8.
     max_parts: int = 8
+    instance_groups: int | None = None
     cost_model: str = ""
     newton_schulz: BackendChoice = "standard"
     overlap_within_matrices: bool = False
@@ -94,6 +99,23 @@ class ExchangeSettings:
                 "exchange.staging_bytes: expected a positive number of bytes, got "
                 f"{self.staging_bytes}. Leave it out for 4 GB."
             )
+        if self.instance_groups is not None and self.instance_groups < 1:
+            raise ValueError(
+                "exchange.instance_groups: expected a positive number of groups, got "
+                f"{self.instance_groups}. Leave it out, or use 1 for one group of all instances."
+            )
+        if self.instance_groups is not None and self.mode == "all_gather":
+            raise ValueError(
+                "exchange.instance_groups: expected exchange.mode owner, got all_gather, where "
+                "every rank orthogonalizes every matrix. Use exchange.mode owner, or leave it out."
+            )
+        if self.instance_groups not in (None, 1) and self.names_a_kernel:
+            raise ValueError(
+                "exchange.instance_groups: expected 1 with exchange.newton_schulz "
+                f"{self.newton_schulz}, got {self.instance_groups}. Groups run torch's products "
+                "alone: kernels that ranks choose by timing could make instances differ. Leave it "
+                "out, or use exchange.newton_schulz standard, gram or auto."
+            )
         # A power of two: parts are doubled until a matrix is short enough.
         if self.max_parts < 1 or self.max_parts & (self.max_parts - 1):
             raise ValueError(
@@ -107,6 +129,12 @@ class ExchangeSettings:
                 "num_ns_steps for the number of steps."
             )
         CostModel.parse(self.cost_source.rates)
+
+    @property
+    def names_a_kernel(self) -> bool:
+        """Whether :attr:`newton_schulz` is the name of kernels that are not torch's."""
+        named = BACKENDS.get(self.newton_schulz)
+        return named is not None and named.reference is not None
 
     @property
     def wanted_staging_bytes(self) -> int:

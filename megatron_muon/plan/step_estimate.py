@@ -26,7 +26,7 @@ copies in memory, and that Newton-Schulz and traffic slow each other down.
 import heapq
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from megatron_muon.plan.schedule import Action, ActionKind, PlanOrder, actions_of
@@ -62,6 +62,15 @@ class BucketSeconds:
             *(self.spread_s, self.edge_s, self.sum_s, self.sources_s),
         )
         return tuple(mapping.get(rank, 0.0) for mapping in mappings)
+
+    def on_ranks(self, rank_of: Mapping[int, int]) -> "BucketSeconds":
+        """Put the rank that a mapping names in the place of each."""
+        return BucketSeconds(
+            **{
+                each.name: {rank_of[rank]: s for rank, s in getattr(self, each.name).items()}
+                for each in fields(self)
+            }
+        )
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.plan.assignment import assign
-from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.domain_plan import (
+    group_of,
+    groups_problem,
+    most_instances,
+    of_group,
+    plan_domain,
+)
 from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.report import log_lines
@@ -40,13 +45,19 @@ class Kind(NamedTuple):
         matrices: All of them, in the same order on all ranks of the domain.
         handles: By index among the matrices, what stands for those of which this rank holds rows:
             :meth:`OwnerCompute.orthogonalize` takes and yields them.
-        replica_group: Ranks that hold the same rows; None where nobody else does.
+        replicas: All ranks of the domain, by the rows that they hold; each set ascending, and as
+            long as the others.
+        replica_group: Those with this rank's rows; None where nobody else has them.
+        instance_group: One rank of each of these sets, this one among them, where the model has
+            such a group; None where it has none.
     """
 
     domain: Domain
     matrices: Sequence[MatrixLayout]
     handles: Mapping[int, Any]
+    replicas: Sequence[tuple[int, ...]]
     replica_group: dist.ProcessGroup | None
+    instance_group: dist.ProcessGroup | None = None
 
 
 class OwnerCompute:
@@ -64,22 +75,25 @@ class OwnerCompute:
 
     Raises:
         ValueError: bf16 on the wire with Newton-Schulz in fp32.
-        RuntimeError: On all ranks, when no plan fits into the staging memory, when ranks came to
-            different plans, or when one of them lacks memory for the engine or a kernel for
-            Newton-Schulz.
+        RuntimeError: On all ranks, when instances cannot form the groups that settings name, when
+            no plan fits into the staging memory, when ranks came to different plans, or when one of
+            them lacks memory for the engine or a kernel for Newton-Schulz.
 
     Communication: at construction three flags over the job; for each kind an all-gather of 8 bytes
-        a rank and a hash; a list of ranks as objects, and a new process group for each set of ranks
-        that splits a matrix, in which one element is all-reduced; on CPU ranks the same for sets
-        of replicas, without the all-reduce. For each kind two collectives
-        send one element from each rank to those that it will send to, and one gathers one from each
-        replica. A choice of Newton-Schulz takes one flag more, and lists of names; measured times
-        take one flag and broadcasts. A limit of staging memory takes two flags more.
+        a rank and a hash; three lists of ranks as objects, and a new process group for each set of
+        ranks that splits a matrix, in which one element is all-reduced. There are new groups too
+        for instances that work apart from others, and on CPU ranks for replicas. For each kind two
+        collectives send one element from each rank to those that it will send to, and one gathers
+        one from each replica. A choice of Newton-Schulz takes one flag more, and lists of names;
+        measured times take one flag and broadcasts. A limit of staging memory takes two flags more,
+        a number of groups of instances one, and an all-reduce of 8 bytes.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
     plans: list[ExchangePlan]  # of each kind
-    load_s: float  # Newton-Schulz seconds of this rank, the initial load included
+    # Newton-Schulz seconds of this rank, the initial load included. If instances work in groups, of
+    # the ranks in one place of all groups the busiest counts for each.
+    load_s: float
 
     def __init__(
         self,
@@ -94,22 +108,30 @@ class OwnerCompute:
         rank = own_rank()
         self.plans = []
         self.load_s = initial_load_s
+        if settings.instance_groups is not None:
+            domains = [kind.replicas for kind in kinds]
+            # A rank without replicas may be one of a job that has some.
+            most = _most_of_all_ranks(most_instances(domains), device)
+            _raise_where_any_rank_says(groups_problem(domains, settings, most=most), device)
         costs = machine_costs(
             [(kind.domain, kind.matrices) for kind in kinds], newton_schulz, settings, device
         )
         differences = []
         for kind, cost in zip(kinds, costs, strict=True):
-            plan = _build_plan(
-                kind,
-                newton_schulz,
-                settings,
+            plan = plan_domain(
+                kind.matrices,
+                kind.replicas,
                 cost,
-                num_kinds or len(kinds),
-                self._loads(kind.domain, device),
+                settings.wire_for(newton_schulz.is_bf16),
+                settings,
+                load_s=self._loads(kind.domain, device),
+                num_kinds=num_kinds or len(kinds),
             )
+            # Before groups of instances take other ranks for it: all must have the same.
+            differences += _differences(plan, newton_schulz, settings, kind.domain, device)
+            plan = of_group(plan, kind.replicas, group_of(plan, kind.replicas, rank))
             self.plans.append(plan)
             self.load_s = plan.assignment.load_s[rank]
-            differences += _differences(plan, newton_schulz, settings, kind.domain, device)
         # Here, and not where they are found: ranks of other domains may be fine, and all of them
         # stop together.
         raise_where_any_rank_fails(
@@ -122,9 +144,11 @@ class OwnerCompute:
             _raise_where_any_rank_says(staging_problem(self.plans, settings.staging_bytes), device)
         parts_groups = _parts_groups(self.plans, rank, device)
         of_rank = [
-            PlanOfRank(plan, kind.handles, kind.domain.group, replica_group, parts_groups)
-            for plan, kind, replica_group in zip(
-                self.plans, kinds, _replica_groups(kinds, device), strict=True
+            PlanOfRank(
+                plan, kind.handles, groups.plan, kind.domain.group, groups.replicas, parts_groups
+            )
+            for plan, kind, groups in zip(
+                self.plans, kinds, _groups(kinds, self.plans, rank, device), strict=True
             )
         ]
         self._engine = _together(
@@ -161,6 +185,13 @@ class OwnerCompute:
     def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[Any]]:
         """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`."""
         return self._engine.orthogonalize(momentum, results)
+
+
+def _most_of_all_ranks(number: int, device: torch.device) -> int:
+    most = torch.tensor([number], dtype=torch.int64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most.item())
 
 
 def _raise_where_any_rank_says(problem: str | None, device: torch.device) -> None:
@@ -205,39 +236,6 @@ def _together[T](build: Callable[[], T], settings: ExchangeSettings, device: tor
     return built
 
 
-def _build_plan(
-    kind: Kind,
-    newton_schulz: NewtonSchulzSettings,
-    settings: ExchangeSettings,
-    cost: CostModel,
-    num_kinds: int,
-    loads_s: Mapping[int, float],
-) -> ExchangePlan:
-    """Plan the exchange of a kind; every rank of its domain comes to the same plan.
-
-    Args:
-        kind: The matrices.
-        newton_schulz: Precision.
-        settings: Wire and sizes.
-        cost: Rates of the machine.
-        num_kinds: Kinds that share the staging memory.
-        loads_s: Seconds that ranks spend on other matrices.
-    """
-    wire = settings.wire_for(newton_schulz.is_bf16)
-    assignment = assign(
-        kind.matrices, cost, wire, max_parts=settings.max_parts, initial_load_s=loads_s
-    )
-    return ExchangePlan.build(
-        kind.matrices,
-        assignment,
-        cost,
-        wire,
-        staging_bytes=settings.wanted_staging_bytes // num_kinds,
-        is_limit=settings.staging_bytes is not None,
-        may_portion=settings.overlap_within_matrices,
-    )
-
-
 def _differences(
     plan: ExchangePlan,
     newton_schulz: NewtonSchulzSettings,
@@ -261,17 +259,75 @@ def _differences(
     return [] if difference is None else [difference]
 
 
-def _replica_groups(kinds: Sequence[Kind], device: torch.device) -> list[dist.ProcessGroup | None]:
-    """Return the group in which replicas of each kind pass results on.
+class _Groups(NamedTuple):
+    """Groups of one plan; None where this rank is alone.
 
-    On a CPU a thread uses it, beside what others do in the groups of the model: it is a new one.
+    Args:
+        plan: Ranks of the plan.
+        replicas: Those of them that hold the same rows.
     """
-    groups = [kind.replica_group for kind in kinds]
-    if device.type != "cpu":
-        return groups
-    ranks = [tuple(dist.get_process_group_ranks(group)) if group else () for group in groups]
-    made = new_groups({each for each in ranks if each})
-    return [made[each] if each else None for each in ranks]
+
+    plan: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+
+
+def _groups(
+    kinds: Sequence[Kind], plans: Sequence[ExchangePlan], rank: int, device: torch.device
+) -> list[_Groups]:
+    """Return the groups in which plans are run: those of the model, or new ones."""
+    ranks_of_plans = [tuple(plan.plan_seconds.ranks) for plan in plans]
+    of_plans = _find(
+        [
+            _Wanted(ranks, (kind.domain.group, kind.instance_group))
+            for kind, ranks in zip(kinds, ranks_of_plans, strict=True)
+        ]
+    )
+    of_replicas = []
+    for kind, ranks, group in zip(kinds, ranks_of_plans, of_plans, strict=True):
+        (same_rows,) = (each for each in kind.replicas if rank in each)
+        # On a CPU a thread passes results on, beside what others do in the groups of the model: it
+        # has a new one.
+        known = (kind.replica_group, group) if device.type != "cpu" else ()
+        of_replicas.append(_Wanted(tuple(each for each in same_rows if each in ranks), known))
+    return [_Groups(*groups) for groups in zip(of_plans, _find(of_replicas), strict=True)]
+
+
+class _Wanted(NamedTuple):
+    """A group that is needed.
+
+    Args:
+        ranks: Its ranks, ascending.
+        known: Groups that exist, of which the one with these ranks is taken.
+    """
+
+    ranks: tuple[int, ...]
+    known: Sequence[dist.ProcessGroup | None]
+
+
+def _find(wanted: Sequence[_Wanted]) -> list[dist.ProcessGroup | None]:
+    """Return the group of each set of ranks, and make those that are missing."""
+    found: list[dist.ProcessGroup | None] = [
+        next(
+            (
+                group
+                for group in known
+                if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks
+            ),
+            None,
+        )
+        for ranks, known in wanted
+    ]
+    made = new_groups(
+        {
+            ranks
+            for (ranks, _), group in zip(wanted, found, strict=True)
+            if group is None and len(ranks) > 1
+        }
+    )
+    return [
+        made.get(ranks) if group is None else group
+        for (ranks, _), group in zip(wanted, found, strict=True)
+    ]
 
 
 def _parts_groups(

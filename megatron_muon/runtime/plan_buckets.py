@@ -42,7 +42,8 @@ class PlanOfRank(NamedTuple):
         plan: The plan, equal on all ranks of the group.
         handles: By matrix of the plan, what stands for the rows that this rank holds.
         group: Ranks of the plan; None where nothing travels.
-        replica_group: Ranks that hold the same rows; None where nobody else does.
+        norm_group: Ranks of the domain: of all groups of instances that run the plan.
+        replica_group: Ranks of the plan that hold the same rows; None where nobody else does.
         parts_groups: By owners, the group of each set of ranks that split a matrix and that this
             rank is one of.
     """
@@ -50,6 +51,7 @@ class PlanOfRank(NamedTuple):
     plan: ExchangePlan
     handles: Mapping[int, Handle]
     group: dist.ProcessGroup | None
+    norm_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None
     parts_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
 
@@ -113,7 +115,7 @@ class PlanBuckets:
             of_rank.handles,
             rank_plan.num_results(),
             rank=rank,
-            group=of_rank.group,
+            norm_group=of_rank.norm_group,
             device=device,
         )
         self._lay_out(of_rank, rank_plan, places, local_places, arena)

@@ -53,7 +53,8 @@ def check(context: Context, report: Report) -> None:
         for of_all_ranks in zip(*found, strict=True):
             row = dict(of_all_ranks[0])
             row["difference"] = max(each["difference"] for each in of_all_ranks)
-            row["unequal"] = sum(each["unequal"] for each in of_all_ranks)
+            for name in ("unequal", "unequal_replicas"):
+                row[name] = sum(each[name] for each in of_all_ranks)
             _judge(row, world_size, report)
             rows.append([world_size, *row.values()])
     report.data("rows", rows)
@@ -66,13 +67,17 @@ def check(context: Context, report: Report) -> None:
         )
     if others:
         report.figure(
-            f"{len(others)} with stacks, portions or split matrices, largest relative difference "
-            f"{max(row[6] for row in others):.1e}"
+            f"{len(others)} with stacks, groups, portions or split matrices, largest relative "
+            f"difference {max(row[6] for row in others):.1e}"
         )
 
 
 def _judge(row: dict[str, Any], world_size: int, report: Report) -> None:
     where = f"{world_size} ranks as {row['grid']}, {row['kind']}, {row['wire']}"
+    report.expect(
+        row["unequal_replicas"] == 0,
+        f"{where}: {row['unequal_replicas']} shards differ from those of another replica",
+    )
     if row["kind"] == "exact":
         report.expect(
             row["unequal"] == 0,
@@ -95,6 +100,8 @@ def _judge(row: dict[str, Any], world_size: int, report: Report) -> None:
         report.expect(row["owners"] > 1, f"{where}: expected a split matrix, got none")
     if row["kind"].startswith("portioned"):
         report.expect(row["portions"] > 1, f"{where}: expected a portioned plan, got none")
+    if row["kind"] == "groups":
+        report.expect(row["groups"] > 1, f"{where}: expected groups of instances, got one")
 
 
 def _run(device: Device) -> list[dict[str, Any]]:
@@ -123,6 +130,10 @@ def _problems(grid: tuple[int, int, int], device: Any) -> Iterator[tuple[str, An
     cases = random_cases(rng, ranks, 6 * world_size, max_rows=8, max_cols=6)
     stacks = {"wire": "bf16", "max_parts": 1, "cost_model": "stack_tiles=4"}
     yield "stacks", Problem(ranks, cases, stacks, "medium", device, num_buckets=2)
+    if ranks.num_replicas > 1:
+        # Each instance by itself: nothing but equal operations keeps their results equal.
+        groups = {**stacks, "instance_groups": ranks.num_replicas}
+        yield "groups", Problem(ranks, cases, groups, "medium", device, num_buckets=2)
     # Portions that another stream receives while this one multiplies.
     cases = random_cases(rng, ranks, 2 * world_size, max_rows=256, max_cols=128)
     for name in ("standard", "gram"):
@@ -162,6 +173,7 @@ def _compare(problem: Any, kind: str) -> dict[str, Any]:
                 difference = max(
                     difference, reference.relative_difference(found[step][index], result)
                 )
+    unequal_replicas = sum(map(run.num_unequal_replicas, found))
     (plan,) = run.compute.plans
     return {
         "grid": "x".join(map(str, problem.grid)),
@@ -170,8 +182,10 @@ def _compare(problem: Any, kind: str) -> dict[str, Any]:
         "buckets": len(plan.buckets),
         "unequal": unequal,
         "difference": difference,
+        "unequal_replicas": unequal_replicas,
         "owners": max(map(len, plan.owners)),
         "portions": plan.order.num_gathers,
+        "groups": plan.num_groups,
         "precision": problem.precision,
     }
 

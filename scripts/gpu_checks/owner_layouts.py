@@ -151,7 +151,7 @@ class OwnerRun:
 
     def __init__(self, problem: Problem, before_read: Callable[[], None] | None = None) -> None:
         self._problem = problem
-        replicas, shards, tensor = _groups(problem.grid)
+        self._replicas, shards, tensor = _groups(problem.grid)
         self._shard = dist.get_rank(shards) if shards is not None else 0
         self._tensor_rank = dist.get_rank(tensor) if tensor is not None else 0
         self.params = [torch.empty(0, device=problem.device) for _ in problem.cases]
@@ -163,7 +163,7 @@ class OwnerRun:
                     f"layer.{index}.weight",
                     RowLayout(case.num_rows, case.num_cols, case.shards),
                     shards,
-                    replicas,
+                    self._replicas,
                 ),
                 tensor if case.partition_dim is not None else None,
                 case.partition_dim,
@@ -174,6 +174,7 @@ class OwnerRun:
         settings = NewtonSchulzSettings(
             reference.STEPS, reference.COEFFICIENTS, problem.precision == "medium", scale
         )
+        groups = 1 if problem.grid.num_replicas > 1 else None
         tried = dealing._NUM_BUCKETS if problem.num_buckets is None else (problem.num_buckets,)
         with (
             mock.patch.object(dealing, "_NUM_BUCKETS", tried),
@@ -183,7 +184,8 @@ class OwnerRun:
             self.compute = OwnerCompute(
                 [lay_out(owned, problem.device)],
                 settings,
-                ExchangeSettings(**problem.exchange),
+                # Replicas share the work: by the cost model they would not, of small matrices.
+                ExchangeSettings(**{"instance_groups": groups, **problem.exchange}),
                 device=problem.device,
             )
         if before_read is not None:
@@ -232,6 +234,18 @@ class OwnerRun:
                 for params in self.compute.orthogonalize(momentum, results)
                 for param in params
             }
+
+    def num_unequal_replicas(self, results: dict[int, torch.Tensor]) -> int:
+        """Return how many results of a step differ from those of the first replica of this shard.
+
+        Communication: a gather of objects over the replicas.
+        """
+        if self._replicas is None:
+            return 0
+        copies: list[Any] = [None] * dist.get_world_size(self._replicas)
+        own = {index: result.cpu() for index, result in results.items()}
+        dist.all_gather_object(copies, own, group=self._replicas)
+        return sum(not torch.equal(result, copies[0][index]) for index, result in own.items())
 
     def expected(self, step: int) -> dict[int, torch.Tensor]:
         """Return what upstream's function makes of the whole matrices, this rank's rows of it."""

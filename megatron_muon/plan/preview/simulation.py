@@ -9,8 +9,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_muon.plan.assignment import Assignment, Objective, assign
+from megatron_muon.plan.assignment import Objective
 from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.domain_plan import (
+    Replicas,
+    groups_problem,
+    most_instances,
+    plan_domain,
+    ranks_of_group,
+)
 from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
 from megatron_muon.plan.layout import (
     MatrixLayout,
@@ -162,7 +169,8 @@ def simulate(
             own; None for the plans of all domains.
 
     Raises:
-        ValueError: Experts or layers do not divide, or no plan fits into the staging memory.
+        ValueError: Experts or layers do not divide, instances cannot form the groups that settings
+            name, or no plan fits into the staging memory.
     """
     if model.num_experts % parallel.ep or (parallel.ep > 1 and not model.num_experts):
         raise ValueError(
@@ -177,30 +185,55 @@ def simulate(
         for is_expert in (True, False)
     }
     kinds = {is_expert: units for is_expert, units in kinds.items() if any(units)}
+    grids = {is_expert: _rank_grids(parallel, is_expert) for is_expert in kinds}
+    _raise_where_groups_are_wrong(
+        [_replicas(parallel, rank_grid) for (rank_grid, *_) in grids.values()], settings
+    )
     for is_expert, units in kinds.items():
-        # The assignment is worked out once for domains that look alike: their ranks lie alike over
+        # Domains that look alike have one plan, on ranks of their own: their ranks lie alike over
         # nodes, and start with the same loads. DeepSeek-V3 over 512 ranks has 64 expert domains.
-        known: dict[tuple[tuple[int, float], ...], tuple[list[int], Assignment]] = {}
+        known: dict[tuple[tuple[int, float], ...], tuple[Replicas, ExchangePlan]] = {}
         placed_s: dict[int, float] = {}
         num_planned = len(plans)
-        for rank_grid in _rank_grids(parallel, is_expert):
+        for rank_grid in grids[is_expert]:
             ranks = sorted(each for row in rank_grid for each in row)
+            replicas = _replicas(parallel, rank_grid)
             alike = _alike(ranks, load_s, machine.cost)
-            is_wanted = rank is None or rank in ranks
-            if is_wanted or alike not in known:
-                matrices = _matrices(units, rank_grid, parallel, is_expert=is_expert)
             if alike not in known:
-                known[alike] = (ranks, _assign(matrices, machine, settings, objective, load_s))
-            assignment = _renamed(*known[alike], ranks)
-            placed_s.update(assignment.load_s)
-            if is_wanted:
-                plans.append(_plan(matrices, assignment, machine, settings, len(kinds)))
+                planned = plan_domain(
+                    _matrices(units, rank_grid, parallel, is_expert=is_expert),
+                    replicas,
+                    machine.cost,
+                    machine.wire,
+                    settings,
+                    load_s=load_s,
+                    num_kinds=len(kinds),
+                    objective=objective,
+                )
+                known[alike] = replicas, planned
+            planned_for, plan = known[alike]
+            for number in range(plan.num_groups):
+                rank_of = ranks_of_group(plan, planned_for, replicas, number)
+                placed_s.update(plan.assignment.on_ranks(rank_of).load_s)
+                if rank is None or rank in rank_of.values():
+                    plans.append(plan.on_ranks(rank_of))
         # Dense matrices are placed on top of what experts take, as FSDPZeROTensorParallelMuon does.
         load_s.update(placed_s)
         # The fullest domain speaks for its kind.
         fullest.append(max(plans[num_planned:], key=lambda plan: plan.staging_bytes))
     _raise_where_memory_is_short(fullest, settings)
     return Simulation(parallel.stage_size, tuple(plans))
+
+
+def _replicas(parallel: Parallelism, rank_grid: Sequence[Sequence[int]]) -> Replicas:
+    """Return the ranks of a domain, by the rows that they hold."""
+    return [cell for row in rank_grid for cell in parallel.holders(row)]
+
+
+def _raise_where_groups_are_wrong(domains: Sequence[Replicas], settings: ExchangeSettings) -> None:
+    problem = groups_problem(domains, settings, most=most_instances(domains))
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _raise_where_memory_is_short(plans: Sequence[ExchangePlan], settings: ExchangeSettings) -> None:
@@ -213,56 +246,7 @@ def _alike(
     ranks: Sequence[int], load_s: Mapping[int, float], cost: CostModel
 ) -> tuple[tuple[int, float], ...]:
     """Return what is equal for domains that lie alike: nodes, as they follow, and loads."""
-    first_of_node: dict[int, int] = {}
-    return tuple(
-        (first_of_node.setdefault(cost.node(rank), position), load_s[rank])
-        for position, rank in enumerate(ranks)
-    )
-
-
-def _assign(
-    matrices: Sequence[MatrixLayout],
-    machine: Machine,
-    settings: ExchangeSettings,
-    objective: Objective,
-    load_s: Mapping[int, float],
-) -> Assignment:
-    return assign(
-        matrices,
-        machine.cost,
-        machine.wire,
-        objective=objective,
-        max_parts=settings.max_parts,
-        initial_load_s=load_s,
-    )
-
-
-def _plan(
-    matrices: Sequence[MatrixLayout],
-    assignment: Assignment,
-    machine: Machine,
-    settings: ExchangeSettings,
-    num_kinds: int = 1,
-) -> ExchangePlan:
-    return ExchangePlan.build(
-        matrices,
-        assignment,
-        machine.cost,
-        machine.wire,
-        staging_bytes=settings.wanted_staging_bytes // num_kinds,
-        is_limit=settings.staging_bytes is not None,
-        may_portion=settings.overlap_within_matrices,
-    )
-
-
-def _renamed(ranks: Sequence[int], assignment: Assignment, targets: Sequence[int]) -> Assignment:
-    """Replace each rank of an assignment by the rank of another domain in the same position."""
-    target_of = dict(zip(ranks, targets, strict=True))
-    return Assignment(
-        tuple(tuple(target_of[rank] for rank in owners) for owners in assignment.owners),
-        {target_of[rank]: load for rank, load in assignment.load_s.items()},
-        assignment.ideal_s,
-    )
+    return tuple(zip(cost.nodes_alike(ranks), [load_s[rank] for rank in ranks], strict=True))
 
 
 def _units(
@@ -407,9 +391,18 @@ def simulate_shard_map(
     path: Path, machine: Machine, settings: ExchangeSettings, *, objective: Objective = "joint"
 ) -> Simulation:
     """Plan the job that a shard map describes, all its domains at once."""
+    # A map has no replicas.
     world_size, matrices = read_shard_map(path)
-    load_s = dict.fromkeys(range(world_size), 0.0)
-    assignment = _assign(matrices, machine, settings, objective, load_s)
-    plan = _plan(matrices, assignment, machine, settings)
+    replicas = [(rank,) for rank in range(world_size)]
+    _raise_where_groups_are_wrong([replicas], settings)
+    plan = plan_domain(
+        matrices,
+        replicas,
+        machine.cost,
+        machine.wire,
+        settings,
+        load_s=dict.fromkeys(range(world_size), 0.0),
+        objective=objective,
+    )
     _raise_where_memory_is_short([plan], settings)
     return Simulation(world_size, (plan,))

@@ -3,6 +3,7 @@
 """Muon on every layout of FSDP2, against emerging-optimizers' Muon on whole matrices."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -137,10 +138,18 @@ def _step_all(cases: Sequence[str], in_portions: bool = False) -> dict[str, list
     found = {}
     for case in cases:
         found[case] = []
-        for wire, precision in SETTINGS[2:] if in_portions else SETTINGS:
+        settings = SETTINGS[2:] if in_portions else SETTINGS
+        # Replicas share the work, or each instance does all of it.
+        groups_to_try = (1, 2) if case.startswith("hybrid") else (None,)
+        for (wire, precision), num_groups in itertools.product(settings, groups_to_try):
             parameters = getattr(fsdp2_models, case)()
-            # More parts than one owner round differently; test_owner_compute.py has those.
-            exchange = ExchangeSettings(wire=wire, max_parts=1, overlap_within_matrices=in_portions)
+            exchange = ExchangeSettings(
+                wire=wire,
+                # More parts than one owner round differently; test_owner_compute.py has those.
+                max_parts=1,
+                instance_groups=num_groups,
+                overlap_within_matrices=in_portions,
+            )
             groups = [
                 {"params": [(f"weight.{i}", each.param)], **each.keys}
                 for i, each in enumerate(parameters)
@@ -168,8 +177,11 @@ def _step_all(cases: Sequence[str], in_portions: bool = False) -> dict[str, list
                         is_same = torch.allclose(ours, whole, atol=PORTIONED_ATOL, rtol=0.0)
                     if not is_same:
                         worst = float((ours - whole).abs().max())
-                        found[case].append(f"{wire}, {precision}: weight.{i}, {what}, {worst:.1e}")
+                        name = f"{wire}, {precision}, {num_groups} groups: weight.{i}"
+                        found[case].append(f"{name}, {what}, {worst:.1e}")
             is_portioned = any(plan.order.is_portioned for plan in muon.compute.plans)
+            num_found = {plan.num_groups for plan in muon.compute.plans}
+            found[case] += ["other groups"] * (num_groups not in (None, *num_found))
             found[case] += ["nothing is portioned"] * (in_portions != is_portioned)
     return found
 

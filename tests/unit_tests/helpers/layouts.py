@@ -18,6 +18,14 @@ def matrix_lists(
 
     With shards, replicas, tensor-parallel blocks and QKV splits.
     """
+    return draw(domains(max_matrices, max_replicas))[0]
+
+
+@st.composite
+def domains(
+    draw: st.DrawFn, max_matrices: int = 8, max_replicas: int = 3
+) -> tuple[list[MatrixLayout], list[tuple[int, ...]]]:
+    """The same, and the ranks that hold the same rows."""
     num_tensor_ranks = draw(st.sampled_from([1, 1, 2]))
     num_shards = draw(st.integers(1, 5))
     num_replicas = draw(st.sampled_from([1, 1, *range(2, max_replicas + 1)]))
@@ -25,10 +33,11 @@ def matrix_lists(
     starts = range(0, len(ranks), num_replicas)
     cells = [tuple(sorted(ranks[i : i + num_replicas])) for i in starts]
     holders = [cells[i * num_shards : (i + 1) * num_shards] for i in range(num_tensor_ranks)]
-    return [
+    matrices = [
         draw(_matrices(f"layer.{index}.weight", holders))
         for index in range(draw(st.integers(1, max_matrices)))
     ]
+    return matrices, cells
 
 
 @st.composite

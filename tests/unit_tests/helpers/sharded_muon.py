@@ -136,7 +136,7 @@ def build_optimizers(
     Args:
         num_shards: Ranks that rows are sharded over.
         settings: Arguments of both optimizers.
-        exchange: Those of ``ExchangeSettings``.
+        exchange: Those of ``ExchangeSettings``; replicas share the work if it does not say else.
         num_tensor_ranks: Tensor-parallel ranks.
         num_replicas: Ranks that hold the same rows.
         cases: Columns and rows by shard of each matrix, the last one that of query, key and value;
@@ -178,11 +178,15 @@ def build_optimizers(
         )
         params.append((param, reference, matrix))
     arguments = _arguments(tensor) | (settings or {})
+    exchange = dict(exchange or {})
+    if num_replicas > 1 and exchange.get("mode") != "all_gather":
+        # By the cost model, replicas on a CPU would not share matrices as small as those of tests.
+        exchange.setdefault("instance_groups", 1)
     return Optimizers(
         (sharded or FSDPZeROTensorParallelMuon)(
             [param for param, _, _ in params],
             matrices={param: matrix for param, _, matrix in params},
-            exchange=ExchangeSettings(**(exchange or {})),
+            exchange=ExchangeSettings(**exchange),
             **arguments,
         ),
         (whole or TensorParallelMuon)([reference for _, reference, _ in params], **arguments),

@@ -3,6 +3,7 @@
 """FSDPZeROTensorParallelMuon on hand-made row shards, against upstream's Muon on whole matrices."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -65,16 +66,27 @@ def test_step_equals_upstream_muon_on_whole_matrices(world_size, exchange):
     [
         pytest.param(1, {"num_replicas": 3}, id="zero0"),
         pytest.param(2, {"num_replicas": 2}, id="hsdp"),
+        pytest.param(1, {"num_replicas": 4, "num_groups": 2}, id="zero0_in_groups"),
+        pytest.param(2, {"num_replicas": 2, "num_groups": 2}, id="hsdp_in_groups"),
         pytest.param(2, {"num_tensor_ranks": 2}, id="tp2"),
         pytest.param(
             2, {"num_tensor_ranks": 2, "num_replicas": 2}, id="tp2_hsdp", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            2,
+            {"num_tensor_ranks": 2, "num_replicas": 2, "num_groups": 2},
+            id="tp2_hsdp_in_groups",
+            marks=pytest.mark.slow,
         ),
     ],
 )
 def test_replicas_and_tensor_parallel_ranks_share_the_work(num_shards, grid, wire):
     """The bits of upstream where copies and blocks of a matrix are spread over other ranks."""
-    world_size = num_shards * grid.get("num_replicas", 1) * grid.get("num_tensor_ranks", 1)
+    grid = dict(grid)
     exchange = {"mode": "owner", "wire": wire, "buckets": 3, "scatters": 3}
+    # Each group orthogonalizes every matrix.
+    exchange["instance_groups"] = grid.pop("num_groups", 1)
+    world_size = num_shards * math.prod(grid.values())
     run = run_ranks(world_size, _step_and_compare, num_shards, exchange, grid).check()
     assert run.results == [[]] * world_size
 

@@ -21,11 +21,11 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 def _split_always() -> None:
     """Split every matrix, whether it pays or not."""
+    from megatron_muon.plan import domain_plan
     from megatron_muon.plan.assignment import Thresholds, assign
-    from megatron_muon.runtime import owner_compute
 
     always = Thresholds(longer_than_fair=0, sparse=1e9, worth_splitting=1e9)
-    owner_compute.assign = functools.partial(assign, thresholds=always)
+    domain_plan.assign = functools.partial(assign, thresholds=always)
 
 
 def _steps(wire: str, precision: str) -> list[Any]:

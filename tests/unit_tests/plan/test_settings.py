@@ -31,6 +31,18 @@ from megatron_muon.plan.wire import Wire
             {"overlap_within_matrices": True, "mode": "all_gather"},
             "exchange.overlap_within_matrices: expected exchange.mode owner, got all_gather",
         ),
+        (
+            {"instance_groups": 0},
+            "exchange.instance_groups: expected a positive number of groups, got 0",
+        ),
+        (
+            {"instance_groups": 1, "mode": "all_gather"},
+            "exchange.instance_groups: expected exchange.mode owner, got all_gather",
+        ),
+        (
+            {"instance_groups": 2, "newton_schulz": "symmetric"},
+            "exchange.instance_groups: expected 1 with exchange.newton_schulz symmetric, got 2",
+        ),
         ({"max_parts": 6}, "exchange.max_parts: expected a power of two, got 6"),
         (
             {"cost_model": "speed=3"},

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.ranks
 OWNER = {"mode": "owner"}
 
 
-def _count_bytes(wire: str, grid: dict[str, int], in_portions: bool) -> dict[str, Any]:
+def _count_bytes(
+    wire: str, grid: dict[str, int], in_portions: bool, num_groups: int
+) -> dict[str, Any]:
     """Step once, counting what is handed to torch.distributed for other ranks."""
     import torch.distributed as dist
 
@@ -26,6 +28,8 @@ def _count_bytes(wire: str, grid: dict[str, int], in_portions: bool) -> dict[str
     init_group()
     num_shards = 2 if grid else 4
     exchange = {**OWNER, "wire": wire, "overlap_within_matrices": in_portions}
+    if "num_replicas" in grid:
+        exchange["instance_groups"] = num_groups
     with planned_in(num_buckets=3, num_scatters=2, num_portions=2):
         optimizers = build_optimizers(num_shards, {}, exchange, **grid)
     counted: Counter[str] = Counter()
@@ -56,7 +60,7 @@ def _count_bytes(wire: str, grid: dict[str, int], in_portions: bool) -> dict[str
     optimizers.sharded.step()
     owner_compute = optimizers.sharded.compute
     (plan,) = owner_compute.plans
-    report = build_report(range(4), [plan])
+    report = build_report(range(4), [plan], is_one_group=True)
     return {
         **counted,
         "planned": report.ranks[dist.get_rank()].bytes_sent,
@@ -70,27 +74,32 @@ def _count_bytes(wire: str, grid: dict[str, int], in_portions: bool) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("wire", "grid", "in_portions"),
+    ("wire", "grid", "in_portions", "num_groups"),
     [
-        ("bf16", {}, False),
-        ("bf16", {}, True),
-        ("bf16", {"num_replicas": 2}, False),
-        ("bf16", {"num_tensor_ranks": 2}, False),
-        ("fp32", {}, False),
-        ("fp32", {"num_replicas": 2}, False),
-        ("fp32", {"num_tensor_ranks": 2}, False),
+        ("bf16", {}, False, 1),
+        ("bf16", {}, True, 1),
+        ("bf16", {"num_replicas": 2}, False, 1),
+        ("bf16", {"num_replicas": 2}, False, 2),
+        ("bf16", {"num_tensor_ranks": 2}, False, 1),
+        ("fp32", {}, False, 1),
+        ("fp32", {"num_replicas": 2}, False, 1),
+        ("fp32", {"num_replicas": 2}, False, 2),
+        ("fp32", {"num_tensor_ranks": 2}, False, 1),
     ],
     ids=str,
 )
-def test_bytes_at_the_collectives_are_those_of_the_plan(wire, grid, in_portions):
-    """Wire bf16: 2 bytes an element there, 2 back, 8 a block; no padding on either wire."""
-    run = run_ranks(4, _count_bytes, wire, grid, in_portions).check()
+def test_bytes_at_the_collectives_are_those_of_the_plan(wire, grid, in_portions, num_groups):
+    """Wire bf16: 2 bytes an element there, 2 back, 8 a block; no padding on either wire.
+
+    Replicas in groups of their own have nothing to pass on.
+    """
+    run = run_ranks(4, _count_bytes, wire, grid, in_portions, num_groups).check()
     for counted in run.results:
         assert counted["moved"] == counted["planned"]
         assert counted.get("reduced", 0) == counted["norms"]
         assert counted["buckets"] > 1
         assert counted["messages"] <= counted["gathers"] + counted["scatters"]
-        if grid.get("num_replicas"):
+        if grid.get("num_replicas", 1) > num_groups:
             assert counted["scatters"] == 2 * counted["buckets"] >= counted["spreads"] > 0
         else:
             assert counted["scatters"] == counted["gathers"] and "spreads" not in counted
@@ -107,11 +116,11 @@ def _step_with_cut_matrices(
     wire: str, precision: str, backend: str, atol: float, grid: dict[str, int]
 ) -> list[Any]:
     """Cut every matrix, whether it pays or not."""
+    from megatron_muon.plan import domain_plan
     from megatron_muon.plan.assignment import Thresholds, assign
-    from megatron_muon.runtime import owner_compute
 
     always = Thresholds(longer_than_fair=0, sparse=1e9, worth_splitting=1e9)
-    owner_compute.assign = functools.partial(assign, thresholds=always)
+    domain_plan.assign = functools.partial(assign, thresholds=always)
     init_group()
     settings = {"fp32_matmul_prec": precision}
     exchange = {"mode": "owner", "wire": wire, "newton_schulz": backend.partition("_")[0]}

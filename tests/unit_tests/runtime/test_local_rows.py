@@ -49,7 +49,7 @@ def _orthogonalize(
     )
     params = [torch.empty(ROWS, COLS) for _ in rows]
     engine = Engine(
-        [PlanOfRank(plan, dict(enumerate(params)), None, None, {})],
+        [PlanOfRank(plan, dict(enumerate(params)), None, None, None, {})],
         NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7)),
         rank=0,
         device=torch.device("cpu"),

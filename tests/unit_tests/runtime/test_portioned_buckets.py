@@ -12,8 +12,8 @@ from helpers.planned import planned_in
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
 
+from megatron_muon.plan import domain_plan
 from megatron_muon.plan.assignment import Thresholds, assign
-from megatron_muon.runtime import owner_compute
 
 pytestmark = pytest.mark.ranks
 
@@ -86,7 +86,7 @@ def _compared(backend: str, grid: dict[str, int], is_cut: bool) -> Found:
         with (
             planned_in(num_buckets=2, num_portions=3),
             mock.patch.object(
-                owner_compute,
+                domain_plan,
                 "assign",
                 functools.partial(assign, thresholds=always if is_cut else None),
             ),

@@ -147,7 +147,7 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     names = {0: "local", 1: "shared"} if rank == 0 else {1: "shared"}
     parameters = {index: shards[name] for index, name in names.items()}
     engine = Engine(
-        [PlanOfRank(plan, parameters, dist.group.WORLD, None, {})],
+        [PlanOfRank(plan, parameters, dist.group.WORLD, dist.group.WORLD, None, {})],
         settings,
         rank=rank,
         device=torch.device("cpu"),
