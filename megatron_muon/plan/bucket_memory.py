@@ -4,7 +4,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from megatron_muon.plan.wire import Wire
 _NUM_AT_ONCE = 16
 # What gaps between buffers add to what is alive at once. The most on a rank of the plans of
 # docs/performance.md is 1.11, of both kinds of DeepSeek-V3 on 64 ranks.
-_GAPS = 1.15
+GAPS = 1.15
 
 
 class _Bucket(NamedTuple):
@@ -96,9 +96,9 @@ class BucketMemory:
             staging_bytes: Where it is not clear whether they fit into it, the bytes are exact.
         """
         alive = self.most_alive(order)
-        if alive <= staging_bytes < alive * _GAPS:
+        if alive <= staging_bytes < alive * GAPS:
             return self.placed_bytes(order)
-        return math.ceil(alive * _GAPS)
+        return math.ceil(alive * GAPS)
 
     def most_alive(self, order: PlanOrder, staging_bytes: float = math.inf) -> int:
         """Return the most bytes alive at once on a rank, or what exceeds a number."""
@@ -235,18 +235,24 @@ def _staged(
         rank: The rank.
         is_portioned: Whether the bucket is portioned.
     """
-    sent, received, *scattered = _total(matrix.sizes(rank) for matrix in draft.matrices)
+    # Of thousands of ranks a matrix lies on a few.
+    matrices = [
+        matrix
+        for matrix in draft.matrices
+        if rank in matrix.layout.elements_by_rank or rank in matrix.owners
+    ]
+    sent, received, *scattered = _total([matrix.sizes(rank) for matrix in matrices], 4)
     sizes = BucketSizes(sent, received, sum(stacks.get(rank, ())))
     # Where no rows come from others, they are read to the stack.
     is_in_place = received > 0 and rank in in_place
     excess: tuple[int, ...] = (0, 0)
     if is_portioned:
-        excess = _total(matrix.portion_excess(rank) for matrix in draft.matrices)
+        excess = _total([matrix.portion_excess(rank) for matrix in matrices], 2)
     return _Bucket(
         sizes.in_place if is_in_place else sizes, ScatterSizes(*scattered), ScatterSizes(*excess)
     )
 
 
-def _total(sizes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+def _total(sizes: Sequence[tuple[int, ...]], num_kinds: int) -> tuple[int, ...]:
     """Add up sizes, each with those of its kind."""
-    return tuple(map(sum, zip(*sizes, strict=True)))
+    return tuple(map(sum, zip(*sizes, strict=True))) if sizes else (0,) * num_kinds

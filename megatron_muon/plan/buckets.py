@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_muon.plan.bucket_memory import BucketMemory, FullestRanks
+from megatron_muon.plan.bucket_memory import GAPS, BucketMemory, FullestRanks
 from megatron_muon.plan.bucket_seconds import seconds_of
 from megatron_muon.plan.dealing import BucketDraft, deal
 from megatron_muon.plan.schedule import Depth, PlanOrder
@@ -26,8 +26,8 @@ _NUM_SCATTERS = (1, 2, 4, 8, 16, 32, 64)
 # shapes, leaves an eightieth of it to take when the last rows have arrived.
 _NUM_PORTIONS = (2, 4, 8)
 # Portions take more launches and collectives, which the estimate counts in part. They have to
-# shorten the step to this share. On gloo ranks 5 to 7 % were measured where 8 % were predicted, and
-# between 3 % and a loss of 6 % where 4 to 5 % were (docs/performance.md).
+# shorten the step to this share. On gloo ranks 2 to 8 % were measured where 8 % were predicted, and
+# between 3 % and a loss of 7 % where 4 to 5 % were (docs/performance.md).
 _WORTH_PORTIONS = 0.94
 # Twice as many scatters are tried while they shorten the step by so much.
 _WORTH_SCATTERS = 0.99
@@ -129,8 +129,16 @@ class BucketChooser:
         if not self.travelling:
             nothing = PlanOrder(0, 1, Depth(1, 1), False)
             return Buckets([], (), nothing, self.bound_s, self._fullest.local_bytes)
+        limit = staging_bytes
         while True:
-            found = self._choose(staging_bytes, is_limit=is_limit)
+            found = self._choose(limit, is_limit=is_limit)
+            # Gaps between small buffers may be larger than the estimate has them.
+            memory = self._fullest.memory_of(found.drafts, is_portioned=found.order.is_portioned)
+            placed = memory.placed_bytes(found.order)
+            if found.staging_bytes <= staging_bytes < placed:
+                limit = min(limit, found.staging_bytes) - 1
+                continue
+            found = replace(found, staging_bytes=max(found.staging_bytes, placed))
             num_bytes = max(staging_bytes, found.staging_bytes)
             others = self._fullest.look_at_fuller(num_bytes, found.drafts, found.order)
             if others <= num_bytes:
@@ -149,8 +157,19 @@ class BucketChooser:
             too_large += too_large_portions
         if found is not None:
             return found
-        needed, dealt, order = min(too_large, key=lambda each: each[0])
-        return self._estimate(dealt, order, dealt.memory.placed_bytes(order))
+        return self._least(too_large)
+
+    def _least(self, too_large: Sequence[tuple[int, _Dealt, PlanOrder]]) -> Buckets:
+        """Return the buckets that take the least memory, exactly."""
+        least = math.inf
+        for needed, dealt, order in sorted(too_large, key=lambda each: each[0]):
+            # Gaps can only add to what is alive: those that follow take more.
+            if needed >= GAPS * least:
+                break
+            placed = dealt.memory.placed_bytes(order)
+            if placed < least:
+                least, found = placed, (dealt, order)
+        return self._estimate(*found, int(least))
 
     def _with_portions(
         self, whole: Buckets | None, staging_bytes: int
