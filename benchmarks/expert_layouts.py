@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_muon.fsdp2.batches import SplitSizes, matrices_of
-from megatron_muon.plan.assignment import assign
+from megatron_muon.plan.assignment import assignments
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout
@@ -148,7 +148,7 @@ class Plan(NamedTuple):
 def plan(matrices: Sequence[MatrixLayout], num_ranks: int) -> Plan:
     """Plan matrices of one domain, none split over ranks."""
     cost, wire = CostModel(), ExchangeSettings().wire_for(is_bf16=True)
-    assignment = assign(matrices, cost, wire, max_parts=1)
+    assignment, *_ = assignments(matrices, cost, wire, max_parts=1)
     built = ExchangePlan.build(
         matrices,
         assignment,

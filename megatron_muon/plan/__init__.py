@@ -56,6 +56,7 @@ Files, each importing only those above it::
     flags              Megatron's flags in place of arguments, in errors
     settings           how matrices are exchanged: one object
     holder_links       how long holders send
+    rank_heap          ranks in the order of a number that changes
     balance            places matrices on ranks up to a capacity
     assignment         the owners of every matrix
     portions           how a matrix is dealt out to several gathers

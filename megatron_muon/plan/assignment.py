@@ -4,7 +4,8 @@
 
 Matrices are placed by :class:`~megatron_muon.plan.balance.LoadBalancer` once for each of several
 capacities, and the objective picks the best result. Round robin is among them, so the choice is
-never worse than round robin.
+never worse than round robin. It picks by a rough estimate of a step, so another result may make a
+faster plan. One other is returned beside the best.
 
 Rejected: the largest holder owns. It moves the fewest bytes. But a layout repeats in each layer, so
 the largest holders are the same few ranks in all of them (docs/performance.md).
@@ -41,8 +42,8 @@ class Thresholds:
     """
 
     # The rates behind the estimates are not known better. The values were chosen on the plans of
-    # docs/performance.md. With an equal_step of 1.01 the step of Llama-3-8B on 8 ranks is predicted
-    # to be 1 % longer, for 11 % fewer bytes; on 64 ranks 5 % longer, for 2 % fewer.
+    # docs/performance.md. With an equal_step of 1 the step of Llama-3-70B on 512 ranks in 8
+    # instances is predicted to be 2 % longer. With 1.02 no step changes by more than 0.3 %.
     equal_balance: float = 1.01
     equal_step: float = 1.005
     longer_than_fair: float = 1.05
@@ -53,6 +54,10 @@ class Thresholds:
 # Capacities to try, relative to the least that is possible: the ideal load, or the longest matrix.
 # The excess doubles from 0.6 % to 307 %: fine where balance matters, coarse where traffic decides.
 _CAPACITIES = (1.0, *(1 + 0.006 * 2**step for step in range(10)))
+# Another result has to promise a step of at most so many times that of the best.
+_PROMISING = 1.1
+# A rank with this share of the longest load is busy: it has no time to wait for rows.
+BUSY_LOAD = 0.95
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Assignment:
         )
 
 
-def assign(
+def assignments(
     matrices: Sequence[MatrixLayout],
     cost: CostModel,
     wire: Wire,
@@ -87,8 +92,8 @@ def assign(
     max_parts: int = 8,
     initial_load_s: Mapping[int, float] | None = None,
     thresholds: Thresholds | None = None,
-) -> Assignment:
-    """Choose the owners of matrices.
+) -> list[Assignment]:
+    """Choose the owners of matrices; beside the best ones maybe others, whose plan may be faster.
 
     Args:
         matrices: Layouts, in the same order on every rank.
@@ -139,12 +144,19 @@ def assign(
         balancer.fill(fill * least_s)
         balancer.relieve(capacity * least_s)
         balancer.save_traffic(max(capacity * least_s, balancer.busiest_load_s))
+        is_cheapest = balancer.is_cheapest
+        balancer.relieve_links(capacity * least_s)
         found.append(balancer)
         # A larger capacity could only allow what is already there.
-        if balancer.is_cheapest:
+        if is_cheapest:
             break
     best = _choose(found, objective, len(ranks), thresholds)
-    return Assignment(tuple(best.owners), best.load_s, ideal_s)
+    other = _less_busy(found, best, len(ranks)) if objective == "joint" else None
+    return [
+        Assignment(tuple(placed.owners), placed.load_s, ideal_s)
+        for placed in (best, other)
+        if placed is not None
+    ]
 
 
 def _choose(
@@ -160,17 +172,41 @@ def _choose(
         near = [placed for placed in found if placed.busiest_load_s <= capacity_s]
         return min(near, key=lambda placed: placed.traffic_s)
 
-    def step_s(placed: LoadBalancer) -> float:
-        """Estimate the step if half of what the busiest link carries is hidden."""
-        # The mean is the price of bytes: of plans with equal links, that with fewer is better.
-        # Predicted steps if all of the busiest link counts: Qwen3-30B on 64 ranks 41 ms in place
-        # of 40. If the mean alone does: Llama-3-8B on 64 ranks 32 in place of 30.
-        mean_link_s = placed.traffic_s / max(1, num_ranks)
-        return placed.busiest_load_s + placed.busiest_link_s / 2 + mean_link_s
-
-    longest_s = thresholds.equal_step * min(map(step_s, found))
-    near = [placed for placed in found if step_s(placed) <= longest_s]
+    steps_s = [_step_seconds(placed, num_ranks) for placed in found]
+    longest_s = thresholds.equal_step * min(steps_s)
+    near = [placed for placed, step_s in zip(found, steps_s, strict=True) if step_s <= longest_s]
     return min(near, key=lambda placed: placed.traffic_s)
+
+
+def _step_seconds(placed: LoadBalancer, num_ranks: int) -> float:
+    """Estimate the step if half of what the busiest link carries is hidden."""
+    # The mean is the price of bytes: of plans with equal links, that with fewer is better.
+    # Predicted steps if all of the busiest link counts: Qwen3-30B on 64 ranks 38 ms in place of 37.
+    # If the mean alone does: Llama-3-70B on 512 ranks in 8 instances 114 in place of 112.
+    mean_link_s = placed.traffic_s / max(1, num_ranks)
+    return placed.busiest_load_s + placed.busiest_link_s / 2 + mean_link_s
+
+
+def _less_busy(
+    found: Sequence[LoadBalancer], best: LoadBalancer, num_ranks: int
+) -> LoadBalancer | None:
+    """Return the result with the least load, then fewest busy ranks; None if that is the best one.
+
+    More of its traffic may be hidden. Busy ranks are those that cannot wait: the fewer they are,
+    the sooner all of them have their first rows, and their last results have left. Two results
+    gain nothing more for the plans of docs/performance.md, and planning is long for many ranks.
+    """
+    longest_s = _PROMISING * _step_seconds(best, num_ranks)
+
+    def loads(placed: LoadBalancer) -> tuple[int, int]:
+        """Return the longest load in nanoseconds, which rounding of sums does not change."""
+        busiest_s = placed.busiest_load_s
+        num_busy = sum(load >= BUSY_LOAD * busiest_s for load in placed.load_s.values())
+        return round(busiest_s * 1e9), num_busy
+
+    promising = [placed for placed in found if _step_seconds(placed, num_ranks) <= longest_s]
+    other = min(promising, key=loads)
+    return other if loads(other) < loads(best) else None
 
 
 def matrix_seconds(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> float:

@@ -5,7 +5,6 @@
 All ties are broken by index and rank, so every rank of a job finds the same owners.
 """
 
-import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import NamedTuple
 from megatron_muon.plan.cost import CostModel, HeldElements
 from megatron_muon.plan.holder_links import SentElements, Tiling
 from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.rank_heap import RankHeap
 from megatron_muon.plan.wire import Wire
 
 type Owners = tuple[int, ...]
@@ -26,10 +26,9 @@ _MAX_TARGETS = 16
 _MAX_PASSES = 5
 _MAX_PAIRED_MATRICES = 200
 # A rank is given matrices while its links carry at most so many times the mean, or are busy for at
-# most so much of the capacity, where all of it can be hidden. Another rank is preferred only if a
-# matrix takes at most so many times the traffic there. Predicted step of Llama-3-70B with 8
-# tensor-parallel ranks on 128 ranks in two instances: 35 ms, 52 without a limit. Without the second
-# figure that of Qwen3-30B on 64 ranks would be 40.5 ms, not 39.6.
+# most so much of the capacity, where all of it can be hidden. A rank that holds nothing of a matrix
+# takes it only if that is at most so many times the traffic. Predicted step of Llama-3-70B with 8
+# tensor-parallel ranks on 128 ranks in two instances: 32 ms, 48 without a limit.
 _FAIR_LINK = 1.25
 _HIDDEN_LINK = 0.1
 # Gains below this share are rounding of sums that were built in another order.
@@ -144,22 +143,17 @@ class LoadBalancer:
         self.load_s = dict(initial_load_s)
         self._tasks = tasks
         self._on_rank: dict[int, set[int]] = defaultdict(set)
-        # Heaps of loads, of each set of possible owners and of all ranks. A load that changes is
-        # pushed again; an entry that no longer equals the rank's load is dropped when it comes to
-        # the top. That keeps a change at log(ranks), where searching for the old entry would cost
-        # all of them.
-        self._by_load: dict[int, list[tuple[float, int]]] = {}
+        self._busiest = RankHeap(self.load_s, self.load_s, is_descending=True)
+        # Of each set of possible owners. By identity: a set may have thousands of ranks, and is
+        # looked up once for each matrix.
+        self._eligible = {id(task.ranks): task.ranks for task in tasks}
+        self._quietest_of = {
+            eligible: RankHeap(self.load_s, ranks) for eligible, ranks in self._eligible.items()
+        }
         self._eligible_sets_of: dict[int, list[int]] = defaultdict(list)
-        self._by_load_descending = [(-load, rank) for rank, load in self.load_s.items()]
-        heapq.heapify(self._by_load_descending)
-        for task in tasks:
-            # By identity: a set may have thousands of ranks, and is looked up once for each matrix.
-            if id(task.ranks) not in self._by_load:
-                heap = [(self.load_s[rank], rank) for rank in task.ranks]
-                heapq.heapify(heap)
-                self._by_load[id(task.ranks)] = heap
-                for rank in task.ranks:
-                    self._eligible_sets_of[rank].append(id(task.ranks))
+        for eligible, ranks in self._eligible.items():
+            for rank in ranks:
+                self._eligible_sets_of[rank].append(eligible)
         # Swaps are looked for among these alone.
         movable = [index for index, task in enumerate(tasks) if task.is_movable]
         self._paired = movable if len(movable) <= _MAX_PAIRED_MATRICES else []
@@ -216,21 +210,13 @@ class LoadBalancer:
         self.owners[index] = owners
 
     def _add(self, rank: int, seconds: float) -> None:
-        load = self.load_s[rank] = self.load_s[rank] + seconds
-        heapq.heappush(self._by_load_descending, (-load, rank))
+        self.load_s[rank] += seconds
+        self._busiest.push(rank)
         for eligible in self._eligible_sets_of[rank]:
-            heapq.heappush(self._by_load[eligible], (load, rank))
+            self._quietest_of[eligible].push(rank)
 
     def _quietest_rank(self, ranks: tuple[int, ...]) -> int:
-        heap = self._by_load[id(ranks)]
-        while heap[0][0] != self.load_s[heap[0][1]]:
-            heapq.heappop(heap)
-        return heap[0][1]
-
-    def _busiest_rank(self) -> int:
-        while -self._by_load_descending[0][0] != self.load_s[self._by_load_descending[0][1]]:
-            heapq.heappop(self._by_load_descending)
-        return self._by_load_descending[0][1]
+        return self._quietest_of[id(ranks)].first()
 
     def place_in_turn(self) -> None:
         """Place by round robin: each matrix on the next rank of those that may own it."""
@@ -256,19 +242,15 @@ class LoadBalancer:
     def _cheapest_within(self, index: int, capacity_s: float) -> Owners | None:
         task = self._tasks[index]
         room = capacity_s - task.load_s
-        near: list[Owners] = []  # those that take hardly more traffic than the first of them
+        near: list[Owners] = []
         for owners in task.candidates:
-            # Candidates come least traffic first.
-            if near and task.traffic_s(owners) > _FAIR_LINK * task.traffic_s(near[0]):
-                break
             if max([self.load_s[rank] for rank in owners]) <= room:
                 if self._has_fair_links(task, owners, capacity_s):
                     return owners
                 near.append(owners)
         # Few ranks hold rows of a query, key and value, the same ones in all layers. Another rank,
-        # which may have nothing to do, takes hardly more traffic. Llama-3-70B on 128 ranks (tensor
-        # parallelism 8, two instances): a predicted step of 35 ms. If the cheapest took all for
-        # which nobody has a fair share left, it would own 40 of them, and the step take 43 ms.
+        # which may have nothing to do, takes hardly more traffic. Llama-3-70B on 64 ranks: a
+        # predicted step of 461 ms, 468 if holders alone are asked.
         if near and task.num_parts == 1:
             quietest = (self._quietest_rank(task.ranks),)
             is_near = task.traffic_s(quietest) <= _FAIR_LINK * task.traffic_s(near[0])
@@ -285,8 +267,12 @@ class LoadBalancer:
 
         The first matrix of a rank always does.
         """
-        most = max(self._fair_link_s, _HIDDEN_LINK * capacity_s) - task.link_s(owners)
+        most = self._most_on_link_s(capacity_s) - task.link_s(owners)
         return all(not self._on_rank[rank] or self._link_s[rank] <= most for rank in owners)
+
+    def _most_on_link_s(self, capacity_s: float) -> float:
+        """Return what a link may carry: a fair share, or what is surely hidden."""
+        return max(self._fair_link_s, _HIDDEN_LINK * capacity_s)
 
     def _quietest(self, index: int) -> Owners:
         """Return the owners with the least load; of equal ones those with the least traffic."""
@@ -302,7 +288,7 @@ class LoadBalancer:
     def relieve(self, capacity_s: float) -> None:
         """Take matrices off the busiest rank while that lowers the load, down to the capacity."""
         for _ in range(_MAX_RELIEFS):
-            busiest = self._busiest_rank()
+            busiest = self._busiest.first()
             if self.load_s[busiest] <= capacity_s:
                 return
             move = self._best_relief(busiest, capacity_s)
@@ -361,6 +347,68 @@ class LoadBalancer:
                 added = task.traffic_s((other_rank,)) - task.traffic_s((rank,))
                 added += other.traffic_s((rank,)) - other.traffic_s((other_rank,))
                 yield _Swap(number, task.load_s - other.load_s, added)
+
+    def relieve_links(self, capacity_s: float) -> None:
+        """Take matrices off the busiest link while that lowers the most that a link carries.
+
+        The rank that takes one stays within the capacity. Llama-3-70B with 8 tensor-parallel ranks
+        on 128 ranks in two instances: a predicted step of 32.1 ms, 33.4 without; the rank that
+        sends most sends 1.19 times the mean, 1.34 without.
+        """
+        # Others lose nothing, so a rank that has no room now gets none.
+        shortest_s = min([task.load_s for task in self._tasks if task.is_movable], default=0.0)
+        with_room = {rank for rank, load in self.load_s.items() if load + shortest_s <= capacity_s}
+        quietest = {
+            eligible: RankHeap(self._link_s, with_room.intersection(ranks))
+            for eligible, ranks in self._eligible.items()
+        }
+        busiest_links = RankHeap(self._link_s, self._link_s, is_descending=True)
+        for _ in range(_MAX_RELIEFS):
+            busiest = busiest_links.first()
+            if self._link_s[busiest] <= self._most_on_link_s(capacity_s):
+                return
+            best = self._best_link_relief(busiest, quietest, capacity_s)
+            if best is None:
+                return
+            index, target = best
+            self.place(index, (target,))
+            for rank in (busiest, target):
+                busiest_links.push(rank)
+                for eligible in self._eligible_sets_of[rank]:
+                    if rank in with_room:
+                        quietest[eligible].push(rank)
+
+    def _best_link_relief(
+        self, busiest: int, quietest: Mapping[int, RankHeap], capacity_s: float
+    ) -> tuple[int, int] | None:
+        """Find the matrix and the rank that leave two links with the least, then least traffic.
+
+        Args:
+            busiest: The rank whose link carries most.
+            quietest: Of each set of possible owners, by links, those with room for a matrix.
+            capacity_s: Load that a rank may have.
+        """
+        now_s, most_s = self._link_s[busiest], self._most_on_link_s(capacity_s)
+        found = None
+        best = now_s * (1 - _SMALLEST_GAIN), 0.0
+        others = {eligible: heap.first_few(_MAX_TARGETS) for eligible, heap in quietest.items()}
+        for index in sorted(self._on_rank[busiest]):
+            task = self._tasks[index]
+            if not task.is_movable:
+                continue
+            left_s = now_s - task.link_s((busiest,))
+            nearest = [owners[0] for owners in task.candidates[:_MAX_TARGETS]]
+            for rank in dict.fromkeys([*nearest, *others[id(task.ranks)]]):
+                if rank == busiest or self.load_s[rank] + task.load_s > capacity_s:
+                    continue
+                link_s = max(self._link_s[rank] + task.link_s((rank,)), left_s)
+                added_s = task.traffic_s((rank,)) - task.traffic_s((busiest,))
+                # Below what it may carry only traffic matters.
+                link_s = max(link_s, most_s)
+                if (link_s, added_s) < best:
+                    best = link_s, added_s
+                    found = index, rank
+        return found
 
     def save_traffic(self, capacity_s: float) -> None:
         """Move or swap matrices where that saves traffic and stays within the capacity.

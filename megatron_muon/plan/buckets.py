@@ -314,7 +314,7 @@ class BucketChooser:
 
     def _deal(self, *, is_portioned: bool) -> Iterator[_Dealt]:
         """Yield the matrices in several numbers of buckets, ascending."""
-        for drafts in deal(self.travelling, has_replicas=self.has_replicas):
+        for drafts in deal(self.travelling):
             seconds = tuple(self._seconds(draft.matrices) for draft in drafts)
             memory = self._fullest.memory_of(drafts, is_portioned=is_portioned)
             yield _Dealt(drafts, seconds, is_portioned, memory)

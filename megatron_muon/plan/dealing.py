@@ -10,10 +10,11 @@ and in each bucket most ranks would wait for the few that own some
 (:mod:`megatron_muon.plan.step_estimate`).
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from megatron_muon.plan.assignment import BUSY_LOAD
 from megatron_muon.plan.travelling_matrix import TravellingMatrix
 
 # Numbers of buckets to try. One bucket overlaps nothing; with many, ranks wait for each other more
@@ -46,26 +47,15 @@ class BucketDraft:
         for owner in matrix.owners:
             self.load_s[owner] = self.load_s.get(owner, 0.0) + matrix.load_s
 
-    @property
-    def busiest_link_s(self) -> float:
-        """Seconds of rows and results over the busiest link of an owner."""
-        link_s: dict[int, float] = defaultdict(float)
-        for matrix in self.matrices:
-            for owner in matrix.owners:
-                link_s[owner] += matrix.gather_s[owner] + matrix.scatter_s[owner]
-        return max(link_s.values())
 
+def deal(matrices: Sequence[TravellingMatrix]) -> Iterator[list[BucketDraft]]:
+    """Yield all matrices in buckets: in several numbers of them, ascending, in up to three ways.
 
-def deal(
-    matrices: Sequence[TravellingMatrix], *, has_replicas: bool
-) -> Iterator[list[BucketDraft]]:
-    """Yield all matrices in buckets: in several numbers of them, ascending, and in two ways.
-
-    Neither way is the better one for all plans of docs/performance.md.
+    No way is the best one for all plans of docs/performance.md. Nothing hides the gather of the
+    first bucket and the scatter of the last one.
 
     Args:
         matrices: Those of which rows travel.
-        has_replicas: Whether several ranks hold the same rows.
     """
     # Longest first: the short ones then even out what the long ones left uneven.
     longest_first = sorted(matrices, key=lambda matrix: (-matrix.load_s, matrix.index))
@@ -79,18 +69,19 @@ def deal(
         if num_used == 1:
             yield by_length
             continue
-        mixed = _dealt(longest_first, num_buckets, is_mixed=True)
-        if has_replicas:
-            longest, second, *others = by_length
-            yield [longest, *others, second]
-            yield mixed[::-1]
-        else:
-            yield _lightest_outside(by_length)
-            yield _lightest_outside(mixed)
+        yield _second_last(by_length)
+        # The shortest first, so that work starts early.
+        yield _dealt(longest_first, num_buckets, is_mixed=True)[::-1]
+        if num_used > 2:
+            yield _second_last(_dealt(longest_first, num_buckets, spares_outside=True))
 
 
 def _dealt(
-    longest_first: Sequence[TravellingMatrix], num_buckets: int, *, is_mixed: bool = False
+    longest_first: Sequence[TravellingMatrix],
+    num_buckets: int,
+    *,
+    is_mixed: bool = False,
+    spares_outside: bool = False,
 ) -> list[BucketDraft]:
     """Put each matrix where its owners have least to do; the first buckets have the longest ones.
 
@@ -100,15 +91,22 @@ def _dealt(
         is_mixed: Whether, of buckets in which its owners have equally much to do, that is taken
             which has fewest that lie alike. Otherwise all of a shape may be in one bucket. The few
             ranks that hold them then send all that it gathers, and pass on all its results where
-            they have replicas. Llama-3-8B on 32 ranks: 51.2 in place of 52.3 ms; in 4 instances 53
-            in place of 71 ms.
+            they have replicas. Llama-3-8B on 32 ranks in 4 instances: 53 in place of 71 ms.
+        spares_outside: Whether the longest matrices of ranks that are not busy come in other
+            buckets than the first two, which are to be the first and the last one. Nothing hides
+            what these gather and scatter, and holders send it faster if it is for busy ranks
+            alone. Llama-3-70B on 64 ranks, with 8 tensor-parallel ranks: 53.7 in place of 55.0 ms.
     """
     drafts = [BucketDraft() for _ in range(num_buckets)]
+    inner_first = [*drafts[2:], *drafts[:2]]
+    busy = _busy_ranks(longest_first) if spares_outside else set()
     for matrix in longest_first:
-        loads = [draft.load_of(matrix.owners) for draft in drafts]
+        can_wait = spares_outside and busy.isdisjoint(matrix.owners)
+        candidates = inner_first if can_wait else drafts
+        loads = [draft.load_of(matrix.owners) for draft in candidates]
         least = min(loads)
         # The first of equal ones, so that every rank finds the same.
-        equal = [draft for draft, load in zip(drafts, loads, strict=True) if load == least]
+        equal = [draft for draft, load in zip(candidates, loads, strict=True) if load == least]
         if is_mixed:
             min(equal, key=lambda draft: draft.num_alike[matrix.lie]).add(matrix)
         else:
@@ -116,16 +114,16 @@ def _dealt(
     return [draft for draft in drafts if draft.matrices]
 
 
-def _lightest_outside(drafts: Sequence[BucketDraft]) -> list[BucketDraft]:
-    """Return buckets with those of the least traffic first and last, the least of all last.
+def _busy_ranks(matrices: Sequence[TravellingMatrix]) -> set[int]:
+    """Return the ranks whose matrices take nearly as long as those of the busiest one."""
+    all_in_one = BucketDraft()
+    for matrix in matrices:
+        all_in_one.add(matrix)
+    longest_s = max(all_in_one.load_s.values())
+    return {rank for rank, load in all_in_one.load_s.items() if load >= BUSY_LOAD * longest_s}
 
-    Nothing hides the gather of the first bucket and the scatter of the last one. Predicted step of
-    Qwen3-235B on 2,048 ranks: 20.5 ms so, 21.3 ms with the shortest matrices at both ends, of which
-    a rank has four where others have one long one of half the traffic.
-    """
-    # To the nanosecond: without that the last bits of sums would decide. Of equal ones those with
-    # the shortest matrices.
-    lightest_first = sorted(reversed(drafts), key=lambda each: round(each.busiest_link_s * 1e9))
-    last, first = lightest_first[:2]
-    others = [draft for draft in drafts if draft is not first and draft is not last]
-    return [first, *others, last]
+
+def _second_last(drafts: Sequence[BucketDraft]) -> list[BucketDraft]:
+    """Return buckets with the second one last: the two with the longest matrices are outside."""
+    first, second, *others = drafts
+    return [first, *others, second]

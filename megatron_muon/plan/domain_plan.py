@@ -14,9 +14,15 @@ this groups split no matrix, and use no kernel that each rank chooses by timing.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from megatron_muon.plan.assignment import Objective, assign, matrix_seconds
+from megatron_muon.plan.assignment import (
+    Assignment,
+    Objective,
+    Thresholds,
+    assignments,
+    matrix_seconds,
+)
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout, on_ranks
@@ -71,7 +77,7 @@ def plan_domain(
             # groups. Kernels that are chosen by timing may differ too. Other last bits would then
             # make instances drift apart.
             max_parts, rates = 1, untimed
-        assignment = assign(
+        best, *others = assignments(
             layouts,
             rates,
             wire,
@@ -79,16 +85,22 @@ def plan_domain(
             max_parts=max_parts,
             initial_load_s=ranks_load_s,
         )
-        return ExchangePlan.build(
-            layouts,
-            assignment,
-            rates,
-            wire,
-            staging_bytes=limit,
-            is_limit=is_limit,
-            may_portion=settings.overlap_within_matrices,
-            num_groups=num_instances // size,
-        )
+
+        def plan_of(assignment: Assignment) -> ExchangePlan:
+            """Plan with some owners."""
+            return ExchangePlan.build(
+                layouts,
+                assignment,
+                rates,
+                wire,
+                staging_bytes=limit,
+                is_limit=is_limit,
+                may_portion=settings.overlap_within_matrices,
+                num_groups=num_instances // size,
+            )
+
+        # Groups are a second plan already.
+        return _fastest(plan_of, best, others if size == num_instances else [], limit)
 
     if settings.instance_groups is not None:
         # A domain without replicas is one instance, whatever number others have.
@@ -110,6 +122,32 @@ def plan_domain(
     is_shorter = groups.predicted_step_s <= _WORTH_WORK * shared.predicted_step_s
     is_small = groups.staging_bytes <= max(limit, shared.staging_bytes)
     return groups if is_shorter and is_small else shared
+
+
+def _fastest(
+    plan_of: Callable[[Assignment], ExchangePlan],
+    best: Assignment,
+    others: Sequence[Assignment],
+    staging_bytes: int,
+) -> ExchangePlan:
+    """Return the plan with the shortest predicted step, that of the best owners if steps are equal.
+
+    Args:
+        plan_of: Makes a plan.
+        best: The best owners by a rough estimate.
+        others: Other owners, with more traffic.
+        staging_bytes: Memory that the plan of others may take, if that of the best takes less.
+    """
+    found = plan_of(best)
+    for other in others:
+        wanted_s = found.predicted_step_s / Thresholds.equal_step
+        # A step takes no less than its busiest rank.
+        if max(other.load_s.values()) <= wanted_s:
+            plan = plan_of(other)
+            is_small = plan.staging_bytes <= max(staging_bytes, found.staging_bytes)
+            if plan.predicted_step_s <= wanted_s and is_small:
+                found = plan
+    return found
 
 
 def groups_problem(

@@ -245,18 +245,24 @@ class ExchangePlan:
         return (BACKENDS[name].reference or name) if matrix.has_copies else name
 
     def entries(self) -> list[str]:
-        """Describe each matrix by a line, for comparing plans across ranks."""
+        """Describe each matrix by two lines, and the order, for comparing plans across ranks."""
+        # What matrices are comes first: one that a rank lacks changes the owners of others.
         # A checksum of the regions: their text would be megabytes for a large model, and the line
         # names the matrix anyway.
-        bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
-        return [
-            f"{matrix.fqn} {matrix.blocks} owners {owners} bucket {bucket_of.get(index, 'local')} "
+        what = [
+            f"{matrix.fqn} {matrix.blocks} "
             f"layout {zlib.crc32(repr(matrix.regions).encode()):08x}"
             f"{' with copies' if matrix.has_copies else ''}"
-            f"{' transposed' if matrix.is_transposed else ''} "
+            f"{' transposed' if matrix.is_transposed else ''}"
+            for matrix in self.matrices
+        ]
+        bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
+        who = [
+            f"{matrix.fqn} owners {owners} bucket {bucket_of.get(index, 'local')} "
             f"by {' '.join(self.backend(index, block) for block in range(len(matrix.blocks)))}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
+        return [*what, *who, str(self.order)]
 
 
 def staging_problem(plans: Sequence[ExchangePlan], staging_bytes: int | None) -> str | None:

@@ -250,7 +250,7 @@ def _differences(
     if domain.group is None:
         return []
     entries = [
-        f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.order} "
+        f"{settings} {newton_schulz.steps} steps {plan.wire} "
         # Decides which replica is near, and so who gets how much of a result.
         f"{plan.cost.ranks_per_node} ranks a node",
         *plan.entries(),

@@ -5,7 +5,15 @@
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
+
+from megatron_muon.plan.assignment import Assignment, assignments
+
+
+def assign(*given: Any, **options: Any) -> Assignment:
+    """Return the best owners by the estimate; arguments are those of ``assignments``."""
+    return assignments(*given, **options)[0]
 
 
 @contextmanager

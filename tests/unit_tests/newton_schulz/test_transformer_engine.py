@@ -22,10 +22,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 def _split_always() -> None:
     """Split every matrix, whether it pays or not."""
     from megatron_muon.plan import domain_plan
-    from megatron_muon.plan.assignment import Thresholds, assign
+    from megatron_muon.plan.assignment import Thresholds, assignments
 
     always = Thresholds(longer_than_fair=0, sparse=1e9, worth_splitting=1e9)
-    domain_plan.assign = functools.partial(assign, thresholds=always)
+    domain_plan.assignments = functools.partial(assignments, thresholds=always)
 
 
 def _steps(wire: str, precision: str) -> list[Any]:

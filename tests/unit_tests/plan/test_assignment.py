@@ -7,10 +7,11 @@ from typing import get_args
 
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
+from helpers.planned import assign
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.plan.assignment import Objective, assign, matrix_seconds
+from megatron_muon.plan.assignment import Objective, matrix_seconds
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.preview.model_shape import PRESETS

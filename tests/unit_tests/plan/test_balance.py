@@ -3,12 +3,14 @@
 """Placing matrices on ranks up to a capacity: loads, ties, moves and exchanges."""
 
 from collections.abc import Mapping, Sequence
+from unittest import mock
 
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_muon.plan import balance
 from megatron_muon.plan.balance import LoadBalancer, Task
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
@@ -67,6 +69,11 @@ def test_loads_are_those_of_the_owners_after_every_phase(matrices, capacity, dat
     placed.save_traffic(capacity)
     assert placed.load_s == pytest.approx(_loads(placed, seconds, busy))
     assert placed.busiest_load_s <= limit * (1 + 1e-9)
+    busiest_s, busiest_link_s = placed.busiest_load_s, max(placed._link_s.values())
+    placed.relieve_links(capacity)
+    assert placed.load_s == pytest.approx(_loads(placed, seconds, busy))
+    assert placed.busiest_load_s <= max(capacity, busiest_s) * (1 + 1e-9)
+    assert max(placed._link_s.values()) <= busiest_link_s * (1 + 1e-9)
     assert all(set(owners) <= set(ranks) and len(owners) == 1 for owners in placed.owners)
 
 
@@ -141,6 +148,31 @@ def test_save_traffic_brings_matrices_home_within_the_capacity():
         placed.save_traffic(capacity)
         assert placed.owners == [(0,), (1,)] and placed.is_cheapest
         assert sum(placed.load_s.values()) == before
+
+
+def test_relieve_links_shares_traffic_out_among_ranks_with_room():
+    """Two ranks hold all rows. For others a matrix is twice the traffic, so each takes one."""
+
+    def relieved(
+        busy: Mapping[int, float], fair_link_s: float | None = None, hidden: float = 0.0
+    ) -> dict[int, float]:
+        """Return the loads beside those that ranks had, at a capacity of 6."""
+        placed = _place([_matrix([5, 5, 0, 0])] * 8, [1.0] * 8, busy)
+        for index in range(8):
+            placed.place(index, (index % 2,))
+        if fair_link_s is not None:
+            placed._fair_link_s = fair_link_s * placed._link_s[0]
+        # Beside seconds of work all of this traffic would be hidden.
+        with mock.patch.object(balance, "_HIDDEN_LINK", hidden):
+            placed.relieve_links(capacity_s=6.0)
+        return {rank: load - busy[rank] for rank, load in placed.load_s.items()}
+
+    both = {0: 0.0, 1: 0.0, 2: 5.0, 3: 5.0}
+    assert relieved(both) == {0: 3.0, 1: 3.0, 2: 1.0, 3: 1.0}
+    assert relieved({**both, 3: 5.5}) == {0: 3.0, 1: 4.0, 2: 1.0, 3: 0.0}
+    # What is fair stays, and what is hidden.
+    for kept in (relieved(both, fair_link_s=1.0), relieved(both, hidden=0.1)):
+        assert kept == {0: 4.0, 1: 4.0, 2: 0.0, 3: 0.0}
 
 
 def test_split_matrices_go_to_aligned_sets_of_ranks():

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
+from helpers.planned import assign
 from hypothesis import given
 
-from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.bucket_seconds import seconds_of
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix

@@ -3,10 +3,9 @@
 """How many buckets are taken, and how many of them are under way."""
 
 from helpers.layouts import rows_cut_at
-from helpers.planned import planned_in
+from helpers.planned import assign, planned_in
 
 from megatron_muon.plan import ExchangePlan
-from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.cost import CPU_RANKS, CostModel
 from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.plan.wire import Wire

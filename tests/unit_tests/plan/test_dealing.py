@@ -4,9 +4,9 @@
 
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
+from helpers.planned import assign
 from hypothesis import given
 
-from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.bucket_seconds import seconds_of
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.dealing import BucketDraft, deal
@@ -18,9 +18,9 @@ _COST, _WIRE = CostModel(), Wire.of("bf16", is_bf16=True)
 _LAYOUT = whole_matrix("weight", rows_cut_at(8, 8, [4, 4]), [[(0,), (1,)]])
 
 
-def _matrix(index: int, owner: int, load_s: float = 1.0, link_s: float = 0.0) -> TravellingMatrix:
+def _matrix(index: int, owner: int, load_s: float) -> TravellingMatrix:
     """Return a matrix that takes some seconds."""
-    on_link = {owner: link_s}
+    on_link = {owner: 0.0}
     return TravellingMatrix(index, _LAYOUT, (owner,), load_s, on_link, on_link, 0.0, 0.0, None, {})
 
 
@@ -28,23 +28,31 @@ def _indices(drafts: list[BucketDraft]) -> list[list[int]]:
     return [[matrix.index for matrix in draft.matrices] for draft in drafts]
 
 
-def test_buckets_with_least_traffic_are_first_and_last():
-    """Not those with the shortest matrices, of which a rank may have many."""
+def test_longest_matrices_are_outside_or_last():
+    """By length the two with the longest are first and last; mixed, the shortest come first."""
+    matrices = [_matrix(i, owner=0, load_s=4.0 - i) for i in range(4)]
+    by_length, mixed, *_ = (each for each in deal(matrices) if len(each) == 4)
+    assert _indices(by_length) == [[0], [2], [3], [1]]
+    assert _indices(mixed) == [[3], [2], [1], [0]]
+
+
+def test_ranks_that_can_wait_have_their_longest_matrix_in_an_inner_bucket():
+    """Two ranks have two long matrices and no time to wait, others have one and much of it.
+
+    The first bucket then gathers rows for the two alone, and the last one scatters their results.
+    """
     matrices = [
-        _matrix(0, owner=0, load_s=4.0, link_s=5.0),
-        _matrix(1, owner=0, load_s=3.0, link_s=1.0),
-        _matrix(2, owner=0, load_s=2.0, link_s=3.0),
-        _matrix(3, owner=0, load_s=1.0, link_s=2.0),
+        *(_matrix(index, owner=index // 2, load_s=4.0) for index in range(4)),
+        *(_matrix(4 + index, owner=2 + index, load_s=4.0) for index in range(3)),
+        # They hide traffic in the buckets that have no long one.
+        *(_matrix(7 + index, owner=2 + index % 3, load_s=1.0) for index in range(6)),
     ]
-    of_four = next(each for each in deal(matrices, has_replicas=False) if len(each) == 4)
-    assert _indices(of_four) == [[3], [0], [2], [1]]
-
-
-def test_of_buckets_with_equal_traffic_the_shortest_is_last():
-    """What is long then has the others to travel beside."""
-    matrices = [_matrix(i, owner=0, load_s=3.0 - i) for i in range(3)]
-    of_three = next(each for each in deal(matrices, has_replicas=False) if len(each) == 3)
-    assert _indices(of_three) == [[1], [0], [2]]
+    of_three = [each for each in deal(matrices) if len(each) == 3]
+    assert len(of_three) == 3
+    first, inner, last = _indices(of_three[-1])
+    assert (first, inner, last) == ([0, 2, 7, 8, 9], [4, 5, 6], [1, 3, 10, 11, 12])
+    # By length the first bucket is for all.
+    assert {4, 5, 6} <= set(_indices(of_three[0])[0])
 
 
 @pytest.mark.parametrize("has_replicas", [False, True])
@@ -61,8 +69,7 @@ def test_what_few_ranks_hold_is_shared_out_over_buckets(has_replicas):
         regions = (Region(replicas[shard], 0, 0, 8, 0, 8, 0),)
         layout = MatrixLayout(f"{index}", ((8, 8),), regions, tuple(ranks))
         matrices.append(TravellingMatrix.of(index, layout, (owner,), _COST, _WIRE))
-    dealt = deal(matrices, has_replicas=has_replicas)
-    by_length, mixed = (each for each in dealt if len(each) == 2)
+    by_length, mixed = (each for each in deal(matrices) if len(each) == 2)
     assert sorted(_indices(by_length)) == [[0, 1], [2, 3]]
     assert sorted(_indices(mixed)) == [[0, 3], [1, 2]]
     for draft in mixed:
@@ -82,9 +89,8 @@ def test_every_matrix_is_dealt_out_once(matrices):
         TravellingMatrix.of(index, *each, _COST, _WIRE)
         for index, each in enumerate(zip(matrices, owners, strict=True))
     ]
-    has_replicas = any(matrix.sent is not None for matrix in travelling)
     counts = []
-    for drafts in deal(travelling, has_replicas=has_replicas):
+    for drafts in deal(travelling):
         counts.append(len(drafts))
         assert all(draft.matrices for draft in drafts)
         found = sorted(index for indices in _indices(drafts) for index in indices)

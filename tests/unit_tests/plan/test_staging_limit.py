@@ -7,12 +7,12 @@ from unittest import mock
 
 import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
-from helpers.planned import planned_in
+from helpers.planned import assign, planned_in
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan, bucket_memory
-from megatron_muon.plan.assignment import Assignment, assign
+from megatron_muon.plan.assignment import Assignment
 from megatron_muon.plan.bucket_memory import FullestRanks
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import staging_problem

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 from helpers.layouts import matrix_lists, plan_orders
+from helpers.planned import assign
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan, schedule, step_estimate
-from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.routes import transfers_of
 from megatron_muon.plan.schedule import Depth, PlanOrder, Round

@@ -117,10 +117,10 @@ def _step_with_cut_matrices(
 ) -> list[Any]:
     """Cut every matrix, whether it pays or not."""
     from megatron_muon.plan import domain_plan
-    from megatron_muon.plan.assignment import Thresholds, assign
+    from megatron_muon.plan.assignment import Thresholds, assignments
 
     always = Thresholds(longer_than_fair=0, sparse=1e9, worth_splitting=1e9)
-    domain_plan.assign = functools.partial(assign, thresholds=always)
+    domain_plan.assignments = functools.partial(assignments, thresholds=always)
     init_group()
     settings = {"fp32_matmul_prec": precision}
     exchange = {"mode": "owner", "wire": wire, "newton_schulz": backend.partition("_")[0]}

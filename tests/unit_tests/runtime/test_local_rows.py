@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.layouts import rows_cut_at
+from helpers.planned import assign
 from helpers.stacks import orthogonalized
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan import ExchangePlan, Wire
-from megatron_muon.plan.assignment import assign
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.runtime.engine import Engine

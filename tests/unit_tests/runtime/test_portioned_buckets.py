@@ -13,7 +13,7 @@ from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
 
 from megatron_muon.plan import domain_plan
-from megatron_muon.plan.assignment import Thresholds, assign
+from megatron_muon.plan.assignment import Thresholds, assignments
 
 pytestmark = pytest.mark.ranks
 
@@ -87,8 +87,8 @@ def _compared(backend: str, grid: dict[str, int], is_cut: bool) -> Found:
             planned_in(num_buckets=2, num_portions=3),
             mock.patch.object(
                 domain_plan,
-                "assign",
-                functools.partial(assign, thresholds=always if is_cut else None),
+                "assignments",
+                functools.partial(assignments, thresholds=always if is_cut else None),
             ),
         ):
             built = build_optimizers(
