@@ -78,6 +78,25 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "each shape is timed at construction, measure:PATH writes the times to a file too, and "
         "file:PATH reads them.",
     )
+    _add_newton_schulz_flags(group)
+    group.add_argument(
+        "--muon-fsdp-log-plan",
+        action="store_true",
+        help="Log who orthogonalizes what, and what it costs.",
+    )
+    group.add_argument(
+        "--muon-fsdp-no-checksums",
+        action="store_true",
+        help="Do not compare a checkpoint with its checksums before it is loaded, for which "
+        "the ranks together read it once more.",
+    )
+    _add_split_flags(parser)
+    _add_adaptive_flags(parser)
+    return parser
+
+
+def _add_newton_schulz_flags(group: argparse._ArgumentGroup) -> None:
+    """Add flags that say how matrices are orthogonalized."""
     group.add_argument(
         "--muon-fsdp-newton-schulz",
         choices=get_args(BackendChoice),
@@ -94,20 +113,6 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Let matrices be orthogonalized while their rows arrive and their results leave, "
         "where that shortens the predicted step. Results then round differently.",
     )
-    group.add_argument(
-        "--muon-fsdp-log-plan",
-        action="store_true",
-        help="Log who orthogonalizes what, and what it costs.",
-    )
-    group.add_argument(
-        "--muon-fsdp-no-checksums",
-        action="store_true",
-        help="Do not compare a checkpoint with its checksums before it is loaded, for which "
-        "the ranks together read it once more.",
-    )
-    _add_split_flags(parser)
-    _add_adaptive_flags(parser)
-    return parser
 
 
 def _add_split_flags(parser: argparse.ArgumentParser) -> None:

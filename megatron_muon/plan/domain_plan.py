@@ -15,6 +15,8 @@ this groups split no matrix, and use no kernel that each rank chooses by timing.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_muon.plan.assignment import (
     Assignment,
@@ -62,66 +64,104 @@ def plan_domain(
         num_kinds: Kinds that share the staging memory.
         objective: How owners are chosen.
     """
+    job = _Job(matrices, replicas, cost, wire, settings, load_s, num_kinds, objective)
     num_instances = len(replicas[0])
-    limit = settings.wanted_staging_bytes // num_kinds
-    is_limit = settings.staging_bytes is not None
-    untimed = cost.untimed
+    if settings.instance_groups is not None:
+        # A domain without replicas is one instance, whatever number others have.
+        return job.plan(max(1, num_instances // settings.instance_groups))
+    shared = job.plan(num_instances)
+    # Groups would not use it.
+    if settings.names_a_kernel:
+        return shared
+    size = job.promising_size(shared.predicted_step_s)
+    if size == num_instances:
+        return shared
+    # Only the most promising size is planned: planning is long for many ranks.
+    groups = job.plan(size, has_alternatives=False)
+    is_shorter = groups.predicted_step_s <= _WORTH_WORK * shared.predicted_step_s
+    is_small = groups.staging_bytes <= max(job.staging_bytes, shared.staging_bytes)
+    return groups if is_shorter and is_small else shared
 
-    def build(size: int) -> ExchangePlan:
-        """Plan for the first ``size`` instances."""
-        layouts, ranks_load_s, max_parts, rates = matrices, load_s, settings.max_parts, cost
+
+@dataclass(frozen=True)
+class _Job:
+    """What :func:`plan_domain` is given."""
+
+    matrices: Sequence[MatrixLayout]
+    replicas: Replicas
+    cost: CostModel
+    wire: Wire
+    settings: ExchangeSettings
+    load_s: Mapping[int, float]
+    num_kinds: int
+    objective: Objective
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that a plan of this kind stays within if it can."""
+        return self.settings.wanted_staging_bytes // self.num_kinds
+
+    @cached_property
+    def _untimed(self) -> CostModel:
+        return self.cost.untimed
+
+    def plan(self, size: int, *, has_alternatives: bool = True) -> ExchangePlan:
+        """Plan for the first instances, so many of them.
+
+        Args:
+            size: Instances that share the work.
+            has_alternatives: Whether a second choice of owners is planned too.
+        """
+        num_instances = len(self.replicas[0])
+        matrices, load_s, cost = self.matrices, self.load_s, self.cost
+        max_parts = self.settings.max_parts
         if size < num_instances:
-            ranks_load_s = _load_of_first_group(replicas, size, load_s)
-            layouts = on_ranks(matrices, {rank: rank for rank in ranks_load_s})
+            load_s = _load_of_first_group(self.replicas, size, load_s)
+            matrices = on_ranks(matrices, {rank: rank for rank in load_s})
             # Owners of a split matrix add up in the order of their links, which may differ between
             # groups. Kernels that are chosen by timing may differ too. Other last bits would then
             # make instances drift apart.
-            max_parts, rates = 1, untimed
-        best, *others = assignments(
-            layouts,
-            rates,
-            wire,
-            objective=objective,
+            max_parts, cost = 1, self._untimed
+        choices = assignments(
+            matrices,
+            cost,
+            self.wire,
+            objective=self.objective,
             max_parts=max_parts,
-            initial_load_s=ranks_load_s,
+            initial_load_s=load_s,
         )
 
         def plan_of(assignment: Assignment) -> ExchangePlan:
             """Plan with some owners."""
             return ExchangePlan.build(
-                layouts,
+                matrices,
                 assignment,
-                rates,
-                wire,
-                staging_bytes=limit,
-                is_limit=is_limit,
-                may_portion=settings.overlap_within_matrices,
+                cost,
+                self.wire,
+                staging_bytes=self.staging_bytes,
+                is_limit=self.settings.staging_bytes is not None,
+                may_portion=self.settings.overlap_within_matrices,
                 num_groups=num_instances // size,
             )
 
-        # Groups are a second plan already.
-        return _fastest(plan_of, best, others if size == num_instances else [], limit)
+        best, *others = choices if has_alternatives else choices[:1]
+        return _fastest(plan_of, best, others, self.staging_bytes)
 
-    if settings.instance_groups is not None:
-        # A domain without replicas is one instance, whatever number others have.
-        return build(max(1, num_instances // settings.instance_groups))
-    shared = build(num_instances)
-    # Groups would not use it.
-    if settings.names_a_kernel:
-        return shared
-    size, about_s = num_instances, shared.predicted_step_s
-    for smaller in _smaller_divisors(num_instances):
-        if _lie_alike(replicas, smaller, cost):
-            seconds = _about_seconds(matrices, replicas, smaller, untimed, wire, load_s)
-            if seconds <= _WORTH_WORK * about_s:
-                size, about_s = smaller, seconds
-    if size == num_instances:
-        return shared
-    # Only the most promising size is planned: planning is long for many ranks.
-    groups = build(size)
-    is_shorter = groups.predicted_step_s <= _WORTH_WORK * shared.predicted_step_s
-    is_small = groups.staging_bytes <= max(limit, shared.staging_bytes)
-    return groups if is_shorter and is_small else shared
+    def promising_size(self, shared_s: float) -> int:
+        """Return the size of groups that promise the shortest step; all instances if none does.
+
+        Args:
+            shared_s: Predicted step if all instances share the work.
+        """
+        size, about_s = len(self.replicas[0]), shared_s
+        for smaller in _smaller_divisors(size):
+            if _lie_alike(self.replicas, smaller, self.cost):
+                seconds = _about_seconds(
+                    self.matrices, self.replicas, smaller, self._untimed, self.wire, self.load_s
+                )
+                if seconds <= _WORTH_WORK * about_s:
+                    size, about_s = smaller, seconds
+        return size
 
 
 def _fastest(
