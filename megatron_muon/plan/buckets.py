@@ -232,7 +232,7 @@ class BucketChooser:
 
         Each more has to gain the latency of a collective. The estimate hides that behind
         Newton-Schulz, but launches and copies take time of the rank. On 4 gloo ranks 32 small
-        layers take 1.4 times as long in 16 buckets as in 2 (docs/performance.md).
+        layers take 1.3 times as long in 16 buckets as in 2 (docs/performance.md).
         """
         gain_s = best.step_s - found.step_s
         # A rank that is late by chance is waited for less with more under way.

@@ -64,28 +64,28 @@ def plan_domain(
         num_kinds: Kinds that share the staging memory.
         objective: How owners are chosen.
     """
-    job = _Job(matrices, replicas, cost, wire, settings, load_s, num_kinds, objective)
+    planner = _DomainPlanner(matrices, replicas, cost, wire, settings, load_s, num_kinds, objective)
     num_instances = len(replicas[0])
     if settings.instance_groups is not None:
         # A domain without replicas is one instance, whatever number others have.
-        return job.plan(max(1, num_instances // settings.instance_groups))
-    shared = job.plan(num_instances)
+        return planner.plan(max(1, num_instances // settings.instance_groups))
+    shared = planner.plan(num_instances)
     # Groups would not use it.
     if settings.names_a_kernel:
         return shared
-    size = job.promising_size(shared.predicted_step_s)
+    size = planner.promising_size(shared.predicted_step_s)
     if size == num_instances:
         return shared
     # Only the most promising size is planned: planning is long for many ranks.
-    groups = job.plan(size, has_alternatives=False)
+    groups = planner.plan(size, has_alternatives=False)
     is_shorter = groups.predicted_step_s <= _WORTH_WORK * shared.predicted_step_s
-    is_small = groups.staging_bytes <= max(job.staging_bytes, shared.staging_bytes)
+    is_small = groups.staging_bytes <= max(planner.staging_bytes, shared.staging_bytes)
     return groups if is_shorter and is_small else shared
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What :func:`plan_domain` is given."""
+class _DomainPlanner:
+    """Plans of a domain, for one size of groups after another; see :func:`plan_domain`."""
 
     matrices: Sequence[MatrixLayout]
     replicas: Replicas
