@@ -222,6 +222,27 @@ def test_axes_that_deal_out_whole_matrices_need_no_exchange():
     assert run_ranks(4, _domains).check().results == [expected] * 4
 
 
+def _instance_groups() -> list[bool]:
+    """Return whether groups of one instance are those of the mesh."""
+    import torch.distributed as dist
+
+    from megatron_muon.fsdp2 import ExchangeSettings, Muon
+
+    dist.init_process_group("gloo")
+    parameters = fsdp2_models.hybrid()
+    groups = [{"params": [each.param], **each.keys} for each in parameters]
+    muon = Muon(groups, exchange=ExchangeSettings(instance_groups=2))
+    shards = parameters[0].param.device_mesh.get_group("shard")
+    (plan,) = muon.compute._engine._plans
+    return [plan._gathers._group is shards, plan._scatters._group is shards]
+
+
+def test_groups_of_one_instance_are_those_of_the_mesh():
+    """A communicator of NCCL takes hundreds of megabytes of a GPU: no other is made."""
+    for found in run_ranks(4, _instance_groups).check().results:
+        assert found == [True, True]
+
+
 @functools.cache
 def differences(world_size: int) -> list[dict[str, list[str]]]:
     """Return what differs, by rank and case."""
