@@ -4,9 +4,9 @@
 
 An instance is one replica of every shard: an optimizer instance of HSDP, a rank of ZeRO-0. If all
 instances share the work, a matrix is orthogonalized once, and its result travels to all of them.
-Over slow links that may take longer than the work it saves. Groups of g instances that each
-orthogonalize all matrices send a rank (g - 1) / g of its results instead, and nothing at g = 1, for
-R / g times the work, R the number of instances.
+Over slow links that may take longer than the work it saves. Then groups of instances each
+orthogonalize all matrices. With R instances in groups of g, a rank has R / g times the work. From
+other instances it receives (g - 1) / g of its results, where sharing brings it (R - 1) / R.
 
 All groups run the plan of the first one, each on its own ranks. So they do the same operations on
 the same stacks, and instances stay equal, as they do with an optimizer that needs no exchange. For
