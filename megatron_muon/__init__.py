@@ -11,7 +11,8 @@ Parts, each importing only those above it::
     user_errors     errors that the user can repair
     closed_pipe     a command whose reader went away ends quietly
     newton_schulz/  ways to compute Newton-Schulz, and what each costs
-    plan/           who orthogonalizes which matrix, and which rows travel; integers, no torch
+    plan/           who orthogonalizes which matrix, and which rows are sent; integers, no torch
+    report/         what a plan means in time, bytes and memory; plans of jobs that do not run
     runtime/        runs a plan; torch.distributed, no megatron
     fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
     checkpoint/     reads and verifies checkpoint files, without megatron

@@ -23,7 +23,6 @@ Files, each importing only those above it::
     settings        steps, coefficients, precision and scale
     coefficients    emerging-optimizers' sets
     call            what a stack is orthogonalized as
-    stack_run       a stack that arrives and leaves portion by portion
     backend         the interface
     normalize       the norm of the fp32 wire
     standard        the steps as they are

@@ -27,7 +27,6 @@ from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.coefficients import Coefficients
 from megatron_muon.newton_schulz.normalize import normalize
 from megatron_muon.newton_schulz.restarts import segments_of
-from megatron_muon.newton_schulz.stack_run import PortionedRun, StackRun
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +40,6 @@ class Gram(Backend):
     """Products of n x n matrices, and two with X a segment."""
 
     name = "gram"
-    takes_portions = True
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
         """Count 4 m n^2 operations a segment, and 2 n^3 for each product of n x n matrices.
@@ -74,10 +72,6 @@ class Gram(Backend):
         x = x.mT if call.is_tall else x
         result = x.bfloat16() if call.settings.is_bf16 else x
         return result.mul_(1 / _SCALE).to(stack.dtype)
-
-    def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
-        """Take the first and the last product by portion; see :meth:`Backend.start`."""
-        return _GramRun(self, stack, call, borders)
 
     def _symmetric_product(
         self,
@@ -152,42 +146,6 @@ class Gram(Backend):
             del own_p, p
         assert own_q is not None  # a segment has a step
         return self._whole(own_q, parts_group)
-
-
-class _GramRun(PortionedRun):
-    """The Gram form of a stack on its way; arguments as for :class:`PortionedRun`."""
-
-    def __init__(
-        self, backend: Gram, stack: "torch.Tensor", call: Call, borders: Sequence[int]
-    ) -> None:
-        import torch
-
-        super().__init__(stack, call, borders)
-        self._backend = backend
-        self._x = self._lines(torch.empty_like(stack, dtype=_dtype(stack, call)))
-
-    def add(self, portion: int) -> None:
-        """Add to the first Gram matrix; see :meth:`StackRun.add`."""
-        with _fp32_sums(self._x):
-            super().add(portion)
-
-    def _take(self, portion: int) -> "torch.Tensor":
-        arrived = self._portion(self._lines(self._stack), portion)
-        return self._portion(self._x, portion).copy_(arrived * _SCALE)
-
-    def _steps(self) -> None:
-        call = self._call
-        gram = self._first_gram(self._x.dtype)
-        *others, last = _segments(call)
-        with _fp32_sums(self._x):
-            for coefficients in others:
-                x = self._backend.polynomial(gram, coefficients, call.parts_group) @ self._x
-                self._x, gram = x, x @ x.mT
-            self._factor = self._backend.polynomial(gram, last, call.parts_group)
-
-    def _last_product(self, x: "torch.Tensor") -> "torch.Tensor":
-        with _fp32_sums(x):
-            return (self._factor @ x).to(self._stack.dtype).mul_(1 / _SCALE)
 
 
 def _dtype(stack: "torch.Tensor", call: Call) -> "torch.dtype":

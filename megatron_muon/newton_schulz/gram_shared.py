@@ -22,7 +22,6 @@ class GramShared(Gram):
     """Each owner has n / num_parts rows of P, Q and R."""
 
     name = "gram_shared"
-    timed_as = Gram.name
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
         """Count what :class:`Gram` does, divided by the owners, and what they gather.
