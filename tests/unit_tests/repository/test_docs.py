@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
-from helpers import documents, repairs
+from helpers import repairs
 from helpers.documents import DOCUMENTS, GPU_ONLY, Command, commands_of
 from helpers.idle_commands import IdleCommand, ended, plan_command
 from helpers.ranks import ROOT
@@ -163,31 +163,6 @@ def _runner(command: Command) -> str | None:
     if command.is_gpu_only or _covered(command):
         return None
     return next((p for p in RUN if f"{command.text} ".startswith(f"{p} ")), None)
-
-
-def test_documents_have_commands():
-    """The reader of code blocks finds what is there, continued lines and comments included."""
-    texts = [command.text for command in COMMANDS]
-    assert "bash scripts/quickstart.sh" in texts
-    assert "bash scripts/test.sh tests/unit_tests/mcore/test_muon.py" in texts
-    assert any(text.endswith("--iterations 12 --passes 3") for text in texts)
-    assert any(command.shown for command in COMMANDS)
-
-
-def test_blocks_are_read_as_people_read_them(tmp_path):
-    """Marks, output, comments, fences and variables before a command."""
-    path = tmp_path / "a.md"
-    path.write_text(
-        "Text\n\n    # GPU only\n    torchrun --x 1 \\\n        --y   # why\n    out 1\n    out 2\n"
-        "\n```\n$ OMP_NUM_THREADS=1 bash a.sh\n```\n    not a command\n"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "ROOT", tmp_path)
-        found = commands_of(path)
-    assert found == [
-        Command("a.md:4", "torchrun --x 1 --y", ("out 1", "out 2"), True),
-        Command("a.md:10", "OMP_NUM_THREADS=1 bash a.sh", (), False),
-    ]
 
 
 def test_commands_are_accounted_for():
