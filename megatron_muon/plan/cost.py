@@ -229,10 +229,7 @@ class CostModel:
         # Of an n x n matrix in 2 bytes an element, but for the share that stays.
         gather_ns = 2 * min(num_rows, num_cols) ** 2 * (num_parts - 1) / num_parts / gbps
         # A ring all-reduce sends every byte twice.
-        return round(
-            work.num_all_reduces * (latency_ns + 2 * gather_ns)
-            + work.num_all_gathers * (latency_ns + gather_ns)
-        )
+        return round(work.num_all_reduces * (latency_ns + 2 * gather_ns))
 
     def pass_ns(self, num_elements: int) -> int:
         """Estimate the element-wise passes of a step over the elements that a rank holds."""
