@@ -104,7 +104,7 @@ class MuonStep:
             for muon in self.optimizers
             if (params := muon.params_of_kind(is_expert=is_expert))
         ]
-        # Shapes may be timed here, in the precision of a step.
+        # Kernels are checked here, in the precision of a step.
         with naming_flags(), self._precision():
             return OwnerCompute(
                 [lay_out(parameters, self._device) for parameters in kinds],

@@ -60,9 +60,9 @@ def skip_newton_schulz() -> None:
 
 def orthogonalize_local_rows() -> None:
     """Owners see zeros in place of the rows of other ranks."""
-    from megatron_muon.runtime.plan_buckets import PlanBuckets
+    from megatron_muon.runtime.plan_runner import PlanRunner
 
-    original = PlanBuckets.orthogonalize
+    original = PlanRunner.orthogonalize
 
     def without_arrivals(self: Any, index: int) -> Any:
         """Clear what arrived."""
@@ -71,4 +71,4 @@ def orthogonalize_local_rows() -> None:
                 rows.zero_()
         return original(self, index)
 
-    PlanBuckets.orthogonalize = without_arrivals
+    PlanRunner.orthogonalize = without_arrivals
