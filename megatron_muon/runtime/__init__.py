@@ -9,7 +9,7 @@ Files, each importing only those above it::
     groups              process groups by their ranks
     domain              which ranks exchange matrices
     exchange            the collectives that move rows and results
-    relay               one collective starts when another one has ended
+    chained_collectives one collective starts when another one has ended
     machine_cost        the costs that all ranks plan with
     arena               memory that exists while a step runs
     equally_spaced      many tensors as one, where memory allows

@@ -25,9 +25,9 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.rank_plan import LocalStack, RankSchedule
 from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.arena import Arena
+from megatron_muon.runtime.chained_collectives import chain_on
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
-from megatron_muon.runtime.relay import relay_on
 
 
 class Engine:
@@ -73,7 +73,7 @@ class Engine:
             for stacks, place in zip(schedule.local, schedule.staging.local, strict=True)
             for stack in stacks
         }
-        relay = relay_on(device)
+        chain = chain_on(device)
         self._plans = [
             PlanRunner(
                 bound,
@@ -82,7 +82,7 @@ class Engine:
                 [place_of[LocalStack(number, i)] for i, _ in enumerate(rank_plan.local)],
                 newton_schulz,
                 self._arena,
-                relay,
+                chain,
                 rank=rank,
                 device=device,
             )

@@ -40,10 +40,10 @@ class OwnedParameter:
 def lay_out(parameters: Sequence[OwnedParameter], device: torch.device) -> PlanInput:
     """Lay out expert or dense parameters for a plan; called by all ranks together.
 
-    A parameter that tensor-parallel ranks replicate, such as a router, is one matrix per rank, as in
-    upstream. Equal gradients keep these copies equal: they are orthogonalized whole, by the same
-    operations, whatever the plans of these ranks are. Only norms on the bf16 wire may differ, as
-    rarely as docs/numerics.md says.
+    A parameter that tensor-parallel ranks replicate, such as a router, is one matrix per rank, as
+    upstream has it. Equal gradients keep these copies equal: they are orthogonalized whole, by the
+    same operations, whatever the plans of these ranks are. Only norms on the bf16 wire may differ,
+    as rarely as docs/numerics.md says.
 
     Args:
         parameters: In the same order on all ranks, and sharded over the same groups.

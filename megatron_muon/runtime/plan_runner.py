@@ -20,6 +20,7 @@ from megatron_muon.plan.routes import Part
 from megatron_muon.plan.staging import PlanOffsets
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
+from megatron_muon.runtime.chained_collectives import CollectiveChain, Waitable
 from megatron_muon.runtime.exchange import (
     BucketMessages,
     Exchange,
@@ -29,7 +30,6 @@ from megatron_muon.runtime.exchange import (
     route_view,
 )
 from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows
-from megatron_muon.runtime.relay import Relay, Waitable
 from megatron_muon.runtime.stacks import StackBuffers
 
 
@@ -61,7 +61,7 @@ class PlanRunner:
         local_places: Offsets of the stacks of local matrices.
         newton_schulz: Steps, coefficients, precision and scale.
         arena: Memory of a step.
-        relay: Starts the all-gathers of replicas.
+        chain: Starts the all-gathers of replicas.
         rank: This rank of the job.
         device: Where shards are.
 
@@ -92,7 +92,7 @@ class PlanRunner:
         local_places: Sequence[int],
         newton_schulz: NewtonSchulzSettings,
         arena: Arena,
-        relay: Relay,
+        chain: CollectiveChain,
         *,
         rank: int,
         device: torch.device,
@@ -100,7 +100,7 @@ class PlanRunner:
         self.plan = bound.plan
         self._parts_groups = bound.parts_groups
         self._newton_schulz = newton_schulz
-        self._relay = relay
+        self._chain = chain
         self._rows = LocalRows(
             self.plan,
             newton_schulz,
@@ -301,7 +301,7 @@ class PlanRunner:
         if self._all_gather is None:
             self._scattering[number] = work
         else:
-            self._scattering[number] = self._relay.after(
+            self._scattering[number] = self._chain.after(
                 work, partial(self._all_gather.start, number)
             )
         if position < self.plan.num_scatters - 1:
