@@ -165,7 +165,7 @@ def test_no_test_imports_another():
         "runtime",
         "checkpoint",
         "mcore",
-        "mcore/checkpoint",
+        "mcore/fsdp_dtensor",
         "cpu_ranks",
     ],
 )

@@ -179,7 +179,7 @@ def _open_each(folders: dict[str, str], steps: dict[str, int | None]) -> dict[st
 
     import torch.distributed as dist
 
-    from megatron_muon.mcore.checkpoint import loading
+    from megatron_muon.mcore.fsdp_dtensor import loading
 
     dist.init_process_group("gloo")
     loaded: list[str] = []
@@ -309,7 +309,7 @@ def _wanted(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _differences(folder: Path, wanted: dict[str, dict[str, torch.Tensor]]) -> str:
-    from megatron_muon.mcore.checkpoint.loading import find_differences
+    from megatron_muon.mcore.fsdp_dtensor.loading import find_differences
 
     return "; ".join(find_differences(read_checkpoint(folder / "iter_0000005"), wanted, None))
 

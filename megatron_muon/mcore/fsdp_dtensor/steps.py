@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_muon.checkpoint.storage import StoredCheckpoint
-from megatron_muon.mcore.checkpoint.state import MOVING_SETTINGS
+from megatron_muon.mcore.fsdp_dtensor.state import MOVING_SETTINGS
 
 
 def as_stored(checkpoint: StoredCheckpoint, wanted: Mapping[str, Any]) -> dict[str, Any]:

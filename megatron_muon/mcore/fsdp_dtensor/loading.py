@@ -25,7 +25,7 @@ from megatron_muon.checkpoint.folders import (
 )
 from megatron_muon.checkpoint.storage import StoredCheckpoint, read_checkpoint
 from megatron_muon.checkpoint.verify import find_problems
-from megatron_muon.mcore.checkpoint.steps import as_in_run, as_stored
+from megatron_muon.mcore.fsdp_dtensor.steps import as_in_run, as_stored
 from megatron_muon.mcore.fsdp_model import current_device
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
