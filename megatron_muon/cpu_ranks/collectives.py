@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What NCCL does and gloo does not: averages, uneven lists, groups asked for by NCCL's name.
 
-Each function takes the original and returns its replacement, which falls through to the original
-wherever gloo needs no help.
+Every function takes the original and returns its replacement.
 """
 
 import functools
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 type ProcessGroups = dist.ProcessGroup | list[dist.ProcessGroup]
 type ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
-# None where the collective has been waited for.
+# None if the collective is blocking.
 type Work = "dist.Work | CompletedWork | None"
 
 
@@ -36,8 +35,8 @@ class CompletedWork:
 def as_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return c10d's ``_new_process_group_helper`` that creates gloo groups where NCCL is asked for.
 
-    It is the one function behind ``init_process_group``, ``new_group`` and their relatives. NCCL's
-    options and the device to bind to are dropped with the backend.
+    ``init_process_group``, ``new_group`` and their relatives all end in it. NCCL's options and the
+    device to bind to are dropped with the backend.
     """
 
     @functools.wraps(original)
@@ -49,8 +48,8 @@ def as_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: object,
         **kwargs: object,
     ) -> tuple[dist.ProcessGroup | None, dist.Store | None]:
-        # "undefined" is init_process_group without a backend: torch would pick NCCL, a GPU being
-        # "available"; "cpu:gloo,cuda:nccl" is how Megatron's callers ask for both.
+        # "undefined" is init_process_group without a backend: torch would choose NCCL, as a GPU is
+        # "available". Megatron's callers ask for both backends by "cpu:gloo,cuda:nccl".
         if "nccl" in str(backend) or str(backend) == "undefined":
             backend = dist.Backend(dist.Backend.GLOO)
             kwargs["backend_options"] = None
@@ -73,7 +72,6 @@ def averaging_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
-        """Reduce; average by dividing first."""
         if op == dist.ReduceOp.AVG:
             tensor.div_(dist.get_world_size(group))
             op = dist.ReduceOp.SUM
@@ -97,7 +95,6 @@ def averaging_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
-        """Reduce and scatter; average by dividing first."""
         if op == dist.ReduceOp.AVG:
             input = input / dist.get_world_size(group)
             op = dist.ReduceOp.SUM
@@ -118,12 +115,13 @@ def _padded(tensor: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_gather`` that takes outputs of different sizes.
+    """Return ``all_gather`` that accepts outputs of different sizes.
 
-    Gloo moves equal blocks only, so everything is padded to the largest. Every rank knows all the
-    sizes, hence all take the same path.
+    Gloo gathers equal blocks only, so all are padded to the largest. Every rank knows all the
+    sizes, so that all decide in the same way.
 
-    Communication: one ``all_gather`` of the largest size per rank, waited for even if ``async_op``.
+    Communication: one ``all_gather`` of the largest size per rank, blocking even with ``async_op``
+        if sizes differ.
     Memory: world size blocks of the largest size.
     """
 
@@ -134,7 +132,6 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
-        """Gather; shards of different sizes by padding to the largest."""
         if not _is_uneven(tensor_list):
             return original(tensor_list, tensor, group=group, async_op=async_op)
         numel = max(output.numel() for output in tensor_list)
@@ -148,10 +145,10 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``reduce_scatter`` that takes inputs of different sizes, and averages.
+    """Return ``reduce_scatter`` that accepts inputs of different sizes, and averages.
 
-    Communication: one ``reduce_scatter`` of the largest size per rank, waited for even if
-    ``async_op`` when sizes differ.
+    Communication: one ``reduce_scatter`` of the largest size per rank, blocking even with
+        ``async_op`` if sizes differ.
     Memory: world size blocks of the largest size.
     """
 
@@ -163,7 +160,6 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
-        """Reduce and scatter; shards of different sizes by padding to the largest."""
         if op == dist.ReduceOp.AVG:
             world_size = dist.get_world_size(group)
             input_list = [tensor / world_size for tensor in input_list]
@@ -181,9 +177,9 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def waiting_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_coalescing_manager`` whose collectives are done when it is left.
+    """Return ``_coalescing_manager`` whose collectives are complete when the context ends.
 
-    Communication: as the original, waited for even if ``async_ops``.
+    Communication: as the original, blocking even with ``async_ops``.
     """
 
     @contextmanager
@@ -205,7 +201,6 @@ def mesh_from_group_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     def from_group(
         group: ProcessGroups, device_type: str, *args: object, **kwargs: object
     ) -> DeviceMesh:
-        """Make the mesh, of CPU ranks where CUDA is asked for."""
         return original(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     return from_group
