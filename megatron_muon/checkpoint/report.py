@@ -5,7 +5,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -14,7 +14,7 @@ from megatron_muon.checkpoint.storage import StoredCheckpoint, StoredTensor, loa
 
 _MODEL = re.compile(r"^model\.(?:module\.)*(?P<name>.+)$")
 _STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)$")
-# Arguments of Megatron that say what world wrote a checkpoint.
+# Arguments of Megatron that describe the ranks that wrote a checkpoint.
 _WORLD = {
     "world_size": "ranks",
     "data_parallel_sharding_strategy": "sharding",
@@ -29,12 +29,11 @@ _WORLD = {
 def describe(checkpoint: StoredCheckpoint) -> Iterator[str]:
     """Describe a checkpoint line by line.
 
-    Gated layers are stored in halves, ``weight_w`` and ``weight_v``, experts by their number among
-    all ranks'.
+    Gated layers are stored in halves, ``weight_w`` and ``weight_v``, experts by their global index.
 
     Yields:
-        Iteration, optimizer, world; a line for each parameter with its shape and, for the weight
-        and each state, dtype and Frobenius norm in float64; sums.
+        Iteration, optimizer, world; a line per parameter with its shape and, for the weight and
+        every state, dtype and Frobenius norm in float64; sums.
 
     Raises:
         CheckpointError: A tensor or object that is described cannot be read.
@@ -43,7 +42,7 @@ def describe(checkpoint: StoredCheckpoint) -> Iterator[str]:
     iteration = "iteration" in checkpoint.objects and checkpoint.read_object("iteration")
     yield f"{checkpoint.folder}"
     yield f"  iteration: {iteration or 'unknown'}"
-    yield f"  optimizer: {getattr(args, 'optimizer', 'unknown')}; {describe_state(checkpoint.keys)}"
+    yield f"  optimizer: {getattr(args, 'optimizer', 'unknown')}; {_describe_state(checkpoint)}"
     world = [
         f"{title} {getattr(args, name)}"
         for name, title in _WORLD.items()
@@ -65,14 +64,10 @@ def describe(checkpoint: StoredCheckpoint) -> Iterator[str]:
     yield f"  objects: {len(checkpoint.objects)}; files: {len(checkpoint.items_by_file())}"
 
 
-def describe_state(keys: Iterable[str]) -> str:
-    """Return which states an optimizer keeps, and for how many stored parameters.
-
-    Args:
-        keys: Keys of a checkpoint.
-    """
+def _describe_state(checkpoint: StoredCheckpoint) -> str:
+    """Return which states an optimizer keeps, and for how many stored parameters."""
     kinds: dict[str, set[str]] = defaultdict(set)
-    for key in keys:
+    for key in checkpoint.tensors.keys() | checkpoint.objects.keys():
         if match := _STATE.match(key):
             kinds[match["name"]].add(match["kind"])
     counts = Counter(", ".join(sorted(states)) for states in kinds.values())
@@ -97,8 +92,8 @@ def _tensors_by_parameter(
 def _norm(checkpoint: StoredCheckpoint, key: str, tensor: StoredTensor) -> float:
     total = 0.0
     for chunk in tensor.chunks:
-        values = load_tensor(checkpoint.read_item(chunk.item), key)
-        if values.numel() != math.prod(chunk.sizes):
+        values = load_tensor(checkpoint.read_item(chunk), key)
+        if tuple(values.shape) != chunk.sizes:
             raise CheckpointError(
                 f"{key}: expected a chunk of shape {chunk.sizes}, got {tuple(values.shape)}."
             )

@@ -117,11 +117,11 @@ def _flipped(folder: Path) -> str:
     data = bytearray(path.read_bytes())
     # In the middle of a weight, where torch.load notices nothing.
     checkpoint = read_checkpoint(folder / "iter_0000005")
-    key, item, chunk = max(checkpoint.items_by_file()[path.name], key=lambda entry: entry[1].length)
-    assert chunk is not None
+    item = max(checkpoint.items_by_file()[path.name], key=lambda item: item.length)
+    assert item.sizes is not None
     data[item.offset + item.length // 2] ^= 4
     path.write_bytes(data)
-    return f"{key}: expected the checksum of its record"
+    return f"{item.key}: expected the checksum of its record"
 
 
 def _damaged_metadata(folder: Path) -> str:
