@@ -16,8 +16,8 @@ import pytest
 
 from megatron_muon.mcore import enable as enabling
 from megatron_muon.patching import IncompatibleMegatronError, packages
+from megatron_muon.patching.packages import transformer_engine_problems
 from megatron_muon.patching.patch import Patch, Target, apply_all, revert_all, verify_all
-from megatron_muon.patching.transformer_engine import transformer_engine_problems
 from megatron_muon.patching.versions import (
     TABLE,
     version_problems,
