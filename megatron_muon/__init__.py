@@ -12,6 +12,7 @@ Parts, each importing only those above it::
     closed_pipe     commands exit quietly if the reader of their output does
     newton_schulz/  ways to compute Newton-Schulz, and their costs
     plan/           which rank orthogonalizes which matrix, and which rows are sent; no torch
+    report/         time, bytes and memory of a plan; plans of jobs that do not run
     runtime/        runs a plan; torch.distributed, no megatron
     fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
     checkpoint/     reads and verifies checkpoint files, without megatron

@@ -362,23 +362,6 @@ def _own_replicas(key: _Key) -> tuple[int, ...]:
     return replicas
 
 
-def _instance_group(key: _Key, param: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the group of a mesh axis with one rank of each set of replicas, if there is one.
-
-    All ranks of the domain look at the same parameter, so they find the same.
-    """
-    if not isinstance(param, DTensor):
-        return None
-    for axis in range(param.device_mesh.ndim):
-        group = param.device_mesh.get_group(axis)
-        members = _ranks_of(group)
-        if len(members) == len(key.replicas) and all(
-            not set(members).isdisjoint(ranks) for ranks in key.replicas
-        ):
-            return group
-    return None
-
-
 def _kind(
     key: _Key,
     parameters: Sequence[tuple[NamedParameter, Rectangles]],
@@ -407,9 +390,7 @@ def _kind(
             Domain(key.ranks, None if key.num_ranks == 1 else groups[key.ranks], nodes),
             matrices,
             handles,
-            key.replicas,
             groups[replicas] if len(replicas) > 1 else None,
-            _instance_group(key, parameters[0][0].param),
         ),
         [parameter for parameter, _ in parameters],
     )

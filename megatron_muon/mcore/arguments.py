@@ -44,39 +44,31 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--muon-fsdp-wire",
         choices=get_args(WireChoice),
         default=defaults.wire,
-        help="What travels to owners. bf16: rows normalized by the float64 norm of their "
-        "matrix; fp32: fp32 rows, for the very bits of upstream's Muon; auto: bf16 with "
+        help="Dtype of rows on their way to owners. bf16: rows normalized by the float64 norm of "
+        "their matrix; fp32: fp32 rows, for the very bits of upstream's Muon; auto: bf16 with "
         "--muon-fp32-matmul-prec medium, otherwise fp32.",
     )
     group.add_argument(
         "--muon-fsdp-staging-bytes",
         type=int,
         default=defaults.staging_bytes,
-        help="Most bytes of messages and stacks on a rank, while a step runs. Default: 4 GB, or "
-        "little more than the least that works.",
+        help="Maximum memory of messages and stacks on a rank while a step runs, bytes. Default: 5 "
+        "GB, or the least that works if that is more.",
     )
     group.add_argument(
         "--muon-fsdp-max-parts",
         type=int,
         default=defaults.max_parts,
-        help="Most ranks that split one matrix where ranks outnumber matrices, a power of two. 1 "
-        "keeps matrices whole, and results the same bits on any number of ranks.",
-    )
-    group.add_argument(
-        "--muon-fsdp-instance-groups",
-        type=int,
-        default=defaults.instance_groups,
-        help="Groups of optimizer instances (of HSDP) or of replicas (of ZeRO-0) that each "
-        "orthogonalize every matrix; 1 shares the work over all of them. Default: as many as the "
-        "cost model finds fastest, more than one where links between instances are slow.",
+        help="Maximum number of ranks per matrix, a power of two; it has an effect only if there "
+        "are more ranks than matrices. 1 turns splitting off: results have the same bits on any "
+        "number of ranks.",
     )
     group.add_argument(
         "--muon-fsdp-cost-model",
         default=defaults.cost_model,
-        help="Rates of the machine for choosing owners, as name=value,...: tflops, gbps, "
-        "gbps_between_nodes, ranks_per_node, kernel_us, all_reduce_us, stack_tiles. With measure "
-        "each shape is timed at construction, measure:PATH writes the times to a file too, and "
-        "file:PATH reads them.",
+        help="Rates of the machine for choosing owners, as name=value,...: tflops, "
+        "half_rate_side, gbps, gbps_between_nodes, ranks_per_node, kernel_us and others of "
+        "megatron_muon.plan.cost.CostModel. Default: those of the GPU's compute capability.",
     )
     _add_newton_schulz_flags(group)
     group.add_argument(
@@ -106,12 +98,6 @@ def _add_newton_schulz_flags(group: argparse._ArgumentGroup) -> None:
         "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
         "gram_symmetric: the same with quack's kernels. transformer_engine: split matrices by "
         "cuSOLVERMp. auto: for each shape the cheapest by the cost model.",
-    )
-    group.add_argument(
-        "--muon-fsdp-overlap-within-matrices",
-        action="store_true",
-        help="Let matrices be orthogonalized while their rows arrive and their results leave, "
-        "where that shortens the predicted step. Results then round differently.",
     )
 
 
@@ -367,9 +353,7 @@ def _exchange_settings(args: Any) -> ExchangeSettings:
         wire=args.muon_fsdp_wire,
         staging_bytes=args.muon_fsdp_staging_bytes,
         max_parts=args.muon_fsdp_max_parts,
-        instance_groups=args.muon_fsdp_instance_groups,
         cost_model=args.muon_fsdp_cost_model,
         newton_schulz=_newton_schulz(args),
-        overlap_within_matrices=args.muon_fsdp_overlap_within_matrices,
         log_plan=args.muon_fsdp_log_plan,
     )

@@ -23,14 +23,12 @@ Files, each importing only those above it::
     settings        steps, coefficients, precision and scale
     coefficients    emerging-optimizers' sets
     call            what a stack is orthogonalized as
-    stack_run       a stack that arrives and leaves portion by portion
     backend         the interface
     normalize       the norm of the fp32 wire
     standard        the steps as they are
     symmetric       half of each symmetric product
     restarts        how many steps the Gram form may take at once
     gram            the Gram form
-    gram_shared     its products shared out among the owners of a split matrix
     gram_symmetric  half of each symmetric product of it
     transformer_engine  the standard steps of split matrices, by cuSOLVERMp
     registry        all of them by name, and which a job may use

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.newton_schulz.stack_run import StackRun
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +23,11 @@ class Work:
         flops: Floating-point operations.
         num_products: Matrix products, each at least one kernel.
         num_all_reduces: All-reduces of an n x n matrix, where several owners split the matrix.
-        num_all_gathers: All-gathers of an n x n matrix there.
     """
 
     flops: float
     num_products: int
     num_all_reduces: int
-    num_all_gathers: int = 0
 
 
 class Backend(ABC):
@@ -43,17 +40,13 @@ class Backend(ABC):
             kernels before the first step. Copies of a matrix are left to the reference: a kernel
             that chooses its tiles by timing may have other bits on another rank.
         is_batched: Whether all matrices of a stack share its launches.
-        timed_as: The backend whose measured times of whole matrices stand for it; None for its own.
         communicates: Whether its kernels do, so that owners of a split matrix must run together.
-        takes_portions: Whether it has :meth:`start`.
     """
 
     name: ClassVar[str]
     reference: ClassVar[str | None] = None
     is_batched: ClassVar[bool] = True
-    timed_as: ClassVar[str | None] = None
     communicates: ClassVar[bool] = False
-    takes_portions: ClassVar[bool] = False
 
     @abstractmethod
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
@@ -94,22 +87,3 @@ class Backend(ABC):
             normalized, and as many exchanges of ``n * n`` elements, n the shorter side, as
             :meth:`work` counts.
         """
-
-    def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
-        """Return what orthogonalizes a normalized stack portion by portion.
-
-        Only of a backend that takes portions.
-
-        Args:
-            stack: ``(num_matrices, rows, cols)`` bfloat16; read until :meth:`StackRun.iterate`
-                returns.
-            call: What it is orthogonalized as.
-            borders: First line of each portion, and the end.
-
-        Raises:
-            ValueError: The backend takes no portions.
-        """
-        raise ValueError(
-            f"{self.name}: expected a backend that takes portions, got one that needs all rows at "
-            "once. Call run()."
-        )

@@ -27,7 +27,6 @@ from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.coefficients import Coefficients
 from megatron_muon.newton_schulz.normalize import normalize
 from megatron_muon.newton_schulz.restarts import segments_of
-from megatron_muon.newton_schulz.stack_run import PortionedRun, StackRun
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +40,6 @@ class Gram(Backend):
     """Products of n x n matrices, and two with X a segment."""
 
     name = "gram"
-    takes_portions = True
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
         """Count 4 m n^2 operations a segment, and 2 n^3 for each product of n x n matrices.
@@ -75,10 +73,6 @@ class Gram(Backend):
         result = x.bfloat16() if call.settings.is_bf16 else x
         return result.mul_(1 / _SCALE).to(stack.dtype)
 
-    def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
-        """Take the first and the last product by portion; see :meth:`Backend.start`."""
-        return _GramRun(self, stack, call, borders)
-
     def _symmetric_product(
         self,
         a: "torch.Tensor",
@@ -92,18 +86,6 @@ class Gram(Backend):
         import torch
 
         return a @ b if c is None else torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
-
-    def _rows(
-        self, matrix: "torch.Tensor", parts_group: "dist.ProcessGroup | None"
-    ) -> "torch.Tensor":
-        """Return the rows of an n x n matrix that this rank computes: all of them."""
-        return matrix
-
-    def _whole(
-        self, rows: "torch.Tensor", parts_group: "dist.ProcessGroup | None"
-    ) -> "torch.Tensor":
-        """Return the n x n matrix of which each rank has computed its rows."""
-        return rows
 
     def polynomial(
         self,
@@ -121,73 +103,29 @@ class Gram(Backend):
         Returns:
             What X is to be multiplied with, of the same shape.
         """
+        import torch
         import torch.distributed as dist
 
         product = self._symmetric_product
         if parts_group is not None:
             dist.all_reduce(r, group=parts_group)
-        # Shared out, a rank computes some rows of a product: the left factor has these rows, the
-        # right one is whole. So R and Q, on the left, are kept as rows, and P is made whole. The
-        # order P R P becomes R P P, and P Q becomes Q P: all are polynomials of one R.
-        own_r = self._rows(r, parts_group)
-        own_q = None
+        q: torch.Tensor | None = None
         for number, (a, b, c) in enumerate(coefficients, start=1):
             # P without its a I, which is added where P is multiplied.
-            own_p = product(own_r, r, own_r, alpha=c / _SCALE**4, beta=b / _SCALE**2)
-            p = self._whole(own_p, parts_group)
-            if own_q is None:
+            p = product(r, r, r, alpha=c / _SCALE**4, beta=b / _SCALE**2)
+            if q is None:
                 q = p.clone()
                 q.diagonal(dim1=-2, dim2=-1).add_(a)
-                if len(coefficients) == 1:
-                    return q
-                own_q = self._rows(q, parts_group)
-                del q  # what has a name stays in memory, and each is n x n
             else:
-                own_q = product(own_q, p, own_q, beta=a)
+                q = product(q, p, q, beta=a)
             if number < len(coefficients):
-                half = product(own_r, p, own_r, beta=a)
-                own_r = product(half, p, half, beta=a)
-                r = self._whole(own_r, parts_group)
+                half = product(r, p, r, beta=a)
+                r = product(half, p, half, beta=a)
+                # A name keeps its n x n matrix in memory.
                 del half
-            del own_p, p
-        assert own_q is not None  # a segment has a step
-        return self._whole(own_q, parts_group)
-
-
-class _GramRun(PortionedRun):
-    """The Gram form of a stack on its way; arguments as for :class:`PortionedRun`."""
-
-    def __init__(
-        self, backend: Gram, stack: "torch.Tensor", call: Call, borders: Sequence[int]
-    ) -> None:
-        import torch
-
-        super().__init__(stack, call, borders)
-        self._backend = backend
-        self._x = self._lines(torch.empty_like(stack, dtype=_dtype(stack, call)))
-
-    def add(self, portion: int) -> None:
-        """Add to the first Gram matrix; see :meth:`StackRun.add`."""
-        with _fp32_sums(self._x):
-            super().add(portion)
-
-    def _take(self, portion: int) -> "torch.Tensor":
-        arrived = self._portion(self._lines(self._stack), portion)
-        return self._portion(self._x, portion).copy_(arrived * _SCALE)
-
-    def _steps(self) -> None:
-        call = self._call
-        gram = self._first_gram(self._x.dtype)
-        *others, last = _segments(call)
-        with _fp32_sums(self._x):
-            for coefficients in others:
-                x = self._backend.polynomial(gram, coefficients, call.parts_group) @ self._x
-                self._x, gram = x, x @ x.mT
-            self._factor = self._backend.polynomial(gram, last, call.parts_group)
-
-    def _last_product(self, x: "torch.Tensor") -> "torch.Tensor":
-        with _fp32_sums(x):
-            return (self._factor @ x).to(self._stack.dtype).mul_(1 / _SCALE)
+            del p
+        assert q is not None  # a segment has a step
+        return q
 
 
 def _dtype(stack: "torch.Tensor", call: Call) -> "torch.dtype":

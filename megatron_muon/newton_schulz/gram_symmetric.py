@@ -31,7 +31,6 @@ class GramSymmetric(Gram):
 
     name = "gram_symmetric"
     reference = Gram.name
-    takes_portions = False  # its kernels have not been run on portions
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
         """Count 3 m n^2 operations a segment, and n^3 for each product of n x n matrices.

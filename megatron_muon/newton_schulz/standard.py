@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from megatron_muon.newton_schulz.backend import Backend, Work
 from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.stack_run import PortionedRun, StackRun
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +20,6 @@ class Standard(Backend):
     """Three products a step: X X^T, its square, and their sum with X."""
 
     name = "standard"
-    takes_portions = True
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
         """Count 4 m n^2 + 2 n^3 operations a step. Splitting divides m alone."""
@@ -31,38 +29,6 @@ class Standard(Backend):
     def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
         """Orthogonalize a stack; see :meth:`Backend.run`."""
         return (_normalized if call.is_normalized else _one_by_one)(stack, call)
-
-    def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
-        """Take the first and the last product by portion; see :meth:`Backend.start`."""
-        return _StandardRun(stack, call, borders)
-
-
-class _StandardRun(PortionedRun):
-    """The steps of "medium" precision."""
-
-    def _take(self, portion: int) -> "torch.Tensor":
-        return self._portion(self._lines(self._stack), portion)
-
-    def _steps(self) -> None:
-        import torch
-
-        x = self._lines(self._stack)
-        gram = self._first_gram(x.dtype)
-        for number, (a, b, c) in enumerate(self._call.coefficients, start=1):
-            if self._call.parts_group is not None:
-                torch.distributed.all_reduce(gram, group=self._call.parts_group)
-            factor = torch.baddbmm(gram, gram, gram, alpha=c, beta=b)
-            if number < len(self._call.coefficients):
-                x = torch.baddbmm(x, factor, x, beta=a)
-                gram = x @ x.mT
-        if len(self._call.coefficients) == 1:
-            x = x.clone()  # others arrive in the memory of the stack
-        self._x, self._factor, self._a = x, factor, a
-
-    def _last_product(self, x: "torch.Tensor") -> "torch.Tensor":
-        import torch
-
-        return torch.baddbmm(x, self._factor, x, beta=self._a)
 
 
 def _one_by_one(stack: "torch.Tensor", call: Call) -> "torch.Tensor":

@@ -33,7 +33,6 @@ class TransformerEngine(Backend):
     name = "transformer_engine"
     reference = Standard.name
     is_batched = False
-    timed_as = Standard.name
     communicates = True
 
     def __init__(self) -> None:

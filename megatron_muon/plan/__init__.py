@@ -48,35 +48,21 @@ domain            the ranks that may exchange matrices with each other; one repl
 
 Files, each importing only those above it::
 
-    wire               dtypes and bytes of what travels
-    layout             which rank holds which rows of a matrix
-    splits             which parts of fused matrices are orthogonalized apart
-    cost_table         measured seconds of Newton-Schulz by shape, in a file
-    cost               seconds of Newton-Schulz by shape, seconds of traffic by link
-    flags              Megatron's flags in place of arguments, in errors
-    settings           how matrices are exchanged: one object
-    holder_links       how long holders send
-    rank_heap          ranks in the order of a number that changes
-    balance            places matrices on ranks up to a capacity
-    assignment         the owners of every matrix
-    portions           how a matrix is dealt out to several gathers
-    routes             where each rectangle of a matrix goes
-    scatter            how results come back, to replicas too
-    stacking           what is orthogonalized in one call
-    schedule           the order of a step
-    staging            memory of a step: what is alive when, and where it lies
-    step_estimate      how long a step takes
-    travelling_matrix  what one matrix takes
-    bucket_seconds     what the matrices of a bucket take
-    dealing            deals matrices out to buckets
-    bucket_memory      memory that buckets would take
-    buckets            which matrices travel together
-    exchange_plan      the plan of ranks that work together, checked
-    domain_plan        whether all instances of a domain do, or groups of them
-    rank_plan          one rank's stacks and messages of one plan
-    rank_schedule      what one rank does in a step, over all its plans
-    report             what plans mean for each rank, in numbers
-    preview/           plans of jobs that do not run
+    wire           dtypes and bytes of rows and results
+    layout         which rank holds which rows of a matrix
+    splits         which parts of fused matrices are orthogonalized separately
+    cost           estimated times of Newton-Schulz, links, kernels and the host
+    flags          Megatron's flags in place of arguments, in errors
+    settings       how matrices are exchanged: one object
+    owners         the owners of every matrix
+    routes         where each rectangle of a matrix goes
+    replicas       how results come back, to replicas too
+    schedule       the order of a step
+    staging        memory of a step: lifetimes and offsets of buffers
+    sizes          what ranks send, receive and stage in one bucket
+    buckets        which matrices are exchanged together
+    exchange_plan  the plan of ranks that work together, checked
+    rank_plan      what one rank does in a step
 """
 
 from megatron_muon.plan.exchange_plan import ExchangePlan

@@ -9,7 +9,7 @@ Files, each importing only those above it::
     domain              which ranks exchange matrices
     exchange            the collectives that move rows and results
     relay               one collective starts when another one has ended
-    machine_cost        the costs that all ranks plan with, measured if asked for
+    machine_cost        the costs that all ranks plan with
     arena               memory that exists while a step runs
     equally_spaced      many tensors as one, where memory allows
     stacks              the parts that a rank owns, in memory
@@ -23,5 +23,5 @@ Files, each importing only those above it::
     weight_decay        emerging-optimizers' rules, all parameters at once
     momentum            weight decay, momentum and Nesterov, all parameters at once
     finite              which gradients are not finite
-    dtensor_layout      local rows of a DTensor, and its row shards outside of Megatron-FSDP
+    dtensor_layout      the local rows of a DTensor
 """

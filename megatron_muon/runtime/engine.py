@@ -3,16 +3,14 @@
 """Run the plans of a rank: local rows in, orthogonalized local rows out.
 
 The order of a step is that of :mod:`megatron_muon.plan.schedule`. For one plan with buckets 0, 1,
-2, ... and one bucket under way beside the one in work::
+2, ... and one bucket in flight beside the one in work::
 
     norms | gather 0 | local | gather 1 | orthogonalize 0 |           scatter 0
                      | local | gather 2 | orthogonalize 1 | yield 0 | scatter 1
                      | local | gather 3 | orthogonalize 2 | yield 1 | scatter 2 | ... | local
 
-Gathers and scatters are launched asynchronously: they travel while other buckets are
-orthogonalized. Local matrices, of which nothing travels, fill the rounds in which a rank has less
-to do than others. A portioned bucket, see :mod:`megatron_muon.plan.portions`, has a gather and a
-scatter for each portion, and takes the first and the last product of Newton-Schulz between them.
+Gathers and scatters are launched asynchronously: they are in flight while other buckets are
+orthogonalized. Local matrices, which need no exchange, are spread evenly over the rounds.
 
 Over NCCL collectives run on the process group's own stream, and waiting for them is an event: the
 host never waits. Over gloo they run on its threads.
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.plan.rank_schedule import LocalStack, RankSchedule
+from megatron_muon.plan.rank_plan import LocalStack, RankSchedule
 from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.local_rows import Rows
@@ -39,21 +37,21 @@ class Engine:
 
     Args:
         plans: Plans that this rank is in, in the same order on all ranks.
+        schedule: What it does of them.
         newton_schulz: Steps, coefficients, precision and scale.
         rank: This rank of the job.
         device: Where shards live.
 
     Communication: a step is, for each plan, one all-reduce of 8 bytes a block (where rows travel in
-        bf16), and for each bucket, or for each portion of it, one ``all_to_all_single`` to the
-        owners and one back, of the plan's routes without padding. With replicas there may be
+        bf16), and for each bucket one ``all_to_all_single`` to the owners and one back, of the
+        plan's routes without padding. With replicas there may be
         several back, each to one replica, and an ``all_gather_into_tensor`` between replicas
         follows each that brings them anything. Owners of a split matrix also exchange n x n
         matrices in Newton-Schulz, n the shorter side, as often as their backend says, and
         all-reduce its norm where rows travel in fp32.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it the results of one bucket, and
-        what Newton-Schulz needs for one stack; in a portioned bucket, for each of its stacks a
-        matrix of its size and one of n x n. Between steps a few bytes a block.
+        what Newton-Schulz needs for one stack. Between steps a few bytes a block.
     """
 
     _schedule: RankSchedule
@@ -63,12 +61,13 @@ class Engine:
     def __init__(
         self,
         plans: Sequence[PlanOfRank],
+        schedule: RankSchedule,
         newton_schulz: NewtonSchulzSettings,
         *,
         rank: int,
         device: torch.device,
     ) -> None:
-        self._schedule = schedule = RankSchedule.build([each.plan for each in plans], rank)
+        self._schedule = schedule
         self._arena = Arena(schedule.staging.num_bytes, device)
         place_of: dict[LocalStack, int] = {
             stack: place
@@ -168,12 +167,8 @@ class Engine:
             plan.start_gather(number)
         elif kind == "wait_for_gather":
             plan.wait_for_gather(number)
-        elif kind == "first_product":
-            plan.first_product(number)
         elif kind == "orthogonalize":
             plan.orthogonalize(number)
-        elif kind == "last_product":
-            plan.last_product(number)
         elif kind == "start_scatter":
             yield plan.start_scatter(number)
         elif kind == "finish_scatter":

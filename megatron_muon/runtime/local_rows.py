@@ -33,7 +33,7 @@ class LocalRows:
         handles: By matrix of the plan, what stands for the rows that this rank holds.
         num_results: By matrix, how many pieces their results arrive in.
         rank: This rank of the job.
-        norm_group: Ranks of the domain; None where this one is alone.
+        group: Ranks of the plan; None where this one is alone.
         device: Where shards live.
 
     Communication: :meth:`begin` is one all-reduce of 8 bytes a block where rows travel in bf16.
@@ -55,14 +55,14 @@ class LocalRows:
         num_results: Mapping[int, int],
         *,
         rank: int,
-        norm_group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
         self._plan = plan
         self._newton_schulz = newton_schulz
         self._handles = handles
         self._device = device
-        self._norms = BlockNorms(plan, rank, norm_group, device)
+        self._norms = BlockNorms(plan, rank, group, device)
         self._num_results = num_results
         self._factors = {}
 

@@ -57,9 +57,9 @@ class BlockNorms:
     """Norms of all blocks of a plan, from the rows that each rank holds.
 
     Args:
-        plan: The plan. Groups of instances have it on ranks of their own.
+        plan: The plan.
         rank: This rank of the job.
-        group: Ranks of the domain, of all these groups; None where this rank is alone.
+        group: Ranks of the plan; None where this rank is alone.
         device: Where shards live.
 
     Communication: :meth:`reduce` is one all-reduce of 8 bytes a block.
@@ -83,14 +83,10 @@ class BlockNorms:
         self._first = [0]
         for matrix in plan.matrices:
             self._first.append(self._first[-1] + len(matrix.blocks))
-        # The first group of instances adds up for all: another order of sums would change the last
-        # bits of norms, and then instances would drift apart.
-        first_rank = dist.get_process_group_ranks(group)[0] if group is not None else rank
-        is_in_first = first_rank in plan.plan_seconds.ranks
         self._routes = [
             route
             for index, matrix in enumerate(plan.matrices)
-            if is_in_first and rank in matrix.elements_by_rank
+            if rank in matrix.elements_by_rank
             for route in plan.routes(index, rank)
             # Replicas hold the same rows: the first of them counts.
             if route.holders[0] == rank

@@ -74,8 +74,7 @@ def lay_out(parameters: Sequence[OwnedParameter], device: torch.device) -> Kind:
         tensor_rank = grid.tensor_rank if parameter.tensor_group is None else 0
         handles[len(matrices) + tensor_rank] = parameter.param
         matrices += _matrices_of(parameter, grid)
-    replicas = [ranks for shards in grid.holders for ranks in shards]
-    return Kind(grid, matrices, handles, replicas, first.replica_group, first.shard_group)
+    return Kind(grid, matrices, handles, first.replica_group)
 
 
 def _problems(parameters: Sequence[OwnedParameter]) -> list[str]:

@@ -3,7 +3,6 @@
 """Plans and engine for the matrices of one Muon optimizer."""
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,17 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.plan.domain_plan import (
-    group_of,
-    groups_problem,
-    most_instances,
-    of_group,
-    plan_domain,
-)
-from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
+from megatron_muon.plan.exchange_plan import ExchangePlan, plan_matrices, staging_problem
 from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.plan.report import log_lines
+from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.report.table import log_lines
 from megatron_muon.runtime.agreement import (
     difference_between_ranks,
     first_line,
@@ -38,26 +31,20 @@ logger = logging.getLogger(__name__)
 
 
 class Kind(NamedTuple):
-    """Matrices of one domain that are replicated alike: they share a plan.
+    """Matrices of one domain with the same replicas: they share a plan.
 
     Args:
         domain: The ranks that exchange them.
         matrices: All of them, in the same order on all ranks of the domain.
         handles: By index among the matrices, what stands for those of which this rank holds rows:
             :meth:`OwnerCompute.orthogonalize` takes and yields them.
-        replicas: All ranks of the domain, by the rows that they hold; each set ascending, and as
-            long as the others.
-        replica_group: Those with this rank's rows; None where nobody else has them.
-        instance_group: One rank of each of these sets, this one among them, where the model has
-            such a group; None where it has none.
+        replica_group: Ranks with this rank's rows; None where nobody else has them.
     """
 
     domain: Domain
     matrices: Sequence[MatrixLayout]
     handles: Mapping[int, Any]
-    replicas: Sequence[tuple[int, ...]]
     replica_group: dist.ProcessGroup | None
-    instance_group: dist.ProcessGroup | None = None
 
 
 class OwnerCompute:
@@ -71,29 +58,23 @@ class OwnerCompute:
         device: Where shards live.
         num_kinds: Most kinds that any rank has, which share the staging memory; None where all
             ranks have as many.
-        initial_load_s: Newton-Schulz seconds of this rank in other optimizers.
 
     Raises:
         ValueError: bf16 on the wire with Newton-Schulz in fp32.
-        RuntimeError: On all ranks, when instances cannot form the groups that settings name, when
-            no plan fits into the staging memory, when ranks came to different plans, or when one of
-            them lacks memory for the engine or a kernel for Newton-Schulz.
+        RuntimeError: On all ranks, when no plan fits into the staging memory, when ranks came to
+            different plans, or when one of them lacks memory for the engine or a kernel for
+            Newton-Schulz.
 
-    Communication: at construction three flags over the job; for each kind an all-gather of 8 bytes
-        a rank and a hash; three lists of ranks as objects, and a new process group for each set of
+    Communication: at construction three flags over the job; for each kind an all-gather of 24 bytes
+        a rank and a hash; two lists of ranks as objects, and a new process group for each set of
         ranks that splits a matrix, in which one element is all-reduced. There are new groups too
-        for instances that work apart from others, and on CPU ranks for replicas. For each kind two
-        collectives send one element from each rank to those that it will send to, and one gathers
-        one from each replica. A choice of Newton-Schulz takes one flag more, and lists of names;
-        measured times take one flag and broadcasts. A limit of staging memory takes two flags more,
-        a number of groups of instances one, and an all-reduce of 8 bytes.
+        for replicas on CPU ranks. For each kind two collectives send one element from each rank to
+        those that it will send to, and one gathers one from each replica. A choice of Newton-Schulz
+        needs one flag more, and lists of names; a limit of staging memory one flag more.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
     plans: list[ExchangePlan]  # of each kind
-    # Newton-Schulz seconds of this rank, the initial load included. If instances work in groups, of
-    # the ranks in one place of all groups the busiest counts for each.
-    load_s: float
 
     def __init__(
         self,
@@ -103,35 +84,54 @@ class OwnerCompute:
         *,
         device: torch.device,
         num_kinds: int | None = None,
-        initial_load_s: float = 0.0,
     ) -> None:
-        rank = own_rank()
-        self.plans = []
-        self.load_s = initial_load_s
-        if settings.instance_groups is not None:
-            domains = [kind.replicas for kind in kinds]
-            # A rank without replicas may be one of a job that has some.
-            most = _most_of_all_ranks(most_instances(domains), device)
-            _raise_where_any_rank_says(groups_problem(domains, settings, most=most), device)
-        costs = machine_costs(
-            [(kind.domain, kind.matrices) for kind in kinds], newton_schulz, settings, device
+        self._rank = own_rank()
+        self._device = device
+        self._settings = settings
+        self.plans = self._plan(kinds, newton_schulz, num_kinds or len(kinds))
+        schedule = self._schedule()
+        of_rank = self._make_groups(kinds)
+        self._engine = _together(
+            lambda: Engine(of_rank, schedule, newton_schulz, rank=self._rank, device=device),
+            settings,
+            device,
         )
+        # Separately: owners of a split matrix may wait for each other here, so all must have an
+        # engine.
+        _together(self._engine.check_kernels, settings, device)
+        self._engine.connect()
+        # Other ranks have no handler; further domains of the same kind look the same.
+        for plan in self.plans if settings.log_plan else ():
+            if self._rank == plan.ranks[0]:
+                for line in log_lines(plan):
+                    logger.info("%s", line)
+
+    def _plan(
+        self, kinds: Sequence[Kind], newton_schulz: NewtonSchulzSettings, num_kinds: int
+    ) -> list[ExchangePlan]:
+        """Plan each kind on top of those before it, and compare plans across ranks."""
+        settings, device = self._settings, self._device
+        wire = settings.wire_for(newton_schulz.is_bf16)
+        costs = machine_costs([kind.domain for kind in kinds], newton_schulz, settings, device)
+        plans: list[ExchangePlan] = []
         differences = []
-        for kind, cost in zip(kinds, costs, strict=True):
-            plan = plan_domain(
-                kind.matrices,
-                kind.replicas,
-                cost,
-                settings.wire_for(newton_schulz.is_bf16),
-                settings,
-                load_s=self._loads(kind.domain, device),
-                num_kinds=num_kinds or len(kinds),
+        load_ns = staged_bytes = 0
+        for number, (kind, cost) in enumerate(zip(kinds, costs, strict=True)):
+            loads_ns, most_staged, position = _before(
+                kind.domain, (load_ns, staged_bytes, number), device
             )
-            # Before groups of instances take other ranks for it: all must have the same.
+            plan = plan_matrices(
+                kind.matrices,
+                cost,
+                settings,
+                wire,
+                load_ns=loads_ns,
+                staging_bytes=settings.share_of_staging(most_staged, num_kinds - position),
+            )
             differences += _differences(plan, newton_schulz, settings, kind.domain, device)
-            plan = of_group(plan, kind.replicas, group_of(plan, kind.replicas, rank))
-            self.plans.append(plan)
-            self.load_s = plan.assignment.load_s[rank]
+            plans.append(plan)
+            load_ns = plan.assignment.load_ns[self._rank]
+            staged_bytes += plan.staging_bytes
         # Here, and not where they are found: ranks of other domains may be fine, and all of them
         # stop together.
         raise_where_any_rank_fails(
@@ -140,42 +140,41 @@ class OwnerCompute:
             device,
             "Build the same model with the same arguments on every rank. No optimizer was built.",
         )
-        if settings.staging_bytes is not None:
-            _raise_where_any_rank_says(staging_problem(self.plans, settings.staging_bytes), device)
-        parts_groups = _parts_groups(self.plans, rank, device)
-        of_rank = [
-            PlanOfRank(
-                plan, kind.handles, groups.plan, kind.domain.group, groups.replicas, parts_groups
-            )
-            for plan, kind, groups in zip(
-                self.plans, kinds, _groups(kinds, self.plans, rank, device), strict=True
-            )
-        ]
-        self._engine = _together(
-            lambda: Engine(of_rank, newton_schulz, rank=rank, device=device), settings, device
-        )
-        if settings.staging_bytes is not None:
-            _raise_where_any_rank_says(_excess(self._engine, settings.staging_bytes), device)
-        # Apart: owners of a split matrix may wait for each other here, so all must have an engine.
-        _together(self._engine.check_kernels, settings, device)
-        self._engine.connect()
-        # Other ranks have no handler; further domains of the same kind look alike.
-        for plan in self.plans if settings.log_plan else ():
-            if rank == plan.plan_seconds.ranks[0]:
-                for line in log_lines(plan):
-                    logger.info("%s", line)
+        return plans
 
-    def _loads(self, domain: Domain, device: torch.device) -> dict[int, float]:
-        """Gather the seconds that each rank of a domain spends on matrices planned before."""
-        if domain.group is None:
-            return {domain.ranks[0]: self.load_s}
-        # Nanoseconds are finer than any estimate, and all backends gather integers.
-        mine = torch.tensor([round(self.load_s * 1e9)], dtype=torch.int64, device=device)
-        table = mine.new_empty(len(domain.ranks))
-        dist.all_gather_into_tensor(table, mine, group=domain.group)
-        return {
-            rank: load_ns * 1e-9 for rank, load_ns in zip(domain.ranks, table.tolist(), strict=True)
-        }
+    def _schedule(self) -> RankSchedule:
+        """Return what this rank does in a step, or raise on all ranks where memory is exceeded."""
+        schedule = RankSchedule.build(self.plans, self._rank)
+        limit = self._settings.staging_bytes
+        if limit is not None:
+            problem = staging_problem(self.plans, schedule.staging.num_bytes, limit)
+            problems = [problem] if problem is not None else []
+            raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
+        return schedule
+
+    def _make_groups(self, kinds: Sequence[Kind]) -> list[PlanOfRank]:
+        """Return the plans with the process groups that they need, made where they are missing."""
+        parts_groups = _parts_groups(self.plans, self._rank, self._device)
+        of_plans = _find(
+            [
+                _Wanted(plan.ranks, (kind.domain.group,))
+                for kind, plan in zip(kinds, self.plans, strict=True)
+            ]
+        )
+        of_replicas = []
+        for kind, group in zip(kinds, of_plans, strict=True):
+            ranks: tuple[int, ...] = (self._rank,)
+            if kind.replica_group is not None:
+                ranks = tuple(sorted(dist.get_process_group_ranks(kind.replica_group)))
+            # On a CPU a thread passes results on, beside what others do in the groups of the model:
+            # it has a new one.
+            known = (kind.replica_group, group) if self._device.type != "cpu" else ()
+            of_replicas.append(_Wanted(ranks, known))
+        groups = zip(kinds, self.plans, of_plans, _find(of_replicas), strict=True)
+        return [
+            PlanOfRank(plan, kind.handles, group, replicas, parts_groups)
+            for kind, plan, group, replicas in groups
+        ]
 
     @property
     def staging_bytes(self) -> int:
@@ -187,29 +186,27 @@ class OwnerCompute:
         return self._engine.orthogonalize(momentum, results)
 
 
-def _most_of_all_ranks(number: int, device: torch.device) -> int:
-    most = torch.tensor([number], dtype=torch.int64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most.item())
+def _before(
+    domain: Domain, before: tuple[int, int, int], device: torch.device
+) -> tuple[dict[int, int], int, int]:
+    """Gather what the ranks of a domain have planned before.
 
+    Args:
+        domain: The domain.
+        before: Of this rank, the load in nanoseconds, the bytes of staging memory, and the number
+            of plans. Ranks may have other plans before this one.
+        device: Of the collective.
 
-def _raise_where_any_rank_says(problem: str | None, device: torch.device) -> None:
-    problems = [problem] if problem is not None else []
-    raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
-
-
-def _excess(engine: Engine, staging_bytes: int) -> str | None:
-    """Describe by how much an engine exceeds a limit of memory, or return None.
-
-    Plans keep it but for rounding to rows, which they do not see.
+    Returns:
+        The load of every rank, and the most bytes and plans of any of them.
     """
-    if engine.staging_bytes <= staging_bytes:
-        return None
-    return (
-        f"staging memory: expected at most {staging_bytes:,} bytes, got {engine.staging_bytes:,}. "
-        f"Set exchange.staging_bytes to {math.ceil(1.1 * engine.staging_bytes)} or more"
-    )
+    if domain.group is None:
+        return {domain.ranks[0]: before[0]}, *before[1:]
+    mine = torch.tensor(before, dtype=torch.int64, device=device)
+    table = mine.new_empty(len(domain.ranks), len(before))
+    dist.all_gather_into_tensor(table.view(-1), mine, group=domain.group)
+    loads_ns, staged, positions = zip(*table.tolist(), strict=True)
+    return dict(zip(domain.ranks, loads_ns, strict=True)), max(staged), max(positions)
 
 
 def _together[T](build: Callable[[], T], settings: ExchangeSettings, device: torch.device) -> T:
@@ -250,46 +247,12 @@ def _differences(
     if domain.group is None:
         return []
     entries = [
-        f"{settings} {newton_schulz.steps} steps {plan.wire} "
-        # Decides which replica is near, and so who gets how much of a result.
-        f"{plan.cost.ranks_per_node} ranks a node",
+        # Costs decide sizes of stacks and which replica is the nearest.
+        f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.cost}",
         *plan.entries(),
     ]
     difference = difference_between_ranks(entries, domain.group, device, "Muon exchange plan")
     return [] if difference is None else [difference]
-
-
-class _Groups(NamedTuple):
-    """Groups of one plan; None where this rank is alone.
-
-    Args:
-        plan: Ranks of the plan.
-        replicas: Those of them that hold the same rows.
-    """
-
-    plan: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None
-
-
-def _groups(
-    kinds: Sequence[Kind], plans: Sequence[ExchangePlan], rank: int, device: torch.device
-) -> list[_Groups]:
-    """Return the groups in which plans are run: those of the model, or new ones."""
-    ranks_of_plans = [tuple(plan.plan_seconds.ranks) for plan in plans]
-    of_plans = _find(
-        [
-            _Wanted(ranks, (kind.domain.group, kind.instance_group))
-            for kind, ranks in zip(kinds, ranks_of_plans, strict=True)
-        ]
-    )
-    of_replicas = []
-    for kind, ranks, group in zip(kinds, ranks_of_plans, of_plans, strict=True):
-        (same_rows,) = (each for each in kind.replicas if rank in each)
-        # On a CPU a thread passes results on, beside what others do in the groups of the model: it
-        # has a new one.
-        known = (kind.replica_group, group) if device.type != "cpu" else ()
-        of_replicas.append(_Wanted(tuple(each for each in same_rows if each in ranks), known))
-    return [_Groups(*groups) for groups in zip(of_plans, _find(of_replicas), strict=True)]
 
 
 class _Wanted(NamedTuple):

@@ -14,12 +14,10 @@ from megatron_muon.newton_schulz.backend import Backend
 from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.registry import BACKENDS, check_against_reference
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.newton_schulz.stack_run import StackRun, WholeRun
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.portions import borders
-from megatron_muon.plan.rank_plan import RankPlan, Stack
-from megatron_muon.plan.routes import Part, Route
-from megatron_muon.plan.staging import PlanPlaces
+from megatron_muon.plan.rank_plan import RankPlan
+from megatron_muon.plan.routes import Part
+from megatron_muon.plan.staging import PlanOffsets
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.exchange import (
@@ -42,7 +40,6 @@ class PlanOfRank(NamedTuple):
         plan: The plan, equal on all ranks of the group.
         handles: By matrix of the plan, what stands for the rows that this rank holds.
         group: Ranks of the plan; None where nothing travels.
-        norm_group: Ranks of the domain: of all groups of instances that run the plan.
         replica_group: Ranks of the plan that hold the same rows; None where nobody else does.
         parts_groups: By owners, the group of each set of ranks that split a matrix and that this
             rank is one of.
@@ -51,7 +48,6 @@ class PlanOfRank(NamedTuple):
     plan: ExchangePlan
     handles: Mapping[int, Handle]
     group: dist.ProcessGroup | None
-    norm_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None
     parts_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
 
@@ -78,17 +74,14 @@ class PlanBuckets:
     _scatters: Exchange  # results, in the scatter dtype
     _spread: Spread | None  # results, between replicas
     _arrivals: list[list[Placed]]  # results for this rank's rows, by scatter
-    _arrived_rows: list[list[Placed]]  # of what this rank owns, by gather
-    _kept_rows: list[list[Route]]  # of what it owns and holds, by gather
-    _is_in_place: list[bool]  # whether they have arrived in the stack, by bucket
+    _arrived_rows: list[list[Placed]]  # of what this rank owns, by bucket
     _buckets: list[OwnStacks]
     _local: list[OwnStacks]
     _backends: dict[tuple[int, int], Backend]  # by matrix and block
     _rows: LocalRows
-    _runs: Sequence[StackRun]  # stacks of the bucket in work, where it is portioned
     _results: Sequence[torch.Tensor]  # of the stacks of the bucket in work
-    # What is under way, by gather and by scatter; None where nothing is sent. With replicas a
-    # scatter is under way until it has been passed on.
+    # What is in flight, by gather and by scatter; None where nothing is sent. With replicas a
+    # scatter is in flight until it has been passed on.
     _gathering: dict[int, Waitable | None]
     _scattering: dict[int, Waitable | None]
 
@@ -96,7 +89,7 @@ class PlanBuckets:
         self,
         of_rank: PlanOfRank,
         rank_plan: RankPlan,
-        places: PlanPlaces,
+        places: PlanOffsets,
         local_places: Sequence[int],
         newton_schulz: NewtonSchulzSettings,
         arena: Arena,
@@ -115,7 +108,7 @@ class PlanBuckets:
             of_rank.handles,
             rank_plan.num_results(),
             rank=rank,
-            norm_group=of_rank.norm_group,
+            group=of_rank.group,
             device=device,
         )
         self._lay_out(of_rank, rank_plan, places, local_places, arena)
@@ -127,14 +120,14 @@ class PlanBuckets:
             for stack, _ in stacks.stacks
             for part in stack
         }
-        self._runs = self._results = ()
+        self._results = ()
         self._gathering, self._scattering = {}, {}
 
     def _lay_out(
         self,
         of_rank: PlanOfRank,
         rank_plan: RankPlan,
-        places: PlanPlaces,
+        places: PlanOffsets,
         local_places: Sequence[int],
         arena: Arena,
     ) -> None:
@@ -145,47 +138,29 @@ class PlanBuckets:
         found = list(zip(places.buckets, sizes, strict=True))
         receives = [view(at.gather_receive, size.gather_receive, row_dtype) for at, size in found]
         sends = [view(at.gather_send, size.gather_send, row_dtype) for at, size in found]
-        messages, sent, received = [], [], []
+        messages = []
         self._arrived_rows = []
-        for bucket, to_send, to_receive in zip(rank_plan.buckets, sends, receives, strict=True):
-            for gather in bucket.gathers:
-                sizes_by_source = {
-                    source: sum(route.num_elements for route in routes)
-                    for source, routes in gather.receives.items()
-                }
-                messages.append(BucketMessages(gather.sends, sizes_by_source, bucket.has_gather))
-            # Gathers of a bucket lie one behind the other: together they may be the stack.
-            sent += to_send.split([gather.num_sent for gather in bucket.gathers])
-            of_gather = to_receive.split([gather.num_received for gather in bucket.gathers])
-            received += of_gather
+        for bucket, received in zip(rank_plan.buckets, receives, strict=True):
+            by_source = {
+                source: sum(route.num_elements for route in routes)
+                for source, routes in bucket.receives.items()
+            }
+            messages.append(BucketMessages(bucket.sends, by_source, bucket.has_gather))
             # By source: that is the order in which all_to_all_single delivers.
-            self._arrived_rows += [
-                one_behind_the_other(
-                    [r for _, routes in sorted(gather.receives.items()) for r in routes], flat
-                )
-                for gather, flat in zip(bucket.gathers, of_gather, strict=True)
-            ]
-        self._kept_rows = [
-            [route for route in bucket.owned.kept if route.portion == portion]
-            for bucket in rank_plan.buckets
-            for portion in range(len(bucket.gathers))
-        ]
-        self._gathers = Exchange(of_rank.group, messages, sent, received)
+            routes = [r for _, routes in sorted(bucket.receives.items()) for r in routes]
+            self._arrived_rows.append(one_behind_the_other(routes, received))
+        self._gathers = Exchange(of_rank.group, messages, sends, receives)
         self._buckets = [
-            OwnStacks(
-                bucket.owned,
-                flat if bucket.is_in_place else view(at.stacks, size.stacks, row_dtype),
-            )
-            for bucket, flat, (at, size) in zip(rank_plan.buckets, receives, found, strict=True)
+            OwnStacks(bucket.owned, view(at.stacks, size.stacks, row_dtype))
+            for bucket, (at, size) in zip(rank_plan.buckets, found, strict=True)
         ]
-        self._is_in_place = [bucket.is_in_place for bucket in rank_plan.buckets]
         self._local = [
             OwnStacks(owned, view(at, owned.num_elements, row_dtype))
             for owned, at in zip(rank_plan.local, local_places, strict=True)
         ]
 
     def _lay_out_scatters(
-        self, of_rank: PlanOfRank, rank_plan: RankPlan, places: PlanPlaces, arena: Arena
+        self, of_rank: PlanOfRank, rank_plan: RankPlan, places: PlanOffsets, arena: Arena
     ) -> None:
         """View scatters in the arena."""
         dtype = getattr(torch, self.plan.wire.scatter_dtype)
@@ -266,7 +241,7 @@ class PlanBuckets:
             for work in under_way.values():
                 _wait(work)
             under_way.clear()
-        self._runs = self._results = ()
+        self._results = ()
 
     def end(self) -> None:
         """Drop the rows, which may be memory of the caller's."""
@@ -287,56 +262,19 @@ class PlanBuckets:
         """Wait for rows; their messages may be written again."""
         _wait(self._gathering.pop(number))
 
-    def first_product(self, number: int) -> None:
-        """Take the first product of the rows of a gather, which have arrived."""
-        bucket, portion = divmod(number, self.plan.order.num_gathers)
-        stacks = self._buckets[bucket]
-        if portion == 0:
-            self._runs = [self._run(*each) for each in stacks.stacks]
-        self._fill(bucket, number)
-        for run in self._runs:
-            run.add(portion)
-
-    def _run(self, stack: Stack, tensor: torch.Tensor) -> StackRun:
-        """Return what orthogonalizes a stack while its rows arrive."""
-        part = stack[0]
-        backend, call = self._backends[part.matrix, part.block], self._call(part)
-        if not backend.takes_portions or self.plan.num_portions(part.matrix) == 1:
-            return WholeRun(backend.run, tensor, call)
-        num_lines = tensor.shape[1 if call.is_tall else 2]
-        return backend.start(tensor, call, borders(num_lines, self.plan.order.num_gathers))
-
-    def last_product(self, number: int) -> None:
-        """Take the last product of the results of a scatter."""
-        for run in self._runs:
-            run.finish(number % self.plan.num_scatters)
-
-    def orthogonalize(self, index: int) -> None:
+    def orthogonalize(self, number: int) -> None:
         """Orthogonalize what this rank owns of a bucket whose rows have arrived."""
-        if self.plan.order.is_portioned:
-            for run in self._runs:
-                run.iterate()
-            self._results = [run.result for run in self._runs]
-            return
-        self._fill(index, index)
-        # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
-        # copies their rows into messages; strided rows would take a kernel each.
-        self._results = [
-            result.contiguous() for result in self._orthogonalize(self._buckets[index])
-        ]
-
-    def _fill(self, bucket: int, gather: int) -> None:
-        """Copy the rows of a gather to where they belong in stacks, those that are here too."""
-        if self._is_in_place[bucket]:
-            return
-        stacks, arrived = self._buckets[bucket], self._arrived_rows[gather]
+        stacks, arrived = self._buckets[number], self._arrived_rows[number]
         if arrived:
             # Messages hold routes one behind the other; a matrix needs them row by row.
             torch._foreach_copy_(
                 [stacks.place(route) for route, _ in arrived], [sent for _, sent in arrived]
             )
-        # Not with the gather, though they are here: the stacks may lie where its messages were.
-        self._rows.read([(route, stacks.place(route)) for route in self._kept_rows[gather]])
+        # Not with the gather, though they are here: the stacks may share memory with its messages.
+        self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
+        # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
+        # copies their rows into messages; strided rows would take a kernel each.
+        self._results = [result.contiguous() for result in self._orthogonalize(stacks)]
 
     def _orthogonalize(self, stacks: OwnStacks) -> list[torch.Tensor]:
         """Return one tensor for each stack, in new memory."""
@@ -368,7 +306,7 @@ class PlanBuckets:
         if position < self.plan.num_scatters - 1:
             return []
         # The last scatter of the bucket: its results have left, or are written now.
-        results, self._results, self._runs = self._results, (), ()
+        results, self._results = self._results, ()
         return self._write_staying(stacks, results)
 
     def finish_scatter(self, number: int) -> list[Handle]:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parts that a rank owns lie in memory."""
+"""Views of the parts that a rank owns, in the memory of its stacks."""
 
 import math
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ class OwnStacks:
 
     Args:
         owned: What they hold.
-        memory: Flat, ``owned.num_elements``; what lies in the padding of a stack does not matter.
+        memory: Flat, ``owned.num_elements``.
     """
 
-    kept: tuple[Route, ...]  # routes of which this rank is owner and holder
+    kept: tuple[Route, ...]  # routes whose owner and holder this rank is
     staying: tuple[Route, ...]  # of them, those whose results need not travel
-    stacks: list[tuple[Stack, torch.Tensor]]  # with its tensor, (room, rows, cols)
+    stacks: list[tuple[Stack, torch.Tensor]]  # with its tensor, (num_matrices, rows, cols)
     _position: dict[tuple[int, int], tuple[int, int]]  # (matrix, block) -> (stack, index in it)
 
     def __init__(self, owned: OwnedStacks, memory: torch.Tensor) -> None:
@@ -30,8 +30,8 @@ class OwnStacks:
         self.stacks = []
         self._position = {}
         offset = 0
-        for number, (stack, room) in enumerate(zip(owned.stacks, owned.rooms, strict=True)):
-            shape = (room, stack[0].num_rows, stack[0].num_cols)
+        for number, stack in enumerate(owned.stacks):
+            shape = (len(stack), stack[0].num_rows, stack[0].num_cols)
             size = math.prod(shape)
             self.stacks.append((stack, memory[offset : offset + size].view(shape)))
             offset += size

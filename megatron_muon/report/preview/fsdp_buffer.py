@@ -4,7 +4,7 @@
 
 A live run reads the buffers of the model itself (``mcore/fsdp_model.py``). This is the rule they
 come from, ``_get_parameter_groups`` and ``build_data_parallel_buffer_index`` of megatron-core
-0.19.2, and ``tests/unit_tests/plan/test_fsdp_buffer.py`` compares it with them.
+0.19.2, and ``tests/unit_tests/report/test_fsdp_buffer.py`` compares it with them.
 
 The parameters of one module, such as a layer, share a buffer; experts have a buffer of their own.
 Megatron-FSDP shards it at multiples of ``chunk_size_factor`` elements, which is a multiple of the

@@ -4,19 +4,19 @@
 
 One shard with two replicas, on ranks 0 and 4, and the results of three owners::
 
-              owners 0, 1, 5           scatter                    spread
+              owners 0, 1, 5           scatter                    all-gather
 
     rank 0    0 0 0 0                  0 0 0 0 | 1 1              0 0 0 0 1 1 | 1 5 5 5 5 _
                         1 1 1  --->                    <------>
     rank 4              5 5 5 5        1 | 5 5 5 5 _              the same
 
-Each replica gets an equal chunk, so that they can all-gather them in place. An owner sends to the
-replica nearest to it while that one's chunk has room, and what is left to others. So nearly every
-result crosses to another node once for each replica there, as if the owner sent to all of them, and
-leaves the owner only once.
+Every replica gets an equal chunk, so that they can all-gather the chunks in place. An owner fills
+the chunk of its nearest replica first; the rest goes to the others. So nearly every result crosses
+to another node once for each replica there, as if the owner sent to all of them, and leaves the
+owner only once.
 
-A scatter may be one of several of its bucket: then each owner sends a share of its results in each,
-and replicas need memory for a part of the bucket at a time.
+A bucket may have several scatters: then every owner sends a share of its results in each, and
+replicas need memory for a part of the bucket at a time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ class Share(NamedTuple):
         holder: Rank that they are sent to.
         start: First element, of all that the owner has for this shard in the bucket.
         stop: Element after the last one.
-        offset: First element in the memory of each holder, once they have been spread.
+        offset: First element in the memory of each holder, once they have been all-gathered.
     """
 
     owner: int
@@ -72,7 +72,7 @@ class ShardScatter(NamedTuple):
         return self.chunk * len(self.holders)
 
     @property
-    def num_spread(self) -> int:
+    def num_passed_on(self) -> int:
         """Elements that each replica gets from the others."""
         return self.chunk * (len(self.holders) - 1)
 

@@ -9,27 +9,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_muon.plan.assignment import Objective
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.domain_plan import (
-    Replicas,
-    groups_problem,
-    most_instances,
-    plan_domain,
-    ranks_of_group,
-)
-from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
+from megatron_muon.plan.exchange_plan import ExchangePlan, plan_matrices, staging_problem
 from megatron_muon.plan.layout import (
     MatrixLayout,
     RowLayout,
     hfsdp_shard_of_rank,
     whole_matrix,
 )
-from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
-from megatron_muon.plan.preview.model_shape import ModelShape, Parameter
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
 from megatron_muon.plan.wire import Wire
+from megatron_muon.report.preview.fsdp_buffer import unit_layouts
+from megatron_muon.report.preview.model_shape import ModelShape, Parameter
+from megatron_muon.report.rank_report import Report, build_report
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -40,7 +33,7 @@ class Machine:
 
     Args:
         cost: Rates of the machine.
-        wire: What travels.
+        wire: Dtypes of rows and results.
     """
 
     cost: CostModel = field(default_factory=CostModel)
@@ -152,9 +145,7 @@ def simulate(
     machine: Machine,
     settings: ExchangeSettings,
     *,
-    objective: Objective = "joint",
     splits: Splits | None = None,
-    rank: int | None = None,
 ) -> Simulation:
     """Plan a model as a live run would: experts first, dense matrices fill what they leave.
 
@@ -162,91 +153,79 @@ def simulate(
         model: Its matrices.
         parallel: How the job is laid out.
         machine: Rates and wire.
-        settings: Staging memory and numbers of parts; the rest is the machine's.
-        objective: How owners are chosen; a live run takes ``joint``.
-        splits: What is orthogonalized apart; None for query, key and value.
-        rank: The only rank whose plans are wanted, as a live rank plans no other domain than its
-            own; None for the plans of all domains.
+        settings: Staging memory and maximum number of owners; the rest is the machine's.
+        splits: What is orthogonalized separately; None for query, key and value.
 
     Raises:
-        ValueError: Experts or layers do not divide, instances cannot form the groups that settings
-            name, or no plan fits into the staging memory.
+        ValueError: Experts or layers do not divide.
     """
     if model.num_experts % parallel.ep or (parallel.ep > 1 and not model.num_experts):
         raise ValueError(
             f"ep: expected a divisor of {model.num_experts} experts, got {parallel.ep}. "
             "Change --ep or --num-experts."
         )
-    plans: list[ExchangePlan] = []
-    fullest: list[ExchangePlan] = []
-    load_s = dict.fromkeys(range(parallel.stage_size), 0.0)
-    kinds = {
+    units = {
         is_expert: _units(model, parallel, splits or Splits(), is_expert=is_expert)
         for is_expert in (True, False)
     }
-    kinds = {is_expert: units for is_expert, units in kinds.items() if any(units)}
-    grids = {is_expert: _rank_grids(parallel, is_expert) for is_expert in kinds}
-    _raise_where_groups_are_wrong(
-        [_replicas(parallel, rank_grid) for (rank_grid, *_) in grids.values()], settings
-    )
-    for is_expert, units in kinds.items():
-        # Domains that look alike have one plan, on ranks of their own: their ranks lie alike over
-        # nodes, and start with the same loads. DeepSeek-V3 over 512 ranks has 64 expert domains.
-        known: dict[tuple[tuple[int, float], ...], tuple[Replicas, ExchangePlan]] = {}
-        placed_s: dict[int, float] = {}
-        num_planned = len(plans)
-        for rank_grid in grids[is_expert]:
-            ranks = sorted(each for row in rank_grid for each in row)
-            replicas = _replicas(parallel, rank_grid)
-            alike = _alike(ranks, load_s, machine.cost)
-            if alike not in known:
-                planned = plan_domain(
-                    _matrices(units, rank_grid, parallel, is_expert=is_expert),
-                    replicas,
-                    machine.cost,
-                    machine.wire,
-                    settings,
-                    load_s=load_s,
-                    num_kinds=len(kinds),
-                    objective=objective,
-                )
-                known[alike] = replicas, planned
-            planned_for, plan = known[alike]
-            for number in range(plan.num_groups):
-                rank_of = ranks_of_group(plan, planned_for, replicas, number)
-                placed_s.update(plan.assignment.on_ranks(rank_of).load_s)
-                if rank is None or rank in rank_of.values():
-                    plans.append(plan.on_ranks(rank_of))
-        # Dense matrices are placed on top of what experts take, as FSDPZeROTensorParallelMuon does.
-        load_s.update(placed_s)
-        # The fullest domain speaks for its kind.
-        fullest.append(max(plans[num_planned:], key=lambda plan: plan.staging_bytes))
-    _raise_where_memory_is_short(fullest, settings)
+    units = {is_expert: layers for is_expert, layers in units.items() if any(layers)}
+    domains = [
+        [
+            _matrices(layers, rank_grid, parallel, is_expert=is_expert)
+            for rank_grid in _rank_grids(parallel, is_expert)
+        ]
+        for is_expert, layers in units.items()
+    ]
+    plans = _plan_all(parallel.stage_size, domains, machine, settings)
     return Simulation(parallel.stage_size, tuple(plans))
 
 
-def _replicas(parallel: Parallelism, rank_grid: Sequence[Sequence[int]]) -> Replicas:
-    """Return the ranks of a domain, by the rows that they hold."""
-    return [cell for row in rank_grid for cell in parallel.holders(row)]
+def _plan_all(
+    world_size: int,
+    domains: Sequence[Sequence[Sequence[MatrixLayout]]],
+    machine: Machine,
+    settings: ExchangeSettings,
+) -> list[ExchangePlan]:
+    """Plan the domains of experts, then those of dense matrices, as the ranks of a run do."""
+    plans: list[ExchangePlan] = []
+    load_ns = dict.fromkeys(range(world_size), 0)
+    staged = dict.fromkeys(range(world_size), 0)
+    for number, of_kind in enumerate(domains):
+        new = []
+        for matrices in of_kind:
+            ranks = sorted(set().union(*(matrix.ranks for matrix in matrices)))
+            plan = plan_matrices(
+                matrices,
+                machine.cost,
+                settings,
+                machine.wire,
+                load_ns=load_ns,
+                staging_bytes=settings.share_of_staging(
+                    max(staged[rank] for rank in ranks), len(domains) - number
+                ),
+            )
+            new.append(plan)
+        for plan in new:
+            load_ns.update(plan.assignment.load_ns)
+            for rank in plan.ranks:
+                staged[rank] += plan.staging_bytes
+        plans += new
+    return plans
 
 
-def _raise_where_groups_are_wrong(domains: Sequence[Replicas], settings: ExchangeSettings) -> None:
-    problem = groups_problem(domains, settings, most=most_instances(domains))
+def report_of(simulation: Simulation, settings: ExchangeSettings) -> Report:
+    """Return the report of a simulated job.
+
+    Raises:
+        ValueError: The plans of a rank exceed a limit of staging memory.
+    """
+    report = build_report(range(simulation.world_size), simulation.plans)
+    fullest = max(report.ranks, key=lambda rank: rank.staging_bytes)
+    own = [plan for plan in simulation.plans if fullest.rank in plan.ranks]
+    problem = staging_problem(own, fullest.staging_bytes, settings.staging_bytes)
     if problem is not None:
         raise ValueError(problem)
-
-
-def _raise_where_memory_is_short(plans: Sequence[ExchangePlan], settings: ExchangeSettings) -> None:
-    problem = staging_problem(plans, settings.staging_bytes)
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def _alike(
-    ranks: Sequence[int], load_s: Mapping[int, float], cost: CostModel
-) -> tuple[tuple[int, float], ...]:
-    """Return what is equal for domains that lie alike: nodes, as they follow, and loads."""
-    return tuple(zip(cost.nodes_alike(ranks), [load_s[rank] for rank in ranks], strict=True))
+    return report
 
 
 def _units(
@@ -387,22 +366,7 @@ def _read_matrix(index: int, entry: Mapping[str, Any], world_size: int) -> Matri
     return whole_matrix(name, layout, [[(rank,) for rank in group]])
 
 
-def simulate_shard_map(
-    path: Path, machine: Machine, settings: ExchangeSettings, *, objective: Objective = "joint"
-) -> Simulation:
+def simulate_shard_map(path: Path, machine: Machine, settings: ExchangeSettings) -> Simulation:
     """Plan the job that a shard map describes, all its domains at once."""
-    # A map has no replicas.
     world_size, matrices = read_shard_map(path)
-    replicas = [(rank,) for rank in range(world_size)]
-    _raise_where_groups_are_wrong([replicas], settings)
-    plan = plan_domain(
-        matrices,
-        replicas,
-        machine.cost,
-        machine.wire,
-        settings,
-        load_s=dict.fromkeys(range(world_size), 0.0),
-        objective=objective,
-    )
-    _raise_where_memory_is_short([plan], settings)
-    return Simulation(world_size, (plan,))
+    return Simulation(world_size, tuple(_plan_all(world_size, [[matrices]], machine, settings)))
