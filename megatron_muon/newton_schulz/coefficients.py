@@ -6,8 +6,8 @@ from functools import lru_cache
 
 Coefficients = tuple[float, float, float]
 
-# These sets repeat their last coefficients when steps outnumber them; the others start again from
-# their first. Source: emerging-optimizers 0.3.0, muon_utils.newton_schulz.
+# These sets repeat their last coefficients if there are more steps; the others start again from the
+# first. Source: emerging-optimizers 0.3.0, muon_utils.newton_schulz.
 _REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
 
 
