@@ -5,15 +5,15 @@
 Files, each importing only those above it::
 
     unsupported             what Muon under Megatron-FSDP refuses, and why
-    fsdp_model              reads parameters, row shards and groups from Megatron-FSDP
-    gradient_check          checks that gradients are complete and finite on all ranks
-    gradient_norm           norm, clipping and check, with one host synchronization
+    fsdp_model              reads Megatron-FSDP: parameters, row shards, groups
+    gradient_check          are gradients complete and finite on all ranks
+    gradient_norm           norm, clipping and check, with one read by the host
     muon                    FSDPZeROTensorParallelMuon
     adaptive/               Muon divided by a second moment
     lion                    FSDPLion
     qk_clip                 clips main weights between step and installation
     arguments               command-line flags and their checks
-    splits                  tags the blocks that are orthogonalized separately
+    splits                  tags the rows that are orthogonalized apart
     routing                 which optimizer steps a parameter
     fsdp_dtensor/           checkpoints: state by name, checks before a load, safe saves, repairs
     chained_optimizer       FSDPMuonChainedOptimizer

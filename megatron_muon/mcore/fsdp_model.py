@@ -199,7 +199,7 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
 
 
 def _shard_index_of_each_rank(dist_index: Any, is_expert: bool, world: int) -> list[int]:
-    """Return the index of the shard in the buffer, by rank of the shard group."""
+    """Return the positions of the shards in the buffer, by rank of the shard group."""
     if not (dist_index.use_hybrid_fsdp and dist_index.hsdp_outer_dp_shard):
         return list(range(world))
     num_inner = dist.get_world_size(dist_index.get_fsdp_group(is_expert))

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Symbols of megatron-core and emerging-optimizers that are relied on and not replaced."""
+"""What the package relies on in megatron-core and emerging-optimizers, and does not change."""
 
 from megatron_muon.patching.patch import Target
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
-# The optimizer calls, inherits or imitates these. A difference there would not fail by itself: it
-# would silently train something else.
+# What the optimizer calls, inherits or imitates without changing it. A difference there would not
+# fail by itself: it would train something else.
 REQUIREMENTS: tuple[Target, ...] = (
     # Blocks of fused QKV follow this line (plan/layout.py, block_rows).
     Target(
@@ -16,13 +16,13 @@ REQUIREMENTS: tuple[Target, ...] = (
         parameters=("self", "p", "grad", "kwargs"),
         source_lines=("num_query_groups = grad_shape[0] // qkv_split_dim",),
     ),
-    # The factory converts Muon's flags by it, and adds its own.
+    # The factory asks it for the flags of Muon, and adds what it does not know.
     Target(
         "megatron.core.optimizer.emerging_optimizers",
         "_muon_config_to_kwargs",
         parameters=("config", "model_chunks", "pg_collection"),
     ),
-    # An unknown argument would be ignored, as FSDPZeROTensorParallelMuon replaces the step.
+    # One that is not known would be ignored: its step is replaced (FSDPZeROTensorParallelMuon).
     Target(
         "megatron.core.optimizer.emerging_optimizers",
         "TensorParallelMuon.__init__",
@@ -32,10 +32,10 @@ REQUIREMENTS: tuple[Target, ...] = (
             *("fp32_matmul_prec", "coefficient_type", "num_ns_steps", "scale_mode"),
             *("extra_scale_factor", "pg_collection", "tp_mode"),
         ),
-        # --muon-fsdp-newton-schulz replaces --muon-use-syrk.
+        # --muon-fsdp-newton-schulz chooses kernels here, and stands for --muon-use-syrk.
         later_parameters=("use_syrk",),
     ),
-    # FSDPZeROTensorParallelMuon runs these three lines for all parameters of a group at once.
+    # FSDPZeROTensorParallelMuon does these three lines for all parameters of a group at once.
     Target(
         "emerging_optimizers.orthogonalized_optimizers.orthogonalized_optimizer",
         "OrthogonalizedOptimizer.step",
@@ -56,14 +56,14 @@ REQUIREMENTS: tuple[Target, ...] = (
             "update_successful = False if should_skip_update else self.step_with_ready_grads()",
         ),
     ),
-    # The chained optimizer installs and gathers the weights of all inner optimizers once.
+    # Replaced for all inner optimizers together: weights are installed and gathered once.
     Target(
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer.step_with_ready_grads",
         parameters=("self",),
         source_lines=("model_chunk.start_param_sync()",),
     ),
-    # _OuterReductions counts the calls that reduce over HSDP's outer ranks.
+    # HSDP's watch counts the calls that reduce over the outer ranks, see _OuterReductions.
     Target(
         f"{_FSDP}.param_and_grad_buffer",
         "GradReducePipeline._bucket_group_gradient_reduce",
@@ -74,7 +74,7 @@ REQUIREMENTS: tuple[Target, ...] = (
         "GradReducePipeline.reduce_gradients",
         source_lines=("outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce,",),
     ),
-    # Gradients that are not fused are added here; after fused ones .grad is deleted.
+    # Gradients that are not fused are added here, and fused ones end the life of .grad.
     Target(
         f"{_FSDP}.megatron_fsdp",
         "MegatronFSDP._register_fsdp_hooks",
@@ -110,7 +110,7 @@ REQUIREMENTS: tuple[Target, ...] = (
         parameters=("self",),
         source_lines=("self.param_and_grad_buffer.copy_main_weights_to_model_weights()",),
     ),
-    # Called on a clone of the module with a column of ones as its weight, for a factor per row.
+    # On a clone of the module, with a column of ones as its weight: each row has one factor.
     Target(
         "megatron.core.transformer.attention",
         "SelfAttention.clip_qk",
@@ -128,8 +128,7 @@ REQUIREMENTS: tuple[Target, ...] = (
             "kv_proj_weight.data.copy_(self._clip_kv_proj_weight(kv_proj_weight.data))",
         ),
     ),
-    # Plans assume that shards are equal ranges of a buffer, in the order of ranks
-    # (describe_matrix).
+    # Plans take shards for equal ranges of a buffer, in the order of ranks (describe_matrix).
     Target(
         f"{_FSDP}.param_and_grad_buffer",
         "_get_dp_buffer_shard_bucket_index",
@@ -144,7 +143,7 @@ REQUIREMENTS: tuple[Target, ...] = (
             "bucket_data_index = shard_size * data_parallel_rank",
         ),
     ),
-    # The order under HFSDP (plan/layout.py, hfsdp_shard_of_rank).
+    # Under HFSDP that order is this one (plan/layout.py, hfsdp_shard_of_rank).
     Target(
         f"{_FSDP}.utils",
         "FSDPDistributedIndex.get_logical_hybrid_fsdp_rank",

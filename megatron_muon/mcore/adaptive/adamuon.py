@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""AdaMuon: a second moment per element of the orthogonalized momentum."""
+"""AdaMuon: a second moment for each element of the orthogonalized momentum."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +14,14 @@ from megatron_muon.runtime.dtensor_layout import local_tensor
 class FSDPAdaMuon(FSDPAdaptiveMuon):
     """Step as ``TensorParallelAdaptiveMuon`` of Megatron-LM main with ``adamuon``, on row shards.
 
-    The second moment is elementwise, so every rank keeps that of its rows. As upstream, an update
-    is scaled by the tensor-parallel-local shape of its parameter. Upstream also multiplies by the
-    scale before the second moment, which then divides by it: this changes only the effect of
-    ``eps``, and is left out.
+    The second moment is elementwise, so each rank has that of its rows. As upstream, an update is
+    scaled by the tensor-parallel-local shape of its parameter. Upstream also multiplies by the
+    scale before the second moment, which then divides by it: only ``eps`` sees it.
 
     Method: AdaMuon (https://arxiv.org/abs/2507.11005).
 
-    Memory: a second moment of the size of the momentum; while results are applied, a copy of the
-        results of a bucket.
+    Memory: a second moment of the size of the momentum; while results are applied, a copy of those
+        of a bucket.
     """
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:

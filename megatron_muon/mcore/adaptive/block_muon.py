@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Muon with normalization per block: base class of NorMuon and NAMO."""
+"""Muon whose results are normalized by what all rows of a block say."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -19,16 +19,16 @@ from megatron_muon.runtime.norms import SumOfSquares
 class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
     """Collect raw results in the memory of gradients, normalize them block by block, apply them.
 
-    A block is a matrix that Newton-Schulz orthogonalizes by itself. It is normalized and scaled as
-    emerging-optimizers does with a parameter of its shape. A rank normalizes its own rows, and
-    needs only a few sums over all ranks, which are reduced when all results have arrived.
+    A block is what Newton-Schulz sees as one matrix. It is normalized and scaled as
+    emerging-optimizers does with a parameter of its shape. Each rank has the rows that it holds:
+    what is needed of others are a few sums, which are reduced when all results have come.
 
     Args:
         params: See :class:`FSDPZeROTensorParallelMuon`.
         **kwargs: See :class:`FSDPAdaptiveMuon`.
 
     Raises:
-        ValueError: The exchange is ``all_gather``, where upstream's code scales results.
+        ValueError: The exchange is ``all_gather``, by which upstream's code scales results.
     """
 
     _scales_results = False  # after they have been normalized
@@ -51,10 +51,10 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
         return SumOfSquares(self._device)
 
     def _shared_key(self, name: str, param: Any) -> str:
-        """Return the name of a state that is replicated on all ranks that hold a block.
+        """Return the name of a state that is no shard: every rank of a block has all of it.
 
-        Tensor-parallel ranks that orthogonalize their own blocks use different names, as a
-        checkpoint keeps one value per name.
+        Tensor-parallel ranks that orthogonalize blocks of their own need a name each: of equal ones
+        a checkpoint keeps one.
         """
         tensor_group = self._tensor_group(param)
         is_joined = self._owned(param).tensor_group is not None
@@ -65,11 +65,11 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
 
     def _rows(self, param: Any) -> torch.Tensor:
         """Return the memory of a parameter's gradient, ``(local_rows, cols)``."""
-        # Only empty shards have no gradient.
+        # Without a gradient the shard is empty.
         return local_tensor(param if param.grad is None else param.grad)
 
     def _all_blocks(self) -> Iterator[tuple[Any, HeldBlock, torch.Tensor]]:
-        """Yield parameter, block, and local rows of the parameter's result, of all blocks."""
+        """Yield each block: its parameter, the block, and the parameter's local rows of results."""
         for param, blocks in self._blocks.items():
             rows = self._rows(param)
             for block in blocks:
@@ -80,7 +80,7 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
         return rows * factor * extra
 
     def _apply(self, params: Sequence[Any]) -> None:
-        """Leave results in place until all have arrived."""
+        """Leave results where they are until all have come."""
 
     def _finish_step(self) -> None:
         self._normalize()

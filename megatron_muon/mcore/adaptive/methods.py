@@ -23,7 +23,7 @@ METHODS: Mapping[str, type[FSDPZeROTensorParallelMuon]] = {
 
 
 def adaptive_muon(method: str) -> type[FSDPZeROTensorParallelMuon]:
-    """Return the class of a method; warn if upstream's results differ.
+    """Return the class of a method; warn where upstream's results are others.
 
     Args:
         method: ``OptimizerConfig.adaptive_muon_moment2_method``.

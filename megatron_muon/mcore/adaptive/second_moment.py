@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of all adaptive forms of Muon: settings of a second moment, and the scale."""
+"""What all adaptive forms of Muon have: settings of a second moment, and a scale of their own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ class FSDPAdaptiveMuon(FSDPZeROTensorParallelMuon):
     Args:
         params: See :class:`FSDPZeROTensorParallelMuon`.
         beta2: Decay rate of the second moment.
-        eps: Added to the divisor, or its lower bound.
+        eps: Keeps the divisor from zero.
         **muon_kwargs: See :class:`FSDPZeROTensorParallelMuon`.
     """
 
@@ -30,9 +30,9 @@ class FSDPAdaptiveMuon(FSDPZeROTensorParallelMuon):
             group.setdefault("eps", eps)
 
     def _factors(self, num_rows: int, num_cols: int) -> Sequence[float]:
-        """Return the factors of an update by its shape, to multiply with one after the other.
+        """Return the factors of an update of some shape, for one multiplication each.
 
-        Multiplying with their product would give other bits than upstream.
+        Their product would have other bits than upstream's.
         """
         factor = get_muon_scale_factor(num_rows, num_cols, mode=self._scale_mode)
         return factor, self._extra_scale_factor
