@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read saved checkpoints without a GPU, a process group or megatron.
 
-Order of the modules, each importing only those before it::
+Files, each importing only those above it::
 
     folders    which checkpoints a --save folder holds, and which of them are finished
     storage    what a finished one holds, and where; runs no code from it
@@ -10,6 +10,6 @@ Order of the modules, each importing only those before it::
     report     iteration, optimizer, world; shape, dtype and norm of every tensor
     __main__   python -m megatron_muon.checkpoint inspect|verify DIR
 
-Format: ``torch.distributed.checkpoint``, which Megatron calls ``fsdp_dtensor`` where Megatron-FSDP
-wrote it.
+The format is that of ``torch.distributed.checkpoint``. Megatron calls it ``fsdp_dtensor`` if
+Megatron-FSDP wrote it.
 """

@@ -57,8 +57,10 @@ def find_checkpoint(folder: Path, iteration: int | None = None) -> Path:
         raise CheckpointError(
             f"{checkpoint}: expected a checkpoint, got no such folder. {_what_to_load(folder)}"
         )
-    if any(checkpoint.glob("mp_rank_*")) or (checkpoint / "metadata.json").exists():
-        kind = "torch_dist" if (checkpoint / "metadata.json").exists() else "torch"
+    # Before the check of .metadata, as torch_dist has this file too.
+    has_config = (checkpoint / "metadata.json").exists()
+    if has_config or any(checkpoint.glob("mp_rank_*")):
+        kind = "torch_dist" if has_config else "torch"
         raise CheckpointError(
             f"{checkpoint}: expected the format fsdp_dtensor, got {kind}. Megatron-FSDP reads no "
             "other; load it in a run without --use-megatron-fsdp."

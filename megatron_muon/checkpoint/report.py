@@ -12,6 +12,7 @@ import torch
 from megatron_muon.checkpoint.folders import CheckpointError
 from megatron_muon.checkpoint.storage import StoredCheckpoint, StoredTensor, load_tensor
 
+# Wrappers of the model add ``module.``, a different number of times in bf16 and fp32.
 _MODEL = re.compile(r"^model\.(?:module\.)*(?P<name>.+)$")
 _STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)$")
 # Arguments of Megatron that describe the ranks that wrote a checkpoint.
@@ -78,7 +79,7 @@ def _describe_state(checkpoint: StoredCheckpoint) -> str:
 def _tensors_by_parameter(
     checkpoint: StoredCheckpoint,
 ) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
-    """Return key and tensor of the weight and of each state, by parameter."""
+    """Return key and tensor of weight and states, by parameter and kind."""
     parameters: dict[str, dict[str, tuple[str, StoredTensor]]] = defaultdict(dict)
     # Keys of the model come before keys of the optimizer.
     for key, tensor in sorted(checkpoint.tensors.items()):
@@ -90,6 +91,7 @@ def _tensors_by_parameter(
 
 
 def _norm(checkpoint: StoredCheckpoint, key: str, tensor: StoredTensor) -> float:
+    # Chunk by chunk, as the whole tensor may not fit into memory.
     total = 0.0
     for chunk in tensor.chunks:
         values = load_tensor(checkpoint.read_item(chunk), key)

@@ -4,7 +4,7 @@
 
 =========  =====================================================================================
 key        name of a value: the nested names of the saved dictionary, joined by dots
-tensor     a value stored as chunks, each a box of the whole
+tensor     a value stored as chunks, which are boxes of the whole
 object     any other value, pickled
 item       the bytes of a chunk or object: an archive of ``torch.save``, in one of the files
 =========  =====================================================================================
@@ -28,7 +28,7 @@ import torch
 
 from megatron_muon.checkpoint.folders import METADATA, CheckpointError
 
-# What a checkpoint's writer pickled.
+# Plain values, or inert stand-ins of other objects.
 type StoredObject = Any
 
 

@@ -38,11 +38,11 @@ def find_problems(
     Args:
         checkpoint: Table of contents.
         share: Index of the share of the work to do; all shares together read every byte once.
-        num_shares: Number of shares, of about as many bytes each.
+        num_shares: Number of shares, which have about equally many bytes.
 
     Yields:
-        One sentence for each tensor whose chunks do not tile it, each file that is missing or of
-        another length than its items, and each item whose bytes have changed or are not the
+        One sentence for each problem: chunks that do not tile their tensor, a file that is missing
+        or of another length than its items, an item whose bytes have changed or are not the
         expected chunk.
 
     Memory: twice the largest item.
@@ -86,6 +86,7 @@ def _problems_of_file(path: Path, items: Sequence[Item]) -> Iterator[str]:
 def _item_problem(checkpoint: StoredCheckpoint, item: Item) -> str | None:
     key, data = item.key, checkpoint.read_item(item)
     try:
+        # zipfile skips leading bytes, which no checksum covers.
         if not data.startswith(b"PK"):
             raise zipfile.BadZipFile("bytes before the archive")
         with zipfile.ZipFile(io.BytesIO(data)) as archive:

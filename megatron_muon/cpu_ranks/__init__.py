@@ -14,9 +14,9 @@ Files, each importing only those above it::
 
     hidden           Transformer Engine, kept from being imported
     torch_cuda       ``torch.cuda`` on the CPU
-    bf16_products    bf16 matrix products in fp32, where the CPU has no bf16 instructions
+    bf16_products    bf16 matrix products in fp32, if the CPU has no bf16 instructions
     collectives      what gloo lacks of NCCL
-    dataset_helpers  compiled where a checkout lacks them
+    dataset_helpers  compiles them if a checkout lacks them
     megatron_core    functions of megatron that need a GPU
     table            the one list of what is replaced, and why
 

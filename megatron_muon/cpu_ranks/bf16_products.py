@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of bf16 matrices in fp32, for CPUs without instructions for bf16.
 
-There torch multiplies bf16 element by element: 1.3 GFLOP/s on an AMD EPYC 7003 (Zen 3), where fp32
-reaches 70. Instead the factors are converted to fp32, multiplied by the fp32 kernel, and the result
+There torch multiplies bf16 element by element: 1.3 GFLOP/s on an AMD EPYC 7003 (Zen 3), and fp32
+at 70. Instead the factors are converted to fp32, multiplied by the fp32 kernel, and the result
 is rounded once. Kernels for bf16 also sum in fp32 and round once, but in another order, so most
 results have equal bits and some do not: between random matrices of 1 to 4,096 rows, on a CPU with
 bf16 instructions, at most 3 elements in 10,000 differed (128 products, 62 of them without any
-difference). They differ in the last bit, and by more where a sum nearly cancels.
+difference). They differ in the last bit, and by more if a sum nearly cancels.
 
 The kernels are replaced in torch's dispatcher, below autograd. That includes the products of a
 backward pass, of ``torch.matmul``, ``torch.einsum`` and ``torch.nn.functional.linear``, in every

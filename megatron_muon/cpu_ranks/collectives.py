@@ -6,6 +6,7 @@ Every function takes the original and returns its replacement.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,7 @@ class CompletedWork:
 
 
 def as_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return c10d's ``_new_process_group_helper`` that creates gloo groups where NCCL is asked for.
+    """Return c10d's ``_new_process_group_helper`` that creates gloo groups in place of NCCL's.
 
     ``init_process_group``, ``new_group`` and their relatives all end in it. NCCL's options and the
     device to bind to are dropped with the backend.
@@ -59,48 +60,30 @@ def as_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     return _new_process_group_helper
 
 
-def averaging_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_reduce`` that averages by dividing, then summing.
+def averaging(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reduction that averages by dividing its input, then summing.
 
     Communication: as the original.
+    Memory: for an average a copy of the input, unless the reduction is in place.
     """
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def all_reduce(
-        tensor: torch.Tensor,
-        op: ReduceOp = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Work:
-        if op == dist.ReduceOp.AVG:
-            tensor.div_(dist.get_world_size(group))
-            op = dist.ReduceOp.SUM
-        return original(tensor, op=op, group=group, async_op=async_op)
+    def reduction(*args: object, **kwargs: object) -> Work:
+        bound = signature.bind(*args, **kwargs)
+        given: dict[str, Any] = bound.arguments
+        if given.get("op") == dist.ReduceOp.AVG:
+            given["op"] = dist.ReduceOp.SUM
+            size = dist.get_world_size(given.get("group"))
+            if "input_list" in given:
+                given["input_list"] = [tensor / size for tensor in given["input_list"]]
+            elif "input" in given:
+                given["input"] = given["input"] / size
+            else:
+                given["tensor"].div_(size)
+        return original(*bound.args, **bound.kwargs)
 
-    return all_reduce
-
-
-def averaging_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``reduce_scatter_tensor`` that averages by dividing, then summing.
-
-    Communication: as the original.
-    Memory: a copy of the input when averaging, which must stay as it was.
-    """
-
-    @functools.wraps(original)
-    def reduce_scatter_tensor(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        op: ReduceOp = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Work:
-        if op == dist.ReduceOp.AVG:
-            input = input / dist.get_world_size(group)
-            op = dist.ReduceOp.SUM
-        return original(output, input, op=op, group=group, async_op=async_op)
-
-    return reduce_scatter_tensor
+    return reduction
 
 
 def _is_uneven(tensors: list[torch.Tensor]) -> bool:
@@ -109,9 +92,7 @@ def _is_uneven(tensors: list[torch.Tensor]) -> bool:
 
 def _padded(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     """Return ``tensor`` flat and zero-padded to ``numel`` elements."""
-    flat = tensor.new_zeros(numel)
-    flat[: tensor.numel()] = tensor.reshape(-1)
-    return flat
+    return torch.nn.functional.pad(tensor.detach().reshape(-1), (0, numel - tensor.numel()))
 
 
 def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +117,7 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(tensor_list, tensor, group=group, async_op=async_op)
         numel = max(output.numel() for output in tensor_list)
         gathered = [tensor.new_empty(numel) for _ in tensor_list]
-        original(gathered, _padded(tensor.detach(), numel), group=group)
+        original(gathered, _padded(tensor, numel), group=group)
         for output, flat in zip(tensor_list, gathered, strict=True):
             output.copy_(flat[: output.numel()].view(output.shape))
         return CompletedWork() if async_op else None
@@ -151,6 +132,7 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         ``async_op`` if sizes differ.
     Memory: world size blocks of the largest size.
     """
+    averaged = averaging(original)
 
     @functools.wraps(original)
     def reduce_scatter(
@@ -160,16 +142,11 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
-        if op == dist.ReduceOp.AVG:
-            world_size = dist.get_world_size(group)
-            input_list = [tensor / world_size for tensor in input_list]
-            op = dist.ReduceOp.SUM
         if not _is_uneven(input_list):
-            return original(output, input_list, op=op, group=group, async_op=async_op)
+            return averaged(output, input_list, op=op, group=group, async_op=async_op)
         numel = max(tensor.numel() for tensor in input_list)
         flat = output.new_empty(numel)
-        padded = [_padded(tensor.detach(), numel) for tensor in input_list]
-        original(flat, padded, op=op, group=group)
+        averaged(flat, [_padded(tensor, numel) for tensor in input_list], op=op, group=group)
         output.copy_(flat[: output.numel()].view(output.shape))
         return CompletedWork() if async_op else None
 
@@ -195,7 +172,7 @@ def waiting_coalescing_manager(original: Callable[..., Any]) -> Callable[..., An
 
 
 def mesh_from_group_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``DeviceMesh.from_group`` that makes meshes of CPU ranks where CUDA is asked for."""
+    """Return ``DeviceMesh.from_group`` that makes CPU meshes in place of CUDA's."""
 
     @functools.wraps(original)
     def from_group(

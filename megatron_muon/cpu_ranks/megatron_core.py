@@ -81,7 +81,7 @@ def attention_from(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _record_logits(attention: "DotProductAttention") -> None:
-    """Keep the largest logit of each head, as Transformer Engine does with ``return_max_logit``."""
+    """Keep the largest logit per head, as Transformer Engine does with ``return_max_logit``."""
     attention.current_max_attn_logits = None
     mask_func = attention.scale_mask_softmax.mask_func
 

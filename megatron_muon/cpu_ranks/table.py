@@ -18,7 +18,7 @@ class Replacement:
 
     Attributes:
         target: Dotted path of the name, module first.
-        replacement: The new value or, where ``wraps``, a function from the original to it.
+        replacement: The new value or, with ``wraps``, a function from the original to it.
         reason: Why, in one clause.
         wraps: Whether ``replacement`` takes the original.
     """
@@ -33,7 +33,7 @@ def _in_cuda(
     reason: str,
     **values: Any,  # noqa: ANN401 - whatever a name stands for
 ) -> tuple[Replacement, ...]:
-    """Return a row for each of some names of ``torch.cuda`` that are replaced for one reason."""
+    """Return the rows of names of ``torch.cuda`` that are replaced for the same reason."""
     return tuple(Replacement(f"torch.cuda.{name}", value, reason) for name, value in values.items())
 
 
@@ -126,8 +126,8 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
     *(
         Replacement(f"{module}.{name}", wrapper, reason, True)
         for name, wrapper, reason in (
-            ("all_reduce", collectives.averaging_all_reduce, _NO_AVERAGE),
-            ("reduce_scatter_tensor", collectives.averaging_reduce_scatter_tensor, _NO_AVERAGE),
+            ("all_reduce", collectives.averaging, _NO_AVERAGE),
+            ("reduce_scatter_tensor", collectives.averaging, _NO_AVERAGE),
             ("all_gather", collectives.uneven_all_gather, _UNEVEN),
             ("reduce_scatter", collectives.uneven_reduce_scatter, _UNEVEN),
             (
@@ -162,7 +162,7 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
         megatron_core.move_to_cpu,
-        "the original leaves CPU tensors tensors where arrays are expected",
+        "the original returns CPU tensors as they are, and its callers expect arrays",
     ),
     Replacement(
         "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",

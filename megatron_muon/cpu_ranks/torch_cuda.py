@@ -127,7 +127,7 @@ def lazy_call(function: Callable[[], object], **_kwargs: object) -> None:
 
 
 def return_self(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
-    """Return ``tensor``: it is already where it is wanted."""
+    """Return ``tensor``: it is already on the device."""
     return tensor
 
 

@@ -100,8 +100,10 @@ def gpu_problems(device: "torch.device", capabilities: Sequence[tuple[int, ...]]
 
     if device.type != "cuda":
         return [f"expected a GPU, got {device.type} ranks"]
-    found = torch.cuda.get_device_capability(device)
-    if not capabilities or any(found[: len(known)] == known for known in capabilities):
+    if not capabilities:
         return []
-    known = " or ".join(".".join(map(str, capability)) for capability in capabilities)
+    found = torch.cuda.get_device_capability(device)
+    if any(found[: len(known)] == known for known in capabilities):
+        return []
+    known = ", ".join(".".join(map(str, capability)) for capability in capabilities)
     return [f"expected a GPU of compute capability {known}, got {found[0]}.{found[1]}"]

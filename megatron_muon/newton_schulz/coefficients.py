@@ -13,7 +13,7 @@ _REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
 
 @lru_cache
 def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ...]:
-    """Return ``(a, b, c)`` of each step: X becomes a X + b X X^T X + c (X X^T)^2 X."""
+    """Return ``(a, b, c)`` by step: X becomes a X + b X X^T X + c (X X^T)^2 X."""
     # Imports torch.
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 

@@ -22,7 +22,7 @@ def least_norm() -> float:
 def normalize(
     stack: "torch.Tensor", parts_group: "dist.ProcessGroup | None" = None
 ) -> "torch.Tensor":
-    """Divide each matrix by its Frobenius norm, as emerging-optimizers does.
+    """Divide matrices by their Frobenius norms, as emerging-optimizers does.
 
     Args:
         stack: ``(num_matrices, rows, cols)``, float32.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's Newton-Schulz of split matrices on several GPUs, which calls cuSOLVERMp.
 
-One call runs all steps of a matrix of which several ranks hold equal parts of the longer side. It
+One call runs all steps of a matrix whose longer side is split equally over several ranks. It
 communicates by itself, over the NCCL communicator of the owners. Not measured here.
 
 Source: Transformer Engine 2.19, transformer_engine/pytorch/newton_schulz.py. Its later

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Patches as data: what is replaced, what must hold for it, and why.
+"""Patches as data: what is replaced, what it relies on, and why.
 
 ==============  ================================================================================
 target          a function or class of megatron, found by module and name at call time
@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_muon.patching.versions import IncompatibleMegatronError
 
+# Marks our replacements, to notice if a target was replaced again.
 _MARK = "__megatron_muon_patch__"
 
 

@@ -115,7 +115,7 @@ def pack(
 
     Args:
         children: Optimizers with complete state.
-        names: Name of each parameter in checkpoints.
+        names: Names of the parameters in checkpoints.
 
     Returns:
         ``state`` and ``param_to_group_meta``; the tensors are the optimizers' own, the dictionaries
@@ -140,7 +140,7 @@ def raise_where_state_does_not_fit(
 
     Args:
         children: Optimizers with complete state.
-        names: Name of each parameter in checkpoints.
+        names: Names of the parameters in checkpoints.
         state_dict: ``state`` and ``param_to_group_meta``.
         device: Device of the reduction of a flag.
 
@@ -175,7 +175,7 @@ def raise_where_state_does_not_fit(
         None,
         device,
         "Load the state of the same optimizer and model, resharded by torch.distributed.checkpoint "
-        "where the ranks differ. Nothing was loaded.",
+        "if the ranks differ. Nothing was loaded.",
     )
 
 
@@ -205,7 +205,7 @@ def unpack(
 
     Args:
         children: Optimizers with complete state.
-        names: Name of each parameter in checkpoints.
+        names: Names of the parameters in checkpoints.
         state_dict: ``state`` and ``param_to_group_meta``; not changed.
         with_schedule: Load ``max_lr`` and ``min_lr`` too.
     """

@@ -5,8 +5,8 @@
 ========================  ==================================  ======================================
 Adam                      keeps its step counter as           in checkpoints
 ========================  ==================================  ======================================
-torch's                   a tensor for each parameter         ``state.<parameter>.step``
-Transformer Engine's,     a number for each parameter group   ``param_to_group_meta.<parameter>
+torch's                   a tensor per parameter              ``state.<parameter>.step``
+Transformer Engine's,     a number per parameter group        ``param_to_group_meta.<parameter>
 Apex's                                                        .step``
 ========================  ==================================  ======================================
 
@@ -28,7 +28,7 @@ def as_stored(checkpoint: StoredCheckpoint, wanted: Mapping[str, Any]) -> dict[s
     Settings that the checkpoint lacks are left out if they come from flags.
 
     Args:
-        checkpoint: What is stored.
+        checkpoint: The stored keys.
         wanted: ``state`` and ``param_to_group_meta`` of this run, as they would be saved: gated
             layers in halves, ``<parameter>_w`` and ``<parameter>_v``. Not changed.
     """
