@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon on hand-made row shards, beside upstream's Muon on the whole matrices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -136,7 +137,7 @@ def build_optimizers(
     Args:
         num_shards: Ranks that rows are sharded over.
         settings: Arguments of both optimizers.
-        exchange: Those of ``ExchangeSettings``; replicas share the work if it does not say else.
+        exchange: Arguments of ``ExchangeSettings``.
         num_tensor_ranks: Tensor-parallel ranks.
         num_replicas: Ranks that hold the same rows.
         cases: Columns and rows by shard of each matrix, the last one that of query, key and value;
@@ -178,15 +179,11 @@ def build_optimizers(
         )
         params.append((param, reference, matrix))
     arguments = _arguments(tensor) | (settings or {})
-    exchange = dict(exchange or {})
-    if num_replicas > 1 and exchange.get("mode") != "all_gather":
-        # By the cost model, replicas on a CPU would not share matrices as small as those of tests.
-        exchange.setdefault("instance_groups", 1)
     return Optimizers(
         (sharded or FSDPZeROTensorParallelMuon)(
             [param for param, _, _ in params],
             matrices={param: matrix for param, _, matrix in params},
-            exchange=ExchangeSettings(**exchange),
+            exchange=ExchangeSettings(**(exchange or {})),
             **arguments,
         ),
         (whole or TensorParallelMuon)([reference for _, reference, _ in params], **arguments),
@@ -261,3 +258,16 @@ def step_both(optimizers: Optimizers, wire: str, num_steps: int = 3) -> None:
         optimizers.sharded.step()
         with norm:
             optimizers.whole.step()
+
+
+@contextmanager
+def split_always(num_parts: int) -> Iterator[None]:
+    """Split every matrix that may be split over this many owners, whether it pays or not."""
+    from unittest import mock
+
+    def choose(matrices: Sequence[Any], *_: Any) -> list[int]:
+        """Split all but copies, over at most the ranks that there are."""
+        return [1 if each.has_copies else min(num_parts, len(each.ranks)) for each in matrices]
+
+    with mock.patch("megatron_muon.plan.owners._choose_parts", choose):
+        yield

@@ -59,7 +59,7 @@ def _step_with_experts() -> dict[str, Any]:
         "optimizers": len(muons),
         "is_shared": all(muon.compute is compute for muon in muons),
         "plans": [len(plan.matrices) for plan in compute.plans],
-        "ranks": [len(plan.plan_seconds.ranks) for plan in compute.plans],
+        "ranks": [len(plan.ranks) for plan in compute.plans],
         "has_moved": all(moved) and bool(moved),
         "error": error,
     }

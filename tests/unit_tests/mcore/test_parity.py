@@ -352,27 +352,6 @@ def _gram_in_fp16_without_restart() -> None:
     _gram_in_fp16()
 
 
-def _portion_always() -> None:
-    """Choose portions where the planner would not find that they pay."""
-    import math
-
-    from megatron_muon.plan import buckets
-
-    buckets._WORTH_PORTIONS = math.inf
-
-
-@pytest.mark.parametrize("newton_schulz", [(), pytest.param(GRAM, marks=pytest.mark.slow)])
-def test_portioned_matrices_train_like_ddp(newton_schulz):
-    """Portions of matrices that are orthogonalized while others travel, in bf16."""
-    fsdp = fsdp_toy_gpt(
-        ZERO[3], "--muon-fsdp-overlap-within-matrices", "--muon-fsdp-log-plan", *newton_schulz
-    )
-    run = train(2, fsdp, before=_portion_always)
-    assert "portions, " in run.outputs[0]
-    differences = relative_differences(run.losses, ddp_losses(2))
-    assert max(differences) <= MEDIUM_TOLERANCE, differences
-
-
 def test_gram_form_trains_like_ddp():
     """In fp32 the polynomial is the same, and its rounding is no larger than that of sums."""
     check_parity(2, 3, HIGH, GRAM, HIGH_TOLERANCE)
