@@ -21,7 +21,6 @@ gram_symmetric  6 a + 14    the same; quack's kernels compute half of a symmetri
 Files, each importing only those above it::
 
     settings        steps, coefficients, precision and scale
-    coefficients    emerging-optimizers' sets
     call            settings, shape and parts of a stack
     backend         the interface
     normalize       the norm of the fp32 wire

@@ -5,7 +5,6 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.coefficients import Coefficients, coefficients_of
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
 if TYPE_CHECKING:
@@ -34,8 +33,3 @@ class Call:
     def is_tall(self) -> bool:
         """Whether the whole matrix is tall; a part of it may be wide."""
         return self.whole_shape[0] > self.whole_shape[1]
-
-    @property
-    def coefficients(self) -> tuple[Coefficients, ...]:
-        """Coefficients by step."""
-        return coefficients_of(self.settings.steps, self.settings.coefficient_type)

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megatron_muon.newton_schulz.backend import Backend, Work
 from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.coefficients import Coefficients
 from megatron_muon.newton_schulz.normalize import normalize
 from megatron_muon.newton_schulz.restarts import segments_of
+from megatron_muon.newton_schulz.settings import Coefficients
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,7 @@ def _dtype(stack: "torch.Tensor", call: Call) -> "torch.dtype":
 
 def _segments(call: Call) -> Iterator[Sequence[Coefficients]]:
     """Yield the coefficients of all segments."""
-    coefficients, first = call.coefficients, 0
+    coefficients, first = call.settings.coefficients, 0
     for steps in segments_of(coefficients):
         yield coefficients[first : first + steps]
         first += steps

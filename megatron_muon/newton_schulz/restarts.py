@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from megatron_muon.newton_schulz.coefficients import Coefficients
+from megatron_muon.newton_schulz.settings import Coefficients
 
 # Relative to singular values of about 1. The last three steps of quintic have 0.12, the first three
 # would have 0.30; errors of real and of hard matrices are far smaller (docs/newton_schulz.md).

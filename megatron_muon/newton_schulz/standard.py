@@ -67,7 +67,7 @@ def _normalized(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
     x = stack if stack.shape[0] > 1 else stack[0]
     step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
     x = x.mT if call.is_tall else x
-    for a, b, c in call.coefficients:
+    for a, b, c in call.settings.coefficients:
         x = step(x, a, b, c, tp_group=call.parts_group)
     x = x.mT if call.is_tall else x
     return x if x.ndim == 3 else x.unsqueeze(0)

@@ -64,7 +64,7 @@ class Symmetric(Standard):
             # A stack may begin at any element of a buffer, where the kernels cannot load.
             y = matrix.clone() if matrix.data_ptr() % _ALIGNMENT else matrix
             y = y.mT if call.is_tall else y
-            for a, b, c in call.coefficients:
+            for a, b, c in call.settings.coefficients:
                 y = muon_utils.newton_schulz_step_tsyrk(y, a, b, c, tp_group=call.parts_group)
             results.append(y.mT if call.is_tall else y)
         result = results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)

@@ -124,7 +124,7 @@ class TransformerEngine(Standard):
         # is copied.
         part = (x[0].mT if call.is_tall else x[0]).clone(memory_format=torch.contiguous_format)
         is_zero = part.any().logical_not_()
-        coefficients = call.coefficients
+        coefficients = call.settings.coefficients
         newton_schulz(part, self._contexts[call.parts_group], len(coefficients), coefficients)
         # Zeros stay zeros, whatever the library returns for a norm of zero. A part of zeros stays
         # zero in any matrix, as it is multiplied from the side that is not split.
