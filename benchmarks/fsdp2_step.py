@@ -183,7 +183,7 @@ def _run_rank(
     from megatron_muon.cpu_ranks import bf16_products
 
     if not bf16_products.has_bf16_instructions():
-        bf16_products.install()
+        _kernels = bf16_products.install()  # they are restored when it is collected
     store, timeout = dist.FileStore(str(folder / "store")), datetime.timedelta(seconds=limit_s)
     try:
         dist.init_process_group(

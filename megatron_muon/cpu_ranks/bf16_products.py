@@ -48,7 +48,8 @@ def install() -> torch.library.Library:
     order under ``torch.set_float32_matmul_precision("medium")``, and bf16 products then are too.
 
     Returns:
-        The library that holds the replacements; its ``_destroy()`` restores the kernels.
+        The library that holds the replacements. Its ``_destroy()``, or its garbage collection,
+        restores the kernels.
     """
     kernels = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in OPERATORS}
     library = torch.library.Library("aten", "IMPL")
