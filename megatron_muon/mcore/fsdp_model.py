@@ -60,9 +60,9 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
         model_chunks: What ``get_megatron_optimizer`` was given.
 
     Raises:
-        TypeError: A chunk is not a ``FullyShardedDataParallel``. ValueError: A chunk has run a
-        forward pass, so that its parameters are the raw ones; or it was
-            wrapped before ``enable()``, and its gradients will be scaled wrongly.
+        TypeError: A chunk is not a ``FullyShardedDataParallel``.
+        ValueError: A chunk has run a forward pass, so that its parameters are the raw ones; or it
+            was wrapped before ``enable()``, and its gradients will be scaled wrongly.
     """
     for index, chunk in enumerate(model_chunks):
         if not is_wrapped(chunk):

@@ -60,8 +60,7 @@ class Gram(Backend):
         """Orthogonalize a stack as one batch; see :meth:`Backend.run`.
 
         Memory: in addition to the result two copies of the stack in the dtype of :func:`_dtype`,
-        and
-            five n x n matrices per matrix.
+            and five n x n matrices per matrix.
         """
         x = stack if call.is_normalized else normalize(stack, call.parts_group)
         x = x.mT if call.is_tall else x
