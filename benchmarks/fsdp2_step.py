@@ -182,8 +182,8 @@ def _run_rank(
     torch.set_num_threads(1)
     from megatron_muon.cpu_ranks import bf16_products
 
-    if bf16_products.lacks_bf16_instructions():
-        bf16_products.install()
+    if not bf16_products.has_bf16_instructions():
+        _kernels = bf16_products.install()  # they are restored when it is collected
     store, timeout = dist.FileStore(str(folder / "store")), datetime.timedelta(seconds=limit_s)
     try:
         dist.init_process_group(

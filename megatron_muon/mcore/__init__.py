@@ -18,7 +18,7 @@ Files, each importing only those above it::
     arguments               checks of the command line, and settings read from it
     splits                  tags the rows that are orthogonalized separately
     routing                 which optimizer steps a parameter
-    checkpoint/             state by name, checks before a load, safe saves, repairs
+    fsdp_dtensor/           checkpoints: state by name, checks before a load, safe saves, repairs
     chained_optimizer       FSDPMuonChainedOptimizer
     factory                 build_megatron_fsdp_emerging_optimizer
     unsharded               the flags under DDP, with upstream's Muon

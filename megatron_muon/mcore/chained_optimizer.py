@@ -13,7 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
 
 from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
-from megatron_muon.mcore.checkpoint import state as optimizer_state
+from megatron_muon.mcore.fsdp_dtensor import state as optimizer_state
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
     check_model_chunks,

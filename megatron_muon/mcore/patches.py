@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_muon.mcore import arguments, fused_gradient_repairs, gradient_repairs, qk_clip
-from megatron_muon.mcore.checkpoint import loading, saving
-from megatron_muon.mcore.checkpoint import repairs as checkpoint_repairs
 from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
+from megatron_muon.mcore.fsdp_dtensor import loading, saving
+from megatron_muon.mcore.fsdp_dtensor import repairs as checkpoint_repairs
 from megatron_muon.mcore.fsdp_model import is_megatron_fsdp
 from megatron_muon.mcore.unsharded import asks_for_more, build_with_flags
 from megatron_muon.patching.patch import Patch, Target, names

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.coefficients import coefficients_of
 from megatron_muon.newton_schulz.gram import Gram
 from megatron_muon.newton_schulz.registry import usable_backends
 from megatron_muon.newton_schulz.restarts import segments_of
@@ -61,8 +60,8 @@ def _rates(
         known = gpu_rates(torch.cuda.get_device_capability(device)[0])
     defaults = dataclasses.replace(known, num_ns_steps=ns_settings.steps, backends=backends)
     if Gram.name in backends:
-        coefficients = coefficients_of(ns_settings.steps, ns_settings.coefficient_type)
-        defaults = dataclasses.replace(defaults, segments=segments_of(coefficients))
+        segments = segments_of(ns_settings.coefficients)
+        defaults = dataclasses.replace(defaults, segments=segments)
     if domain.ranks_per_node is not None:
         defaults = dataclasses.replace(defaults, ranks_per_node=domain.ranks_per_node)
     return CostModel.parse(settings.cost_model, defaults)

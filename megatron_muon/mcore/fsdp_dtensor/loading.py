@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint is compared with the run, byte by byte, before anything is loaded from it."""
+"""Check a checkpoint, and compare it with the run, before anything is loaded from it."""
 
 import functools
 import logging
@@ -25,46 +25,41 @@ from megatron_muon.checkpoint.folders import (
 )
 from megatron_muon.checkpoint.storage import StoredCheckpoint, read_checkpoint
 from megatron_muon.checkpoint.verify import find_problems
-from megatron_muon.mcore.checkpoint.steps import as_in_run, as_stored
+from megatron_muon.mcore.fsdp_dtensor.steps import as_in_run, as_stored
 from megatron_muon.mcore.fsdp_model import current_device
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
-# Names of experts hold their number among all ranks.
+# Names of experts contain their global index.
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
-# Of moments of blocks that each tensor-parallel rank has for itself (FSDPBlockMuon).
+# Names of states that differ by tensor-parallel rank (FSDPBlockMuon).
 _TENSOR_RANK = re.compile(r"(_tensor_rank_)\d+(_of_\d+)$")
 _STATE = re.compile(r"^(optimizer\.state\..+)\.([^.]+)$")
 
 
 @dataclass
 class _Load:
-    """What ``_load_base_checkpoint`` loads, while it runs.
-
-    Args:
-        checkpoint: What is stored.
-        optimizer: What is loaded of the optimizer's state dict; None for nothing.
-    """
+    """State of one call of ``_load_base_checkpoint``."""
 
     checkpoint: StoredCheckpoint
-    optimizer: dict[str, Any] | None = None
+    optimizer: dict[str, Any] | None = None  # the part of its state dict that is loaded
 
 
-# Upstream calls the second wrapper from within the first, and passes nothing through.
+# Upstream calls the second wrapper from within the first, without an argument to pass this by.
 _being_loaded: _Load | None = None
 
 
 def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_load_base_checkpoint`` to refuse what is no finished checkpoint of this format.
+    """Wrap ``_load_base_checkpoint`` to refuse anything but a finished checkpoint of this format.
 
-    Upstream ends the process with status 0 where the tracker cannot be read, and trains from random
-    weights where it is missing beside finished checkpoints. It still does so where there are none:
-    that is how a first run with ``--load`` and ``--save`` on one folder begins.
+    Upstream exits with status 0 if the tracker cannot be read, and trains from random weights if it
+    is missing beside finished checkpoints. Without any checkpoint it still does: that is how a
+    first run with ``--load`` and ``--save`` on one folder begins.
 
-    Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks; each rank
-    reads its share of the checkpoint once.
+    Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks. Together
+        the ranks read the checkpoint once.
     """
 
     @functools.wraps(original)
@@ -72,7 +67,7 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         load_dir: str | None, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
     ) -> Any:
         global _being_loaded
-        # Other strategies have formats of their own, and upstream looks after them.
+        # Upstream checks the formats of other strategies.
         if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
             return original(load_dir, args, rank0, *rest, **kwargs)
         checkpoint, problems = _attempt(
@@ -87,22 +82,21 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
                 "checkpoint to load",
                 "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,
             )
-        # A first run with --load and --save on one folder finds nothing there.
         if checkpoint is None:
             return original(load_dir, args, rank0, *rest, **kwargs)
-        # load_checkpoint calls this twice: first for the arguments of the run that saved.
+        # load_checkpoint calls this twice; with rank0 first, for the arguments of the saved run.
         if rank0 and dist.is_initialized() and not getattr(args, "muon_fsdp_no_checksums", False):
             _raise_where_damaged(checkpoint)
         if kwargs.get("gpt_compat_layer_maps") is not None:
-            # Upstream loads a GPT's layers into a hybrid model, under names it translates later.
+            # Upstream loads a GPT's layers into a hybrid model, and translates the names later.
             return original(load_dir, args, rank0, *rest, **kwargs)
         _being_loaded = load = _Load(checkpoint)
         try:
             result = original(load_dir, args, rank0, *rest, **kwargs)
         finally:
-            # A save prepares its state dict by the same function, and must not be compared.
+            # A save calls the second wrapper too, which must not compare then.
             _being_loaded = None
-        # DCP has filled the tensors in place, in the form that the checkpoint has.
+        # DCP has filled the tensors in place, in the layout of the checkpoint.
         if load.optimizer is not None:
             as_in_run(load.optimizer, result[0]["optimizer"])
         return result
@@ -111,31 +105,31 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """Call, and turn any error into a problem, for ranks to raise together."""
+    """Call a function; return its error as a problem, which all ranks then raise together."""
     try:
         return call(), []
     except CheckpointError as error:
         return None, [str(error)]
-    except Exception as error:  # noqa: BLE001 - what one rank raises alone, others wait for
+    except Exception as error:  # noqa: BLE001 - the other ranks would wait for this one
         return None, [f"{type(error).__name__}: {error}"]
 
 
 def _identity(checkpoint: StoredCheckpoint | None) -> str:
-    """Return a text that differs between any two saves: each save uses new file names."""
+    """Return a text that differs between any two saves: every save uses new file names."""
     if checkpoint is None:
         return "none"
     return f"{checkpoint.folder.name}, {next(iter(checkpoint.items_by_file()), 'empty')}"
 
 
 def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
-    """Open the checkpoint that upstream would take; None where it starts from random weights."""
+    """Open the checkpoint that upstream would load; None if it starts from random weights."""
     tracker = folder / TRACKER
     if (folder / METADATA).is_file():
         raise CheckpointError(
             f"{folder}: expected a --save folder, got that of one checkpoint. Pass the folder that "
             "holds it, and --ckpt-step for its iteration."
         )
-    # Upstream takes 0 for "not given", and so does this.
+    # As for upstream, iteration 0 means "not given".
     if not iteration and not tracker.is_file():
         finished = finished_iterations(folder)
         if finished:
@@ -154,16 +148,15 @@ def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
 
 
 def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``preprocess_fsdp_dtensor_state_dict``, whose result is loaded into or saved next.
+    """Wrap ``preprocess_fsdp_dtensor_state_dict``, whose result is filled by a load or saved next.
 
-    Communication: where it is loaded into, one all-reduce of an int32 over all ranks.
+    Communication: for a load one all-reduce of an int32 over all ranks.
     """
 
     @functools.wraps(original)
     def preprocess_fsdp_dtensor_state_dict(
         args: Any, raw_state_dict: dict[str, Any], model: Any
     ) -> dict[str, Any]:
-        """Prepare a state dict; compare it with the checkpoint that is being loaded."""
         state_dict = original(args, raw_state_dict, model)
         if _being_loaded is None:
             return state_dict
@@ -183,7 +176,7 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
             functools.partial(find_differences, checkpoint, state_dict, args.num_experts)
         )
         problems += differences or []
-        # Collective in both cases or in none: the flag is the same on all ranks.
+        # Collective on all ranks or on none: the flag is the same everywhere.
         if args.strict_fsdp_dtensor_load:
             _raise_together(problems, _advice(checkpoint, args))
         elif problems:
@@ -198,16 +191,16 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
 def find_differences(
     checkpoint: StoredCheckpoint, state_dict: Mapping[str, Any], num_experts: int | None
 ) -> list[str]:
-    """Compare tensors of the model and of the optimizer's state by name and shape.
+    """Compare the tensors of the model and of the optimizer's state by name and shape.
 
     Args:
-        checkpoint: What is stored.
-        state_dict: What is wanted, nested, tensors whole or as DTensors.
-        num_experts: Experts of the model among all ranks.
+        checkpoint: The stored tensors.
+        state_dict: The expected tensors, nested, plain or DTensors.
+        num_experts: Global number of experts of the model.
 
     Returns:
-        One sentence for each parameter or state that is missing or of another shape, and for each
-        that is stored and not wanted: loading would drop it.
+        One sentence for each parameter or state that is missing, has another shape, or is stored
+        but not expected, so that loading would drop it.
     """
     parts = [part for part in ("model", "optimizer") if part in state_dict]
     wanted = {
@@ -221,7 +214,7 @@ def find_differences(
         for key, shape in wanted.items()
         if key in checkpoint.tensors and checkpoint.tensors[key].shape != shape
     ]
-    # A rank wants its own experts alone; another's have the same names but for the number.
+    # A rank expects only its own experts; names of the others differ in the index.
     patterns = {_pattern(key) for key in wanted}
     unwanted = [
         key
@@ -229,13 +222,13 @@ def find_differences(
         if key.partition(".")[0] in parts
         and (_pattern(key) not in patterns or not _is_expert_of(key, num_experts))
     ]
-    # DCP ignores both without a word: what is missing keeps its random or zero values.
+    # DCP silently ignores both: missing tensors keep their random or zero values.
     missing = [key for key in wanted if key not in checkpoint.tensors]
     return problems + _group_states(missing, unwanted)
 
 
 def _pattern(key: str) -> str:
-    """Return a name without the numbers by which ranks tell theirs apart."""
+    """Return a name without the indices that differ between ranks."""
     return _TENSOR_RANK.sub(r"\1*\2", _EXPERT.sub(r"\1*", key))
 
 
@@ -245,7 +238,7 @@ def _is_expert_of(key: str, num_experts: int | None) -> bool:
 
 
 def _group_states(missing: list[str], unwanted: list[str]) -> list[str]:
-    """Describe what is missing and what is there instead, states of one parameter together."""
+    """Describe missing and unexpected tensors, the states of one parameter together."""
     found: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for index, keys in enumerate((missing, unwanted)):
         for key in keys:
@@ -260,19 +253,19 @@ def _group_states(missing: list[str], unwanted: list[str]) -> list[str]:
 
 
 def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
-    # Best effort: this text goes beside an error, and must not end in one of its own.
+    # Best effort: this text accompanies an error, and must not raise another one.
     saved, _ = _attempt(lambda: checkpoint.read_object("args"))
     return (
         f"{checkpoint.folder} was saved with --optimizer {getattr(saved, 'optimizer', 'unknown')}, "
         f"this run has --optimizer {args.optimizer}. Load it with the model and optimizer that "
-        "saved it; where only the optimizer differs, --no-load-optim or --finetune loads the "
+        "saved it; if only the optimizer differs, --no-load-optim or --finetune loads the "
         f"weights and starts momentum at zero. {_NOTHING_LOADED}"
     )
 
 
 def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
-    """Read every byte of a checkpoint, a share of about as many on each rank."""
-    # Together the ranks read it once: each reading all of it would take the file system down.
+    """Read every byte of a checkpoint, about as many on each rank."""
+    # All bytes on every rank would overload the file system of a large job.
     found, problems = _attempt(
         lambda: list(find_problems(checkpoint, dist.get_rank(), dist.get_world_size()))
     )
@@ -285,7 +278,7 @@ def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
 
 
 def _raise_together(problems: list[str], advice: str) -> None:
-    """Raise on all ranks where one has a problem; alone where there is no process group yet."""
+    """Raise on all ranks if one has a problem; on this rank if there is no process group yet."""
     if dist.is_initialized():
         raise_where_any_rank_fails(problems, None, current_device(), advice)
     elif problems:
@@ -293,11 +286,10 @@ def _raise_together(problems: list[str], advice: str) -> None:
 
 
 def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``get_load_checkpoint_path_by_args``, which fails for --pretrained-checkpoint alone."""
+    """Wrap ``get_load_checkpoint_path_by_args``: --pretrained-checkpoint works without --load."""
 
     @functools.wraps(original)
     def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> str:
-        """Look where --pretrained-checkpoint says when there is no --load."""
         if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
             load_arg = "pretrained_checkpoint"
         return original(args, load_arg)

@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""One implementation of Adam loads what another one saved.
+"""Load the step counter of one implementation of Adam into another one.
 
 ========================  ==================================  ======================================
 Adam                      keeps its step counter as           in checkpoints
 ========================  ==================================  ======================================
-torch's                   a tensor for each parameter         ``state.<parameter>.step``
-Transformer Engine's,     a number for each parameter group   ``param_to_group_meta.<parameter>
+torch's                   a tensor per parameter              ``state.<parameter>.step``
+Transformer Engine's,     a number per parameter group        ``param_to_group_meta.<parameter>
 Apex's                                                        .step``
 ========================  ==================================  ======================================
 
-Their groups also differ in settings, such as torch's ``amsgrad``, which flags decide.
+Their groups also differ in settings such as torch's ``amsgrad``, which come from flags.
 """
 
 from collections.abc import Mapping
@@ -19,25 +19,26 @@ from typing import Any
 import torch
 
 from megatron_muon.checkpoint.storage import StoredCheckpoint
-from megatron_muon.mcore.checkpoint.state import MOVING_SETTINGS
+from megatron_muon.mcore.fsdp_dtensor.state import MOVING_SETTINGS
 
 
 def as_stored(checkpoint: StoredCheckpoint, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what to load of an optimizer's state dict: counters where the checkpoint has them.
+    """Return the part of an optimizer's state dict to load: counters where the checkpoint has them.
 
-    Settings that the checkpoint lacks and flags decide are left out.
+    Settings that the checkpoint lacks are left out if they come from flags.
 
     Args:
-        checkpoint: What is stored.
+        checkpoint: The stored keys.
         wanted: ``state`` and ``param_to_group_meta`` of this run, as they would be saved: gated
             layers in halves, ``<parameter>_w`` and ``<parameter>_v``. Not changed.
     """
     own_settings = wanted["param_to_group_meta"]
+    stored = checkpoint.tensors.keys() | checkpoint.objects.keys()
     settings = {
         name: {
             key: value
             for key, value in own.items()
-            if key in MOVING_SETTINGS or _setting_key(name, key) in checkpoint.keys
+            if key in MOVING_SETTINGS or _setting_key(name, key) in stored
         }
         for name, own in own_settings.items()
     }
@@ -56,12 +57,12 @@ def as_stored(checkpoint: StoredCheckpoint, wanted: Mapping[str, Any]) -> dict[s
 
 
 def as_in_run(loaded: Mapping[str, Any], own: dict[str, Any]) -> None:
-    """Fill this run's state dict from one of :func:`as_stored`, after that was loaded in place.
+    """Fill this run's state dict from that of :func:`as_stored`, which has been loaded in place.
 
     Args:
         loaded: Settings and counters from the checkpoint. Its other states are those of ``own``,
             or parts of them.
-        own: State dict of this run, parameters whole; its dictionaries are replaced.
+        own: State dict of this run, gated layers not halved; its dictionaries are replaced.
     """
     counts = [float(states["step"]) for states in loaded["state"].values() if "step" in states]
     states, settings = dict(own["state"]), {}
@@ -72,7 +73,7 @@ def as_in_run(loaded: Mapping[str, Any], own: dict[str, Any]) -> None:
             step = torch.tensor(float(settings[name].pop("step")), dtype=torch.float32)
             states[name] = {**states[name], "step": step}
         elif "step" in own_settings and "step" not in found:
-            # A group has one counter, and all parameters have been stepped together.
+            # A group has one counter: all its parameters have been stepped together.
             settings[name]["step"] = int(max(counts))
     own["state"], own["param_to_group_meta"] = states, settings
 

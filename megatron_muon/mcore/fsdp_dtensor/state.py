@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer state by parameter name, as checkpoints of Megatron-FSDP hold it.
 
-======================  ========================================================================
-``state``               parameter name -> state name -> tensor; DTensors sharded like the parameter
+=======================  =======================================================================
+``state``                parameter name -> state name -> tensor; DTensors sharded as the parameter
 ``param_to_group_meta``  parameter name -> settings of its parameter group
-======================  ========================================================================
+=======================  =======================================================================
 
-Names are the model's, experts counted over all expert-parallel ranks. Upstream's
-``DistributedOptimizer`` writes the same layout, so its tools read it.
+Names are those of the model, experts with their global index. Upstream's ``DistributedOptimizer``
+writes the same layout, so its tools can read it.
 """
 
 import logging
@@ -29,16 +29,17 @@ from megatron_muon.runtime.dtensor_layout import local_tensor
 
 logger = logging.getLogger(__name__)
 
-# What training itself changes in a parameter group; the rest comes from flags.
+# Settings of a parameter group that training changes; the others come from flags.
 MOVING_SETTINGS = ("lr", "weight_decay", "step")
 
 
 def complete_state(child: DistributedOptimizer) -> None:
-    """Create all state of a child, for every parameter on every rank, empty shards included.
+    """Create all state of an optimizer, for every parameter on every rank, empty shards included.
 
-    Saving runs one collective a tensor, and hangs where ranks hold different sets of them; loading
-    fills what is there. Torch's Adam makes none for empty shards, Megatron's initializer makes it
-    without ``step``, and fused Adams keep ``step`` in groups and only from the first step on.
+    Saving runs one collective per tensor, and hangs if ranks hold different sets of tensors;
+    loading fills existing tensors. Torch's Adam creates no state for empty shards, Megatron's
+    initializer creates it without ``step``, and fused Adams keep ``step`` in groups, from the first
+    step on.
     """
     # Megatron's own initializer, so that names and dtypes are those of its checkpoints.
     child.init_state_fn(child.optimizer, child.config)
@@ -53,16 +54,16 @@ def complete_state(child: DistributedOptimizer) -> None:
 def record_offsets(
     child: DistributedOptimizer, main_weights: Mapping[torch.Tensor, DTensor]
 ) -> None:
-    """Record for ``torch.distributed.checkpoint`` which rows each state holds: those of the weight.
+    """Record for ``torch.distributed.checkpoint`` that states hold the rows of their weight.
 
-    Without it torch silently takes the rows of any DTensor for even shards.
+    Without a record torch silently assumes even shards for any DTensor.
 
     Args:
         child: Optimizer with complete state.
-        main_weights: For each parameter the DTensor that Megatron-FSDP recorded its rows on.
+        main_weights: By parameter, the DTensor on which Megatron-FSDP recorded its rows.
 
-    Communication: for each state of another shape than its parameter, which all ranks have alike,
-        an all-gather of shapes as objects over each sharded axis.
+    Communication: for every state whose shape differs from its parameter's, on all ranks, an
+        all-gather of shapes as objects over each sharded axis.
     """
     for param, states in child.optimizer.state.items():
         recorded = main_weights[param]._local_tensor
@@ -70,7 +71,7 @@ def record_offsets(
             if not isinstance(value, DTensor) or not hasattr(recorded, "__create_chunk_list__"):
                 continue
             if value.shape != param.shape:
-                # Of the same rows, but of other columns.
+                # It has the same rows, but other columns.
                 update_uneven_dtensor_chunk_metadata(value)
                 continue
             for name in ("__create_chunk_list__", "__create_write_items__"):
@@ -78,9 +79,9 @@ def record_offsets(
 
 
 def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Count a step that Adam has not counted: it skips parameters of which it holds no rows.
+    """Increment the step counters of empty shards, which Adam skips.
 
-    A checkpoint keeps the counter of any one rank, so all ranks must have the same.
+    A checkpoint keeps the counter of an arbitrary rank, so it must be equal on all ranks.
     """
     for param, states in optimizer.state.items():
         if param.grad is None and "step" in states:
@@ -88,18 +89,18 @@ def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
 
 
 def agree_on_step(child: DistributedOptimizer, device: torch.device) -> None:
-    """Set the step counters that stood still on ranks with empty shards to those of other ranks.
+    """Set the step counters of empty shards, which Adam did not increment, to those of other ranks.
 
-    Only upstream's own Adam needs it: :func:`count_step_of_empty_shards` is not called there.
+    Only upstream's own Adam needs it, as it does not call :func:`count_step_of_empty_shards`.
 
     Args:
-        child: Optimizer that every rank has, and that steps all its parameters together.
-        device: Where the counter is reduced.
+        child: Optimizer that exists on every rank, and steps all its parameters together.
+        device: Device of the reduction.
 
     Communication: one all-reduce of a float64 over all ranks.
     """
     counters = [states["step"] for states in child.optimizer.state.values() if "step" in states]
-    # Ranks without any shard have stood still since the start: the highest count is the true one.
+    # The counters of empty shards lag behind: the maximum is right.
     highest = max((float(step) for step in counters), default=0.0)
     agreed = torch.tensor(highest, dtype=torch.float64, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
@@ -114,7 +115,7 @@ def pack(
 
     Args:
         children: Optimizers with complete state.
-        names: Name of each parameter in checkpoints.
+        names: Names of the parameters in checkpoints.
 
     Returns:
         ``state`` and ``param_to_group_meta``; the tensors are the optimizers' own, the dictionaries
@@ -135,21 +136,21 @@ def raise_where_state_does_not_fit(
     state_dict: Mapping[str, Any],
     device: torch.device,
 ) -> None:
-    """Check on all ranks together that a state dict is one that :func:`pack` could have made here.
+    """Check on all ranks together that a state dict has the layout of :func:`pack` on this rank.
 
     Args:
         children: Optimizers with complete state.
-        names: Name of each parameter in checkpoints.
+        names: Names of the parameters in checkpoints.
         state_dict: ``state`` and ``param_to_group_meta``.
-        device: Where a flag is reduced.
+        device: Device of the reduction of a flag.
 
     Raises:
-        RuntimeError: On all ranks, naming rank and key, when a parameter or a state of it is
-            missing, unknown, or of another shape on one of them.
+        RuntimeError: On all ranks, naming rank and key, if a parameter or one of its states is
+            missing, unknown, or has another shape on any of them.
 
     Communication: one all-reduce of a single int32 over all ranks of the job.
     """
-    # Checked before anything is copied: half a loaded state would train without a word.
+    # Before anything is copied: training would silently continue from half a loaded state.
     problems = []
     found_states = state_dict.get("state", {})
     found_settings = state_dict.get("param_to_group_meta", {})
@@ -174,7 +175,7 @@ def raise_where_state_does_not_fit(
         None,
         device,
         "Load the state of the same optimizer and model, resharded by torch.distributed.checkpoint "
-        "where the ranks differ. Nothing was loaded.",
+        "if the ranks differ. Nothing was loaded.",
     )
 
 
@@ -195,20 +196,20 @@ def unpack(
     *,
     with_schedule: bool,
 ) -> None:
-    """Fill the optimizers from a state dict that fits.
+    """Fill the optimizers from a state dict that passed :func:`raise_where_state_does_not_fit`.
 
-    Tensors are copied into those that are there; :func:`pack`'s own, which
-    ``torch.distributed.checkpoint`` loads in place, stay as they are. Of the group settings only
-    what training changes is taken (learning rate, weight decay, step count). The rest this run's
-    flags decide, and where the checkpoint differs, that is logged.
+    Tensors are copied into the existing ones, unless they are the same: those of :func:`pack`,
+    which ``torch.distributed.checkpoint`` loads in place. Only the group settings that training
+    changes are loaded (learning rate, weight decay, step count). The others come from the flags of
+    this run; a warning names those that differ in the checkpoint.
 
     Args:
         children: Optimizers with complete state.
-        names: Name of each parameter in checkpoints.
+        names: Names of the parameters in checkpoints.
         state_dict: ``state`` and ``param_to_group_meta``; not changed.
-        with_schedule: Take ``max_lr`` and ``min_lr`` too.
+        with_schedule: Load ``max_lr`` and ``min_lr`` too.
     """
-    taken = (*MOVING_SETTINGS, *(("max_lr", "min_lr") if with_schedule else ()))
+    loaded = (*MOVING_SETTINGS, *(("max_lr", "min_lr") if with_schedule else ()))
     overridden: dict[str, str] = {}
     for child in children:
         for param, states in child.optimizer.state.items():
@@ -220,9 +221,8 @@ def unpack(
         for group in child.optimizer.param_groups:
             for param in group["params"]:
                 for key, value in state_dict["param_to_group_meta"][names[param]].items():
-                    # A group has one value: the first parameter's, where the checkpoint has more.
-                    is_taken = key in taken and param is group["params"][0]
-                    if is_taken:
+                    # A group has one value: that of its first parameter.
+                    if key in loaded and param is group["params"][0]:
                         group[key] = value
                     elif group.get(key, value) != value:
                         overridden.setdefault(

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repairs of ``fsdp_dtensor`` checkpoints in megatron-core 0.19.2, and one for later releases.
 
-Without them Muon's state cannot be saved where layers are gated (SwiGLU), nor any state where
-weights are fp32 or unsharded; and Adam's save hangs wherever a rank holds an empty shard.
+Without them Muon's state cannot be saved if layers are gated (SwiGLU), nor any state if weights are
+fp32 or unsharded; and Adam's save hangs if a rank holds an empty shard.
 """
 
 import functools
@@ -15,34 +15,32 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local
 from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.checkpoint.state import agree_on_step, complete_state
+from megatron_muon.mcore.fsdp_dtensor.state import agree_on_step, complete_state
 from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_wrapped
 
-# By name of the parameter, then by kind of state.
+# By parameter name, then by kind of state.
 type _States = dict[str, dict[str, Any]]
 
 _IS_REPLICATED = "_megatron_muon_is_replicated"
 
 
 def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``handle_swiglu_in_state_dict``, which knows Adam's two states alone.
+    """Wrap ``handle_swiglu_in_state_dict``, which only splits Adam's two states.
 
-    It splits a gated ``linear_fc1`` into the halves that tensor-parallel ranks reshard, ``_w`` and
-    ``_v``. It finds a rank's rows by an attribute. Without a buffer of model weights (fp32,
-    ``no_shard``) the attribute is missing. Under HFSDP it describes another buffer than the one
-    that main weights and optimizer state are sharded by. So it is set anew, from that one.
+    It splits a gated ``linear_fc1`` into its halves ``_w`` and ``_v``, so that tensor-parallel
+    ranks can reshard it, and reads the rows of this rank from an attribute. Without a buffer of
+    model weights (fp32, ``no_shard``) the attribute is missing; under HFSDP it describes another
+    buffer than that of main weights and optimizer state. So it is set anew, from the latter.
 
-    Communication: that of the wrapped function: one collective or more for each tensor that is
-    split, in the order of names, which is the same on all ranks.
+    Communication: as the original: one collective or more for every tensor that is split, in the
+        order of names, which is the same on all ranks.
     """
 
     def split_states(model: Any, located: "_LocatedParameters", whole: _States) -> _States:
-        """Split gated layers of every state, which split like the weights.
-
-        The original takes one tensor for each name, so it is called once for each kind of state.
-        """
+        # The original accepts one tensor per name, so it is called once per kind of state.
         num_experts = get_model_config(model).num_moe_experts
-        # Sorted: Adam's state comes in the order it was made, which empty shards change by rank.
+        # Sorted: Adam's state is in the order of its creation, which differs between ranks if some
+        # have empty shards.
         global_names = dict(sorted((expert_param_local_key(n, num_experts), n) for n in whole))
         kinds = dict.fromkeys(
             kind
@@ -70,16 +68,15 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
 def split_fused_latent_states(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``handle_mla_down_proj_in_state_dict`` of later releases, for every state.
 
-    It writes the fused down-projection of latent attention as the two that it stands for, and knows
-    Adam's states alone.
+    It writes the fused down-projection of latent attention as the two matrices it consists of, and
+    only handles Adam's states.
 
     Communication: as :func:`split_every_state`.
     """
 
     def split_states(model: Any, located: "_LocatedParameters", whole: _States) -> _States:
-        """Split fused down-projections of every state."""
         split: dict[str, dict[str, Any]] = {}
-        # Sorted, as the states of a parameter: each is split by collectives.
+        # Sorted, as every split is collective.
         for name, states in sorted(whole.items()):
             if ".linear_qkv_down_proj." not in name:
                 split[name] = states
@@ -98,7 +95,7 @@ def _handler(
     original: Callable[..., Any],
     split_states: Callable[[Any, "_LocatedParameters", _States], _States],
 ) -> Callable[..., Any]:
-    """Return a handler that splits the model as the original does, and every state.
+    """Return a handler that splits the model by the original, and states by ``split_states``.
 
     Args:
         original: The handler of megatron-core.
@@ -110,7 +107,6 @@ def _handler(
     def handle(
         model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Split the model and every state."""
         located = _LocatedParameters(model)
         model_state_dict, _ = original(located, model_state_dict, None)
         if optimizer_state_dict is None:
@@ -126,15 +122,15 @@ def _is_sharded(value: Any) -> bool:
 
 
 class _LocatedParameters:
-    """A Megatron-FSDP model that knows which elements of each parameter this rank holds.
+    """A Megatron-FSDP model with the element range of every parameter that this rank holds.
 
-    Upstream's lookup counts on the wrapper of bf16 models, and finds nothing in fp32.
+    Upstream's lookup expects the wrapper of bf16 models, and finds nothing in fp32.
 
     Args:
         model: A Megatron-FSDP model.
     """
 
-    states: dict[str, DTensor]  # what is split, by the name of its parameter; empty for weights
+    states: dict[str, DTensor]  # the states to split, by parameter name; empty for weights
 
     def __init__(self, model: Any) -> None:
         self.states = {}
@@ -157,11 +153,11 @@ class _LocatedParameters:
         return getattr(self._model, name)
 
     def get_parameter(self, name: str) -> DTensor:
-        """Return a parameter by its name, whatever wrappers the name counts."""
+        """Return a parameter by its name, with or without the prefixes of wrappers."""
         param = self._parameters[bare_name(name)]
         start, stop = self._elements[bare_name(name)]
         state = self.states.get(bare_name(name))
-        # A state may have other columns: one, where each row has a moment. Shards hold whole rows.
+        # A state may have fewer columns, such as a moment per row. Shards hold whole rows.
         if state is not None and state._local_tensor.shape != param._local_tensor.shape:
             num_cols = param._local_tensor.shape[1]
             state_cols = state._local_tensor.shape[1]
@@ -171,13 +167,12 @@ class _LocatedParameters:
 
 
 def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the ``make_fsdp_dtensor`` of checkpoints, which takes every tensor for a shard."""
+    """Wrap the ``make_fsdp_dtensor`` of checkpoints, which assumes that all tensors are sharded."""
 
     @functools.wraps(original)
     def make_fsdp_dtensor(
         local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
     ) -> DTensor:
-        """Make a DTensor, replicated where the model is."""
         if getattr(dist_index, _IS_REPLICATED, False):
             kwargs["is_sharded_param"] = False
         return original(local_tensor, param, dist_index=dist_index, **kwargs)
@@ -186,18 +181,17 @@ def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``DistributedOptimizer.sharded_param_state_fsdp_dtensor`` for optimizers of Adam's kind.
+    """Wrap ``DistributedOptimizer.sharded_param_state_fsdp_dtensor`` for all variants of Adam.
 
-    Upstream's optimizer has no state for empty shards, so ranks come with different sets of
-    tensors and the save hangs. For loading, upstream makes state by a step with zero gradients,
-    which decays the weights of a run that then finds no checkpoint.
+    Upstream's optimizer has no state for empty shards, so ranks save different sets of tensors, and
+    hang. For loading, upstream creates state by a step with zero gradients, which decays the
+    weights of a run that then finds no checkpoint.
 
     Communication: see :func:`agree_on_step`.
     """
 
     @functools.wraps(original)
     def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict[str, Any]:
-        """Return the state, complete and with agreed step counters for Adam."""
         if "Adam" not in type(self.optimizer).__name__:
             return original(self, is_loading)
         complete_state(self)
