@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from helpers import fsdp2_models
+from helpers.device import init_group
 from helpers.fsdp2_models import CASES, Sharded
 from helpers.planned import planned_in
 from helpers.ranks import run_ranks
@@ -44,7 +45,7 @@ class Reference:
     def step(self, grads: Sequence[Any], wire: str) -> None:
         """Step with whole gradients; on the bf16 wire norms are summed in float64."""
         from emerging_optimizers.orthogonalized_optimizers import muon
-        from gpu_checks.reference import float64_normalize
+        from helpers.whole_matrices import float64_normalize
 
         for each, matrices, grad in zip(self._parameters, self._matrices, grads, strict=True):
             for matrix, part in zip(matrices, _parts(each, grad), strict=True):
@@ -130,11 +131,10 @@ def _step_all(cases: Sequence[str], in_portions: bool = False) -> dict[str, list
             by ``PORTIONED_ATOL``, others in no bit.
     """
     import torch
-    import torch.distributed as dist
 
     from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
-    dist.init_process_group("gloo")
+    init_group()
     found = {}
     for case in cases:
         found[case] = []
@@ -194,7 +194,7 @@ def _domains() -> list[list[Any]]:
 
     from megatron_muon.fsdp2 import Muon
 
-    dist.init_process_group("gloo")
+    init_group()
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     found = []
     for each in fsdp2_models.expert_parallel():
@@ -224,11 +224,9 @@ def test_axes_that_deal_out_whole_matrices_need_no_exchange():
 
 def _instance_groups() -> list[bool]:
     """Return whether groups of one instance are those of the mesh."""
-    import torch.distributed as dist
-
     from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
-    dist.init_process_group("gloo")
+    init_group()
     parameters = fsdp2_models.hybrid()
     groups = [{"params": [each.param], **each.keys} for each in parameters]
     muon = Muon(groups, exchange=ExchangeSettings(instance_groups=2))

@@ -5,6 +5,7 @@
 from typing import Any
 
 import pytest
+from helpers.device import device, init_group, kind
 from helpers.ranks import run_ranks
 from helpers.toy_fsdp import build_model, build_optimizer
 
@@ -99,12 +100,14 @@ def _plain_dtensors() -> list[Any]:
 
     from megatron_muon.runtime.dtensor_layout import describe_dtensor
 
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    param = distribute_tensor(torch.ones(5, 3), mesh, [Replicate(), Shard(0)])
+    init_group()
+    mesh = init_device_mesh(kind(), (2, 2), mesh_dim_names=("outer", "inner"))
+    param = distribute_tensor(torch.ones(5, 3, device=kind()), mesh, [Replicate(), Shard(0)])
     matrix = describe_dtensor("weight", param)
     try:
-        describe_dtensor("weight", distribute_tensor(torch.ones(5, 4), mesh, [Shard(1), Shard(0)]))
+        describe_dtensor(
+            "weight", distribute_tensor(torch.ones(5, 4, device=kind()), mesh, [Shard(1), Shard(0)])
+        )
     except ValueError as error:
         return [matrix.layout.shards, dist.get_world_size(matrix.replica_group), str(error)]
     return []
@@ -149,7 +152,7 @@ def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
     for step in range(2):
         for index, (fqn, (param, matrix)) in enumerate(shards.items()):
             generator = torch.Generator().manual_seed(100 * step + index)
-            grad = torch.randn(whole[fqn].shape, generator=generator)
+            grad = torch.randn(whole[fqn].shape, generator=generator).to(device())
             whole[fqn].grad = grad.clone()
             rows = grad[slice(*matrix.local_range)].clone()
             param.grad = with_local(param, rows) if rows.numel() else None
