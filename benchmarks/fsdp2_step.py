@@ -52,66 +52,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import median, step_seconds
+from fsdp2_peers import OURS, OURS_FP32, PACKAGES, PEERS, Params
+from measure import CollectiveCounter, median, step_seconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import Shard, distribute_tensor
 
 LAYOUTS = ("even", "remainders", "experts", "HSDP", "TP x FSDP")
-LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.95, 0.1
-OURS, OURS_FP32 = "megatron_muon", "megatron_muon, wire fp32"
-# Modules of the peers that may not be installed.
-PACKAGES = {"muon-fsdp2": "muon_fsdp2", "dtensor-muon": "dtensor_muon", "muonium": "muonium"}
 # How long the other ranks may go on when one has failed: they usually lose a connection.
 GRACE_S = 5.0
 
-Params = list[torch.nn.Parameter]
 Shapes = Sequence[tuple[int, ...]]
-Builder = Callable[[Params], torch.optim.Optimizer]
-
-
-def _ours(wire: Any) -> Builder:
-    def build(params: Params) -> torch.optim.Optimizer:
-        """Build this package's optimizer, with torch's coefficients and scale."""
-        from megatron_muon.fsdp2 import ExchangeSettings, Muon
-
-        exchange = ExchangeSettings(wire=wire)
-        keys: Any = {"coefficient_type": "simple", "scale_mode": "shape_scaling", "nesterov": True}
-        return Muon(params, LR, MOMENTUM, WEIGHT_DECAY, exchange=exchange, **keys)
-
-    return build
-
-
-def _muon_fsdp2(params: Params) -> torch.optim.Optimizer:
-    keys = {"use_muon": True, "rms_scale": False, "nesterov": True}
-    rates = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
-    return importlib.import_module("muon_fsdp2").Muon([{"params": params, **keys, **rates}])
-
-
-def _by_full_tensor(package: str) -> Builder:
-    def build(params: Params) -> torch.optim.Optimizer:
-        """Build dtensor-muon's or muonium's optimizer, which are of one author."""
-        module: Any = importlib.import_module(f"{package}.orthogonalize.orthogonalize")
-        module.ns_loop_triton = module.ns_loop
-        keys = {"use_cautious_wd": False, "orthogonalization_strategy": "newton_schulz"}
-        # dtensor-muon makes one matrix of a batch otherwise.
-        groups = [{"params": params, "flatten": False, "momentum": MOMENTUM}]
-        return importlib.import_module(package).Muon(groups, LR, WEIGHT_DECAY, **keys)
-
-    return build
-
-
-PEERS: Mapping[str, Builder] = {
-    OURS: _ours("bf16"),
-    OURS_FP32: _ours("fp32"),
-    "AdamW": lambda params: torch.optim.AdamW(params, LR, weight_decay=WEIGHT_DECAY, foreach=True),
-    "torch.optim.Muon": lambda params: torch.optim.Muon(params, LR, WEIGHT_DECAY, MOMENTUM),
-    "muon-fsdp2": _muon_fsdp2,
-    "dtensor-muon": _by_full_tensor("dtensor_muon"),
-    "muonium": _by_full_tensor("muonium"),
-}
 
 
 def shapes_of(layout: str, options: argparse.Namespace) -> Shapes:
@@ -173,53 +124,6 @@ class Stepped:
         self.set_gradients()
         self.optimizer.step()
         return [each.to_local() - old for each, old in zip(locals_, before, strict=True)]
-
-
-class CollectiveCounter(TorchDispatchMode):
-    """Count collectives, and the bytes that this rank sends to others, by kind of collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.num_bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count a collective on plain tensors; DTensor comes here again with its local ones."""
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented
-        names = [argument.name for argument in func._schema.arguments]
-        # Whatever names a group is a collective, in any namespace; wait_tensor names none.
-        if "process_group" in names or "group_name" in names:
-            given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            kind = func._schema.name.partition("::")[2].replace("_", "").removesuffix("coalesced")
-            self.calls[kind] += 1
-            self.num_bytes[kind] += round(_bytes_sent(kind, given))
-        return func(*args, **(kwargs or {}))
-
-
-def _bytes_sent(kind: str, given: Mapping[str, Any]) -> float:
-    """Return the bytes that this rank sends to others in one collective."""
-    if "group_name" in given:
-        group = torch._C._distributed_c10d._resolve_process_group(given["group_name"])
-    else:
-        group = dist.ProcessGroup.unbox(given["process_group"])
-    sources = ("input", "inputs", "input_tensor", "input_tensors", "tensors")
-    tensors = [each for name in sources for each in tree_leaves(given.get(name))]
-    num_bytes = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
-    rank, size = group.rank(), group.size()
-    if kind.startswith("allgather"):
-        return num_bytes * (size - 1)
-    if kind == "allreduce":
-        return num_bytes * 2 * (size - 1) / size
-    if kind in ("alltoallbase", "alltoallsingle"):
-        splits = given["input_split_sizes"]
-        stays = splits[rank] / max(1, sum(splits)) if splits else 1 / size
-        return num_bytes * (1 - stays)
-    if kind == "gather":
-        return num_bytes * (rank != given["root_rank"])
-    if kind == "scatter":
-        return num_bytes * (size - 1) / size  # only the root has an input
-    raise NotImplementedError(f"{kind}: expected a collective whose bytes are known here")
 
 
 def probe(peer: str, layout: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -4,13 +4,17 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def synchronize() -> None:
@@ -73,52 +77,51 @@ class FunctionTimer:
         return sum(stop - start for start, stop in spans)
 
 
-@contextmanager
-def counted_bytes() -> Iterator[dict[str, int]]:
-    """Count the bytes this rank hands to collectives of torch.distributed for other ranks.
+class CollectiveCounter(TorchDispatchMode):
+    """Count collectives, and the bytes that this rank sends to others, by kind of collective."""
 
-    An all-reduce counts as a ring: 2 (W - 1) / W of the tensor. What torch's compiled collectives
-    send (``DTensor.full_tensor``) is not seen.
-    """
-    counted = {"bytes": 0, "calls": 0}
-    world = dist.get_world_size()
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
 
-    def add(num_bytes: float) -> None:
-        """Count one call."""
-        counted["bytes"] += round(num_bytes)
-        counted["calls"] += 1
-
-    sent = {
-        "all_to_all_single": _bytes_to_others,
-        "all_gather_into_tensor": lambda args, group: args[1].nbytes * (world - 1),
-        "all_gather": lambda args, group: args[1].nbytes * (world - 1),
-        "all_reduce": lambda args, group: args[0].nbytes * 2 * (world - 1) / world,
-    }
-    originals = {name: getattr(dist, name) for name in sent}
-
-    def counting(name: str) -> Callable[..., Any]:
-        """Return the collective of this name, counted."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            """Count, then call."""
-            add(sent[name](args, kwargs.get("group")))
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in sent:
-        setattr(dist, name, counting(name))
-    try:
-        yield counted
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a collective on plain tensors; DTensor comes here again with its local ones."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        names = [argument.name for argument in func._schema.arguments]
+        # Whatever names a group is a collective, in any namespace; wait_tensor names none.
+        if "process_group" in names or "group_name" in names:
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            kind = func._schema.name.partition("::")[2].replace("_", "").removesuffix("coalesced")
+            self.calls[kind] += 1
+            self.num_bytes[kind] += round(_bytes_sent(kind, given))
+        return func(*args, **(kwargs or {}))
 
 
-def _bytes_to_others(args: Sequence[Any], group: dist.ProcessGroup | None) -> float:
-    """Return the bytes of an ``all_to_all_single`` that leave this rank."""
-    _, sent, _, sizes = args
-    return sent.nbytes - sizes[dist.get_rank(group)] * sent.element_size()
+def _bytes_sent(kind: str, given: Mapping[str, Any]) -> float:
+    """Return the bytes that this rank sends to others in one collective."""
+    if "group_name" in given:
+        group = torch._C._distributed_c10d._resolve_process_group(given["group_name"])
+    else:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+    sources = ("input", "inputs", "input_tensor", "input_tensors", "tensors")
+    tensors = [each for name in sources for each in tree_leaves(given.get(name))]
+    num_bytes = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
+    rank, size = group.rank(), group.size()
+    if kind.startswith("allgather"):
+        return num_bytes * (size - 1)
+    if kind == "allreduce":
+        return num_bytes * 2 * (size - 1) / size
+    if kind in ("alltoallbase", "alltoallsingle"):
+        splits = given["input_split_sizes"]
+        stays = splits[rank] / max(1, sum(splits)) if splits else 1 / size
+        return num_bytes * (1 - stays)
+    if kind == "gather":
+        return num_bytes * (rank != given["root_rank"])
+    if kind == "scatter":
+        return num_bytes * (size - 1) / size  # only the root has an input
+    raise NotImplementedError(f"{kind}: expected a collective whose bytes are known here")
 
 
 @contextmanager

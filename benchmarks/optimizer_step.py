@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import FunctionTimer, counted_bytes, median, peak_memory, slowest, step_seconds
-from peers import PEERS, Model, Peer, owner_in
+from measure import CollectiveCounter, FunctionTimer, median, peak_memory, slowest, step_seconds
+from peers import PEERS, Model, Peer
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,14 +33,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each peer")
     parser.add_argument("--precision", choices=("medium", "high"), default="medium")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument(
-        "--buckets",
-        type=int,
-        nargs="+",
-        metavar="N",
-        default=[],
-        help="also measure owner with so many buckets, in place of those that the planner chooses",
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     return parser
 
@@ -73,11 +65,11 @@ def _gather_parameters(model: Model) -> Any:
 def _measure(peers: dict[str, Peer], model: Model, num_rounds: int) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     for name, peer in peers.items():
-        with peak_memory() as memory, counted_bytes() as counted:
+        with peak_memory() as memory, CollectiveCounter() as counter:
             peer.step()
         results[name] = {
-            "bytes_a_rank": slowest(counted["bytes"]),
-            "collective_calls": counted["calls"],
+            "bytes_a_rank": slowest(counter.num_bytes.total()),
+            "collective_calls": counter.calls.total(),
             "peak_extra_bytes": slowest(memory["bytes"]),
             "note": peer.note,
         }
@@ -140,11 +132,9 @@ def main() -> int:
     device = _start_ranks()
     model = Model.build(options.layers, options.hidden, device)
     peers, skipped = {}, {}
-    makers = {name: PEERS[name] for name in options.peers}
-    makers |= {f"owner, buckets {number}": owner_in(number) for number in options.buckets}
-    for name, make in makers.items():
+    for name in options.peers:
         try:
-            peers[name] = make(model, options.precision)
+            peers[name] = PEERS[name](model, options.precision)
         except ImportError as error:
             skipped[name] = f"not measured: {error}"
     results = _measure(peers, model, options.rounds)

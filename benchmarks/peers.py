@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_muon.newton_schulz.registry import BACKENDS
-from megatron_muon.plan import dealing
 from megatron_muon.plan.layout import RowLayout
 from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
 
@@ -132,16 +130,6 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
         functions,
         keep=optimizer,
     )
-
-
-def owner_in(num_buckets: int) -> Callable[[Model, str], Peer]:
-    """Return what makes this package's optimizer with a number of buckets of our choice."""
-
-    def make(model: Model, precision: str) -> Peer:
-        with mock.patch.object(dealing, "_NUM_BUCKETS", (num_buckets,)):
-            return sharded_muon(model, precision, mode="owner")
-
-    return make
 
 
 def layer_wise(model: Model, precision: str) -> Peer:

@@ -30,7 +30,6 @@ Files, each importing only those above it::
     symmetric       half of each symmetric product
     restarts        how many steps the Gram form may take at once
     gram            the Gram form
-    gram_shared     its products shared out among the owners of a split matrix
     gram_symmetric  half of each symmetric product of it
     transformer_engine  the standard steps of split matrices, by cuSOLVERMp
     registry        all of them by name, and which a job may use

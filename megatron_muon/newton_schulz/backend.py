@@ -24,13 +24,11 @@ class Work:
         flops: Floating-point operations.
         num_products: Matrix products, each at least one kernel.
         num_all_reduces: All-reduces of an n x n matrix, where several owners split the matrix.
-        num_all_gathers: All-gathers of an n x n matrix there.
     """
 
     flops: float
     num_products: int
     num_all_reduces: int
-    num_all_gathers: int = 0
 
 
 class Backend(ABC):

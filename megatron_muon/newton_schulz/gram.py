@@ -93,18 +93,6 @@ class Gram(Backend):
 
         return a @ b if c is None else torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
 
-    def _rows(
-        self, matrix: "torch.Tensor", parts_group: "dist.ProcessGroup | None"
-    ) -> "torch.Tensor":
-        """Return the rows of an n x n matrix that this rank computes: all of them."""
-        return matrix
-
-    def _whole(
-        self, rows: "torch.Tensor", parts_group: "dist.ProcessGroup | None"
-    ) -> "torch.Tensor":
-        """Return the n x n matrix of which each rank has computed its rows."""
-        return rows
-
     def polynomial(
         self,
         r: "torch.Tensor",
@@ -121,37 +109,29 @@ class Gram(Backend):
         Returns:
             What X is to be multiplied with, of the same shape.
         """
+        import torch
         import torch.distributed as dist
 
         product = self._symmetric_product
         if parts_group is not None:
             dist.all_reduce(r, group=parts_group)
-        # Shared out, a rank computes some rows of a product: the left factor has these rows, the
-        # right one is whole. So R and Q, on the left, are kept as rows, and P is made whole. The
-        # order P R P becomes R P P, and P Q becomes Q P: all are polynomials of one R.
-        own_r = self._rows(r, parts_group)
-        own_q = None
+        q: torch.Tensor | None = None
         for number, (a, b, c) in enumerate(coefficients, start=1):
             # P without its a I, which is added where P is multiplied.
-            own_p = product(own_r, r, own_r, alpha=c / _SCALE**4, beta=b / _SCALE**2)
-            p = self._whole(own_p, parts_group)
-            if own_q is None:
+            p = product(r, r, r, alpha=c / _SCALE**4, beta=b / _SCALE**2)
+            if q is None:
                 q = p.clone()
                 q.diagonal(dim1=-2, dim2=-1).add_(a)
-                if len(coefficients) == 1:
-                    return q
-                own_q = self._rows(q, parts_group)
-                del q  # what has a name stays in memory, and each is n x n
             else:
-                own_q = product(own_q, p, own_q, beta=a)
+                q = product(q, p, q, beta=a)
             if number < len(coefficients):
-                half = product(own_r, p, own_r, beta=a)
-                own_r = product(half, p, half, beta=a)
-                r = self._whole(own_r, parts_group)
+                half = product(r, p, r, beta=a)
+                r = product(half, p, half, beta=a)
+                # A name keeps its n x n matrix in memory.
                 del half
-            del own_p, p
-        assert own_q is not None  # a segment has a step
-        return self._whole(own_q, parts_group)
+            del p
+        assert q is not None  # a segment has a step
+        return q
 
 
 class _GramRun(PortionedRun):

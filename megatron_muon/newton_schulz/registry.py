@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 from megatron_muon.newton_schulz.backend import Backend
 from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.gram import Gram
-from megatron_muon.newton_schulz.gram_shared import GramShared
 from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.standard import Standard
@@ -29,7 +28,6 @@ BACKENDS: dict[str, Backend] = {
         Standard(),
         Symmetric(),
         Gram(),
-        GramShared(),
         GramSymmetric(),
         TransformerEngine(),
     )
@@ -43,14 +41,13 @@ _MAX_DIFFERENCE = 0.05
 def requested_backends(choice: BackendChoice) -> tuple[str, ...]:
     """Return the backends that a choice lets matrices choose from, by cost, then in this order.
 
-    Each has one that takes every shape, for those that kernels do not take. The Gram form of split
-    matrices may share its products out.
+    Every choice has a backend for all shapes, also those that kernels do not support.
     """
     names: dict[BackendChoice, tuple[str, ...]] = {
         "standard": (Standard.name,),
         "symmetric": (Standard.name, Symmetric.name),
-        "gram": (Gram.name, GramShared.name),
-        "gram_symmetric": (Gram.name, GramShared.name, GramSymmetric.name),
+        "gram": (Gram.name,),
+        "gram_symmetric": (Gram.name, GramSymmetric.name),
         "transformer_engine": (TransformerEngine.name, Standard.name),
         # What its calls cost is not known: nothing to choose by.
         "auto": tuple(name for name in BACKENDS if name != TransformerEngine.name),

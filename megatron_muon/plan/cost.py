@@ -211,7 +211,6 @@ class CostModel:
             gather_s = n * n * 2 * (num_parts - 1) / num_parts / (gbps * 1e9)
             # A ring all-reduce sends each byte twice.
             seconds += work.num_all_reduces * (latency + 2 * gather_s)
-            seconds += work.num_all_gathers * (latency + gather_s)
         return seconds
 
     def _product_seconds(self, num_rows: int, num_cols: int, num_parts: int, backend: str) -> float:

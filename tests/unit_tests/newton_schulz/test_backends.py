@@ -203,21 +203,15 @@ def _run_parts(shape: tuple[int, int], is_normalized: bool, coefficients: str) -
     found = []
     of = settings(5, coefficients)
     segments = segments_of(coefficients_of(5, coefficients))
-    for backend in ("standard", "gram", "gram_shared"):
+    for backend in ("standard", "gram"):
         options = {"is_normalized": is_normalized, "whole_shape": shape, "of": of}
         expected = orthogonalized(whole, backend, **options).chunk(size, dim + 1)[rank]
         part = whole.chunk(size, dim + 1)[rank].contiguous()
-        with (
-            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduces,
-            mock.patch.object(
-                dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor
-            ) as gathers,
-        ):
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduces:
             result = orthogonalized(part, backend, parts_group=dist.group.WORLD, **options)
         assert result.dtype == whole.dtype and result.shape == part.shape
         work = BACKENDS[backend].work(*sorted(shape), segments, size)
-        counted = [work.num_all_reduces + (not is_normalized), work.num_all_gathers]
-        assert [reduces.call_count, gathers.call_count] == counted
+        assert reduces.call_count == work.num_all_reduces + (not is_normalized)
         found.append(relative_error(result, expected.double()))
     return found
 
@@ -237,8 +231,8 @@ def test_parts_of_a_split_matrix_are_those_of_the_whole(shape, is_normalized, co
     The collectives are as many as the cost model counts.
     """
     run = run_ranks(2, _run_parts, shape, is_normalized, coefficients).check()
-    for standard, whole, shared in run.results:
-        assert whole < 2.0**-7 and shared < 2.0**-7
+    for standard, gram_form in run.results:
+        assert gram_form < 2.0**-7
         # Gram matrices are added in bf16, five times.
         assert standard < 2.0**-5
 
@@ -262,10 +256,9 @@ def test_operations_are_those_of_the_form(backend, shape, expected):
     work = CostModel().work(*shape, 1, backend)
     assert work.flops == expected * 64**3
     if backend == "gram":
-        parts = [CostModel().work(*shape, 4, name) for name in ("gram", "gram_shared")]
-        # Shared out, everything is divided, repeated only what the longer side takes.
-        assert parts[1].flops == work.flops / 4
-        assert parts[0].flops == work.flops - 3 / 4 * 8 * max(shape) * 64**2
+        # Only the products with the longer side are divided among the owners of a split matrix.
+        part = CostModel().work(*shape, 4, backend)
+        assert part.flops == work.flops - 3 / 4 * 8 * max(shape) * 64**2
 
 
 @pytest.mark.parametrize("coefficient_type", ["quintic", "polar_express"])
@@ -306,12 +299,11 @@ def test_shape_and_cost_choose_the_backend():
         ("symmetric", (4096, 4304), 4, ["standard"]),  # nor the columns of a part
         ("symmetric", (1024, 4096), 1, ["standard"]),  # below the break-even
         ("gram", (64, 96), 1, ["gram"]),
-        ("gram", (64, 96), 4, ["gram", "gram_shared"]),
-        ("gram", (66, 96), 4, ["gram"]),  # owners would have other numbers of rows
+        ("gram", (64, 96), 4, ["gram"]),
         ("gram_symmetric", (64, 96), 1, ["gram"]),  # less than a tile
         ("gram_symmetric", (256, 512), 1, ["gram", "gram_symmetric"]),
-        ("gram_symmetric", (256, 512), 2, ["gram", "gram_shared", "gram_symmetric"]),
-        ("gram_symmetric", (256, 520), 2, ["gram", "gram_shared"]),
+        ("gram_symmetric", (256, 512), 2, ["gram", "gram_symmetric"]),
+        ("gram_symmetric", (256, 520), 2, ["gram"]),
         ("auto", (64, 64), 1, ["standard", "gram"]),
     ],
 )
@@ -326,9 +318,9 @@ def test_what_a_machine_lacks_is_said():
     assert usable == ("standard",)
     assert reasons[0].startswith("Newton-Schulz symmetric: expected fp32_matmul_prec medium")
     assert reasons[-1] == "Newton-Schulz symmetric: expected a GPU, got cpu ranks"
-    assert usable_backends("gram", settings(), CPU) == (("gram", "gram_shared"), [])
+    assert usable_backends("gram", settings(), CPU) == (("gram",), [])
     usable, reasons = usable_backends("auto", settings(), CPU)
-    assert usable == ("standard", "gram", "gram_shared") and len(reasons) == 2
+    assert usable == ("standard", "gram") and len(reasons) == 2
     gpu = torch.device("cuda", 0)
     with mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)):
         assert Symmetric().problems(settings(), gpu) == []

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.newton_schulz.registry import requested_backends
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.cost_table import CostSource, CostTable, ShapeTime
 
@@ -31,17 +30,6 @@ def test_costs_are_those_of_the_table():
     assert longer.newton_schulz_seconds(64, 256) == pytest.approx(1e-3)
     share = cost.work(64, 256, 2).flops / cost.work(64, 256).flops
     assert cost.newton_schulz_seconds(64, 256, 2) == pytest.approx(0.5e-3 * share)
-
-
-def test_shared_products_are_timed_as_the_gram_form():
-    """Whole matrices are: only split ones share products, and nobody can time them alone."""
-    times = CostTable(5, "medium", (ShapeTime(64, 256, 1, 2.0, "gram"),))
-    backends = requested_backends("gram")
-    cost = CostModel(measured=times, backends=backends, all_reduce_us=0, gbps=1e9)
-    assert times.missing([(64, 256)], backends) == []
-    assert cost.backend_of(64, 256, 4) == "gram_shared"
-    assert cost.newton_schulz_seconds(64, 256, 4) == pytest.approx(2e-3 / 4)
-    assert cost.newton_schulz_seconds(64, 256) == pytest.approx(2e-3)
 
 
 def test_shape_that_is_missing_is_named():

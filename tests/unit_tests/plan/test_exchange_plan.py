@@ -416,7 +416,7 @@ def test_rank_with_other_replicas_in_another_matrix_is_refused():
     ("backends", "expected"),
     [
         (("standard", "symmetric"), ["symmetric", "standard"]),
-        (("gram", "gram_shared", "gram_symmetric"), ["gram_symmetric", "gram"]),
+        (("gram", "gram_symmetric"), ["gram_symmetric", "gram"]),
     ],
 )
 def test_copies_are_left_to_torch(backends, expected):

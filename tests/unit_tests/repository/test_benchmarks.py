@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks run, and what they count is right; how fast anything is, they say, not a test."""
 
-import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import module_from_spec, spec_from_file_location
@@ -15,12 +13,6 @@ import pytest
 from helpers.idle_commands import FOLDER, IdleCommand, ended
 from helpers.ranks import ROOT, launch
 from training_log import TrainingLog
-
-from megatron_muon.plan import ExchangePlan
-from megatron_muon.plan.assignment import Assignment, matrix_seconds
-from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import RowLayout, whole_matrix
-from megatron_muon.plan.wire import Wire
 
 # What a step may cost at most, by ranks: figures of step_cost.py, which docs/performance.md shows.
 # Whoever removes an operation lowers them, here and there; nothing may raise them unseen.
@@ -42,46 +34,34 @@ STEP_COST = {
 }
 
 
-def _benchmark_command(name: str, arguments: str) -> IdleCommand:
-    return IdleCommand((sys.executable, str(ROOT / "benchmarks" / name), *arguments.split()))
-
-
-STEP_ESTIMATE = _benchmark_command("step_estimate.py", "--ranks 2 --steps 1 --variants 2")
-PLANNING = _benchmark_command("planning.py", "--preset qwen3-30b-a3b --dp 16 64")
-FSDP2_STEP = _benchmark_command(
-    "fsdp2_step.py",
-    f"--ranks 2 --hidden 16 --layers 1 --rounds 1 --layouts even experts --json {FOLDER}/step.json",
+FSDP2_STEP = IdleCommand(
+    (
+        sys.executable,
+        str(ROOT / "benchmarks" / "fsdp2_step.py"),
+        *"--ranks 2 --hidden 16 --layers 1 --rounds 1 --layouts even experts".split(),
+        *("--json", f"{FOLDER}/step.json"),
+    )
 )
 
 
 def idle_commands(name, params):
     """Yield the benchmark of a test: none looks at a time."""
-    commands = {
-        test_step_estimate_holds_predictions_against_ranks: STEP_ESTIMATE,
-        test_planning_measures_each_number_of_ranks: PLANNING,
-        test_fsdp2_step_counts_bytes_and_says_who_fails: FSDP2_STEP,
-    }
-    for test, command in commands.items():
-        if name == test.__name__:
-            yield command
+    if name == test_fsdp2_step_counts_bytes_and_says_who_fails.__name__:
+        yield FSDP2_STEP
 
 
 @pytest.mark.ranks
 def test_optimizer_step_measures_every_peer_and_writes_json(tmp_path):
     """One run, all peers; owner moves fewer bytes than gathering everything to everyone."""
     path = tmp_path / "step.json"
-    flags = ["--hidden", "32", "--layers", "2", "--rounds", "2", "--buckets", "3"]
-    flags += ["--json", str(path)]
+    flags = ["--hidden", "32", "--layers", "2", "--rounds", "2", "--json", str(path)]
     run = launch(2, flags, script=ROOT / "benchmarks" / "optimizer_step.py").check()
     data = json.loads(path.read_text())
     peers = data["peers"]
     assert set(peers) | set(data["skipped"]) == {
         "adam", "owner", "owner, wire fp32", "all_gather", "layer_wise", "torch.optim.Muon",
-        "owner, buckets 3",
     }  # fmt: skip
     assert peers["adam"]["bytes_a_rank"] == 0
-    calls = {name: peers[name]["collective_calls"] for name in ("owner", "owner, buckets 3")}
-    assert calls["owner, buckets 3"] > calls["owner"]
     assert peers["owner"]["bytes_a_rank"] < peers["owner, wire fp32"]["bytes_a_rank"]
     assert peers["owner, wire fp32"]["bytes_a_rank"] < peers["all_gather"]["bytes_a_rank"]
     for name, peer in peers.items():
@@ -124,83 +104,6 @@ def test_checkpoint_measures_muon_beside_adam(tmp_path, monkeypatch, capsys):
     assert 0.5 < muon["state_bytes"] / adam["state_bytes"] < 0.9
     assert min(*adam.values(), *muon.values()) > 0
     assert "| FSDP, muon, owner |" in capsys.readouterr().out
-
-
-def _alternatives(arguments: str) -> dict[str, list[float]]:
-    """Run the comparison as a user does, and read its table."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "design_alternatives.py"), *arguments.split()],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
-    return {row[0]: [float(value.rstrip("%")) for value in row[1:]] for row in rows}
-
-
-def test_design_alternatives_are_of_the_same_shards():
-    """Bounds that hold at any rates: all work on all ranks, all but the largest shards."""
-    rows = _alternatives("--preset llama3-8b --dp 8")
-    everything, largest, idlest = (
-        rows[name]
-        for name in ("gather everything to all", "largest holder", "idlest rank, longest first")
-    )
-    joint = rows["joint, --max-parts 8"]
-    assert everything[:2] == [8, 8.0] and everything[3] == 700.0
-    assert all(largest[3] <= row[3] for row in rows.values())
-    assert largest[4] <= joint[4] <= everything[4]
-    assert idlest[1] <= joint[1] < largest[1]
-    # The lower bound of the plan report is the largest holder's: 2 bytes there and back.
-    report = json.loads(
-        subprocess.run(
-            [sys.executable, "-m", "megatron_muon.plan", "--preset", "llama3-8b", "--json"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    )
-    assert largest[4] == pytest.approx(report["lower_bound_bytes"] / 2 / 8 / 1e6, abs=0.1)
-    assert joint[4] == pytest.approx(report["mean_elements_sent"] / 1e6, abs=0.1)
-
-
-def test_least_traffic_of_two_matrices_that_one_rank_holds_most_of(monkeypatch):
-    """It has both, or one and a half, or one of the two, as far as its load allows."""
-    bound = _benchmark("traffic_bound", monkeypatch)
-    layout = RowLayout(8, 4, ((0, 6), (6, 8)))
-    # Two that lie alike share their regions.
-    matrices = [whole_matrix(f"{i}.weight", layout, [[(0,), (1,)]]) for i in range(2)]
-    cost = CostModel()
-    one_s = matrix_seconds(matrices[0], cost)
-    owned_by_both = Assignment(((0,), (1,)), {0: one_s, 1: one_s}, one_s)
-    wire = Wire.of("bf16", is_bf16=True)
-    plan = ExchangePlan.build(matrices, owned_by_both, cost, wire, staging_bytes=2**31)
-    # Elements: 2 rows of 4 go to rank 0 for a matrix that it owns, 6 to rank 1.
-    for load, least in ((1.0, 8 + 24), (1.5, 12 + 12), (2.0, 8 + 8)):
-        (row,) = bound.moved_by([plan], load)
-        assert (row.num_matrices, row.plan, row.largest_holder) == (2, 8 + 24, 8 + 8)
-        assert least - 1 <= row.least <= least  # rounded down
-
-
-def test_least_busiest_rank_by_hand(monkeypatch):
-    """One long matrix and short ones, on three ranks; more owners take more work in all."""
-    bound = _benchmark("load_bound", monkeypatch)
-    long, short = (6.0, 4.0, 3.0), (1.0,)
-    # Alone the long one takes 6 seconds on one rank, and 3 on three.
-    assert bound.least_busiest({long[:1]: 1}, 3) == pytest.approx(6)
-    assert bound.least_busiest({long: 1}, 3) == pytest.approx(3)
-    # With 6 short ones: on two owners all have 14 seconds of work, on three ranks; on three 15.
-    assert bound.least_busiest({long: 1, short: 6}, 3) == pytest.approx(14 / 3)
-    # With 30, on one owner it makes the least work.
-    assert bound.least_busiest({long: 1, short: 30}, 3) == pytest.approx(36 / 3)
-    layout = RowLayout(64, 32, ((0, 32), (32, 64)))
-    matrix = whole_matrix("a.weight", layout, [[(0,), (1,)]])
-    copied = dataclasses.replace(matrix, has_copies=True)
-    cost, wire = CostModel(), Wire.of("bf16", is_bf16=True)
-    seconds = [matrix_seconds(matrix, cost, parts) for parts in (1, 2)]
-    for each, expected in ((matrix, seconds), (copied, seconds[:1])):
-        assignment = Assignment(((0,),), dict.fromkeys((0, 1), 0.0), 1.0)
-        plan = ExchangePlan.build([each], assignment, cost, wire, staging_bytes=2**31)
-        assert bound.choices_of([plan], 8) == {tuple(expected): 1}
 
 
 @pytest.mark.ranks
@@ -297,87 +200,6 @@ def test_newton_schulz_times_each_backend_beside_its_operations(tmp_path, monkey
     # X and Q X, and of n x n matrices R, P, Q, R P and the next R.
     assert 6 < float(found["gram"]) < 7.5
     assert 3 < float(found["standard"]) < 5
-
-
-def test_newton_schulz_error_ranks_the_forms(monkeypatch, capsys):
-    """The Gram form in fp16 beats bf16 on every matrix, and needs its restart on hard ones."""
-    benchmark = _benchmark("newton_schulz_error", monkeypatch)
-    monkeypatch.setattr(benchmark, "SHAPE", (64, 256))
-    monkeypatch.setattr(sys, "argv", ["newton_schulz_error.py"])
-    assert benchmark.main() == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    names = lines[0].strip("| ").split(" | ")[1:]
-    for line in lines[2:]:
-        matrix, *cells = line.strip("| ").split(" | ")
-        error = {n: float(c.partition(";")[0]) for n, c in zip(names, cells, strict=True)}
-        assert error["gram, fp32"] < 1e-3
-        assert error["gram, fp16"] < error["standard, bf16"]
-        if matrix.startswith("falling"):
-            assert error["standard, bf16"] < error["gram, fp16, no restart"]
-
-
-def test_backends_train_compares_the_gram_form_with_two_seeds(tmp_path, monkeypatch, capsys):
-    """Three runs that differ in seed and form alone; the first one leaves a checkpoint."""
-    benchmark = _benchmark("backends_train", monkeypatch)
-    configs = []
-
-    def train(config, log_file, progress_interval):
-        configs.append(config)
-        log = TrainingLog(iteration=2, is_complete=True)
-        log.losses, log.validation_losses = {1: 3.0, 2: 2.0}, {2: 2.5}
-        log.step_ms = log.optimizer_ms = {1: 1.0, 2: 1.0}
-        return log
-
-    monkeypatch.setattr(benchmark, "train", train)
-    flags = ["--output", str(tmp_path), "--iterations", "2", "--max-megabytes", "0.1"]
-    monkeypatch.setattr(sys, "argv", ["backends_train.py", *flags])
-    assert benchmark.main() == 0
-    assert [config.seed for config in configs] == [1234, 1235, 1234]
-    commands = [set(config.megatron_arguments()) for config in configs]
-    assert commands[2] - commands[1] == {"gram", "--muon-fsdp-newton-schulz", "1234"}
-    assert commands[0] - commands[1] >= {"--save", str(tmp_path / "checkpoint")}
-    assert "| standard, seed 1234 | standard, seed 1235 | gram, seed 1234 |" in (
-        capsys.readouterr().out
-    )
-
-
-@pytest.mark.slow
-def test_step_estimate_holds_predictions_against_ranks():
-    """Two ranks, one step of two variants; how near the figures are is for people to judge."""
-    run = ended(STEP_ESTIMATE)
-    assert run.returncode == 0, run.stderr
-    rows = [line for line in run.stdout.splitlines() if line.startswith("| 2 |")]
-    assert [row.split(" | ")[1] for row in rows] == ["one schedule", "one bucket under way"]
-    assert "of pairs of variants that differ" in run.stdout
-
-
-def test_planning_measures_each_number_of_ranks():
-    """Counts are those of the plan; a rank keeps less than the plan of its domains."""
-    run = ended(PLANNING)
-    assert run.returncode == 0, run.stderr
-    rows = [line.split(" | ") for line in run.stdout.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["| 16", "| 64"]
-    # Of 48 layers: two matrices of each of 16 experts, and three dense ones.
-    assert [row[1] for row in rows] == [f"{48 * (2 * 16 + 3):,}"] * 2
-    for row in rows:
-        assert float(row[6]) < float(row[5]) < float(row[4])
-
-
-def test_step_estimate_counts_pairs_in_order(monkeypatch):
-    """Pairs that take nearly as long are left out, and those of other numbers of ranks."""
-    benchmark = _benchmark("step_estimate", monkeypatch)
-    rows = [
-        {"ranks": ranks, "predicted_ms": predicted, "measured_ms": measured}
-        for ranks, predicted, measured in [
-            (2, 1, 10),
-            (2, 2, 20),
-            (2, 3, 20.1),
-            (2, 9, 15),
-            (4, 9, 1),
-        ]
-    ]
-    # 10 < 15 < 20 and 20.1; predicted is 15 behind both.
-    assert benchmark.agreement(rows) == 3 / 5
 
 
 @pytest.mark.ranks

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
-from helpers import documents, repairs
+from helpers import repairs
 from helpers.documents import DOCUMENTS, GPU_ONLY, Command, commands_of
 from helpers.idle_commands import IdleCommand, ended, plan_command
 from helpers.ranks import ROOT
@@ -61,16 +61,8 @@ COVERED = {
     "::test_checkpoint_measures_muon_beside_adam",
     ".venv/bin/python benchmarks/newton_schulz.py*": "repository/test_benchmarks.py"
     "::test_newton_schulz_times_each_backend_beside_its_operations",
-    ".venv/bin/python benchmarks/newton_schulz_error.py *": "repository/test_benchmarks.py"
-    "::test_newton_schulz_error_ranks_the_forms",
-    ".venv/bin/python benchmarks/backends_train.py *": "repository/test_benchmarks.py"
-    "::test_backends_train_compares_the_gram_form_with_two_seeds",
     ".venv/bin/python benchmarks/fsdp2_step.py *": "repository/test_benchmarks.py"
     "::test_fsdp2_step_counts_bytes_and_says_who_fails",
-    ".venv/bin/python benchmarks/step_estimate.py*": "repository/test_benchmarks.py"
-    "::test_step_estimate_holds_predictions_against_ranks",
-    ".venv/bin/python benchmarks/planning.py*": "repository/test_benchmarks.py"
-    "::test_planning_measures_each_number_of_ranks",
     ".venv/bin/python benchmarks/step_cost.py*": "repository/test_benchmarks.py"
     "::test_step_cost_stays_within_its_bounds",
     # With 256 ranks.
@@ -121,40 +113,6 @@ def _printed(command: IdleCommand) -> str:
     return done.stdout
 
 
-def _alternatives(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the comparison of designs."""
-    return _call(_module("benchmarks", "design_alternatives", monkeypatch).main, arguments)
-
-
-def _traffic_bound(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the comparison with the least traffic."""
-    return _printed(_traffic_bound_command(arguments))
-
-
-def _traffic_bound_command(arguments: Sequence[str]) -> IdleCommand:
-    return _benchmark_command("traffic_bound.py", arguments)
-
-
-def _load_bound(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the comparison with the least load of the busiest rank."""
-    return _printed(_load_bound_command(arguments))
-
-
-def _load_bound_command(arguments: Sequence[str]) -> IdleCommand:
-    return _benchmark_command("load_bound.py", arguments)
-
-
-def _benchmark_command(name: str, arguments: Sequence[str]) -> IdleCommand:
-    return IdleCommand((sys.executable, str(ROOT / "benchmarks" / name), *arguments))
-
-
-def _expert_layouts(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the plans of layouts."""
-    module = _module("benchmarks", "expert_layouts", monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["expert_layouts.py", *arguments])
-    return _call(module.main)
-
-
 def _training(folder: str, name: str) -> Callable[[Sequence[str], pytest.MonkeyPatch], str]:
     """Return how to run a script whose trainings are replaced: test_parity.py has real ones."""
 
@@ -187,10 +145,6 @@ def _repairs(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
 # How to run a command: a prefix, and a function of its further arguments.
 RUN: dict[str, Callable[[Sequence[str], pytest.MonkeyPatch], str]] = {
     ".venv/bin/python -m megatron_muon.plan": _plan,
-    ".venv/bin/python benchmarks/design_alternatives.py": _alternatives,
-    ".venv/bin/python benchmarks/expert_layouts.py": _expert_layouts,
-    ".venv/bin/python benchmarks/load_bound.py": _load_bound,
-    ".venv/bin/python benchmarks/traffic_bound.py": _traffic_bound,
     ".venv/bin/python benchmarks/training_step.py": _training("benchmarks", "training_step"),
     ".venv/bin/python scripts/check_parity.py": _training("scripts", "check_parity"),
     ".venv/bin/python scripts/measure_repairs.py": _repairs,
@@ -207,31 +161,6 @@ def _runner(command: Command) -> str | None:
     if command.is_gpu_only or _covered(command):
         return None
     return next((p for p in RUN if f"{command.text} ".startswith(f"{p} ")), None)
-
-
-def test_documents_have_commands():
-    """The reader of code blocks finds what is there, continued lines and comments included."""
-    texts = [command.text for command in COMMANDS]
-    assert "bash scripts/quickstart.sh" in texts
-    assert "bash scripts/test.sh tests/unit_tests/mcore/test_muon.py" in texts
-    assert any(text.endswith("--iterations 12 --passes 3") for text in texts)
-    assert any(command.shown for command in COMMANDS)
-
-
-def test_blocks_are_read_as_people_read_them(tmp_path):
-    """Marks, output, comments, fences and variables before a command."""
-    path = tmp_path / "a.md"
-    path.write_text(
-        "Text\n\n    # GPU only\n    torchrun --x 1 \\\n        --y   # why\n    out 1\n    out 2\n"
-        "\n```\n$ OMP_NUM_THREADS=1 bash a.sh\n```\n    not a command\n"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "ROOT", tmp_path)
-        found = commands_of(path)
-    assert found == [
-        Command("a.md:4", "torchrun --x 1 --y", ("out 1", "out 2"), True),
-        Command("a.md:10", "OMP_NUM_THREADS=1 bash a.sh", (), False),
-    ]
 
 
 def test_commands_are_accounted_for():
@@ -260,7 +189,7 @@ RUNNABLE = {command.text: command for command in COMMANDS if _runner(command)}
 
 @pytest.mark.parametrize("text", RUNNABLE)
 def test_command_runs_and_prints_what_is_shown(text, monkeypatch):
-    """Lines below a command are its output, and rows of a table stand in the document."""
+    """Lines below a command are lines of its output."""
     prefix = _runner(RUNNABLE[text])
     printed = RUN[prefix](shlex.split(text)[len(prefix.split()) :], monkeypatch).splitlines()
     lines = {line.strip() for line in printed}
@@ -268,10 +197,6 @@ def test_command_runs_and_prints_what_is_shown(text, monkeypatch):
         if command.text == text:
             missing = [line for line in command.shown if line != "..." and line not in lines]
             assert not missing, f"{command.where}: no longer printed: {missing}. Got {printed[:8]}"
-            if RUN[prefix] is _alternatives:
-                document = (ROOT / command.where.partition(":")[0]).read_text().splitlines()
-                missing = sorted(line for line in lines if line not in document)
-                assert not missing, f"{command.where}: expected the rows {missing}"
 
 
 PLAN_ROW = re.compile(r"\| `(--preset .*?)` \| (.*) \|")
@@ -302,13 +227,8 @@ def idle_commands(name: str, params: Mapping[str, Any]) -> Iterator[IdleCommand]
         yield _report_command(params["flags"])
     command = RUNNABLE.get(params.get("text", ""))
     prefix = _runner(command) if command is not None else None
-    make = {
-        _plan: plan_command,
-        _load_bound: _load_bound_command,
-        _traffic_bound: _traffic_bound_command,
-    }.get(RUN.get(prefix or ""))
-    if prefix is not None and make is not None:
-        yield make(shlex.split(params["text"])[len(prefix.split()) :])
+    if prefix is not None and RUN[prefix] is _plan:
+        yield plan_command(shlex.split(params["text"])[len(prefix.split()) :])
 
 
 @pytest.mark.parametrize(("flags", "figures"), PLAN_ROWS, ids=lambda value: value)

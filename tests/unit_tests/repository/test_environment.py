@@ -105,23 +105,3 @@ def test_python_version_file_agrees_with_pyproject() -> None:
 def test_shell_script_parses(script: Path) -> None:
     """Bash reads every script without a syntax error."""
     subprocess.run(["bash", "-n", str(script)], check=True)
-
-
-def test_environment_script_knows_a_stale_stamp(tmp_path: Path) -> None:
-    """A stamp counts only while lock, project file and folder are those it was written for."""
-    functions = (ROOT / "scripts" / "environment.sh").read_text()
-    start, end = functions.index("environment_stamp()"), functions.index("# Sets the array UV")
-    program = f"""
-    cd {tmp_path}
-    {functions[start:end]}
-    mkdir -p .venv/bin && touch requirements.lock pyproject.toml
-    environment_is_ready && exit 1
-    touch .venv/bin/python && chmod +x .venv/bin/python
-    environment_is_ready && exit 2
-    environment_stamp > .venv/megatron-muon.stamp
-    environment_is_ready || exit 3
-    echo changed > requirements.lock
-    environment_is_ready && exit 4
-    exit 0
-    """
-    subprocess.run(["bash", "-c", program], check=True)

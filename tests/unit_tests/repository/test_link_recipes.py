@@ -69,17 +69,6 @@ def test_generator_finds_recipes_and_cases(checkout):
         assert golden.is_file() == name.endswith("_cpu")
 
 
-def test_arguments_reach_megatrons_script_whole(checkout, tmp_path):
-    """The launcher's option and the script are one argument, which Megatron's script splits."""
-    link_recipes(checkout)
-    script = next(iter(jobs(checkout).values()))
-    (tmp_path / "bash").write_text('#!/bin/sh\nshift\nfor each; do echo "$each"; done\n')
-    (tmp_path / "bash").chmod(0o755)
-    script = script.replace("cd /opt/megatron-lm", f"PATH={tmp_path}:$PATH OUTPUT_PATH=/out")
-    done = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True)
-    assert "TRAINING_SCRIPT_PATH=-m megatron_muon pretrain_gpt.py" in done.stdout.splitlines()
-
-
 def test_linking_again_updates_and_removing_leaves_nothing(checkout):
     """What Megatron's scripts changed in a copy is put right; its own files stay."""
     before = files(checkout)
@@ -129,9 +118,3 @@ def test_files_of_megatron_are_never_replaced(checkout):
     assert done.returncode == 1
     assert f"{case.name}/: expected a copy of ours or nothing" in done.stderr
     assert files(checkout) == before
-
-
-def test_folder_that_is_no_checkout_is_refused(tmp_path):
-    """Also an option that does not exist."""
-    assert "expected a Megatron-LM checkout" in link_recipes(tmp_path).stderr
-    assert "expected MEGATRON_DIR [--remove]" in link_recipes(tmp_path, "--force").stderr

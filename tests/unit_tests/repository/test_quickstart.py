@@ -14,9 +14,8 @@ import comparison_report
 import learning_rate_sweep
 import pytest
 import quickstart
-import training_run
 from helpers.idle_commands import FOLDER, IdleCommand, ended
-from training_log import TrainingLog, failure_excerpt
+from training_log import TrainingLog
 from training_run import RunConfig
 
 LOG_LINES = """
@@ -91,60 +90,6 @@ def test_dataset_reads_back_as_the_bytes_of_its_files(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*partial*"))
 
 
-def test_dataset_is_found_again_and_changes_its_name_with_its_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Megatron finds its sample index by the data set's name, so new content needs a new one."""
-    text_files(tmp_path)
-    writes = []
-
-    def write(documents: list[bytes], prefix: Path) -> None:
-        writes.append(prefix)
-        prefix.parent.mkdir(exist_ok=True)
-        Path(f"{prefix}.idx").touch()
-
-    monkeypatch.setattr(byte_dataset, "write_dataset", write)
-    files = byte_dataset.files_below([tmp_path])
-    first = byte_dataset.build_byte_dataset(files, tmp_path / ".out", 10_000_000)
-    again = byte_dataset.build_byte_dataset(files, tmp_path / ".out", 10_000_000)
-    (tmp_path / "00.txt").write_bytes(b"changed" * 500)
-    changed = byte_dataset.build_byte_dataset(files, tmp_path / ".out", 10_000_000)
-
-    assert first == again
-    assert writes == [first.prefix, changed.prefix]
-    assert first.prefix != changed.prefix
-
-
-def test_documents_respect_the_cap_and_are_enough_to_split(tmp_path: Path) -> None:
-    """One huge file still gives documents to train on and documents to validate on."""
-    (tmp_path / "huge.txt").write_bytes(b"0123456789" * 30_000)
-    documents = byte_dataset.read_documents([tmp_path / "huge.txt"], max_bytes=200_000)
-    assert sum(map(len, documents)) == 200_000
-    assert len(documents) >= byte_dataset.MIN_DOCUMENTS
-
-
-def test_documents_raise_when_there_is_too_little_text(tmp_path: Path) -> None:
-    """Too little text is an error that says what to do, not a crash in Megatron."""
-    (tmp_path / "small.txt").write_bytes(b"x" * 10)
-    with pytest.raises(ValueError, match="expected at least 100000 bytes .* got 10 .*--data"):
-        byte_dataset.read_documents([tmp_path / "small.txt"], max_bytes=1_000_000)
-
-
-def test_files_below_raises_when_a_path_is_missing(tmp_path: Path) -> None:
-    """A mistyped path is named."""
-    with pytest.raises(ValueError, match="--data: expected a file or folder, got .*nothing"):
-        byte_dataset.files_below([tmp_path / "nothing"])
-
-
-def test_standard_library_is_there_without_its_tests() -> None:
-    """Every interpreter brings enough text, in a fixed order."""
-    files = byte_dataset.standard_library_files()
-    assert files == byte_dataset.standard_library_files()
-    assert {"argparse.py", "dataclasses.py"} <= {file.name for file in files}
-    assert not any("site-packages" in file.parts for file in files)
-    assert sum(file.stat().st_size for file in files) > 5_000_000
-
-
 def test_log_is_read_into_numbers() -> None:
     """Losses and times land at their iterations; a loss left out was NaN."""
     log = parsed(LOG_LINES)
@@ -158,85 +103,6 @@ def test_log_is_read_into_numbers() -> None:
     assert log.final_validation_loss() == 4.3
     assert log.median_step_ms() == 210.0
     assert log.mean_loss(2) == 5.0
-
-
-def test_log_is_complete_only_with_the_validation_after_training() -> None:
-    """A run that dies after its last iteration, before its last validation, does not count."""
-    assert not parsed(LOG_LINES[:-1]).is_complete
-    assert parsed(LOG_LINES).is_complete
-
-
-def test_failure_shows_the_rank_that_failed_first() -> None:
-    """The rank with the first traceback is shown, not the noise of those that it took along."""
-    lines = ["[default0]:fine\n", "[default1]:Traceback (most recent call last):\n"]
-    lines += ["[default1]:ValueError: seed\n", "[default0]:Traceback (most recent call last):\n"]
-    assert failure_excerpt(lines) == [line.rstrip() for line in lines[1:3]]
-
-
-def test_failure_without_a_traceback_shows_the_rank_that_torchrun_blames() -> None:
-    """A rank ended by a signal prints no traceback."""
-    lines = ["[default0]:fine\n", "[default1]:malloc(): corrupted\n", "Failures:\n"]
-    lines += ["  rank      : 0 (local_rank: 0)\n", "Root Cause (first observed failure):\n"]
-    lines += ["  rank      : 1 (local_rank: 1)\n"]
-    assert failure_excerpt(lines) == ["[default1]:malloc(): corrupted"]
-
-
-def test_failure_of_torchrun_itself_shows_its_last_lines() -> None:
-    """Without any rank's output, torchrun's own error is what there is."""
-    assert failure_excerpt(["torchrun: bad option\n"]) == ["torchrun: bad option"]
-
-
-def run_of_a_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
-) -> tuple[RunConfig, Path]:
-    """Return a run of one iteration whose command is a shell script, and its log file."""
-    (config, _), _ = synthetic_results(1)
-    monkeypatch.setattr(RunConfig, "command", lambda *_: ["sh", "-c", f"cd {tmp_path}; {script}"])
-    return config, tmp_path / "logs" / "run.log"
-
-
-def finished_lines(tmp_path: Path) -> Path:
-    lines = [line.replace("iteration 3", "iteration 1") for line in LOG_LINES]
-    (tmp_path / "lines").write_text("".join([*lines[:2], lines[-1]]))
-    return tmp_path / "lines"
-
-
-def test_run_that_a_fault_ended_starts_over_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A crash of native code under gloo, once in many runs, must not cost the comparison."""
-    finished_lines(tmp_path)
-    crash = "E1120 api.py:986] failed (exitcode: -11) local_rank: 1 (pid: 1) of binary: python"
-    script = f"[ -e once ] && cat lines && exit 0; touch once; echo '{crash}'; exit 1"
-    config, log_file = run_of_a_script(tmp_path, monkeypatch, script)
-    assert training_run.train(config, log_file, 1).final_validation_loss() == 4.3
-    assert "starts over" in capfd.readouterr().err
-    assert crash in log_file.with_suffix(".crash1.log").read_text()
-
-
-def test_run_that_an_error_ended_raises_with_its_last_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error, unlike a fault, comes again: it is shown and ends the call."""
-    script = "touch x$(ls x* | wc -l); echo '[default0]:ValueError: wrong flag'; exit 1"
-    config, log_file = run_of_a_script(tmp_path, monkeypatch, script)
-    with pytest.raises(training_run.RunFailedError, match="ValueError: wrong flag") as info:
-        training_run.train(config, log_file, 1)
-    assert "expected 1 iterations, got 0 and exit status 1" in str(info.value)
-    assert len(list(tmp_path.glob("x*"))) == 1
-
-
-def test_finished_run_is_found_again_only_by_the_same_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sweep goes on where it stopped, but never with another model's numbers."""
-    finished_lines(tmp_path)
-    config, log_file = run_of_a_script(tmp_path, monkeypatch, "cat lines")
-    assert training_run.finished_log(config, log_file) is None
-    log = training_run.train(config, log_file, 0)
-    assert training_run.finished_log(config, log_file) == log
-    run_of_a_script(tmp_path, monkeypatch, "cat lines; true")
-    assert training_run.finished_log(config, log_file) is None
 
 
 def test_comparison_writes_table_numbers_and_plot(tmp_path: Path) -> None:
@@ -285,50 +151,6 @@ def test_sweep_widens_one_grid_for_all_until_every_optimum_is_inside() -> None:
     assert learning_rate_sweep.best(losses["adam"]) == pytest.approx(5e-4)
     assert len(runs) == len(set(runs)) == 18
     assert learning_rate_sweep.is_bracketed(losses)
-
-
-def test_sweep_takes_a_diverged_run_for_the_worst(tmp_path: Path) -> None:
-    """NaN compares false with everything: it must not pass for the best."""
-    losses = {"muon": {1e-3: 3.0, 2e-3: 2.0, 4e-3: math.nan}}
-    assert learning_rate_sweep.best(losses["muon"]) == 2e-3
-    assert learning_rate_sweep.missing_points(losses) == []
-    text = learning_rate_sweep.write_sweep(losses, tmp_path / "sweep.md", "command", 10)
-    assert "2.0000 *" in text
-    assert "diverged" in text
-
-
-def test_sweep_stops_when_the_loss_only_falls() -> None:
-    """A loss without a minimum in reach ends the sweep, and the report says so."""
-    grid = [1e-3 * 2**i for i in range(5)]
-    losses = learning_rate_sweep.run_sweep(["adam"], grid, lambda _, rate: -rate)
-    assert len(losses["adam"]) == learning_rate_sweep.MAX_POINTS
-    assert not learning_rate_sweep.is_bracketed(losses)
-
-
-@pytest.mark.parametrize("grid", [[1e-3, 2e-3], [1e-3, 2e-3, 4e-3, 8e-3, 9e-3]])
-def test_sweep_raises_when_its_grid_is_not_one(grid: list[float]) -> None:
-    """Too few points, or steps other than two, would not be comparable."""
-    with pytest.raises(ValueError, match="--learning-rates: expected at least 5"):
-        learning_rate_sweep.run_sweep(["adam"], grid, lambda *_: 0.0)
-
-
-def test_command_line_defaults_to_the_recorded_learning_rates() -> None:
-    """Without options both optimizers run with the sweep's choice."""
-    options = quickstart.parse_arguments([])
-    assert options.optimizers == ["muon", "adam"]
-    assert options.learning_rates == [quickstart.LEARNING_RATES[x] for x in ("muon", "adam")]
-    assert options.iterations == quickstart.ITERATIONS
-    assert quickstart.parse_arguments(["--sweep"]).iterations == quickstart.ITERATIONS
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--learning-rates", "1e-3"], ["--ranks", "3"], ["--optimizers", "adam", "adam"]],
-)
-def test_command_line_refuses_options_that_disagree(arguments: list[str]) -> None:
-    """A wrong option ends the call before anything is built."""
-    with pytest.raises(SystemExit):
-        quickstart.parse_arguments(arguments)
 
 
 # Held to AVX2: any CPU then lacks bf16 instructions.

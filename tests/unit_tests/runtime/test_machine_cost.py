@@ -187,8 +187,8 @@ def _build_with(newton_schulz: str, rank_without: int | None) -> list[Any]:
     ("newton_schulz", "rank_without", "expected"),
     [
         ("standard", None, [["standard"], []]),
-        ("gram", None, [["gram", "gram_shared"], [2, 3]]),
-        ("auto", None, [["standard", "gram", "gram_shared"], [2, 3]]),
+        ("gram", None, [["gram"], [2, 3]]),
+        ("auto", None, [["standard", "gram"], [2, 3]]),
         ("auto", 1, [["standard"], []]),
     ],
 )
