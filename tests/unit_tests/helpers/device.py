@@ -36,12 +36,8 @@ _ON_CUDA = {
 # What --piece runs, the largest questions first: files below tests/unit_tests. With -m "not slow"
 # a piece is meant to end within eight minutes on one GPU.
 PIECES: dict[str, tuple[str, ...]] = {
-    # Upstream's bits on whole matrices over NCCL.
-    "optimizer": (
-        "mcore/test_muon.py",
-        "mcore/test_fsdp_model.py",
-        "mcore/test_splits.py",
-    ),
+    # Upstream's bits on whole matrices, over NCCL.
+    "optimizer": ("mcore/test_muon.py",),
     # Streams, the allocator, reads of the host; bytes and faults of the exchange.
     "engine": (
         "runtime/test_on_gpu.py",
@@ -55,7 +51,15 @@ PIECES: dict[str, tuple[str, ...]] = {
         "runtime/test_agreement.py",
     ),
     # Losses of upstream's Muon under DDP.
-    "parity": ("mcore/test_parity.py", "mcore/test_other_optimizers.py"),
+    "parity": ("mcore/test_parity.py",),
+    # All optimizers of a model under Megatron-FSDP.
+    "model": (
+        "mcore/test_fsdp_model.py",
+        "mcore/test_chained_optimizer.py",
+        "mcore/test_expert_parallel.py",
+        "mcore/test_splits.py",
+        "mcore/test_lion.py",
+    ),
     "fsdp2": (
         "fsdp2/test_layouts.py",
         "fsdp2/test_optimizer.py",
@@ -67,14 +71,12 @@ PIECES: dict[str, tuple[str, ...]] = {
         "newton_schulz/test_backends_on_gpu.py",
         "newton_schulz/test_standard.py",
     ),
-    # Megatron-FSDP's optimizers in one step, and runs that are saved and resumed.
+    # Scripts, runs that are saved and resumed, adaptive Muon.
     "training": (
-        "mcore/test_chained_optimizer.py",
-        "mcore/test_expert_parallel.py",
-        "mcore/test_lion.py",
-        "mcore/test_adaptive_muon.py",
         "repository/test_train_megatron_core.py",
         "checkpoint/test_resume.py",
+        "mcore/test_other_optimizers.py",
+        "mcore/test_adaptive_muon.py",
     ),
 }
 
