@@ -26,7 +26,7 @@ _MAX_BUCKETS = 16
 _DEPTH = 3
 # Replicas pass one scatter on while another comes in: at least this many in a step.
 _MIN_SCATTERS = 4
-# Memory may ask for up to this many buckets, and scatters per bucket.
+# Memory may ask for up to this many buckets, and scatters in a step.
 _MAX_FOR_MEMORY = 64
 
 
@@ -91,24 +91,28 @@ def choose_buckets(
         return Buckets((), order, aligned_size(max(local_bytes.values(), default=0)))
     counter = SizeCounter(stacking, has_replicas=has_replicas)
     least: Buckets | None = None
-    drafts: dict[tuple[int, bool], list[tuple[int, ...]]] = {}
-    sizes: dict[tuple[int, bool, int], _Profiles] = {}
+    drafts: dict[tuple[int, bool], tuple[tuple[int, ...], ...]] = {}
+    sizes: dict[tuple[Hashable, int], _Profiles] = {}
+    seen: set[tuple[Hashable, PlanOrder]] = set()
     for order in _orders(
         num_buckets or _num_buckets(matrices), depth or _DEPTH, has_replicas=has_replicas
     ):
         # At depth 1 nothing hides that ranks wait for each other: buckets by length end together.
         draft_key = order.num_buckets, order.depth.ahead > 1
         if draft_key not in drafts:
-            drafts[draft_key] = _fill_buckets(matrices, *draft_key)
+            drafts[draft_key] = tuple(_fill_buckets(matrices, *draft_key))
         buckets = drafts[draft_key]
         order = _with_buckets(order, len(buckets))
-        sizes_key = *draft_key, order.num_scatters
+        if (buckets, order) in seen:
+            continue
+        seen.add((buckets, order))
+        sizes_key = buckets, order.num_scatters
         if sizes_key not in sizes:
             of_buckets = [counter.sizes(bucket, order.num_scatters) for bucket in buckets]
             sizes[sizes_key] = _profiles(of_buckets, local_bytes)
         needed = _needed_bytes(sizes[sizes_key], order, stacking)
         if least is None or needed < least.staging_bytes:
-            least = Buckets(tuple(buckets), order, needed)
+            least = Buckets(buckets, order, needed)
         if needed <= staging_bytes:
             break
     assert least is not None
@@ -126,18 +130,17 @@ def _num_buckets(matrices: Sequence[ExchangedMatrix]) -> int:
 
 
 def _orders(num_buckets: int, depth: int, *, has_replicas: bool) -> Iterator[PlanOrder]:
-    """Yield orders that need less and less memory."""
+    """Yield orders that need less and less memory; few, since each of them is laid out."""
     count = num_buckets
     while count <= max(_MAX_FOR_MEMORY, num_buckets):
         scatters = -(-_MIN_SCATTERS // count) if has_replicas else 1
-        while scatters <= _MAX_FOR_MEMORY:
-            for ahead in range(depth, 0, -1):
-                yield PlanOrder(count, scatters, Depth(ahead, ahead * scatters), has_replicas)
-            if not has_replicas:
-                break
-            yield PlanOrder(count, scatters, Depth(1, 1), has_replicas)
+        for ahead in range(depth, 0, -1):
+            yield PlanOrder(count, scatters, Depth(ahead, ahead * scatters), has_replicas)
+        while has_replicas and count * scatters <= _MAX_FOR_MEMORY:
+            for behind in (2, 1):
+                yield PlanOrder(count, scatters, Depth(1, behind), has_replicas)
             scatters *= 2
-        count += max(1, count // 4)
+        count *= 2
 
 
 def _with_buckets(order: PlanOrder, num_buckets: int) -> PlanOrder:

@@ -13,7 +13,6 @@ toy_gpt             flags of the toy GPT that runs train, by layout
 repairs             runs with and without a repair of upstream's gradients
 checkpoint_runs     runs that save and load
 broken_optimizers   ways to break Muon on purpose
-planned             chooses what the planner would choose by memory and time
 collective_timing   collectives that arrive late, or at once
 fused_adam          a stand-in for Transformer Engine's fused Adam
 fused_linear        a stand-in for Transformer Engine's linear layer with fused gradients

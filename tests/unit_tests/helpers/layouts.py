@@ -1,13 +1,23 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Random layouts and orders of a step for property tests."""
+"""Random layouts, plans and orders of a step for property tests."""
 
+import dataclasses
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from hypothesis import strategies as st
 
+from megatron_muon.plan import ExchangePlan, ExchangeSettings, Wire
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.exchange_plan import plan_matrices
 from megatron_muon.plan.layout import MatrixLayout, RowLayout, whole_matrix
 from megatron_muon.plan.schedule import Depth, PlanOrder
+
+BF16 = Wire.of("bf16", is_bf16=True)
+# Newton-Schulz is so slow that matrices are split, and stacks hold a few small matrices.
+SLOW = CostModel(tflops=1e-7, all_reduce_us=0, ranks_per_node=2, stack_tiles=4)
 
 
 @st.composite
@@ -18,14 +28,6 @@ def matrix_lists(
 
     With shards, replicas, tensor-parallel blocks and QKV splits.
     """
-    return draw(domains(max_matrices, max_replicas))[0]
-
-
-@st.composite
-def domains(
-    draw: st.DrawFn, max_matrices: int = 8, max_replicas: int = 3
-) -> tuple[list[MatrixLayout], list[tuple[int, ...]]]:
-    """The same, and the ranks that hold the same rows."""
     num_tensor_ranks = draw(st.sampled_from([1, 1, 2]))
     num_shards = draw(st.integers(1, 5))
     num_replicas = draw(st.sampled_from([1, 1, *range(2, max_replicas + 1)]))
@@ -33,11 +35,12 @@ def domains(
     starts = range(0, len(ranks), num_replicas)
     cells = [tuple(sorted(ranks[i : i + num_replicas])) for i in starts]
     holders = [cells[i * num_shards : (i + 1) * num_shards] for i in range(num_tensor_ranks)]
-    matrices = [
-        draw(_matrices(f"layer.{index}.weight", holders))
+    # Matrices of all layers share their layout, and what is computed from it.
+    kinds = [draw(_matrices("", holders)) for _ in range(draw(st.integers(1, 4)))]
+    return [
+        dataclasses.replace(draw(st.sampled_from(kinds)), fqn=f"layer.{index}.weight")
         for index in range(draw(st.integers(1, max_matrices)))
     ]
-    return matrices, cells
 
 
 @st.composite
@@ -69,15 +72,52 @@ def rows_cut_at(num_rows: int, num_cols: int, rows: list[int]) -> RowLayout:
     return RowLayout(num_rows, num_cols, tuple(zip([0, *stops], stops, strict=False)))
 
 
+def one_matrix(rows: Sequence[int], num_cols: int = 64, fqn: str = "weight") -> MatrixLayout:
+    """Return a matrix of which rank i holds ``rows[i]`` rows."""
+    layout = rows_cut_at(sum(rows), num_cols, list(rows))
+    return whole_matrix(fqn, layout, [[(rank,) for rank in range(len(rows))]])
+
+
+def plan_of(
+    matrices: Sequence[MatrixLayout],
+    cost: CostModel = SLOW,
+    wire: Wire = BF16,
+    *,
+    staging_bytes: int = 2**31,
+    **settings: Any,
+) -> ExchangePlan:
+    """Plan some matrices; ``settings`` are those of :class:`ExchangeSettings`."""
+    return plan_matrices(
+        matrices,
+        cost,
+        ExchangeSettings(**settings),
+        wire,
+        load_ns={},
+        staging_bytes=staging_bytes,
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn, max_matrices: int = 8, max_replicas: int = 3) -> ExchangePlan:
+    """Plans with and without replicas, split matrices, stacks, and several scatters."""
+    return plan_of(
+        draw(matrix_lists(max_matrices, max_replicas)),
+        wire=draw(st.sampled_from([BF16, Wire("float32", "bfloat16")])),
+        staging_bytes=draw(st.sampled_from([1, 3000, 8000, 2**31])),
+        max_parts=draw(st.sampled_from([1, 8])),
+        num_buckets=draw(st.sampled_from([None, 1, 3])),
+        depth=draw(st.sampled_from([None, 1, 2])),
+    )
+
+
 @st.composite
 def plan_orders(draw: st.DrawFn) -> PlanOrder:
     """Orders of up to six buckets."""
-    has_replicas, is_portioned = draw(st.booleans()), draw(st.booleans())
+    has_replicas = draw(st.booleans())
     return PlanOrder(
         num_buckets=draw(st.integers(0, 6)),
         # All results of a bucket come back in one scatter elsewhere.
-        num_scatters=draw(st.integers(1, 4)) if has_replicas or is_portioned else 1,
+        num_scatters=draw(st.integers(1, 4)) if has_replicas else 1,
         depth=Depth(draw(st.integers(1, 5)), draw(st.integers(1, 5))),
         has_replicas=has_replicas,
-        is_portioned=is_portioned,
     )

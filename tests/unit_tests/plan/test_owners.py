@@ -1,0 +1,154 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns what: properties over random layouts, and small cases by hand."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+from helpers.layouts import BF16, matrix_lists, one_matrix
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.owners import Assignment, choose_owners, matrix_ns
+
+COSTS = st.builds(
+    CostModel,
+    tflops=st.sampled_from([1e-6, 1.0, 500.0]),
+    gbps=st.sampled_from([0.01, 1.0, 450.0]),
+    gbps_between_nodes=st.sampled_from([0.001, 1.0]),
+    ranks_per_node=st.sampled_from([1, 2, 8]),
+    kernel_us=st.sampled_from([0.0, 5.0]),
+    all_reduce_us=st.sampled_from([0.0, 20.0]),
+)
+LOADS = st.dictionaries(st.integers(0, 30), st.integers(0, 10**9))
+
+
+def _owners(
+    matrices: Sequence[MatrixLayout], cost: CostModel | None = None, **options: object
+) -> tuple[tuple[int, ...], ...]:
+    return choose_owners(matrices, cost or CostModel(), BF16, **options).owners
+
+
+def _loads(matrices: Sequence[MatrixLayout], found: Assignment, cost: CostModel) -> Counter[int]:
+    """Add up Newton-Schulz of what ranks own."""
+    load_ns: Counter[int] = Counter()
+    for matrix, owners in zip(matrices, found.owners, strict=True):
+        for owner in owners:
+            load_ns[owner] += matrix_ns(matrix, cost, len(owners))
+    return load_ns
+
+
+@given(matrix_lists(), COSTS, LOADS, st.sampled_from([1, 2, 8]))
+def test_owners_are_ranks_of_the_domain_and_loads_are_their_sums(matrices, cost, before, parts):
+    """A power of two of consecutive ranks for every matrix; with passes over what ranks hold."""
+    found = choose_owners(matrices, cost, BF16, max_parts=parts, initial_load_ns=before)
+    held: Counter[int] = Counter()
+    for matrix, owners in zip(matrices, found.owners, strict=True):
+        assert len(owners) in (1, 2, 4, 8) and len(owners) <= parts
+        first = matrix.ranks.index(owners[0])
+        assert owners == matrix.ranks[first : first + len(owners)]
+        held.update(matrix.elements_by_rank)
+    load_ns = _loads(matrices, found, cost)
+    assert found.load_ns == {
+        rank: before.get(rank, 0) + load_ns[rank] + cost.pass_ns(held[rank])
+        for rank in matrices[0].ranks
+    }
+
+
+@given(matrix_lists(max_matrices=14), COSTS, LOADS)
+def test_fast_links_leave_no_rank_with_much_more_than_its_share(matrices, cost, before):
+    """At most the mean and one matrix more, by 3 %; or what it had before."""
+    cost = dataclasses.replace(cost, gbps=1e12, gbps_between_nodes=1e12)
+    nothing = choose_owners(matrices, cost, BF16, max_parts=1, initial_load_ns=before)
+    loads_before = Counter(nothing.load_ns)
+    loads_before.subtract(_loads(matrices, nothing, cost))
+    mean_ns = sum(nothing.load_ns.values()) / len(nothing.load_ns)
+    longest_ns = max(matrix_ns(matrix, cost) for matrix in matrices)
+    most_ns = max(mean_ns + longest_ns, *loads_before.values())
+    assert max(nothing.load_ns.values()) <= 1.03 * most_ns + 1
+
+
+@given(matrix_lists(), COSTS, LOADS)
+def test_owners_do_not_depend_on_which_layouts_are_one_object(matrices, cost, before):
+    """Ranks build layouts one by one or share them: sums by object once were sums of floats."""
+    copies = []
+    for matrix in matrices:
+        copy = dataclasses.replace(matrix)
+        # A rank whose cache was full has a mapping of its own, with other orders of insertion.
+        copy.__dict__["elements_by_rank"] = dict(reversed(matrix.elements_by_rank.items()))
+        copies.append(copy)
+    reversed_loads = dict(reversed(before.items()))
+    assert choose_owners(copies, cost, BF16, initial_load_ns=reversed_loads) == choose_owners(
+        matrices, cost, BF16, initial_load_ns=before
+    )
+
+
+def test_ranks_that_are_busy_elsewhere_get_less():
+    """Four equal matrices on two ranks, one of which has as much to do with experts."""
+    matrices = [one_matrix([33, 31])] * 4
+    busy = {0: 4 * matrix_ns(matrices[0], CostModel())}
+    assert _owners(matrices, initial_load_ns=busy) == ((1,),) * 4
+    assert sorted(_owners(matrices)) == [(0,), (0,), (1,), (1,)]
+
+
+def test_matrices_stay_on_a_rank_that_holds_them_whole():
+    """Where balance has nothing to gain, nothing travels that need not."""
+    matrices = [one_matrix(rows) for rows in ([64, 0], [0, 64], [60, 4], [4, 60])]
+    assert _owners(matrices) == ((0,), (1,), (0,), (1,))
+
+
+def test_owners_are_on_the_node_that_holds_most_if_links_between_nodes_are_slow():
+    """Rank 9 holds most rows, but the node of rank 0 does; the link decides."""
+    rows = [0] * 16
+    rows[0], rows[1], rows[2], rows[9] = 30, 20, 20, 40
+    for gbps, owner in ((1.0, 0), (450.0, 9)):
+        assert _owners([one_matrix(rows)], CostModel(gbps_between_nodes=gbps)) == ((owner,),)
+
+
+def test_slow_links_cost_balance():
+    """With links a million times slower, the holders of most rows own all of their matrices."""
+    matrices = [one_matrix([60, 2, 2, 0])] * 4
+    assert len(set(_owners(matrices, CostModel(kernel_us=1000)))) == 4
+    assert set(_owners(matrices, CostModel(gbps=1e-4, gbps_between_nodes=1e-4))) == {(0,)}
+
+
+def test_holders_share_out_what_only_few_ranks_hold():
+    """Llama-3-70B under tensor parallelism: the matrices of a shape have few holders.
+
+    By traffic alone all of them would go to the largest one, whose link would be the slowest.
+    """
+    matrices = [one_matrix([33, 31, 0, 0], num_cols=4096)] * 2 + [one_matrix([16] * 4)] * 64
+    owners = _owners(matrices, CostModel(gbps=5, kernel_us=100))
+    assert sorted(owners[:2]) == [(0,), (1,)]
+
+
+def test_matrix_longer_than_a_fair_share_is_split_if_that_pays():
+    """One large matrix on eight ranks is; a tiny one, whose all-reduces take longer, is not."""
+    large = one_matrix([2048] * 8, num_cols=4096)
+    assert _owners([large]) == (tuple(range(8)),)
+    assert [len(_owners([large], max_parts=parts)[0]) for parts in (2, 1)] == [2, 1]
+    assert len(_owners([one_matrix([8] * 8)])[0]) == 1
+
+
+def test_split_matrices_are_placed_before_others_take_ranks_of_their_sets():
+    """Llama-3-8B on 512 ranks: whole matrices had one rank of a node each.
+
+    Sets of eight then waited for ranks with two matrices, while 32 ranks had none: 26 % longer.
+    """
+    large = one_matrix([1024] * 16, num_cols=4096)
+    # As long as a part of the large one, and held by one rank of each node for the most part.
+    rows = [[0] * rank + [4081 + rank] + [1] * (15 - rank) for rank in (0, 8)]
+    small = [dataclasses.replace(one_matrix(of_rank, 4096), has_copies=True) for of_rank in rows]
+    (first,), (second,), owners = _owners([*small, large])
+    assert len(owners) == 8 and not {first, second} & set(owners)
+
+
+def test_matrix_with_copies_is_never_split():
+    """A copy that is split and one that is not would round differently, and drift apart."""
+    large = one_matrix([2048] * 8, num_cols=4096)
+    copy = dataclasses.replace(large, has_copies=True)
+    assert len(_owners([copy])[0]) == 1
+    assert [len(owners) for owners in _owners([copy, large])] == [1, 4]

@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank does: messages that match those of others, its stacks, and when they run."""
+
+from collections import Counter, defaultdict
+
+from helpers.layouts import matrix_lists, one_matrix, plan_of, plans, rows_cut_at
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.plan import ExchangePlan, OwnedStacks, RankPlan
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import whole_matrix
+from megatron_muon.plan.owners import Assignment
+from megatron_muon.plan.rank_plan import RankSchedule
+
+
+def _owned(rank_plan: RankPlan) -> list[OwnedStacks]:
+    return [*rank_plan.local, *(bucket.owned for bucket in rank_plan.buckets)]
+
+
+@given(plans())
+def test_messages_of_two_ranks_match(plan):
+    """What a rank sends to another is what that one expects, route by route, in every bucket."""
+    rank_plans = {rank: RankPlan.build(plan, rank) for rank in plan.ranks}
+    for number in range(len(plan.buckets)):
+        buckets = {rank: rank_plans[rank].buckets[number] for rank in plan.ranks}
+        any_rows = any(bucket.sends for bucket in buckets.values())
+        assert len({bucket.has_gather for bucket in buckets.values()}) == 1
+        for sender, mine in buckets.items():
+            assert sender not in mine.sends and mine.has_gather >= any_rows
+            for receiver, theirs in buckets.items():
+                assert mine.sends.get(receiver, []) == theirs.receives.get(sender, [])
+                for sent, received in zip(mine.scatters, theirs.scatters, strict=True):
+                    elements = sum(route.num_elements for route in sent.sends.get(receiver, []))
+                    assert elements == received.receives.get(sender, 0)
+
+
+@given(plans(max_replicas=1))
+def test_without_replicas_the_way_back_is_the_way_there(plan):
+    """Each scatter message is the gather message between the same two ranks, reversed."""
+    for rank in plan.ranks:
+        for bucket in RankPlan.build(plan, rank).buckets:
+            (scatter,) = bucket.scatters
+            assert {to: routes for to, routes in scatter.sends.items() if routes} == bucket.receives
+            assert [route for route, _ in scatter.arrivals] == [
+                route for _, routes in sorted(bucket.sends.items()) for route in routes
+            ]
+
+
+@given(plans(max_matrices=12))
+def test_every_matrix_is_orthogonalized_by_its_owners_and_nobody_else(plan):
+    """Also one that is split over just the ranks that hold replicas of it.
+
+    Such a matrix once counted as local, and no rank's local matrices held it: it was never stepped.
+    """
+    found = Counter()
+    for rank in plan.ranks:
+        for owned in _owned(RankPlan.build(plan, rank)):
+            found.update((p.matrix, p.block, rank) for stack in owned.stacks for p in stack)
+    assert found == Counter(
+        (index, block, owner)
+        for index, owners in enumerate(plan.owners)
+        for block in range(len(plan.matrices[index].blocks))
+        for owner in owners
+    )
+
+
+@given(plans(max_matrices=12))
+def test_stacks_have_one_shape_and_matrices_with_copies_are_alone(plan):
+    """Copies on other ranks may have other plans, and a stack may have other last bits."""
+    for rank in plan.ranks:
+        for owned in _owned(RankPlan.build(plan, rank)):
+            for stack in owned.stacks:
+                assert len({(part.num_rows, part.num_cols) for part in stack}) == 1
+                if any(plan.matrices[part.matrix].has_copies for part in stack):
+                    assert (len(stack), len(stack[0].owners)) == (1, 1)
+
+
+@given(plans(max_matrices=12))
+def test_owners_come_to_the_blocks_that_they_split_in_one_order(plan):
+    """They all-reduce inside of Newton-Schulz: in any other order they would wait for ever."""
+    orders: dict[tuple[int, tuple[int, ...]], set[tuple]] = defaultdict(set)
+    for rank in plan.ranks:
+        for number, bucket in enumerate(RankPlan.build(plan, rank).buckets):
+            split = [stack[0] for stack in bucket.owned.stacks if len(stack[0].owners) > 1]
+            assert split == [stack[0] for stack in bucket.owned.stacks][: len(split)]
+            for owners in plan.sets_of_owners:
+                if rank in owners:
+                    blocks = tuple((p.matrix, p.block) for p in split if p.owners == owners)
+                    orders[number, owners].add(blocks)
+    assert all(len(found) == 1 for found in orders.values())
+
+
+def test_matrix_split_over_the_ranks_that_hold_replicas_of_it_is_not_local():
+    """ZeRO-0 on two ranks: both orthogonalize half of what both have, and exchange the results."""
+    matrix = whole_matrix("a.weight", rows_cut_at(8, 4, [8]), [[(0, 1)]])
+    base = plan_of([matrix], max_parts=1)
+    assignment = Assignment(((0, 1),), {0: 1, 1: 1}, 1)
+    plan = ExchangePlan.build([matrix], assignment, base.cost, base.wire, staging_bytes=5000)
+    assert plan.local == () and plan.buckets == ((0,),) and plan.num_scatters == 4
+    (bucket,) = RankPlan.build(plan, 0).buckets
+    assert [part.num_rows for stack in bucket.owned.stacks for part in stack] == [4]
+    assert not bucket.has_gather
+    # In each scatter both keep four elements, and pass a chunk of eight on.
+    for scatter in bucket.scatters:
+        assert list(scatter.sends) == [0] and scatter.receives == {0: 4}
+        assert scatter.shard.chunk == 8
+
+
+@given(st.lists(matrix_lists(max_matrices=8), min_size=1, max_size=2))
+def test_every_local_stack_has_one_turn(lists):
+    """In a round, or at the end; with its memory."""
+    built = [plan_of(matrices, staging_bytes=1) for matrices in lists]
+    for rank in built[0].ranks:
+        schedule = RankSchedule.build(built, rank)
+        turns = [action.number for action in schedule.actions if action.kind == "local"]
+        assert turns == list(range(len(schedule.local)))
+        assert len(schedule.local) == len(schedule.staging.local)
+        assert Counter(stack for stacks in schedule.local for stack in stacks) == Counter(
+            (plan, number)
+            for plan, rank_plan in enumerate(schedule.rank_plans)
+            for number, _ in enumerate(rank_plan.local)
+        )
+
+
+def test_local_matrices_are_spread_over_the_rounds_and_the_end():
+    """At the end the last results are in flight: there is time for as many as in a round."""
+    local = [one_matrix([64, 0], fqn=f"local.{i}") for i in range(8)]
+    shared = [one_matrix([32, 32], fqn=f"shared.{i}") for i in range(20)]
+    cost = CostModel(stack_tiles=1)
+    plan = plan_of([*local, *shared], cost, num_buckets=3, depth=1)
+    assert len(plan.buckets) == 3 and len(plan.local) == 8
+    schedule = RankSchedule.build([plan], 0)
+    assert [len(stacks) for stacks in schedule.local] == [2, 2, 2, 2]

@@ -1,0 +1,80 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Counts for all ranks at once are those of the messages, stacks and buffers of every rank."""
+
+from collections import Counter
+
+import pytest
+from helpers.layouts import one_matrix, plan_of, plans
+from hypothesis import given
+
+from megatron_muon.plan import RankPlan
+from megatron_muon.plan.sizes import OnOffNode, RankSizes
+from megatron_muon.plan.staging import StagingLayout
+
+
+@given(plans())
+def test_sizes_of_every_rank_are_those_of_its_rank_plan(plan):
+    """To the element: with and without replicas, split matrices, blocks, and several scatters."""
+    nothing = RankSizes.nothing(plan.num_scatters)
+    rank_plans = {rank: RankPlan.build(plan, rank) for rank in plan.ranks}
+    for number, indices in enumerate(plan.buckets):
+        sizes = plan.sizes.sizes(indices, plan.num_scatters)
+        assert set(sizes) <= set(plan.ranks)
+        for rank, rank_plan in rank_plans.items():
+            bucket = rank_plan.buckets[number]
+            expected = bucket.num_elements, tuple(each.num_elements for each in bucket.scatters)
+            assert sizes.get(rank, nothing) == expected
+
+
+@given(plans())
+def test_staging_bytes_of_a_plan_are_those_of_its_fullest_rank(plan):
+    """To the byte: it is what the engine of that rank allocates."""
+    layouts = [
+        StagingLayout.build([RankPlan.build(plan, rank).staging(plan.wire)]) for rank in plan.ranks
+    ]
+    assert plan.staging_bytes == max(layout.num_bytes for layout in layouts)
+
+
+@given(plans(max_matrices=12))
+def test_stacks_of_every_owner_are_those_that_it_orthogonalizes(plan):
+    """As many, of the same shapes, with as many matrices: each is one call of Newton-Schulz."""
+    for rank in plan.ranks:
+        rank_plan = RankPlan.build(plan, rank)
+        owned = [bucket.owned.stacks for bucket in rank_plan.buckets]
+        owned.append([stack for local in rank_plan.local for stack in local.stacks])
+        for indices, stacks in zip([*plan.buckets, plan.local], owned, strict=True):
+            found = plan.stacking.stacks(indices).get(rank, [])
+            assert Counter((size.num_matrices, *size[1:3], size.num_parts) for size in found) == (
+                Counter((len(s), s[0].num_rows, s[0].num_cols, len(s[0].owners)) for s in stacks)
+            )
+
+
+@given(plans(max_replicas=1))
+def test_copies_of_a_rank_are_the_rectangles_that_it_packs_and_unpacks(plan):
+    """Rows and results of messages, and those that stay; the host has work for each of them."""
+    for number, indices in enumerate(plan.buckets):
+        copies = plan.sizes.traffic(indices).num_copies()
+        for rank in plan.ranks:
+            bucket = RankPlan.build(plan, rank).buckets[number]
+            (scatter,) = bucket.scatters
+            messages = [bucket.sends, bucket.receives, scatter.sends]
+            routes = sum(len(routes) for sides in messages for routes in sides.values())
+            routes += len(scatter.arrivals) + 2 * len(bucket.owned.kept)
+            assert copies.get(rank, 0) == routes
+
+
+@pytest.mark.parametrize("rows", [[8, 4, 2, 2], [0, 16, 0, 16]])
+def test_elements_are_counted_by_whether_they_leave_the_node(rows):
+    """Two ranks a node; by hand."""
+    plan = plan_of([one_matrix(rows, num_cols=4)], max_parts=1, num_buckets=1)
+    ((owner,),) = plan.owners
+    sent, received = plan.sizes.traffic([0]).gather(plan.cost)
+    beside = owner ^ 1
+    assert received == {
+        owner: OnOffNode(4 * rows[beside], 4 * (sum(rows) - rows[owner] - rows[beside]))
+    }
+    for rank, elements in ((rank, 4 * count) for rank, count in enumerate(rows) if count):
+        if rank != owner:
+            near = elements if rank == beside else 0
+            assert sent[rank] == OnOffNode(near, elements - near)
