@@ -56,7 +56,7 @@ COVERED = {
     "torchrun --nproc-per-node 8 -m megatron_muon pretrain_gpt.py *": "test_launcher.py"
     "::test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0",
     ".venv/bin/torchrun --nproc-per-node 2 -m megatron_muon scripts/pretrain_gpt.py *": "test_"
-    "launcher.py::test_command_of_the_readme_trains_without_a_checkout",
+    "launcher.py::test_command_of_the_flags_page_trains_without_a_checkout",
     "torchrun --nproc-per-node ? -m megatron_muon benchmarks/optimizer_step.py *": "repository/"
     "test_benchmarks.py::test_optimizer_step_measures_every_peer_and_writes_json",
     ".venv/bin/python benchmarks/checkpoint.py *": "repository/test_benchmarks.py"
