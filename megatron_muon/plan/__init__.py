@@ -42,7 +42,7 @@ How a plan is made, once, at construction
 
     for m in matrices:                                  # owners.py
         split m over 2, 4, 8 owners while it alone exceeds the fair share of a rank
-    for capacity in (0, 1.03 * highest load of the first pass):
+    for capacity in (0, 1.025 * highest load of the first pass):
         for m in matrices, those of most owners first, then the longest:
             fits = [r for r in holders of m if load[r] + time of m <= capacity]
             owner[m] = (the one of fits with the quietest link) or (the rank that is done first)
