@@ -13,7 +13,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.plan.layout import RowLayout, hfsdp_shard_of_rank, shards_from_flat_ranges
-from megatron_muon.runtime.dtensor_layout import describe_dtensor
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 # What wraps a model. In later releases the name is a function that chooses between two classes.
@@ -164,10 +163,8 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
         ValueError: A shard ends inside a row.
         RuntimeError: The buffer's rank is not where HFSDP's order of ranks puts it.
 
-    Communication: none; for a parameter in no buffer see :func:`describe_dtensor`.
+    Communication: none.
     """
-    if not hasattr(param, "_megatron_fsdp_model"):
-        return describe_dtensor(fqn, param)
     buffers = param._megatron_fsdp_model.param_and_grad_buffer
     orig_param = param.orig_param
     num_rows, num_cols = _local_shape(orig_param)

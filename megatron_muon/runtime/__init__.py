@@ -23,5 +23,5 @@ Files, each importing only those above it::
     weight_decay        emerging-optimizers' rules, all parameters at once
     momentum            weight decay, momentum and Nesterov, all parameters at once
     finite              which gradients are not finite
-    dtensor_layout      local rows of a DTensor, and its row shards outside of Megatron-FSDP
+    dtensor_layout      local rows of a DTensor
 """

@@ -60,63 +60,6 @@ def test_layout_is_where_megatron_fsdp_put_the_rows(world_size, sharding, settin
     assert (sum(num_empty for _, num_empty in run.results) > 0) == (sharding != "no_shard")
 
 
-def _compare_chunks(sharding: str, settings: dict[str, Any]) -> list[str]:
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
-
-    from megatron_muon.runtime.dtensor_layout import describe_dtensor
-
-    model = build_model(sharding, **settings)
-    different = []
-    try:
-        describe_dtensor("stale", model.module.module.decoder.layers[0].mlp.linear_fc1.weight)
-        different.append("chunks of other shards were believed")
-    except ValueError as error:
-        assert "stale: expected chunks of" in str(error)
-    for fqn, (param, matrix) in _matrices(model).items():
-        uneven_dtensor.update_uneven_dtensor_chunk_metadata(param)
-        found = describe_dtensor(fqn, param)
-        held = [shard for shard in found.layout.shards if shard[0] != shard[1]]
-        expected = [shard for shard in matrix.layout.shards if shard[0] != shard[1]]
-        if held != expected or found.local_shape != matrix.local_shape:
-            different.append(f"{fqn}: {held}, not {expected}")
-    return different
-
-
-@pytest.mark.parametrize(
-    ("world_size", "sharding"), [(2, "optim"), (3, "optim_grads_params"), (4, "optim_grads")]
-)
-def test_chunk_metadata_tell_the_same_layout_as_the_buffer(world_size, sharding):
-    """Where a parameter lies in no buffer, its checkpoint offsets say which rows a rank has."""
-    run = run_ranks(world_size, _compare_chunks, sharding, {}).check()
-    assert run.results == [[]] * world_size
-
-
-def _plain_dtensors() -> list[Any]:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from megatron_muon.runtime.dtensor_layout import describe_dtensor
-
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    param = distribute_tensor(torch.ones(5, 3), mesh, [Replicate(), Shard(0)])
-    matrix = describe_dtensor("weight", param)
-    try:
-        describe_dtensor("weight", distribute_tensor(torch.ones(5, 4), mesh, [Shard(1), Shard(0)]))
-    except ValueError as error:
-        return [matrix.layout.shards, dist.get_world_size(matrix.replica_group), str(error)]
-    return []
-
-
-def test_even_chunks_of_plain_dtensors_are_read_too():
-    """Five rows are cut into 3 and 2; columns cut over another axis are refused."""
-    for shards, num_replicas, error in run_ranks(4, _plain_dtensors).check().results:
-        assert shards == [[0, 3], [3, 5]] and num_replicas == 2
-        assert "weight: expected rows sharded over one mesh axis" in error
-
-
 def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
     import torch
     from helpers.sharded_muon import with_local
