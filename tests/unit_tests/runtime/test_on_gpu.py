@@ -132,12 +132,16 @@ def _memory_of_steps() -> dict[str, int]:
     }
 
 
-def test_steps_take_the_staging_memory_that_is_reported():
+@pytest.mark.parametrize("expandable", ["False", "True"])
+def test_steps_take_the_staging_memory_that_is_reported(expandable):
     """Beyond it results of a bucket in bf16, dense copies of them, and Newton-Schulz of a matrix.
 
     Construction allocates momentum; the rest of what it takes of the GPU is NCCL's.
     """
-    for found in run_ranks(2, _memory_of_steps).check().results:
+    # The first name is that of torch 2.9 and later.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    env = dict.fromkeys(names, f"expandable_segments:{expandable}")
+    for found in run_ranks(2, _memory_of_steps, env=env).check().results:
         print(found)
         owned = NUM_MATRICES // 2 // NUM_BUCKETS + 1
         # A copy of a stack, two more like it, and two Gram matrices, none larger than it.
