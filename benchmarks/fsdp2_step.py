@@ -136,7 +136,7 @@ def probe(peer: str, layout: str, options: argparse.Namespace) -> dict[str, Any]
         stepped.optimizer.step()
     found = {"calls": counter.calls.total(), "bytes_by_collective": dict(counter.num_bytes)}
     if peer in (OURS, OURS_FP32):
-        from megatron_muon.plan.report import build_report
+        from megatron_muon.report.rank_report import build_report
 
         plans = stepped.optimizer.compute.plans  # type: ignore[attr-defined]
         report = build_report(range(options.ranks), plans)
@@ -186,8 +186,8 @@ def _run_rank(
         torch.cuda.set_device(rank)
     from megatron_muon.cpu_ranks import bf16_products
 
-    if bf16_products.lacks_bf16_instructions():
-        bf16_products.install()
+    if not bf16_products.has_bf16_instructions():
+        _kernels = bf16_products.install()  # they are restored when it is collected
     store, timeout = dist.FileStore(str(folder / "store")), datetime.timedelta(seconds=limit_s)
     try:
         dist.init_process_group(

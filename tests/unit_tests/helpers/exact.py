@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from megatron_muon.newton_schulz.coefficients import coefficients_of
+from megatron_muon.newton_schulz.settings import coefficients_of
 
 
 def exact(

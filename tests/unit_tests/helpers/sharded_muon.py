@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon on hand-made row shards, beside upstream's Muon on the whole matrices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,7 @@ class Optimizers:
     """Muon on shards and upstream's Muon, over the same parameters.
 
     Args:
-        sharded: Ours.
+        sharded: Ours, with ``step`` and ``compute`` of a :class:`MuonStep` over it alone.
         whole: Upstream's, on the tensor-parallel-local matrices.
         params: DTensor parameters, and the whole ones, and what the first are shards of.
         tensor_rank: Position of this rank in the tensor group.
@@ -132,7 +133,7 @@ def build_optimizers(
     Args:
         num_shards: Ranks that rows are sharded over.
         settings: Arguments of both optimizers.
-        exchange: Those of ``ExchangeSettings``; replicas share the work if it does not say else.
+        exchange: Arguments of ``ExchangeSettings``.
         num_tensor_ranks: Tensor-parallel ranks.
         num_replicas: Ranks that hold the same rows.
         cases: Columns and rows by shard of each matrix, the last one that of query, key and value;
@@ -147,6 +148,7 @@ def build_optimizers(
     from torch.distributed.device_mesh import init_device_mesh
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.mcore.muon_step import MuonStep
     from megatron_muon.plan.settings import ExchangeSettings
     from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
@@ -174,17 +176,15 @@ def build_optimizers(
         )
         params.append((param, reference, matrix))
     arguments = _arguments(tensor) | (settings or {})
-    exchange = dict(exchange or {})
-    if num_replicas > 1 and exchange.get("mode") != "all_gather":
-        # By the cost model, replicas on a CPU would not share matrices as small as those of tests.
-        exchange.setdefault("instance_groups", 1)
+    muon = (sharded or FSDPZeROTensorParallelMuon)(
+        [param for param, _, _ in params],
+        matrices={param: matrix for param, _, matrix in params},
+        **arguments,
+    )
+    muon_step = MuonStep([muon], ExchangeSettings(**(exchange or {})))
+    muon.step, muon.compute = muon_step.step, muon_step.compute
     return Optimizers(
-        (sharded or FSDPZeROTensorParallelMuon)(
-            [param for param, _, _ in params],
-            matrices={param: matrix for param, _, matrix in params},
-            exchange=ExchangeSettings(**exchange),
-            **arguments,
-        ),
+        muon,
         (whole or TensorParallelMuon)([reference for _, reference, _ in params], **arguments),
         params,
         tensor.rank(),
@@ -257,3 +257,16 @@ def step_both(optimizers: Optimizers, wire: str, num_steps: int = 3) -> None:
         optimizers.sharded.step()
         with norm:
             optimizers.whole.step()
+
+
+@contextmanager
+def split_always(num_parts: int) -> Iterator[None]:
+    """Split every matrix that may be split over this many owners, whether it pays or not."""
+    from unittest import mock
+
+    def choose(matrices: Sequence[Any], *_: Any) -> list[int]:
+        """Split all but copies, over at most the ranks that there are."""
+        return [1 if each.has_copies else min(num_parts, len(each.ranks)) for each in matrices]
+
+    with mock.patch("megatron_muon.plan.owners._choose_parts", choose):
+        yield

@@ -148,7 +148,7 @@ def _joined_blocks(built: Any, index: int, values: list[Any]) -> list[Any]:
 
     from megatron_muon.plan.layout import block_rows
 
-    owned = built.sharded._owned(built.params[index][0])
+    owned = built.sharded.owned(built.params[index][0])
     if owned.tensor_group is None:
         values = [values[built.tensor_rank]]
     return [
@@ -166,7 +166,7 @@ def _rows_of_blocks(built: Any, index: int, blocks: list[Any]) -> Any:
 
     from megatron_muon.plan.layout import block_rows
 
-    owned = built.sharded._owned(built.params[index][0])
+    owned = built.sharded.owned(built.params[index][0])
     num_tensor_ranks = 1 if owned.tensor_group is None else owned.tensor_group.size()
     layout = owned.matrix.layout
     whole = torch.empty(layout.num_rows, layout.num_cols, device=device())

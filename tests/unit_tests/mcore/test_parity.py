@@ -110,10 +110,13 @@ def test_tensor_parallel_modes_train_like_ddp(mode):
 def _step_replicas_by_the_parent() -> None:
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.mcore.muon_step import MuonStep
 
-    FSDPZeROTensorParallelMuon.step = TensorParallelMuon.step
-    FSDPZeROTensorParallelMuon.orthogonalize = TensorParallelMuon.orthogonalize
+    def step(self: Any) -> None:
+        for muon in self.optimizers:
+            TensorParallelMuon.step(muon)
+
+    MuonStep.step = step
 
 
 @pytest.mark.slow
@@ -350,27 +353,6 @@ def _gram_in_fp16_without_restart() -> None:
 
     gram.segments_of = lambda coefficients: (len(coefficients),)
     _gram_in_fp16()
-
-
-def _portion_always() -> None:
-    """Choose portions where the planner would not find that they pay."""
-    import math
-
-    from megatron_muon.plan import buckets
-
-    buckets._WORTH_PORTIONS = math.inf
-
-
-@pytest.mark.parametrize("newton_schulz", [(), pytest.param(GRAM, marks=pytest.mark.slow)])
-def test_portioned_matrices_train_like_ddp(newton_schulz):
-    """Portions of matrices that are orthogonalized while others travel, in bf16."""
-    fsdp = fsdp_toy_gpt(
-        ZERO[3], "--muon-fsdp-overlap-within-matrices", "--muon-fsdp-log-plan", *newton_schulz
-    )
-    run = train(2, fsdp, before=_portion_always)
-    assert "portions, " in run.outputs[0]
-    differences = relative_differences(run.losses, ddp_losses(2))
-    assert max(differences) <= MEDIUM_TOLERANCE, differences
 
 
 def test_gram_form_trains_like_ddp():

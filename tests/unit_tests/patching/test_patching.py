@@ -16,8 +16,8 @@ import pytest
 
 from megatron_muon.mcore import enable as enabling
 from megatron_muon.patching import IncompatibleMegatronError, packages
+from megatron_muon.patching.packages import transformer_engine_problems
 from megatron_muon.patching.patch import Patch, Target, apply_all, revert_all, verify_all
-from megatron_muon.patching.transformer_engine import transformer_engine_problems
 from megatron_muon.patching.versions import (
     TABLE,
     version_problems,
@@ -309,14 +309,11 @@ def test_whole_or_absent_transformer_engine_is_no_problem(site, parts, libraries
 
 def test_package_hidden_from_cpu_ranks_is_no_problem(site):
     """CPU ranks hide a build whose libraries are then not found, and that was refused."""
-    from megatron_muon.cpu_ranks.hidden import hide, show
+    from megatron_muon.cpu_ranks.hidden import without_transformer_engine
 
     _install(site, CODE)
-    hidden = hide()
-    try:
+    with without_transformer_engine():
         assert transformer_engine_problems() == []
-    finally:
-        show(hidden)
     assert transformer_engine_problems() != []
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.device import device
 from helpers.layouts import rows_cut_at
-from helpers.planned import assign
 from helpers.stacks import orthogonalized
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,8 +16,10 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan import ExchangePlan, Wire
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import whole_matrix
+from megatron_muon.plan.owners import choose_owners
+from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.plan_buckets import PlanOfRank
+from megatron_muon.runtime.plan_runner import BoundPlan
 
 NUM_MATRICES, ROWS, COLS = 6, 16, 8
 
@@ -45,12 +46,12 @@ def _orthogonalize(
                      split_shapes=split_shapes)
         for i in range(len(rows))
     ]  # fmt: skip
-    plan = ExchangePlan.build(
-        matrices, assign(matrices, cost, wire), cost, wire, staging_bytes=2**20
-    )
+    assignment = choose_owners(matrices, cost, wire)
+    plan = ExchangePlan.build(matrices, assignment, cost, wire, staging_bytes=2**20)
     params = [torch.empty(ROWS, COLS, device=device()) for _ in rows]
     engine = Engine(
-        [PlanOfRank(plan, dict(enumerate(params)), None, None, None, {})],
+        [BoundPlan(plan, dict(enumerate(params)), None, None, {})],
+        RankSchedule.build([plan], rank=0),
         NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7)),
         rank=0,
         device=device(),
