@@ -17,7 +17,7 @@ from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.batches import segments_of
-from megatron_muon.fsdp2.kinds import NamedParameter
+from megatron_muon.fsdp2.plan_inputs import NamedParameter
 from megatron_muon.fsdp2.rectangles import (
     has_recorded_chunks,
     own_box,

@@ -244,3 +244,34 @@ def grad_stats_group(
         )
     # There is no group of all instances, but they span the job.
     return dist.group.WORLD  # type: ignore[return-value]
+
+
+def copy_model_weights_to_main_weights(parameter_group: Any) -> None:
+    """Copy the model weights of a Megatron-FSDP parameter group into its fp32 main weights.
+
+    A main weight that rounds to the model's weight is kept: it has bits that the other has lost.
+
+    Raises:
+        ValueError: The model's weights are float8.
+    """
+    main, model = parameter_group.main_weight_buffer, parameter_group.model_weight_buffer
+    if main is None:
+        return
+    if parameter_group.dtype == "float8":
+        raise ValueError(
+            "reload_model_params: expected bf16 or fp32 model weights, got float8. Load main "
+            "weights with the fsdp_dtensor checkpoint; float8 weights have lost their bits."
+        )
+    for param in parameter_group.params:
+        item_id = main.param_idx[param]
+        if model is not None and (model.is_data_distributed or main.is_data_distributed):
+            source = model.get_item(item_id, only_shard=True)
+        elif model is not None:
+            source = model.get_item(item_id)
+        else:
+            source = param.detach().flatten()
+        target = main.get_item(item_id, only_shard=main.is_data_distributed)
+        if target.numel() > 0:
+            source = source.view(target.shape)
+            differs = target.to(source.dtype) != source
+            target.copy_(torch.where(differs, source.to(target.dtype), target))

@@ -12,7 +12,7 @@ from megatron_muon.runtime.finite import find_not_finite
 
 
 def missing_gradients(fqns: Mapping[Any, str]) -> list[str]:
-    """List the non-empty shards of this rank that have no gradient, a sentence each."""
+    """List the non-empty shards of this rank that have no gradient, as sentences."""
     return [
         f"{fqn}: expected a gradient on a shard of shape {tuple(param._local_tensor.shape)}, "
         "got None"
@@ -28,7 +28,7 @@ def raise_where_gradients_fail(
 
     Args:
         fqns: Names of the DTensor parameters.
-        problems: What else is wrong on this rank, a sentence each.
+        problems: What else is wrong on this rank, as sentences.
         device: Where a flag is reduced.
 
     Raises:

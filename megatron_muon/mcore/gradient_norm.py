@@ -6,8 +6,8 @@ A norm is not finite where a gradient is not. So the norm that clipping needs fi
 no second pass over the gradients.
 
 With Transformer Engine the norm stays on the device: clipping is launched before the host reads the
-count of problems. Otherwise upstream reads each norm as it comes, and scales tensor by tensor; here
-the host reads norms and count together, and one fused call takes the norms, another one clips.
+count of problems. Otherwise upstream reads every norm by itself, and scales tensor by tensor; here
+the host reads norms and count together, one fused call computes the norms, and another one clips.
 """
 
 import math
@@ -36,7 +36,7 @@ class GradientNorm(NamedTuple):
 
 
 def norm_stays_on_device() -> bool:
-    """Return whether upstream clips without a read by the host, by Transformer Engine's kernels."""
+    """Return whether Transformer Engine's kernels clip, without a read by the host."""
     return clip_grads.multi_tensor_scale_tensor_impl is not None
 
 
@@ -49,7 +49,7 @@ def count_problems(
     """Add up the problems of all ranks, without a read by the host.
 
     Args:
-        norms: Norms or their squares, one element each; one that is not finite is a problem.
+        norms: Norms or their squares, of one element; one that is not finite is a problem.
         others: Gradients that these leave out, such as those of tensor-parallel duplicates.
         num_problems: What is known to be wrong on this rank.
         device: Where the sum is taken.
@@ -71,7 +71,7 @@ def norm_on_host(
     num_problems: int,
     device: torch.device,
 ) -> GradientNorm:
-    """Take the norm of all gradients, by upstream's arithmetic without Transformer Engine.
+    """Compute the norm of all gradients, with upstream's arithmetic without Transformer Engine.
 
     Args:
         gradients: Local gradients that count, with the group that their squares are added over.
@@ -79,8 +79,8 @@ def norm_on_host(
         num_problems: What is known to be wrong on this rank.
         device: Where norms are reduced.
 
-    Communication: one all-reduce of a float32 for each group, and one of a single int32 over all
-        ranks of the job.
+    Communication: one all-reduce of a float32 per group, and one of a single int32 over all ranks
+        of the job.
     """
     squares = []
     for _, grads in gradients:
@@ -98,7 +98,7 @@ def norm_on_host(
     norms_of_groups = [square**0.5 for square in found]
     norm = norms_of_groups[0]
     if len(norms_of_groups) > 1:
-        norm = math.sqrt(sum(each**2 for each in norms_of_groups))
+        norm = math.sqrt(sum(of_group**2 for of_group in norms_of_groups))
     return GradientNorm(norm, int(problems))
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the package relies on in megatron-core and emerging-optimizers, and does not change."""
 
-from megatron_muon.patching.patch import Target
+from megatron_muon.patching.patch import Target, names
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
@@ -13,24 +13,23 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         "megatron.core.optimizer.emerging_optimizers",
         "TensorParallelMuon.orthogonalize",
-        parameters=("self", "p", "grad", "kwargs"),
+        parameters=names("self, p, grad, kwargs"),
         source_lines=("num_query_groups = grad_shape[0] // qkv_split_dim",),
     ),
     # The factory asks it for the flags of Muon, and adds what it does not know.
     Target(
         "megatron.core.optimizer.emerging_optimizers",
         "_muon_config_to_kwargs",
-        parameters=("config", "model_chunks", "pg_collection"),
+        parameters=names("config, model_chunks, pg_collection"),
     ),
     # One that is not known would be ignored: its step is replaced (FSDPZeROTensorParallelMuon).
     Target(
         "megatron.core.optimizer.emerging_optimizers",
         "TensorParallelMuon.__init__",
-        parameters=(
-            *("self", "params", "lr", "momentum", "nesterov", "weight_decay"),
-            *("use_decoupled_weight_decay", "split_qkv", "is_qkv_fn", "qkv_split_shapes"),
-            *("fp32_matmul_prec", "coefficient_type", "num_ns_steps", "scale_mode"),
-            *("extra_scale_factor", "pg_collection", "tp_mode"),
+        parameters=names(
+            "self, params, lr, momentum, nesterov, weight_decay, use_decoupled_weight_decay, "
+            "split_qkv, is_qkv_fn, qkv_split_shapes, fp32_matmul_prec, coefficient_type, "
+            "num_ns_steps, scale_mode, extra_scale_factor, pg_collection, tp_mode"
         ),
         # --muon-fsdp-newton-schulz chooses kernels here, and stands for --muon-use-syrk.
         later_parameters=("use_syrk",),
@@ -39,7 +38,7 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         "emerging_optimizers.orthogonalized_optimizers.orthogonalized_optimizer",
         "OrthogonalizedOptimizer.step",
-        parameters=("self", "closure"),
+        parameters=names("self, closure"),
         source_lines=(
             'state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])',
             'grad = grad.lerp(state["momentum_buffer"], group["momentum"])',
@@ -50,7 +49,7 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         "megatron.core.optimizer.optimizer",
         "ChainedOptimizer.step",
-        parameters=("self",),
+        parameters=names("self"),
         source_lines=(
             "found_inf_flag = self.prepare_grads()",
             "update_successful = False if should_skip_update else self.step_with_ready_grads()",
@@ -60,14 +59,14 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer.step_with_ready_grads",
-        parameters=("self",),
+        parameters=names("self"),
         source_lines=("model_chunk.start_param_sync()",),
     ),
-    # HSDP's watch counts the calls that reduce over the outer ranks, see _OuterReductions.
+    # HSDP's watch counts the calls that reduce over the outer ranks, see OuterReductions.
     Target(
         f"{_FSDP}.param_and_grad_buffer",
         "GradReducePipeline._bucket_group_gradient_reduce",
-        parameters=("self", "bucket_group", "async_op", "outer_fsdp_group_grad_reduce"),
+        parameters=names("self, bucket_group, async_op, outer_fsdp_group_grad_reduce"),
     ),
     Target(
         f"{_FSDP}.param_and_grad_buffer",
@@ -78,7 +77,7 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         f"{_FSDP}.megatron_fsdp",
         "MegatronFSDP._register_fsdp_hooks",
-        parameters=("self", "root_module"),
+        parameters=names("self, root_module"),
         source_lines=(
             "param.main_grad.copy_(to_local_if_dtensor(param.grad))",
             "param.main_grad.add_(to_local_if_dtensor(param.grad))",
@@ -88,7 +87,7 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         "megatron.core.tensor_parallel.layers",
         "LinearWithGradAccumulationAndAsyncCommunication.backward",
-        parameters=("ctx", "grad_output"),
+        parameters=names("ctx, grad_output"),
         source_lines=(
             'if hasattr(weight, "__fsdp_param__"):',
             "weight.main_grad = weight.get_main_grad()",
@@ -98,7 +97,7 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         f"{_FSDP}.megatron_fsdp",
         "MegatronFSDP.finish_grad_sync",
-        parameters=("self", "force_all_reduce"),
+        parameters=names("self, force_all_reduce"),
         source_lines=(
             "self.attach_grad_to_optimizer_state()",
             "self._replace_param_with_distributed_if_needed()",
@@ -107,14 +106,14 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         f"{_FSDP}.megatron_fsdp",
         "MegatronFSDP.install_optimized_model_weights",
-        parameters=("self",),
+        parameters=names("self"),
         source_lines=("self.param_and_grad_buffer.copy_main_weights_to_model_weights()",),
     ),
     # On a clone of the module, with a column of ones as its weight: each row has one factor.
     Target(
         "megatron.core.transformer.attention",
         "SelfAttention.clip_qk",
-        parameters=("self",),
+        parameters=names("self"),
         source_lines=(
             "self.linear_qkv.weight.data.copy_(self._clip_linear_qkv(self.linear_qkv.weight.data))",
         ),
@@ -122,7 +121,7 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         "megatron.core.transformer.multi_latent_attention",
         "MLASelfAttention.clip_qk",
-        parameters=("self",),
+        parameters=names("self"),
         source_lines=(
             "q_proj_weight.data.copy_(self._clip_q_proj_weight(q_proj_weight.data))",
             "kv_proj_weight.data.copy_(self._clip_kv_proj_weight(kv_proj_weight.data))",
@@ -132,11 +131,8 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         f"{_FSDP}.param_and_grad_buffer",
         "_get_dp_buffer_shard_bucket_index",
-        parameters=(
-            "bucket_index",
-            "is_data_distributed",
-            "data_parallel_world_size",
-            "data_parallel_rank",
+        parameters=names(
+            "bucket_index, is_data_distributed, data_parallel_world_size, data_parallel_rank"
         ),
         source_lines=(
             "shard_size = bucket_index.size // data_parallel_world_size",
@@ -147,7 +143,7 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         f"{_FSDP}.utils",
         "FSDPDistributedIndex.get_logical_hybrid_fsdp_rank",
-        parameters=("self", "is_expert_parallel"),
+        parameters=names("self, is_expert_parallel"),
         source_lines=('"(outer_dp inner_dp) -> (inner_dp outer_dp)",',),
     ),
 )

@@ -15,7 +15,7 @@ from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
 from megatron_muon.plan.splits import Splits, all_heads, halves
 
-# Classes whose gate and up alternate, and the field of their configuration with the rows of each.
+# Classes in which gate and up alternate, and the field of their configuration with the block size.
 # Source: megatron-core 0.19.2, moe/experts.py and moe/shared_experts.py.
 _INTERLEAVED = {
     "TEGroupedMLP": "moe_mlp_glu_interleave_size",
@@ -32,8 +32,8 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
         num_rows: Returns the tensor-parallel-local rows of a parameter.
 
     Raises:
-        ValueError: Heads are to be orthogonalized apart, and a tensor-parallel rank holds parts of
-            them.
+        ValueError: Heads are to be orthogonalized separately, and a tensor-parallel rank holds
+            parts of them.
     """
     for name, holder, linear in _fused_linears(chunk):
         for param in _weights(linear):
@@ -43,7 +43,7 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
                 continue
             by_head = splits.per_head and name != "linear_fc1"
             if rows % sum(shapes):
-                # Fewer query groups than tensor-parallel ranks: upstream leaves them whole, too.
+                # Fewer query groups than tensor-parallel ranks: upstream splits none either.
                 if by_head:
                     raise ValueError(
                         f"{name}: expected whole query groups of {sum(shapes)} rows on each "
@@ -54,7 +54,7 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
             if by_head:
                 head_rows = chunk.config.kv_channels if name == "linear_qkv" else 0
                 shapes = all_heads(shapes, rows, head_rows)
-                # A head lies on one tensor-parallel rank: joined, it would be mixed with others.
+                # A head is whole on one tensor-parallel rank: joining would mix it with others.
                 param.is_split_by_head = True
             param.is_qkv = True
             param.qkv_split_shapes = list(shapes)
@@ -62,7 +62,7 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
 
 def _weights(linear: Any) -> Iterator[Any]:
     """Yield the trainable matrices of a linear layer."""
-    # Grouped experts have one each: weight0, weight1, ...
+    # Grouped experts have several: weight0, weight1, ...
     for name, param in linear.named_parameters(recurse=False):
         if name.startswith("weight") and param.dim() == 2 and param.requires_grad:
             yield param

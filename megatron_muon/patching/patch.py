@@ -25,6 +25,11 @@ from megatron_muon.patching.versions import IncompatibleMegatronError
 _MARK = "__megatron_muon_patch__"
 
 
+def names(parameters: str) -> tuple[str, ...]:
+    """Return the names of parameters that are separated by commas."""
+    return tuple(parameters.split(", "))
+
+
 @dataclass(frozen=True)
 class Target:
     """A symbol of another package, and what the patches rely on in it.

@@ -3,7 +3,8 @@
 """The owners of every matrix: one function of the layouts, the same on every rank.
 
 A rank is busy for as long as it computes, or for as long as the rows and results of what it owns
-need on its link if that is longer. Two passes go over all matrices, longest first:
+need on its link if that is longer. Two passes go over all matrices, those with most owners and then
+the longest first:
 
 1. Every matrix goes to the rank that finishes it first. No rank has to be busy for longer than the
    busiest one of this pass.
@@ -88,8 +89,11 @@ def choose_owners(
         if id(held) not in shards:
             shards[id(held)] = _Shards(held, matrix.num_elements, cost, wire, on_node_gbps)
         tasks.append(_Task(index, matrix, parts, matrix_ns(matrix, cost, parts), shards[id(held)]))
-    # Those that one rank holds whole come first: only there they cause no traffic.
-    tasks.sort(key=lambda t: (len(t.matrix.elements_by_rank) > 1, -t.load_ns, t.index))
+    # Those that one rank holds whole come first: only there they cause no traffic. Then those with
+    # most owners: later there might be no set of consecutive ranks that are all idle.
+    tasks.sort(
+        key=lambda t: (len(t.matrix.elements_by_rank) > 1, -t.num_parts, -t.load_ns, t.index)
+    )
     first = _Placing(load_ns, capacity_ns=0)
     first.place(tasks)
     placing = _Placing(load_ns, capacity_ns=int(_CAPACITY * max(first.load_ns.values())))

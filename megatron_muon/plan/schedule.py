@@ -18,7 +18,7 @@ last one come the local matrices that are left, and what is still in flight. Wit
 bucket has one scatter.
 
 With replicas, results are passed on as soon as their scatter has ended, whatever the rank does then
-(:mod:`megatron_muon.runtime.relay`), in the order in which the rank starts scatters.
+(:mod:`megatron_muon.runtime.chained_collectives`), in the order in which the rank starts scatters.
 ``finish_scatter`` waits until they have been passed on.
 
 Ranks of one plan may differ in their other plans, as with expert parallelism. Two things keep them

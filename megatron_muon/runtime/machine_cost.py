@@ -24,7 +24,7 @@ def machine_costs(
     settings: ExchangeSettings,
     device: torch.device,
 ) -> list[CostModel]:
-    """Return the costs of each domain: backends that all its ranks can run, and rates.
+    """Return the costs per domain: backends that all its ranks can run, and rates.
 
     Args:
         domains: Ranks that plan together, in one order on all ranks. A rank may have none.
@@ -36,8 +36,8 @@ def machine_costs(
         RuntimeError: On all ranks, when one cannot run the backend that was asked for.
 
     Communication: where another backend than ``standard`` may run, a flag over all ranks, and a
-        gather of objects over each domain. GPUs of one domain are expected to be of one kind:
-        ranks that came to other rates would be found when plans are compared.
+        gather of objects over every domain. GPUs of one domain are expected to be the same model:
+        ranks with different rates are found when plans are compared.
     """
     backends = _own_backends(ns_settings, settings, device)
     return [

@@ -11,7 +11,7 @@ from megatron_muon.plan.rank_plan import OwnedStacks, Stack
 from megatron_muon.plan.routes import Route
 
 
-class OwnStacks:
+class StackBuffers:
     """Stacks of one bucket, or one stack of local matrices, end to end in flat memory.
 
     Args:
@@ -20,7 +20,7 @@ class OwnStacks:
     """
 
     kept: tuple[Route, ...]  # routes whose owner and holder this rank is
-    staying: tuple[Route, ...]  # of them, those whose results need not travel
+    staying: tuple[Route, ...]  # of them, those whose results are not sent
     stacks: list[tuple[Stack, torch.Tensor]]  # with its tensor, (num_matrices, rows, cols)
     _position: dict[tuple[int, int], tuple[int, int]]  # (matrix, block) -> (stack, index in it)
 
@@ -38,8 +38,8 @@ class OwnStacks:
             for index, part in enumerate(stack):
                 self._position[part.matrix, part.block] = (number, index)
 
-    def place(self, route: Route) -> torch.Tensor:
-        """View where a route belongs in the stacks, ``(num_rows, num_cols)``."""
+    def view(self, route: Route) -> torch.Tensor:
+        """View a route in the stacks, ``(num_rows, num_cols)``."""
         number, index = self._position[route.matrix, route.block]
         return _in_part(self.stacks[number][1][index], route)
 

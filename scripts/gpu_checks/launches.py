@@ -89,6 +89,7 @@ def _optimizer(count: int, shape: tuple[int, int], device: Any) -> Any:
     from torch.distributed.tensor import DTensor, Shard
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.mcore.muon_step import MuonStep
     from megatron_muon.plan.layout import RowLayout
     from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
@@ -107,9 +108,10 @@ def _optimizer(count: int, shape: tuple[int, int], device: Any) -> Any:
     }
     for param in params:
         param.grad = drawn()
-    return FSDPZeROTensorParallelMuon(
+    muon = FSDPZeROTensorParallelMuon(
         params, matrices=matrices, lr=0.01, weight_decay=0.1, nesterov=True
     )
+    return MuonStep([muon])
 
 
 def _kernels(optimizer: Any) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of blocks that this rank holds, and sums over all ranks that hold some."""
+"""This rank's rows of blocks, and sums over the ranks that hold a block."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from megatron_muon.runtime.owned_parameters import OwnedParameter
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """This rank's rows of a block: of a matrix that Newton-Schulz sees.
+    """This rank's rows of a block, which is what Newton-Schulz sees as one matrix.
 
     Args:
         shape: Rows and columns of the whole block, on all ranks.
-        rows: Where its rows lie among the local rows of the parameter: a slice, or int64 positions
-            where they are apart, as query, key and value are.
+        rows: Positions of its rows among the local rows of the parameter: a slice, or int64
+            positions if they are not consecutive, such as those of query, key and value.
         first_col: Column of the block that local column 0 is; above 0 where tensor-parallel ranks
             hold columns of one block.
         shard_groups: Groups over which rows of this tensor-parallel rank are spread.
@@ -40,7 +40,7 @@ class HeldBlock:
         return (*self.shard_groups, *self.tensor_groups)
 
     def take(self, local: torch.Tensor) -> torch.Tensor:
-        """Return its rows of a parameter's local rows: a view, or a copy where they are apart."""
+        """Return its rows of a parameter's local rows: a view, or a copy for int64 positions."""
         return local[self.rows]
 
     def put(self, local: torch.Tensor, rows: torch.Tensor) -> None:
@@ -49,7 +49,7 @@ class HeldBlock:
 
 
 def held_blocks(parameter: OwnedParameter, device: torch.device) -> list[HeldBlock]:
-    """Return the blocks of a parameter, those of which this rank holds nothing included.
+    """Return all blocks of a parameter, including those without rows on this rank.
 
     Args:
         parameter: Its shards, and how Newton-Schulz splits and joins it.
@@ -90,20 +90,20 @@ def held_blocks(parameter: OwnedParameter, device: torch.device) -> list[HeldBlo
 def add_up(
     sums: Sequence[torch.Tensor], groups: Sequence[Sequence[dist.ProcessGroup]]
 ) -> list[torch.Tensor]:
-    """Sum tensors over ranks, all of one group together.
+    """Sum tensors over ranks, with one all-reduce per group.
 
     Args:
         sums: One-dimensional tensors of one dtype, as many and as long on all ranks of a group.
-        groups: For each the groups to sum over, one after the other.
+        groups: The groups to sum each tensor over, in turn.
 
     Returns:
         The sums, in order.
 
-    Communication: one all-reduce for each group.
+    Communication: one all-reduce per group.
     """
     sums = list(sums)
     # In the order of parameters, which all ranks share.
-    for group in dict.fromkeys(each for of_one in groups for each in of_one):
+    for group in dict.fromkeys(group for of_one in groups for group in of_one):
         numbers = [number for number, of_one in enumerate(groups) if group in of_one]
         flat = torch.cat([sums[number] for number in numbers])
         dist.all_reduce(flat, group=group)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""NorMuon: a second moment for each row of the orthogonalized momentum, or each column."""
+"""NorMuon: a second moment per row of the orthogonalized momentum, or per column."""
 
 from typing import Any, NamedTuple
 
@@ -14,24 +14,24 @@ from megatron_muon.runtime.dtensor_layout import local_tensor
 
 
 class FSDPNorMuon(FSDPBlockMuon):
-    """Step as emerging-optimizers' ``AdaptiveMuon`` with ``normuon`` does, for each block.
+    """Step every block as emerging-optimizers' ``AdaptiveMuon`` with ``normuon``.
 
-    The moment of a row is the mean of its squares, averaged over steps; where a block has more
-    columns than rows, it is that of a column. The result is divided by the root of it, scaled back
-    to the norm that it had, and scaled as Muon scales.
+    The moment of a row is the mean of its squares, averaged over steps. A block with more columns
+    than rows has moments of columns instead. The result is divided by the root of the moment,
+    scaled back to the norm that it had, and scaled as Muon scales.
 
     Method: NorMuon (https://arxiv.org/abs/2510.05491). Source of the formula: emerging-optimizers
     0.3.0, ``AdaptiveMuon``. Means and norms are summed in float64, so that they do not depend on
     the shards.
 
-    State: ``moment2_rows``, a column sharded like the parameter's rows; ``moment2_cols``,
-    ``(blocks, cols)``, on every rank; each where the parameter has such blocks.
+    State: ``moment2_rows``, a column sharded like the parameter's rows, if the parameter has long
+    or square blocks; ``moment2_cols``, ``(blocks, cols)``, on every rank, if it has wide ones.
 
-    Communication: at the end of a step one all-reduce of 8 bytes a column of blocks that are wider
-        than long, and one of 16 bytes a block, over the ranks that hold a block. Where
-        tensor-parallel ranks join columns, 8 bytes a row of long blocks too, over these ranks.
-    Memory: the state; while a step ends, 8 bytes for each number of it, and three copies of the
-        rows of one block.
+    Communication: at the end of a step one all-reduce of 8 bytes per column of wide blocks, and one
+        of 16 bytes per block, over the ranks that hold a block. If tensor-parallel ranks join
+        columns, also 8 bytes per row of long blocks, over these ranks.
+    Memory: the state; at the end of a step 8 bytes per element of it, and three copies of the rows
+        of one block.
     """
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
@@ -107,7 +107,7 @@ class _Moment(NamedTuple):
     block: HeldBlock | None
 
     def keep(self, value: torch.Tensor) -> None:
-        """Write it back: rows that are apart were copied."""
+        """Write the value back if it is a copy."""
         # A view has been written already.
         if self.block is not None:
             self.block.put(self.state, value)
@@ -128,7 +128,7 @@ def _mean_groups(block: HeldBlock) -> tuple[dist.ProcessGroup, ...]:
 
 def _squares(block: HeldBlock, rows: torch.Tensor) -> torch.Tensor:
     """Return the sums of squares that this rank has, of its rows or of all columns, float64."""
-    # float64: the sum of a column then rounds alike however rows are dealt out to ranks.
+    # float64: the sum of a column then rounds the same however rows are sharded.
     squares = rows.square()
     if _is_long(block):
         return squares.sum(dim=1, dtype=torch.float64)
@@ -153,18 +153,18 @@ def _rows_like(param: Any, *, is_joined: bool) -> DTensor:
     Args:
         param: DTensor parameter.
         is_joined: Whether tensor-parallel ranks that shard columns hold one block together. They
-            have the same moments then, otherwise each its own, which lie side by side.
+            have the same moments then; otherwise they have different ones, side by side.
     """
     placements = [
         Replicate() if is_joined and placement.is_shard(1) else placement
         for placement in param.placements
     ]
-    # Ranks that shard columns, and keep blocks of their own, have a column of moments each.
+    # Ranks that shard columns, and have blocks of their own, add one column of moments per rank.
     num_cols = 1
     for axis, placement in enumerate(placements):
         if placement.is_shard(1):
             num_cols *= param.device_mesh.size(axis)
-    # Without a check: it would be a collective for each parameter, and compares what the model's
+    # Without a check: it would be a collective per parameter, and compares what the model's
     # own DTensor has been compared for.
     return DTensor.from_local(
         local_tensor(param).new_zeros(local_tensor(param).shape[0], 1),

@@ -174,13 +174,13 @@ def _domains() -> list[list[Any]]:
     found = []
     for each in fsdp2_models.expert_parallel():
         muon = Muon([{"params": [each.param], **each.keys}])
-        (kind,) = [kind.kind for kind in muon._kinds]
+        (found_input,) = [each.plan_input for each in muon._inputs]
         mesh = each.param.device_mesh
         groups = [None, dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
-        is_known = any(kind.domain.group is group for group in groups)
+        is_known = any(found_input.domain.group is group for group in groups)
         (plan,) = muon.compute.plans
         assert plan.cost.ranks_per_node == 2
-        found.append([len(kind.domain.ranks), len(kind.matrices), is_known])
+        found.append([len(found_input.domain.ranks), len(found_input.matrices), is_known])
     return found
 
 

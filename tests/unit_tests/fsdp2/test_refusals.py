@@ -200,7 +200,7 @@ SHARD = "expected a shard of ranges"
         ("syrk", "use_syrk: expected False, got True. Pass exchange=ExchangeSettings("),
         ("all_gather", "exchange.mode: expected owner, got all_gather"),
         ("wire", "exchange.wire: expected fp32 for Newton-Schulz in fp32, got bf16"),
-        ("memory", "staging memory: expected a plan within 8 bytes a rank"),
+        ("memory", "staging memory: expected at most 8 bytes a rank"),
         ("hooks", "Hooked.post_weight_update_fn_inplace: expected emerging-optimizers' own, got"),
         ("settings", "Muon settings: expected the same on all ranks of the group, got rank 1 has"),
         ("scale", 'rank 1 has "scale spectral 0.2'),

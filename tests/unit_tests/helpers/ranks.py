@@ -215,6 +215,8 @@ def _run_rank(
         result = function(*args)
         (Path(folder) / f"result_{rank}").write_text(json.dumps(result))
         if torch.distributed.is_initialized():
+            # Twice: others may need the store of rank 0 to connect when it leaves the first one.
+            torch.distributed.barrier()
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
     except BaseException as error:

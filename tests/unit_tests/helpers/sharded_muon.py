@@ -62,7 +62,7 @@ class Optimizers:
     """Muon on shards and upstream's Muon, over the same parameters.
 
     Args:
-        sharded: Ours.
+        sharded: Ours, with ``step`` and ``compute`` of a :class:`MuonStep` over it alone.
         whole: Upstream's, on the tensor-parallel-local matrices.
         params: DTensor parameters, and the whole ones, and what the first are shards of.
         tensor_rank: Position of this rank in the tensor group.
@@ -152,6 +152,7 @@ def build_optimizers(
     from torch.distributed.device_mesh import init_device_mesh
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.mcore.muon_step import MuonStep
     from megatron_muon.plan.settings import ExchangeSettings
     from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
@@ -179,13 +180,15 @@ def build_optimizers(
         )
         params.append((param, reference, matrix))
     arguments = _arguments(tensor) | (settings or {})
+    muon = (sharded or FSDPZeROTensorParallelMuon)(
+        [param for param, _, _ in params],
+        matrices={param: matrix for param, _, matrix in params},
+        **arguments,
+    )
+    muon_step = MuonStep([muon], ExchangeSettings(**(exchange or {})))
+    muon.step, muon.compute = muon_step.step, muon_step.compute
     return Optimizers(
-        (sharded or FSDPZeROTensorParallelMuon)(
-            [param for param, _, _ in params],
-            matrices={param: matrix for param, _, matrix in params},
-            exchange=ExchangeSettings(**(exchange or {})),
-            **arguments,
-        ),
+        muon,
         (whole or TensorParallelMuon)([reference for _, reference, _ in params], **arguments),
         params,
         tensor.rank(),

@@ -147,7 +147,7 @@ def _joined_blocks(built: Any, index: int, values: list[Any]) -> list[Any]:
 
     from megatron_muon.plan.layout import block_rows
 
-    owned = built.sharded._owned(built.params[index][0])
+    owned = built.sharded.owned(built.params[index][0])
     if owned.tensor_group is None:
         values = [values[built.tensor_rank]]
     return [
@@ -165,7 +165,7 @@ def _rows_of_blocks(built: Any, index: int, blocks: list[Any]) -> Any:
 
     from megatron_muon.plan.layout import block_rows
 
-    owned = built.sharded._owned(built.params[index][0])
+    owned = built.sharded.owned(built.params[index][0])
     num_tensor_ranks = 1 if owned.tensor_group is None else owned.tensor_group.size()
     whole = torch.empty(owned.matrix.layout.num_rows, owned.matrix.layout.num_cols)
     ranges = block_rows(owned.matrix.layout.num_rows, owned.split_shapes)

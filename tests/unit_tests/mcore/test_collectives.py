@@ -66,12 +66,7 @@ def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
                 optimizer.step()
         else:
             optimizer.step()
-    (plan,) = (
-        plan
-        for child in optimizer.chained_optimizers
-        if hasattr(child.optimizer, "compute")
-        for plan in child.optimizer.compute.plans
-    )
+    (plan,) = optimizer.muon_step.compute.plans
     num_blocks = sum(len(matrix.blocks) for matrix in plan.matrices)
     return [construction, log, len(plan.buckets), plan.num_scatters, num_blocks]
 

@@ -131,6 +131,7 @@ def _disagree(exchange: str) -> str:
     import torch.distributed as dist
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.mcore.muon_step import MuonStep
     from megatron_muon.plan.layout import RowLayout
     from megatron_muon.plan.settings import ExchangeSettings
 
@@ -140,11 +141,11 @@ def _disagree(exchange: str) -> str:
 
     def build(trained: slice = slice(None)) -> str:
         try:
-            FSDPZeROTensorParallelMuon(
+            muon = FSDPZeROTensorParallelMuon(
                 params[:3] + params[3:][trained],
                 matrices=dict(zip(params, matrices, strict=True)),
-                exchange=ExchangeSettings(mode=exchange),
             )
+            MuonStep([muon], ExchangeSettings(mode=exchange))
         except RuntimeError as error:
             return str(error)
         return "no error"

@@ -110,10 +110,13 @@ def test_tensor_parallel_modes_train_like_ddp(mode):
 def _step_replicas_by_the_parent() -> None:
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.mcore.muon_step import MuonStep
 
-    FSDPZeROTensorParallelMuon.step = TensorParallelMuon.step
-    FSDPZeROTensorParallelMuon.orthogonalize = TensorParallelMuon.orthogonalize
+    def step(self: Any) -> None:
+        for muon in self.optimizers:
+            TensorParallelMuon.step(muon)
+
+    MuonStep.step = step
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ def _timeouts() -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from megatron_muon.runtime.domain import new_groups
+    from megatron_muon.runtime.groups import new_groups
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=77))
     groups = new_groups([(0, 1), (dist.get_rank(),)])

@@ -18,7 +18,7 @@ from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.plan.owners import choose_owners
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.plan_buckets import PlanOfRank
+from megatron_muon.runtime.plan_runner import BoundPlan
 
 NUM_MATRICES, ROWS, COLS = 6, 16, 8
 
@@ -49,7 +49,7 @@ def _orthogonalize(
     plan = ExchangePlan.build(matrices, assignment, cost, wire, staging_bytes=2**20)
     params = [torch.empty(ROWS, COLS) for _ in rows]
     engine = Engine(
-        [PlanOfRank(plan, dict(enumerate(params)), None, None, {})],
+        [BoundPlan(plan, dict(enumerate(params)), None, None, {})],
         RankSchedule.build([plan], rank=0),
         NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7)),
         rank=0,

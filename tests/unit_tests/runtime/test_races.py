@@ -127,7 +127,7 @@ def _scatters_without_results_for_a_shard() -> list[Any]:
     optimizers = build_optimizers(**grid, cases=cases, exchange=exchange)
     (built,) = optimizers.sharded.compute._engine._plans
     sends = [each.numel() > 0 for each in built._scatters._sends]
-    gets = [each.numel() > 0 for each in built._spread._all]
+    gets = [each.numel() > 0 for each in built._all_gather._all]
     return [_compare(optimizers), sends, gets]
 
 

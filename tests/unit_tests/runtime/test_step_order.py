@@ -26,7 +26,7 @@ def _order_of_a_step(depth: int, num_buckets: int, num_scatters: int) -> list[An
     optimizers = build_optimizers(**grid, exchange=exchange, cases=cases)
     (built,) = optimizers.sharded.compute._engine._plans
     log: list[str] = []
-    parts = {"gather": built._gathers, "scatter": built._scatters, "spread": built._spread}
+    parts = {"gather": built._gathers, "scatter": built._scatters, "spread": built._all_gather}
     for kind, part in parts.items():
         if part is None:
             continue
@@ -119,7 +119,7 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     from megatron_muon.plan.rank_plan import RankSchedule
     from megatron_muon.plan.wire import Wire
     from megatron_muon.runtime.engine import Engine
-    from megatron_muon.runtime.plan_buckets import PlanOfRank
+    from megatron_muon.runtime.plan_runner import BoundPlan
 
     init_group()
     rank = dist.get_rank()
@@ -144,7 +144,7 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     names = {0: "local", 1: "shared"} if rank == 0 else {1: "shared"}
     parameters = {index: shards[name] for index, name in names.items()}
     engine = Engine(
-        [PlanOfRank(plan, parameters, dist.group.WORLD, None, {})],
+        [BoundPlan(plan, parameters, dist.group.WORLD, None, {})],
         RankSchedule.build([plan], rank),
         settings,
         rank=rank,

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start one collective as soon as another has ended, while the rank goes on with its step.
 
-Replicas pass results on so. To wait for a scatter in the step itself would cost time either way: a
-rank that waits early stands still, and one that waits late, behind the Newton-Schulz of the next
-bucket, keeps its replicas waiting.
+Replicas use this to all-gather results without blocking the step. If the step itself waited for a
+scatter, it would lose time either way: a rank that waits early is idle, and one that waits late,
+after the Newton-Schulz of the next bucket, keeps its replicas waiting.
 
-On a GPU a second stream waits. The host launches both collectives one behind the other, in one
-order on all ranks, so that they may share a communicator. gloo knows no streams: a thread waits. It
-launches at a time that differs between ranks, and so needs a process group for itself.
+On a GPU a second stream waits. The host launches both collectives one after the other, in the same
+order on all ranks, so they may share a communicator. gloo has no streams: a thread waits. It
+launches at a time that differs between ranks, and so needs a process group of its own.
 """
 
 import threading
@@ -30,8 +30,8 @@ class Waitable(Protocol):
         """Let the current stream wait for it; on gloo, the host."""
 
 
-class Relay(ABC):
-    """Start collectives behind others, in the order in which they come."""
+class CollectiveChain(ABC):
+    """Start collectives after others, in the order of the calls."""
 
     @abstractmethod
     def after(self, work: dist.Work | None, start: Start) -> Waitable | None:
@@ -40,8 +40,8 @@ class Relay(ABC):
         Communication: what ``start`` launches.
 
         Args:
-            work: What it waits for; None for nothing.
-            start: Launches it, and returns what to wait for; None where it has nothing to do.
+            work: The other one; None to wait for nothing.
+            start: Launches the collective, and returns what to wait for; None if nothing.
 
         Returns:
             What to wait for before the memory of either is used; None for nothing. What ``start``
@@ -49,12 +49,12 @@ class Relay(ABC):
         """
 
 
-def relay_on(device: torch.device) -> Relay:
-    """Return what relays collectives of a device's backend."""
-    return ThreadRelay() if device.type == "cpu" else StreamRelay(device)
+def chain_on(device: torch.device) -> CollectiveChain:
+    """Return the chain for the backend of a device."""
+    return ThreadChain() if device.type == "cpu" else StreamChain(device)
 
 
-class StreamRelay(Relay):
+class StreamChain(CollectiveChain):
     """A second stream of a GPU waits; the host does not."""
 
     def __init__(self, device: torch.device) -> None:
@@ -62,38 +62,38 @@ class StreamRelay(Relay):
         self._stream = torch.cuda.Stream(device)
 
     def after(self, work: dist.Work | None, start: Start) -> Waitable | None:
-        """Let the second stream wait; see :meth:`Relay.after`."""
-        # A collective starts behind the stream that launches it. What the step has done with the
-        # memory so far must be behind it too, also where there is nothing to wait for.
+        """Let the second stream wait; see :meth:`CollectiveChain.after`."""
+        # A collective starts after what its stream has done. What the step has done with the memory
+        # must come before it too, even if there is nothing to wait for.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             if work is not None:
                 work.wait()
             started = start()
-        # What starts behind the first one ends after it. Where nothing does, the step itself has to
-        # wait: the rank may still send.
+        # The second one ends after the first. If there is none, the step itself must wait for the
+        # first: the rank may still be sending.
         return work if started is None else started
 
 
-class ThreadRelay(Relay):
-    """A thread waits. The process group that it launches in must be its own.
+class ThreadChain(CollectiveChain):
+    """A thread waits. It needs a process group of its own.
 
-    Where a start fails, replicas wait for what this rank never launches, until its connection
-    breaks or the process group's timeout ends.
+    If a start fails, replicas wait for a collective that this rank never launches, until its
+    connection breaks or the timeout of the process group ends.
     """
 
     def __init__(self) -> None:
         self._last: Future[dist.Work | None] | None = None
 
     def after(self, work: dist.Work | None, start: Start) -> Waitable | None:
-        """Let a thread wait; see :meth:`Relay.after`."""
+        """Let a thread wait; see :meth:`CollectiveChain.after`."""
         before, started = self._last, Future[dist.Work | None]()
         self._last = started
 
-        def relay() -> None:
-            """Wait for the one before, so that all ranks launch in one order."""
+        def wait_and_start() -> None:
+            """Wait for the call before, so that all ranks launch in the same order."""
             try:
-                # Where it failed, nothing may follow: other ranks would take it for the failed one.
+                # If it failed, nothing may follow: other ranks would take it for the failed one.
                 if before is not None and (error := before.exception()) is not None:
                     raise error
                 if work is not None:
@@ -103,9 +103,9 @@ class ThreadRelay(Relay):
             except BaseException as error:
                 started.set_exception(error)
 
-        # A thread for each, which ends by itself. As a daemon: a rank that fails is to end, and not
-        # to wait for messages that will never come.
-        threading.Thread(target=relay, daemon=True).start()
+        # One thread per call, which ends by itself. A daemon: a rank that fails must end instead of
+        # waiting for messages that never come.
+        threading.Thread(target=wait_and_start, daemon=True).start()
         return _Started(started)
 
 

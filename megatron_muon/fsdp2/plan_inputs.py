@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that share a plan: those of one domain that are replicated alike."""
+"""Parameters by plan: those of one domain with the same replicas share one."""
 
 import functools
 import zlib
@@ -26,8 +26,9 @@ from megatron_muon.fsdp2.rectangles import (
 )
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
-from megatron_muon.runtime.domain import Domain, new_groups, num_ranks_on_node, ranks_per_node
-from megatron_muon.runtime.owner_compute import Kind
+from megatron_muon.runtime.domain import Domain, num_ranks_on_node, ranks_per_node
+from megatron_muon.runtime.groups import new_groups
+from megatron_muon.runtime.owner_compute import PlanInput
 
 
 @dataclass(frozen=True)
@@ -52,70 +53,70 @@ _ADVICE = (
 )
 
 
-class FSDP2Kind(NamedTuple):
-    """A kind, and what a step needs to know of its parameters.
+class DTensorPlanInput(NamedTuple):
+    """Parameters that share a plan, and their matrices.
 
     Args:
-        kind: Matrices, their ranks, and this rank's rows of them.
+        plan_input: Matrices, their ranks, and this rank's rows of them.
         parameters: In the same order on all ranks of the domain.
     """
 
-    kind: Kind
+    plan_input: PlanInput
     parameters: Sequence[NamedParameter]
 
 
 class _Key(NamedTuple):
-    """What parameters of one kind have in common; kinds are ordered by it.
+    """What parameters of one plan have in common; plans are ordered by it.
 
-    Every rank sorts its kinds so: two ranks that share several meet in the same order. Small
-    domains come first. Matrices of large ones fill the ranks that these leave idle.
+    Every rank sorts its plans by it: ranks that share several make their collectives in the same
+    order. Small domains come first. Matrices of large ones fill the ranks that these leave idle.
     """
 
     num_ranks: int
     ranks: tuple[int, ...]
-    # Sets of ranks that hold the same rows: replicas pass results on among them, the same in all
-    # matrices of a plan.
+    # Sets of ranks that hold the same rows, and all-gather results: the same for all matrices of a
+    # plan.
     replicas: tuple[tuple[int, ...], ...]
 
 
 class _Facts(NamedTuple):
-    """What a rank tells all others at construction.
+    """What a rank sends to all others at construction.
 
     Args:
         num_ranks_on_node: Ranks that the launcher started beside it.
-        kinds: A checksum of each of its kinds.
+        keys: Checksums of the keys of its plans.
         groups: Names of the process groups that it knows, by a checksum of their ranks.
         steps_with: A checksum of the ranks that it steps together with; None for all of them.
         recorded: Rectangles that follow from no rule, by parameter: Megatron-FSDP's.
     """
 
     num_ranks_on_node: int
-    kinds: tuple[int, ...]
+    keys: tuple[int, ...]
     groups: Mapping[int, Sequence[str]]
     steps_with: int | None
     recorded: Mapping[tuple[int, int], Box]
 
 
-class Kinds(NamedTuple):
-    """The kinds of this rank, and what all ranks know of those of others.
+class PlanInputs(NamedTuple):
+    """The plan inputs of this rank, and what all ranks know of those of others.
 
     Args:
-        kinds: Of this rank, in the order that all ranks share.
-        most: Most kinds that any rank has.
+        inputs: Of this rank, in the order that all ranks share.
+        max_num_plans: Maximum number of plans of any rank.
         group: Ranks that step together; None for all ranks of the job.
     """
 
-    kinds: list[FSDP2Kind]
-    most: int
+    inputs: list[DTensorPlanInput]
+    max_num_plans: int
     group: dist.ProcessGroup | None
 
 
-def find_kinds(
+def find_plan_inputs(
     parameters: Sequence[NamedParameter],
     group: dist.ProcessGroup | None,
     device: torch.device,
-) -> Kinds:
-    """Sort parameters into kinds, and make their process groups; called by all ranks together.
+) -> PlanInputs:
+    """Sort parameters by plan, and make their process groups; called by all ranks together.
 
     Args:
         parameters: Of this rank, checked; it may have none.
@@ -123,7 +124,7 @@ def find_kinds(
         device: Where a flag is reduced.
 
     Raises:
-        RuntimeError: On all ranks, when ranks of a domain have other kinds or do not step together,
+        RuntimeError: On all ranks, when ranks of a domain have other plans or do not step together,
             or rectangles do not tile a parameter.
 
     Communication: two gathers of objects over the job, two flags, and a new process group for each
@@ -132,8 +133,9 @@ def find_kinds(
     keys = [_key(parameter.param) for parameter in parameters]
     known = _known_groups(parameters)
     facts = _gather_facts(parameters, keys, known, group)
-    # Before any collective of a kind: a rank that lacks it would never join.
-    problems = _missing_kinds(parameters, keys, facts) + _apart(parameters, keys, group, facts)
+    # Before any collective of a plan: a rank that lacks it would never join.
+    problems = _missing_parameters(parameters, keys, facts)
+    problems += _not_together(parameters, keys, group, facts)
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
     by_key: dict[_Key, list[tuple[NamedParameter, Rectangles]]] = defaultdict(list)
     for key, parameter, found in zip(
@@ -141,17 +143,17 @@ def find_kinds(
     ):
         by_key[key].append((parameter, found))
     # Ranks without parameters have nothing to step, and nothing to agree on.
-    with_parameters = tuple(rank for rank, each in enumerate(facts) if each.kinds)
+    with_parameters = tuple(rank for rank, each in enumerate(facts) if each.keys)
     groups = _groups(by_key, with_parameters if group is None else (), known, facts)
     nodes = ranks_per_node([each.num_ranks_on_node for each in facts])
-    kinds, problems = [], []
+    inputs, problems = [], []
     if group is None and len(with_parameters) < len(facts):
         group = groups.get(with_parameters)
-    # Sorted by what all ranks of a domain know: the collectives of kinds come in one order on every
-    # two ranks that share several.
+    # Sorted by what all ranks of a domain know: ranks that share several plans make their
+    # collectives in the same order.
     for key in sorted(by_key):
         try:
-            kinds.append(_kind(key, by_key[key], groups, nodes))
+            inputs.append(_plan_input(key, by_key[key], groups, nodes))
         # Rectangles that tile nothing. Raised here, other ranks would wait.
         except ValueError as error:
             problems.append(
@@ -159,7 +161,7 @@ def find_kinds(
                 f"parameters, got {error}"
             )
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
-    return Kinds(kinds, max(len(each.kinds) for each in facts), group)
+    return PlanInputs(inputs, max(len(each.keys) for each in facts), group)
 
 
 def _gather_facts(
@@ -203,14 +205,14 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
-def _missing_kinds(
+def _missing_parameters(
     parameters: Sequence[NamedParameter], keys: Sequence[_Key], facts: Sequence[_Facts]
 ) -> list[str]:
-    """List the kinds that other ranks should have too and do not, a sentence each."""
+    """List the plans whose parameters other ranks lack, as sentences."""
     problems = []
     for key in dict.fromkeys(keys):
         checksum = _checksum(key)
-        lacking = [rank for rank in key.ranks if checksum not in facts[rank].kinds]
+        lacking = [rank for rank in key.ranks if checksum not in facts[rank].keys]
         if lacking:
             name = parameters[keys.index(key)].name
             problems.append(
@@ -220,13 +222,13 @@ def _missing_kinds(
     return problems
 
 
-def _apart(
+def _not_together(
     parameters: Sequence[NamedParameter],
     keys: Sequence[_Key],
     group: dist.ProcessGroup | None,
     facts: Sequence[_Facts],
 ) -> list[str]:
-    """List the kinds whose ranks do not step together, a sentence each."""
+    """List the plans whose ranks do not step together, as sentences."""
     own = facts[own_rank()].steps_with
     members = None if group is None else set(_ranks_of(group))
     problems = []
@@ -272,7 +274,7 @@ def _key(param: torch.Tensor) -> _Key:
     return _Key(1, (own_rank(),), ((own_rank(),),))
 
 
-# Of many layers there are few kinds, and a key may name thousands of ranks.
+# Many layers have few keys, and a key may name thousands of ranks.
 @functools.lru_cache(maxsize=256)
 def _key_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> _Key:
     ranks, replicas = _domain(mesh, placements, shape), rectangles(mesh, placements, shape).replicas
@@ -331,13 +333,13 @@ def _groups(
     """Choose a group for each domain and each set of replicas, and make those that are missing.
 
     Args:
-        keys: Kinds of this rank.
+        keys: Of the plans of this rank.
         stepping: Ranks that step together, if they need a group of their own.
         known: Groups that this rank knows, by their ranks.
         facts: Of all ranks.
     """
-    # new_groups() is a collective of the job: called once for each kind it would hang where ranks
-    # have different numbers of kinds.
+    # new_groups() is a collective of the job: called once per plan it would hang if ranks have
+    # different numbers of plans.
     wanted = {key.ranks for key in keys} | {_own_replicas(key) for key in keys}
     wanted.add(stepping)
     chosen: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -362,12 +364,12 @@ def _own_replicas(key: _Key) -> tuple[int, ...]:
     return replicas
 
 
-def _kind(
+def _plan_input(
     key: _Key,
     parameters: Sequence[tuple[NamedParameter, Rectangles]],
     groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     nodes: int | None,
-) -> FSDP2Kind:
+) -> DTensorPlanInput:
     matrices: list[MatrixLayout] = []
     handles: dict[int, MatrixRows] = {}
     for parameter, found in parameters:
@@ -380,13 +382,13 @@ def _kind(
             parameter.is_transposed,
             own_rank(),
         ):
-            # By position in the list that all ranks of the domain build alike.
+            # By position in the list, which is the same on all ranks of the domain.
             if rows is not None:
                 handles[len(matrices)] = rows
             matrices.append(matrix)
     replicas = _own_replicas(key)
-    return FSDP2Kind(
-        Kind(
+    return DTensorPlanInput(
+        PlanInput(
             Domain(key.ranks, None if key.num_ranks == 1 else groups[key.ranks], nodes),
             matrices,
             handles,

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The buckets of one plan on this rank: what each action of a step does with one of them."""
+"""Run one plan on this rank: what every action of a step does with a bucket."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -20,29 +20,28 @@ from megatron_muon.plan.routes import Part
 from megatron_muon.plan.staging import PlanOffsets
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
+from megatron_muon.runtime.chained_collectives import CollectiveChain, Waitable
 from megatron_muon.runtime.exchange import (
     BucketMessages,
     Exchange,
-    Placed,
-    Spread,
-    one_behind_the_other,
-    place,
+    ReplicaAllGather,
+    RouteView,
+    consecutive_views,
+    route_view,
 )
 from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows
-from megatron_muon.runtime.relay import Relay, Waitable
-from megatron_muon.runtime.stacks import OwnStacks
+from megatron_muon.runtime.stacks import StackBuffers
 
 
-class PlanOfRank(NamedTuple):
-    """A plan, and what this rank needs to run it.
+class BoundPlan(NamedTuple):
+    """A plan with the handles and process groups of this rank.
 
     Args:
         plan: The plan, equal on all ranks of the group.
-        handles: By matrix of the plan, what stands for the rows that this rank holds.
-        group: Ranks of the plan; None where nothing travels.
-        replica_group: Ranks of the plan that hold the same rows; None where nobody else does.
-        parts_groups: By owners, the group of each set of ranks that split a matrix and that this
-            rank is one of.
+        handles: By matrix of the plan, handles of the rows that this rank holds.
+        group: Ranks of the plan; None for a rank alone.
+        replica_group: Ranks that hold the same rows; None if there are no others.
+        parts_groups: The process groups of the sets of owners that this rank belongs to.
     """
 
     plan: ExchangePlan
@@ -52,19 +51,19 @@ class PlanOfRank(NamedTuple):
     parts_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
-class PlanBuckets:
-    """Messages and stacks of one plan, in an arena.
+class PlanRunner:
+    """Gather, orthogonalize and scatter the buckets of one plan, in an arena.
 
     Args:
-        of_rank: The plan.
-        rank_plan: What this rank does of it.
-        places: Where the buffers of all buckets and scatters lie in the arena.
-        local_places: Where each stack of local matrices lies there.
+        bound: The plan.
+        rank_plan: This rank's part of it.
+        places: Offsets of the buffers of all buckets and scatters in the arena.
+        local_places: Offsets of the stacks of local matrices.
         newton_schulz: Steps, coefficients, precision and scale.
         arena: Memory of a step.
-        relay: Passes results on.
+        chain: Starts the all-gathers of replicas.
         rank: This rank of the job.
-        device: Where shards live.
+        device: Where shards are.
 
     Communication: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
@@ -72,48 +71,48 @@ class PlanBuckets:
     plan: ExchangePlan
     _gathers: Exchange  # rows, in the gather dtype
     _scatters: Exchange  # results, in the scatter dtype
-    _spread: Spread | None  # results, between replicas
-    _arrivals: list[list[Placed]]  # results for this rank's rows, by scatter
-    _arrived_rows: list[list[Placed]]  # of what this rank owns, by bucket
-    _buckets: list[OwnStacks]
-    _local: list[OwnStacks]
+    _all_gather: ReplicaAllGather | None  # results, between replicas
+    _arrivals: list[list[RouteView]]  # results for this rank's rows, by scatter
+    _arrived_rows: list[list[RouteView]]  # of what this rank owns, by bucket
+    _buckets: list[StackBuffers]
+    _local: list[StackBuffers]
     _backends: dict[tuple[int, int], Backend]  # by matrix and block
     _rows: LocalRows
     _results: Sequence[torch.Tensor]  # of the stacks of the bucket in work
-    # What is in flight, by gather and by scatter; None where nothing is sent. With replicas a
-    # scatter is in flight until it has been passed on.
+    # What is in flight, by gather and by scatter; None if nothing is sent. With replicas a scatter
+    # is in flight until its all-gather has ended.
     _gathering: dict[int, Waitable | None]
     _scattering: dict[int, Waitable | None]
 
     def __init__(
         self,
-        of_rank: PlanOfRank,
+        bound: BoundPlan,
         rank_plan: RankPlan,
         places: PlanOffsets,
         local_places: Sequence[int],
         newton_schulz: NewtonSchulzSettings,
         arena: Arena,
-        relay: Relay,
+        chain: CollectiveChain,
         *,
         rank: int,
         device: torch.device,
     ) -> None:
-        self.plan = of_rank.plan
-        self._parts_groups = of_rank.parts_groups
+        self.plan = bound.plan
+        self._parts_groups = bound.parts_groups
         self._newton_schulz = newton_schulz
-        self._relay = relay
+        self._chain = chain
         self._rows = LocalRows(
             self.plan,
             newton_schulz,
-            of_rank.handles,
+            bound.handles,
             rank_plan.num_results(),
             rank=rank,
-            group=of_rank.group,
+            group=bound.group,
             device=device,
         )
-        self._lay_out(of_rank, rank_plan, places, local_places, arena)
-        self._lay_out_scatters(of_rank, rank_plan, places, arena)
-        # Chosen once: in a step the host would choose in front of every stack.
+        self._lay_out(bound, rank_plan, places, local_places, arena)
+        self._lay_out_scatters(bound, rank_plan, places, arena)
+        # Chosen once: a step would choose before every stack, on the host.
         self._backends = {
             (part.matrix, part.block): BACKENDS[self.plan.backend(part.matrix, part.block)]
             for stacks in (*self._buckets, *self._local)
@@ -125,7 +124,7 @@ class PlanBuckets:
 
     def _lay_out(
         self,
-        of_rank: PlanOfRank,
+        bound: BoundPlan,
         rank_plan: RankPlan,
         places: PlanOffsets,
         local_places: Sequence[int],
@@ -148,19 +147,19 @@ class PlanBuckets:
             messages.append(BucketMessages(bucket.sends, by_source, bucket.has_gather))
             # By source: that is the order in which all_to_all_single delivers.
             routes = [r for _, routes in sorted(bucket.receives.items()) for r in routes]
-            self._arrived_rows.append(one_behind_the_other(routes, received))
-        self._gathers = Exchange(of_rank.group, messages, sends, receives)
+            self._arrived_rows.append(consecutive_views(routes, received))
+        self._gathers = Exchange(bound.group, messages, sends, receives)
         self._buckets = [
-            OwnStacks(bucket.owned, view(at.stacks, size.stacks, row_dtype))
+            StackBuffers(bucket.owned, view(at.stacks, size.stacks, row_dtype))
             for bucket, (at, size) in zip(rank_plan.buckets, found, strict=True)
         ]
         self._local = [
-            OwnStacks(owned, view(at, owned.num_elements, row_dtype))
+            StackBuffers(owned, view(at, owned.num_elements, row_dtype))
             for owned, at in zip(rank_plan.local, local_places, strict=True)
         ]
 
     def _lay_out_scatters(
-        self, of_rank: PlanOfRank, rank_plan: RankPlan, places: PlanOffsets, arena: Arena
+        self, bound: BoundPlan, rank_plan: RankPlan, places: PlanOffsets, arena: Arena
     ) -> None:
         """View scatters in the arena."""
         dtype = getattr(torch, self.plan.wire.scatter_dtype)
@@ -169,22 +168,22 @@ class PlanBuckets:
         found = list(zip(places.scatters, sizes, strict=True))
         sends = [arena.view(at.send, size.send, dtype) for at, size in found]
         arrived = [arena.view(at.receive, size.receive, dtype) for at, size in found]
-        self._spread = None
+        self._all_gather = None
         receives = arrived
         if rank_plan.order.has_replicas:
-            assert of_rank.replica_group is not None
-            self._spread = Spread(of_rank.replica_group, arrived)
+            assert bound.replica_group is not None
+            self._all_gather = ReplicaAllGather(bound.replica_group, arrived)
             # The last elements of a chunk may be unused.
             receives = [
-                self._spread.own_chunk(number)[: sum(scatter.receives.values())]
+                self._all_gather.own_chunk(number)[: sum(scatter.receives.values())]
                 for number, scatter in enumerate(scatters)
             ]
-        # Something travels back: otherwise the matrix would be local. Replicas may have nothing but
+        # Something is sent back: otherwise the matrix would be local. Replicas may have nothing but
         # messages to themselves, and join all the same.
         messages = [BucketMessages(each.sends, each.receives, True) for each in scatters]
-        self._scatters = Exchange(of_rank.group, messages, sends, receives)
+        self._scatters = Exchange(bound.group, messages, sends, receives)
         self._arrivals = [
-            [place(route, flat, offset) for route, offset in scatter.arrivals]
+            [route_view(route, flat, offset) for route, offset in scatter.arrivals]
             for scatter, flat in zip(scatters, arrived, strict=True)
         ]
 
@@ -192,11 +191,11 @@ class PlanBuckets:
         """Connect the ranks that will exchange; see :meth:`Engine.connect`."""
         self._gathers.connect()
         self._scatters.connect()
-        if self._spread is not None:
-            self._spread.connect()
+        if self._all_gather is not None:
+            self._all_gather.connect()
 
     def check_kernels(self) -> list[str]:
-        """List what is wrong with kernels; see :meth:`Engine.check_kernels`."""
+        """List the kernels that fail; see :meth:`Engine.check_kernels`."""
         stacks = [each for own in (*self._buckets, *self._local) for each in own.stacks]
         backends = [self._backends[stack[0].matrix, stack[0].block] for stack, _ in stacks]
         # By owners: a rank may be in several groups, and all must connect them in one order.
@@ -213,7 +212,7 @@ class PlanBuckets:
         checked = set()
         for (stack, tensor), backend in zip(stacks, backends, strict=True):
             call = self._call(stack[0])
-            # Alone where it can be: a rank whose kernel fails must not leave others waiting.
+            # On this rank alone if possible: if its kernel fails, others must not wait for it.
             if not backend.communicates:
                 call = dataclasses.replace(call, parts_group=None)
             key = backend.name, tensor.shape, call.whole_shape, call.parts_group
@@ -223,7 +222,7 @@ class PlanBuckets:
         return problems
 
     def _call(self, part: Part) -> Call:
-        """Return what a stack of such parts is orthogonalized as."""
+        """Return how a stack of such parts is orthogonalized."""
         return Call(
             self._newton_schulz,
             self.plan.matrices[part.matrix].blocks[part.block],
@@ -232,11 +231,11 @@ class PlanBuckets:
         )
 
     def begin(self, momentum: Rows, results: Rows) -> None:
-        """Take the rows of a step, and their norms."""
+        """Set the rows of a step, and reduce their norms."""
         self._rows.begin(momentum, results)
 
     def wait_for_leftovers(self) -> None:
-        """Wait for what a step left behind that ended with an exception; it may use the memory."""
+        """Wait for collectives of a step that ended with an exception: they may use the memory."""
         for under_way in (self._gathering, self._scattering):
             for work in under_way.values():
                 _wait(work)
@@ -250,7 +249,7 @@ class PlanBuckets:
     def orthogonalize_local(self, number: int) -> list[Handle]:
         """Orthogonalize a stack of local matrices, and return the rows that are complete."""
         stacks = self._local[number]
-        self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
+        self._rows.read([(route, stacks.view(route)) for route in stacks.kept])
         return self._write_staying(stacks, self._orthogonalize(stacks))
 
     def start_gather(self, number: int) -> None:
@@ -266,18 +265,18 @@ class PlanBuckets:
         """Orthogonalize what this rank owns of a bucket whose rows have arrived."""
         stacks, arrived = self._buckets[number], self._arrived_rows[number]
         if arrived:
-            # Messages hold routes one behind the other; a matrix needs them row by row.
+            # Routes are consecutive in messages; a matrix needs them row by row.
             torch._foreach_copy_(
-                [stacks.place(route) for route, _ in arrived], [sent for _, sent in arrived]
+                [stacks.view(route) for route, _ in arrived], [sent for _, sent in arrived]
             )
-        # Not with the gather, though they are here: the stacks may share memory with its messages.
-        self._rows.read([(route, stacks.place(route)) for route in stacks.kept])
-        # Results of tall matrices are transposed views. Made dense here, once, one fused kernel
-        # copies their rows into messages; strided rows would take a kernel each.
+        # Not before the gather has ended: the stacks may share memory with its messages.
+        self._rows.read([(route, stacks.view(route)) for route in stacks.kept])
+        # Results of tall matrices are transposed views. Made contiguous here, one fused kernel
+        # copies their rows into messages; strided rows would need one kernel per route.
         self._results = [result.contiguous() for result in self._orthogonalize(stacks)]
 
-    def _orthogonalize(self, stacks: OwnStacks) -> list[torch.Tensor]:
-        """Return one tensor for each stack, in new memory."""
+    def _orthogonalize(self, stacks: StackBuffers) -> list[torch.Tensor]:
+        """Return one tensor per stack, in new memory."""
         results = []
         for stack, tensor in stacks.stacks:
             part = stack[0]
@@ -289,7 +288,7 @@ class PlanBuckets:
         """Pack and send results.
 
         Returns:
-            Rows that are complete: what stays here is written while the rest travels.
+            Rows that are complete: what stays here is written while the rest is in flight.
         """
         bucket, position = divmod(number, self.plan.num_scatters)
         stacks, packing = self._buckets[bucket], self._scatters.packing(number)
@@ -299,10 +298,12 @@ class PlanBuckets:
                 [stacks.result(self._results, route) for route, _ in packing],
             )
         work = self._scatters.start(number)
-        if self._spread is None:
+        if self._all_gather is None:
             self._scattering[number] = work
         else:
-            self._scattering[number] = self._relay.after(work, partial(self._spread.start, number))
+            self._scattering[number] = self._chain.after(
+                work, partial(self._all_gather.start, number)
+            )
         if position < self.plan.num_scatters - 1:
             return []
         # The last scatter of the bucket: its results have left, or are written now.
@@ -314,8 +315,8 @@ class PlanBuckets:
         _wait(self._scattering.pop(number))
         return self._rows.write(self._arrivals[number])
 
-    def _write_staying(self, stacks: OwnStacks, results: Sequence[torch.Tensor]) -> list[Handle]:
-        """Write the results that do not travel."""
+    def _write_staying(self, stacks: StackBuffers, results: Sequence[torch.Tensor]) -> list[Handle]:
+        """Write the results that are not sent."""
         return self._rows.write([(r, stacks.result(results, r)) for r in stacks.staying])
 
 
@@ -325,7 +326,7 @@ def _wait(work: Waitable | None) -> None:
 
 
 def _attempt(problems: list[str], call: Callable[[], None]) -> None:
-    """Call a function, and note an exception: other ranks wait for what comes after it."""
+    """Call a function, and record its exception: other ranks wait for what comes after it."""
     try:
         call()
     # Kernels of others raise whatever their compilers do.

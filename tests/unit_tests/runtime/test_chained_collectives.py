@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_muon.runtime.relay import StreamRelay, ThreadRelay, relay_on
+from megatron_muon.runtime.chained_collectives import StreamChain, ThreadChain, chain_on
 
 
 class _Work:
@@ -38,17 +38,17 @@ def test_thread_starts_each_behind_what_it_waits_for_in_their_order():
     """The second one has to wait for the first one, though its own scatter ended before."""
     log: list[str] = []
     first, second, passed_on = (_Work(log, name) for name in ("first", "second", "passed on"))
-    relay = relay_on(torch.device("cpu"))
-    relayed = [
-        relay.after(first, _start(log, "after first", passed_on)),
-        relay.after(second, _start(log, "after second")),
-        relay.after(None, _start(log, "after nothing")),
+    chain = chain_on(torch.device("cpu"))
+    started = [
+        chain.after(first, _start(log, "after first", passed_on)),
+        chain.after(second, _start(log, "after second")),
+        chain.after(None, _start(log, "after nothing")),
     ]
     assert log == []  # the rank goes on
     second.ended.set()
     passed_on.ended.set()
     first.ended.set()
-    for each in reversed(relayed):
+    for each in reversed(started):
         each.wait()
     assert log == [
         "waited for first",
@@ -67,10 +67,10 @@ def test_error_of_a_thread_is_raised_in_the_step_and_stops_what_follows():
         raise RuntimeError("connection closed by peer")
 
     log: list[str] = []
-    relay = ThreadRelay()
-    for relayed in (relay.after(None, fails), relay.after(None, _start(log, "what follows"))):
+    chain = ThreadChain()
+    for started in (chain.after(None, fails), chain.after(None, _start(log, "what follows"))):
         with pytest.raises(RuntimeError, match="connection closed by peer"):
-            relayed.wait()
+            started.wait()
     assert log == []
 
 
@@ -104,14 +104,14 @@ def test_second_stream_waits_for_the_step_and_for_the_work_before_it_starts():
     with mock.patch.multiple(
         torch.cuda, Stream=Stream, stream=stream, current_stream=lambda device: current
     ):
-        relay = relay_on(torch.device("cuda", 1))
-        assert isinstance(relay, StreamRelay)
-        assert relay.after(Work(), start) == "work"
-        assert relay.after(None, start) == "work"
+        chain = chain_on(torch.device("cuda", 1))
+        assert isinstance(chain, StreamChain)
+        assert chain.after(Work(), start) == "work"
+        assert chain.after(None, start) == "work"
         # The rank's own shard gets nothing, but it may send as an owner.
         scatter = Work()
-        assert relay.after(scatter, lambda: None) is scatter
-        assert relay.after(None, lambda: None) is None
+        assert chain.after(scatter, lambda: None) is scatter
+        assert chain.after(None, lambda: None) is None
     waits = "second stream waits for the stream of the step"
     launches = "the second stream launches"
     behind_scatter = [waits, "the second stream waits for the scatter"]
