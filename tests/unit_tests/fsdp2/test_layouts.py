@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 from helpers import fsdp2_models
+from helpers.device import init_group
 from helpers.fsdp2_models import CASES, Sharded
 from helpers.ranks import run_ranks
 
@@ -42,7 +43,7 @@ class Reference:
     def step(self, grads: Sequence[Any], wire: str) -> None:
         """Step with whole gradients; on the bf16 wire norms are summed in float64."""
         from emerging_optimizers.orthogonalized_optimizers import muon
-        from gpu_checks.reference import float64_normalize
+        from helpers.whole_matrices import float64_normalize
 
         for each, matrices, grad in zip(self._parameters, self._matrices, grads, strict=True):
             for matrix, part in zip(matrices, _parts(each, grad), strict=True):
@@ -122,11 +123,10 @@ def num_blocks(each: Sharded) -> int:
 def _step_all(cases: Sequence[str]) -> dict[str, list[str]]:
     """Step each case three times in each setting, and list what differs."""
     import torch
-    import torch.distributed as dist
 
     from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
-    dist.init_process_group("gloo")
+    init_group()
     found = {}
     for case in cases:
         found[case] = []
@@ -169,7 +169,7 @@ def _domains() -> list[list[Any]]:
 
     from megatron_muon.fsdp2 import Muon
 
-    dist.init_process_group("gloo")
+    init_group()
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     found = []
     for each in fsdp2_models.expert_parallel():

@@ -5,6 +5,7 @@
 from typing import Any
 
 import pytest
+from helpers.device import device, init_group, kind
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -31,12 +32,13 @@ def _train(shapes: list[list[int]]) -> list[Any]:
 
     from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
-    dist.init_process_group("gloo")
+    init_group()
     torch.manual_seed(0)
-    whole = torch.nn.Sequential(*(torch.nn.Linear(cols, rows, bias=False) for rows, cols in shapes))
+    layers = [torch.nn.Linear(cols, rows, bias=False) for rows, cols in shapes]
+    whole = torch.nn.Sequential(*layers).to(device())
     # Without weight decay: fully_shard_optimizer() makes a step of its own, which would decay once.
     settings = {"lr": 0.1, "weight_decay": 0.0, "nesterov": True, "fp32_matmul_prec": "highest"}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("fsdp", "tp"))
+    mesh = init_device_mesh(kind(), (dist.get_world_size(), 1), mesh_dim_names=("fsdp", "tp"))
     model = fully_shard_model(
         copy.deepcopy(whole),
         device_mesh=mesh,
@@ -54,7 +56,7 @@ def _train(shapes: list[list[int]]) -> list[Any]:
     losses = []
     for step in range(3):
         torch.manual_seed(step)
-        batch = torch.randn(4, shapes[0][1])
+        batch = torch.randn(4, shapes[0][1], device=device())
         muon.zero_grad()
         reference.zero_grad()
         pair = [model(batch).square().mean(), whole(batch).square().mean()]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from helpers.device import device, kind
+
 
 @dataclass
 class Sharded:
@@ -57,7 +59,8 @@ def drawn(shape: Sequence[int], seed: int) -> Any:
     """Draw a tensor, the same for the same seed."""
     import torch
 
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator).to(device())
 
 
 def shard(
@@ -102,7 +105,7 @@ type Case = Callable[[], list[Sharded]]
 def _mesh(shape: Sequence[int], names: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names.split()))
+    return init_device_mesh(kind(), tuple(shape), mesh_dim_names=tuple(names.split()))
 
 
 def _one_axis(*shapes: Sequence[int], **options: Any) -> list[Sharded]:

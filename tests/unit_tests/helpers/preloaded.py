@@ -4,6 +4,8 @@
 
 What every rank of every world would compute anew, with the same result, is remembered: the help
 texts that Megatron reads out of its sources, and the lines of them that patches rely on.
+
+For GPUs nothing stands in for them, and CUDA is not used: forked ranks could not use it then.
 """
 
 import argparse
@@ -15,9 +17,11 @@ import os
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from helpers.device import kind  # noqa: E402
 from megatron_muon import cpu_ranks  # noqa: E402
 
-cpu_ranks.enable(force=True)
+if kind() == "cpu":
+    cpu_ranks.enable(force=True)
 
 import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
 import megatron.training  # noqa: E402, F401

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from helpers.device import device, kind
+from helpers.device import init_group as init_group
 from helpers.layouts import rows_cut_at
 
 # Rows of each rank, for (rows, cols); tall, wide and square, uneven, empty and one-row shards.
@@ -29,18 +31,12 @@ QKV_SPLIT = [8, 4, 4]
 QKV_ROWS = {1: [32], 2: [7, 25], 3: [0, 9, 23], 4: [1, 10, 0, 21], 8: [5, 6, 0, 0, 8, 1, 2, 10]}
 
 
-def init_group() -> None:
-    """Start the ranks of a test."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-
-
 def whole_matrix(shape: tuple[int, int], seed: int, block: int) -> Any:
     """Draw the same matrix on every rank of a shard group."""
     import torch
 
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 10**6 * block))
+    generator = torch.Generator().manual_seed(seed + 10**6 * block)
+    return torch.randn(shape, generator=generator).to(device())
 
 
 def with_local(like: Any, local: Any) -> Any:
@@ -158,7 +154,7 @@ def build_optimizers(
 
     names = ("replica", "shard", "tensor")
     mesh = init_device_mesh(
-        "cpu", (num_replicas, num_shards, num_tensor_ranks), mesh_dim_names=names
+        kind(), (num_replicas, num_shards, num_tensor_ranks), mesh_dim_names=names
     )
     replicas, shards, tensor = (mesh[name].get_group() for name in names)
     params = []
@@ -251,7 +247,7 @@ def step_both(optimizers: Optimizers, wire: str, num_steps: int = 3) -> None:
     from contextlib import nullcontext
     from unittest import mock
 
-    from gpu_checks.reference import float64_normalize
+    from helpers.whole_matrices import float64_normalize
 
     norm: Any = nullcontext()
     if wire == "bf16":

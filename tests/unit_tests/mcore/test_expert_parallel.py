@@ -5,6 +5,7 @@
 from typing import Any
 
 import pytest
+from helpers.device import init_group
 from helpers.ranks import run_ranks
 from helpers.toy_fsdp import build_gpt, build_optimizer, run_backward, wrap_gpt
 
@@ -12,14 +13,13 @@ pytestmark = pytest.mark.ranks
 
 
 def _step_with_experts() -> dict[str, Any]:
-    import torch.distributed as dist
     from megatron.core import parallel_state
 
     import megatron_muon
     from megatron_muon.runtime.dtensor_layout import local_tensor
 
     megatron_muon.enable()
-    dist.init_process_group("gloo")
+    init_group()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     gpt = build_gpt(
         num_moe_experts=4,

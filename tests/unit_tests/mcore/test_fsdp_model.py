@@ -5,6 +5,7 @@
 from typing import Any
 
 import pytest
+from helpers.device import device
 from helpers.ranks import run_ranks
 from helpers.toy_fsdp import build_model, build_optimizer
 
@@ -86,7 +87,7 @@ def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
     for step in range(2):
         for index, (fqn, (param, matrix)) in enumerate(shards.items()):
             generator = torch.Generator().manual_seed(100 * step + index)
-            grad = torch.randn(whole[fqn].shape, generator=generator)
+            grad = torch.randn(whole[fqn].shape, generator=generator).to(device())
             whole[fqn].grad = grad.clone()
             rows = grad[slice(*matrix.local_range)].clone()
             param.grad = with_local(param, rows) if rows.numel() else None

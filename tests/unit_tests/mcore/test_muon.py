@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+from helpers.device import has_stacks
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import LAYOUTS, QKV_ROWS, build_optimizers, init_group, step_both
 
@@ -29,18 +30,22 @@ EXCHANGES = [
     {"mode": "owner", "wire": "bf16", "cost_model": "gbps=1000,gbps_between_nodes=1000"},
 ]
 NUM_STEPS = 3
+# Of stacks on a GPU: three steps of 0.02, times a scale of at most 7, and results that differ where
+# rounding to bf16 goes the other way. Results that are not orthogonalized are off by 0.02 and more.
+STACKED_ATOL = 5e-3
 
 
 def _step_and_compare(num_shards: int, exchange: dict[str, Any], grid: dict[str, int]) -> list[str]:
     init_group()
     different = []
     wire = exchange.get("wire", "")
+    atol = STACKED_ATOL if has_stacks(exchange.get("cost_model", "")) else 0.0
     for settings in SETTINGS:
         if wire == "bf16" and settings.get("fp32_matmul_prec") == "highest":
             continue
         optimizers = build_optimizers(num_shards, settings, exchange, **grid)
         step_both(optimizers, wire)
-        different += [f"{settings} {each}" for each in optimizers.differences()]
+        different += [f"{settings} {each}" for each in optimizers.differences(atol)]
     return different
 
 

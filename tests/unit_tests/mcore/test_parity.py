@@ -334,7 +334,7 @@ GRAM = ("--muon-fsdp-newton-schulz", "gram")
 
 def _gram_in_fp16() -> None:
     """Round the products of the Gram form as a GPU does: CPU ranks multiply in fp32."""
-    from gpu_checks.exact import rounded_products
+    from helpers.exact import rounded_products
 
     from megatron_muon.newton_schulz.gram import Gram
 
@@ -367,6 +367,7 @@ def test_gram_form_trains_like_ddp_on_tensor_parallel_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.cpu_only
 def test_gram_form_in_fp16_needs_its_restarts():
     """Coefficients that amplify rounding most. Seen: 1.3e-6 with, 1.6e-4 without restarts."""
     flags = (*HIGH, "--muon-coefficient-type", "polar_express")

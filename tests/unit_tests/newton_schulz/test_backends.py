@@ -11,8 +11,8 @@ import pytest
 import torch
 from emerging_optimizers import triton_kernels
 from emerging_optimizers.utils import fp32_matmul_precision
-from gpu_checks.exact import exact as reference
-from gpu_checks.exact import relative_error, rounded_products
+from helpers.exact import exact as reference
+from helpers.exact import relative_error, rounded_products
 from helpers.ranks import run_ranks
 from helpers.stacks import orthogonalized, settings
 from hypothesis import given

@@ -51,8 +51,6 @@ COVERED = {
     "::test_script_learns_and_goes_on_on_other_ranks",
     ".venv/bin/python scripts/check_compat.py*": "repository/test_check_compat.py"
     "::test_check_here_trains",
-    ".venv/bin/python scripts/gpu_checks.py --cpu": "repository/test_gpu_checks.py"
-    "::test_checks_without_a_gpu_pass",
     "torchrun --nproc-per-node 8 -m megatron_muon pretrain_gpt.py *": "test_launcher.py"
     "::test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0",
     ".venv/bin/torchrun --nproc-per-node 2 -m megatron_muon scripts/pretrain_gpt.py *": "test_"

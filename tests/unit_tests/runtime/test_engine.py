@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from helpers.device import device
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group, split_always, step_both
 
@@ -283,6 +284,7 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
     return [under_way, optimizers.differences(), timing.breaches]
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("grid", [{}, {"num_replicas": 2}], ids=["gathers", "spreads"])
 def test_messages_of_an_abandoned_step_are_waited_for_before_their_memory_is_used(grid):
     """They may still read and write it."""
@@ -302,7 +304,7 @@ def _groups_of_ranks_that_are_in_different_numbers_of_groups() -> list[int]:
     first = new_groups([(0,)] if rank == 0 else [])
     second = new_groups([(1, 2), (0, 1, 2)] if rank else [(0, 1, 2)])
     for ranks in sorted(second):
-        dist.all_reduce(torch.ones(1), group=second[ranks])
+        dist.all_reduce(torch.ones(1, device=device()), group=second[ranks])
     return [len(first), len(second)]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import device
 from helpers.layouts import rows_cut_at
 from helpers.stacks import orthogonalized
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,13 +48,13 @@ def _orthogonalize(
     ]  # fmt: skip
     assignment = choose_owners(matrices, cost, wire)
     plan = ExchangePlan.build(matrices, assignment, cost, wire, staging_bytes=2**20)
-    params = [torch.empty(ROWS, COLS) for _ in rows]
+    params = [torch.empty(ROWS, COLS, device=device()) for _ in rows]
     engine = Engine(
         [BoundPlan(plan, dict(enumerate(params)), None, None, {})],
         RankSchedule.build([plan], rank=0),
         NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7)),
         rank=0,
-        device=torch.device("cpu"),
+        device=device(),
     )
     by_param = dict(zip(params, rows, strict=True))
     with _Counted() as counted:
@@ -66,7 +67,8 @@ def _orthogonalize(
 def test_experts_that_lie_evenly_take_one_call_a_stack(gap):
     """As gradients of a layer's experts lie in Megatron-FSDP's buffer; the bits are the same."""
     size = ROWS * COLS + gap
-    memory = torch.randn(NUM_MATRICES * size, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    memory = torch.randn(NUM_MATRICES * size, generator=generator).to(device())
     even = [memory[i * size :][: ROWS * COLS].view(ROWS, COLS) for i in range(NUM_MATRICES)]
     apart = [rows.clone() for rows in even]
     gaps = [memory[i * size + ROWS * COLS : (i + 1) * size].clone() for i in range(NUM_MATRICES)]
@@ -83,7 +85,7 @@ def test_experts_that_lie_evenly_take_one_call_a_stack(gap):
 def test_query_groups_of_a_block_take_one_call():
     """Two groups of query, key and value: three calls a matrix, not six."""
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randn(ROWS, COLS, generator=generator)]
+    rows = [torch.randn(ROWS, COLS, generator=generator).to(device())]
     whole = rows[0].clone()
     (found,), calls = _orthogonalize(rows, split_shapes=(4, 2, 2))
     assert calls["div"] == calls["mul"] == 3

@@ -3,7 +3,6 @@
 """Newton-Schulz of emerging-optimizers on whole matrices: nothing of it is this package's."""
 
 import math
-from collections.abc import Callable, Sequence
 from unittest import mock
 
 import torch
@@ -48,13 +47,6 @@ def orthogonalized(matrix: torch.Tensor, precision: str, *, has_float64_norm: bo
 def normalized_bf16(matrix: torch.Tensor) -> torch.Tensor:
     """Divide by the float64 norm and round to bf16: where "medium" precision starts."""
     return float64_normalize(matrix, 2, (-2, -1), least_norm()).bfloat16()
-
-
-def scaled(matrix: torch.Tensor, scale: Callable[[int, int], Sequence[float]]) -> torch.Tensor:
-    """Multiply with one factor after the other, as upstream does."""
-    for factor in scale(*matrix.shape):
-        matrix = matrix * factor
-    return matrix
 
 
 def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:

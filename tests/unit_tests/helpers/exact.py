@@ -22,9 +22,9 @@ def exact(
         coefficient_type: Name of emerging-optimizers' coefficients.
 
     Returns:
-        The exact result and the orthogonal polar factor, of the same shape, float64 on the CPU.
+        The exact result and the orthogonal polar factor, of the same shape, float64.
     """
-    u, s, v = torch.linalg.svd(x.double().cpu(), full_matrices=False)
+    u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
     image = s
     for a, b, c in coefficients_of(steps, coefficient_type):
         image = a * image + b * image**3 + c * image**5
@@ -34,20 +34,20 @@ def exact(
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the Frobenius norm of the difference over that of what was expected, float64."""
-    return float((found.double().cpu() - expected).norm() / expected.norm())
+    return float((found.double() - expected).norm() / expected.norm())
 
 
-def spectra(rows: int, cols: int) -> dict[str, torch.Tensor]:
-    """Return wide matrices by name, float64, of which small singular values are rounded most."""
-    generator = torch.Generator().manual_seed(0)
+def spectra(rows: int, cols: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return wide matrices by name, float64, whose small singular values are rounded most."""
+    of = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     u, v = (
-        torch.linalg.qr(torch.randn(size, rows, generator=generator, dtype=torch.float64))[0]
+        torch.linalg.qr(torch.randn(size, rows, dtype=torch.float64, **of))[0]
         for size in (rows, cols)
     )
-    i = torch.arange(1, rows + 1, dtype=torch.float64)
+    i = torch.arange(1, rows + 1, dtype=torch.float64, device=device)
     num_there = rows // 8
     return {
-        "Gaussian": torch.randn(rows, cols, generator=generator, dtype=torch.float64),
+        "Gaussian": torch.randn(rows, cols, dtype=torch.float64, **of),
         "falling as 1 / i": (u / i) @ v.mT,
         "falling as 1 / i^2": (u / i**2) @ v.mT,
         "log-uniform, 1 to 1e-6": (u * 10 ** (-6 * (i - 1) / (rows - 1))) @ v.mT,
