@@ -5,7 +5,7 @@
 import pytest
 
 from megatron_muon.plan.cost import CPU_RANKS, CostModel
-from megatron_muon.plan.flags import naming_flags
+from megatron_muon.user_errors import naming_flags
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.wire import Wire
 

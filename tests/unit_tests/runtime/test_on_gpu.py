@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from helpers.device import device
-from helpers.planned import planned_in
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
 
@@ -45,8 +44,8 @@ def _step_behind_late_kernels(grid: dict[str, int], cases: Any) -> list[str]:
     from megatron_muon.newton_schulz.standard import Standard
 
     init_group()
-    with planned_in(num_buckets=4, num_scatters=2):
-        optimizers = build_optimizers(2, {}, {"wire": "bf16"}, cases=cases, **grid)
+    exchange = {"wire": "bf16", "num_buckets": 4}
+    optimizers = build_optimizers(2, {}, exchange, cases=cases, **grid)
     optimizers.sharded.checks_gradients = False  # it waits for the device
     is_late = dist.get_rank() % 2 == 1
     newton_schulz = Standard.run
@@ -113,8 +112,8 @@ def _memory_of_steps() -> dict[str, int]:
         before["free"] = torch.cuda.mem_get_info()[0]
         return FSDPZeROTensorParallelMuon(*args, **options)
 
-    with planned_in(num_buckets=NUM_BUCKETS):
-        optimizers = build_optimizers(2, {}, {"wire": "bf16"}, cases=CASES, sharded=build)
+    exchange = {"wire": "bf16", "num_buckets": NUM_BUCKETS}
+    optimizers = build_optimizers(2, {}, exchange, cases=CASES, sharded=build)
     connected = before["free"] - torch.cuda.mem_get_info()[0]
     compute = optimizers.sharded.compute
     rows = {param: param._local_tensor.detach() + 1 for param, _, _ in optimizers.params}
