@@ -3,6 +3,7 @@
 """The one list of what CPU ranks replace, and why."""
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
         device_count=constant(1),
         current_device=constant(0),
         set_device=constant(None),
-        device=torch_cuda.NullContext,
+        device=nullcontext,
         get_device_name=constant("cpu"),
         get_device_properties=constant(_PROPERTIES),
         get_device_capability=constant((_PROPERTIES.major, _PROPERTIES.minor)),
@@ -64,7 +65,7 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
         "a CPU runs in program order",
         Stream=torch_cuda.CpuStream,
         Event=torch_cuda.CpuEvent,
-        stream=torch_cuda.NullContext,
+        stream=nullcontext,
         set_stream=constant(None),
         current_stream=constant(torch_cuda.DEFAULT_STREAM),
         default_stream=constant(torch_cuda.DEFAULT_STREAM),

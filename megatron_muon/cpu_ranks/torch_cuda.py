@@ -68,14 +68,6 @@ class CpuStream(torch.cpu.Stream, nullcontext[None]):
 DEFAULT_STREAM = CpuStream()
 
 
-class NullContext(nullcontext[None]):
-    """Stands in for ``torch.cuda.stream`` and ``torch.cuda.device``: changes nothing."""
-
-    def __init__(self, *_args: object, **_kwargs: object) -> None:
-        """Accept and ignore the stream or the device."""
-        super().__init__()
-
-
 class CpuDeviceProperties:
     """Stands in for the result of ``torch.cuda.get_device_properties``."""
 
