@@ -295,8 +295,7 @@ def test_other_model_is_refused(muon, tmp_path):
     status = tmp_path / "status"
     flags = ("--ffn-hidden-size", "64")
     run = _load(muon[1], *flags, before=functools.partial(watch_load, str(status)))
-    text = "mlp.linear_fc2.weight: expected shape (32, 64), got (32, 56)"
-    _assert_refused(run, status, text, "Nothing was loaded.")
+    _assert_refused(run, status, "linear_fc2.weight: expected shape (32, 64), got (32, 56)")
 
 
 def test_checkpoint_of_bf16_is_refused_in_fp32(muon, tmp_path):
