@@ -116,7 +116,7 @@ def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
         return call(), []
     except CheckpointError as error:
         return None, [str(error)]
-    except Exception as error:  # noqa: BLE001 - what one rank raises alone, others wait for
+    except Exception as error:  # what one rank raises alone, others wait for
         return None, [f"{type(error).__name__}: {error}"]
 
 
