@@ -136,7 +136,7 @@ def probe(peer: str, layout: str, options: argparse.Namespace) -> dict[str, Any]
         stepped.optimizer.step()
     found = {"calls": counter.calls.total(), "bytes_by_collective": dict(counter.num_bytes)}
     if peer in (OURS, OURS_FP32):
-        from megatron_muon.plan.report import build_report
+        from megatron_muon.report.rank_report import build_report
 
         plans = stepped.optimizer.compute.plans  # type: ignore[attr-defined]
         report = build_report(range(options.ranks), plans)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.plan.layout import RowLayout
-from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
+from megatron_muon.report.preview.fsdp_buffer import unit_layouts
 
 MUON = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
 

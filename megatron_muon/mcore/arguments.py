@@ -16,10 +16,9 @@ from megatron_muon.mcore.unsupported import (
     raise_where_refused,
     unsupported_settings,
 )
-from megatron_muon.plan.flags import in_flags
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
-from megatron_muon.user_errors import SettingsError
+from megatron_muon.user_errors import SettingsError, in_flags
 
 logger = logging.getLogger(__name__)
 

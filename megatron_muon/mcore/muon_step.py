@@ -10,12 +10,12 @@ import torch.distributed as dist
 from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-from megatron_muon.plan.flags import naming_flags
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.runtime.all_gather_compute import AllGatherCompute
 from megatron_muon.runtime.owned_parameters import lay_out
 from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.user_errors import naming_flags
 
 
 class MuonStep:
@@ -128,7 +128,7 @@ class MuonStep:
             self._device,
         )
 
-    def _precision(self) -> Any:  # noqa: ANN401 - a context manager of emerging-optimizers
+    def _precision(self) -> Any:
         return fp32_matmul_precision(self.optimizers[0].fp32_matmul_prec)
 
     def parameter_changes(self) -> list[str]:

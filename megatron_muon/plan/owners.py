@@ -9,7 +9,7 @@ the longest first:
 1. Every matrix goes to the rank that finishes it first. No rank has to be busy for longer than the
    busiest one of this pass.
 2. Again, but a rank that holds rows of a matrix gets it as long as its load stays below a capacity,
-   1.03 times the highest load of pass 1. Of several such ranks it is the one with the quietest
+   1.025 times the highest load of pass 1. Of several such ranks it is the one with the quietest
    link. Otherwise it goes to the rank that finishes first.
 
 A matrix that alone exceeds the fair share of a rank is split over several owners first.
@@ -28,7 +28,7 @@ from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.wire import Wire
 
 # Pass 2 may load a rank by this factor more than pass 1: estimates are not more exact.
-_CAPACITY = 1.03
+_CAPACITY = 1.025
 # A matrix is split while it alone exceeds the fair share of a rank by this factor, and while that
 # shortens it to at most this fraction. 8B on 512 ranks without splitting: five times as long.
 _LONGER_THAN_FAIR = 1.05

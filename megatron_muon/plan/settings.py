@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How matrices are exchanged: one frozen object.
 
-Its errors call a field ``exchange.NAME``; :mod:`megatron_muon.plan.flags` knows its flag.
+Its errors call a field ``exchange.NAME``; :mod:`megatron_muon.user_errors` knows its flag.
 """
 
 from dataclasses import dataclass

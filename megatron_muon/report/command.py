@@ -15,7 +15,6 @@ from typing import get_args
 
 from megatron_muon.newton_schulz.registry import BackendChoice, requested_backends
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.flags import in_flags
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
 from megatron_muon.report.preview.model_shape import PRESETS, ModelShape
@@ -29,6 +28,7 @@ from megatron_muon.report.preview.simulation import (
     simulate_shard_map,
 )
 from megatron_muon.report.table import table
+from megatron_muon.user_errors import in_flags
 
 _REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
 

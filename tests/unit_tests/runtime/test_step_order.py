@@ -110,6 +110,7 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     """Rank 0 holds a whole matrix and half of another."""
     import torch
     import torch.distributed as dist
+
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.newton_schulz.standard import Standard
     from megatron_muon.plan import ExchangePlan
