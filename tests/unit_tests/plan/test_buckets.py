@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from helpers.layouts import SLOW, matrix_lists, one_matrix, plan_of, rows_cut_at
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan.cost import CostModel
@@ -84,12 +84,13 @@ def test_replicas_need_less_memory_in_more_scatters():
     ]
     plan = plan_of(matrices, UNSTACKED, num_buckets=1)
     assert plan.order.num_scatters == 4
-    less = plan_of(matrices, UNSTACKED, num_buckets=1, staging_bytes=plan.staging_bytes // 3)
+    less = plan_of(matrices, UNSTACKED, num_buckets=1, staging_bytes=1)
     assert len(less.buckets) == 1 and less.order.num_scatters > 4
-    assert less.staging_bytes <= plan.staging_bytes // 3
+    assert less.staging_bytes < plan.staging_bytes // 3
 
 
-@given(matrix_lists(max_matrices=12), st.sampled_from([5000, 10_000, 20_000, 2**31]))
+@settings(max_examples=50)
+@given(matrix_lists(), st.sampled_from([5000, 10_000, 20_000, 2**31]))
 def test_plans_fit_into_the_memory_that_there_is_or_need_the_least(matrices, staging_bytes):
     """What the least plan needs is enough."""
     least, plan = (plan_of(matrices, staging_bytes=limit) for limit in (1, staging_bytes))

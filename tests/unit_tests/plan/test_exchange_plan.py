@@ -8,7 +8,7 @@ import re
 
 import pytest
 from helpers.layouts import matrix_lists, one_matrix, plan_of, rows_cut_at
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan
@@ -108,6 +108,7 @@ def test_copies_are_left_to_torch(backends, expected):
     assert all(line.endswith(f"by {name}") for name, line in zip(expected, who, strict=True))
 
 
+@settings(max_examples=40)
 @given(matrix_lists(), matrix_lists())
 def test_refusal_names_a_limit_that_works(first, second):
     """Two plans share a limit: what the first one leaves is for the second one."""

@@ -8,10 +8,10 @@ import pytest
 from helpers.ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
-from megatron_muon.plan.preview.model_shape import PRESETS
 
 from megatron_muon.plan.splits import Splits
+from megatron_muon.report.preview.fsdp_buffer import unit_layouts
+from megatron_muon.report.preview.model_shape import PRESETS
 
 
 def _shards_by_megatron(shapes: list[tuple[int, ...]], num_shards: int) -> list[Any]:

@@ -66,8 +66,8 @@ COVERED = {
     ".venv/bin/python benchmarks/step_cost.py*": "repository/test_benchmarks.py"
     "::test_step_cost_stays_within_its_bounds",
     # With 256 ranks.
-    ".venv/bin/python -m megatron_muon.plan --preset qwen3-235b-a22b --dp 2048 *": "plan/"
-    "test_report.py::test_plan_of_many_ranks_imports_no_torch",
+    ".venv/bin/python -m megatron_muon.plan --preset qwen3-235b-a22b --dp 2048 *": "report/"
+    "test_command.py::test_plan_of_many_ranks_imports_no_torch",
     ".venv/bin/python -m megatron_muon.checkpoint *": "checkpoint/test_files.py"
     "::test_commands_need_neither_megatron_nor_a_process_group",
 }

@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Estimated costs: integers that follow from operations, bytes and launches."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.plan.cost import CPU_RANKS, CostModel, gpu_rates
+
+# Nothing but products, at 1 TFLOP/s for every shape: 1,000 operations a nanosecond.
+PRODUCTS = CostModel(tflops=1, half_rate_side=0, kernel_us=0, all_reduce_us=0, gbps=1e9)
+
+
+def test_text_changes_the_rates_that_it_names():
+    """The rest stays as it is for the machine."""
+    cost = CostModel.parse("tflops=700,ranks_per_node=4", CPU_RANKS)
+    assert (cost.tflops, cost.ranks_per_node, cost.gbps) == (700.0, 4, CPU_RANKS.gbps)
+    assert CostModel.parse("") == CostModel()
+
+
+def test_newton_schulz_time_follows_operations_and_parts():
+    """5 (4 m n^2 + 2 n^3) operations; a split divides the first term and adds all-reduces."""
+    m, n = 4096, 1024
+    assert PRODUCTS.work(n, m).flops == 5 * (4 * m * n * n + 2 * n**3)
+    assert PRODUCTS.newton_schulz_ns(m, n) == round(5 * (4 * m * n * n + 2 * n**3) / 1000)
+    assert PRODUCTS.newton_schulz_ns(m, n) == PRODUCTS.newton_schulz_ns(n, m)
+    quarter = 5 * (m * n * n + 2 * n**3) / 1000
+    assert PRODUCTS.newton_schulz_ns(m, n, 4) == pytest.approx(quarter, rel=1e-4)
+    cost = CostModel()
+    assert cost.newton_schulz_ns(m, n, 4) < cost.newton_schulz_ns(m, n, 4, on_node=False)
+
+
+def test_small_matrices_run_at_a_lower_rate():
+    """One rate for all shapes was the default: it made small matrices too short."""
+    cost = CostModel(kernel_us=0)
+    for side in (512, 1350, 8192):
+        rate = cost.work(side, side).flops / cost.newton_schulz_ns(side, side) / 1000
+        assert rate == pytest.approx(900 * side / (side + 1350), rel=1e-4)
+
+
+def test_launches_are_counted_of_stacks_that_exist():
+    """They were counted as if every stack were full: buckets break stacks up.
+
+    Qwen3-30B on 64 ranks in two instances: 6.6 ms of launches on a rank, 1.2 ms in the estimate.
+    """
+    cost = CostModel()
+    assert cost.stack_size(512, 512) == 32
+    launches_ns = cost.work(512, 512).num_products * 5000
+    assert cost.stack_ns(8, 512, 512) - launches_ns == 8 * (
+        cost.stack_ns(1, 512, 512) - launches_ns
+    )
+    in_buckets, full = 4 * cost.stack_ns(8, 512, 512), cost.stack_ns(32, 512, 512)
+    assert in_buckets - full == 3 * launches_ns
+    # Who owns what is decided before there are stacks.
+    assert 32 * cost.newton_schulz_ns(512, 512) == pytest.approx(full, abs=32)
+
+
+def test_stacks_fill_a_gpu_and_are_powers_of_two():
+    """About 1024 tiles of 128 x 128; the longer side does not count."""
+    sides = {64: 32, 512: 32, 1024: 16, 1536: 8, 2048: 4, 3072: 2, 4096: 1, 8192: 1}
+    assert {n: CostModel().stack_size(n, 8192) for n in sides} == sides
+    assert CPU_RANKS.stack_size(64, 64) == 1
+    # Memory bounds stacks, but a single matrix may be larger.
+    assert CostModel().stack_size(512, 32768) == 8
+    assert CostModel().stack_size(512, 2**20) == 1
+
+
+def test_links_within_a_node_are_those_of_consecutive_ranks():
+    """Ranks 0 to 7 share a node, rank 8 is on the next one."""
+    cost = CostModel(gbps=450, gbps_between_nodes=45)
+    assert cost.share_a_node([0, 3, 7]) and not cost.share_a_node([7, 8])
+    assert cost.messages_ns(450_000, 45_000, cost.on_node_gbps(range(16))) == 1000 + 1000
+    assert 2 * cost.latency_ns([0, 7]) == cost.latency_ns([7, 8]) == 40_000
+
+
+def test_large_exchanges_have_one_channel_to_each_peer_of_the_node():
+    """Of more than 32 ranks: seven peers at 30 GB/s are slower than the port."""
+    cost = CostModel()
+    assert cost.on_node_gbps(range(32)) == 450
+    assert cost.on_node_gbps(range(64)) == 7 * 30
+    assert cost.on_node_gbps(range(0, 512, 8)) == 30
+
+
+def test_all_gather_enters_a_node_once_over_all_of_its_links():
+    """Fewest ranks of a node: they have the fewest links."""
+    cost = CostModel(gbps=450, gbps_between_nodes=45)
+    assert cost.all_gather_ns([0, 1], 900) == round(450 / 450)
+    assert cost.all_gather_ns([0, 8], 90_000) == round(45_000 / 45)
+    assert cost.all_gather_ns([0, 1, 8, 9], 120_000) == round(90_000 / 90)
+
+
+@given(st.integers(1, 10**5), st.integers(1, 10**5), st.sampled_from([1, 2, 8]), st.booleans())
+def test_every_estimate_is_an_integer(rows, cols, num_parts, on_node):
+    """Sums of floats depend on their order, and ranks of one job must agree on them."""
+    cost = CostModel()
+    found = [
+        cost.newton_schulz_ns(rows, cols, num_parts, on_node=on_node),
+        cost.stack_ns(3, rows, cols, num_parts, on_node=on_node),
+        cost.pass_ns(rows * cols),
+        cost.host_ns(rows, num_parts),
+        cost.all_gather_ns([0, 1], rows),
+        cost.messages_ns(rows, cols, cost.on_node_gbps([0, 1])),
+    ]
+    assert all(isinstance(time_ns, int) and time_ns >= 0 for time_ns in found)
+
+
+def test_gpus_that_are_not_known_count_as_the_nearest():
+    """By the major number of the compute capability: A100, H100, B200."""
+    rates = [gpu_rates(major).tflops for major in (7, 8, 9, 10, 12)]
+    assert rates == sorted(rates) and len(set(rates)) == 3
+    assert gpu_rates(9) == CostModel()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gbps": 0.0}, "cost model: expected a positive gbps, got 0.0"),
+        ({"segments": (1, 2)}, r"cost model: expected segments of 5 steps, got \(1, 2\)"),
+    ],
+)
+def test_rates_that_cannot_be_are_refused(change, message):
+    """A rate of 0 would divide by it."""
+    with pytest.raises(ValueError, match=message):
+        CostModel(**change)

@@ -1,0 +1,90 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A report says of every rank what its plan makes it do."""
+
+from helpers.layouts import one_matrix, plan_of, plans
+from hypothesis import given
+
+from megatron_muon.plan import ExchangePlan, RankBucket
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.owners import matrix_ns
+from megatron_muon.plan.rank_plan import RankSchedule
+from megatron_muon.report.rank_report import build_report
+
+
+def _bytes(plan: ExchangePlan, bucket: RankBucket, rank: int) -> tuple[int, int]:
+    """Return the bytes that a rank sends and receives in a bucket."""
+    of_gather, of_scatter = plan.wire.gather_bytes, plan.wire.scatter_bytes
+    sent = of_gather * sum(r.num_elements for routes in bucket.sends.values() for r in routes)
+    received = of_gather * sum(r.num_elements for rows in bucket.receives.values() for r in rows)
+    for scatter in bucket.scatters:
+        to_others = [routes for holder, routes in scatter.sends.items() if holder != rank]
+        sent += of_scatter * sum(route.num_elements for routes in to_others for route in routes)
+        received += of_scatter * sum(n for owner, n in scatter.receives.items() if owner != rank)
+        passed_on = scatter.shard.num_passed_on if scatter.shard is not None else 0
+        sent, received = sent + of_scatter * passed_on, received + of_scatter * passed_on
+    return sent, received
+
+
+@given(plans())
+def test_report_counts_what_messages_hold(plan):
+    """Bytes in the report are those of the messages, rank by rank."""
+    report = build_report(range(1 + max(plan.ranks)), [plan])
+    for rank in plan.ranks:
+        schedule = RankSchedule.build([plan], rank)
+        buckets = schedule.rank_plans[0].buckets
+        both = [_bytes(plan, bucket, rank) for bucket in buckets]
+        found = report.ranks[rank]
+        assert found.bytes_sent == sum(sent for sent, _ in both)
+        assert found.bytes_received == sum(received for _, received in both)
+    sent = sum(rank.bytes_sent for rank in report.ranks)
+    assert sent == sum(rank.bytes_received for rank in report.ranks)
+    if all("owner" in matrix for matrix in report.matrices):
+        assert sent >= report.lower_bound_bytes
+
+
+@given(plans())
+def test_report_knows_the_memory_and_the_calls_of_every_rank(plan):
+    """What the engine stages and runs, without a plan of every rank."""
+    report = build_report(range(1 + max(plan.ranks)), [plan])
+    for rank in plan.ranks:
+        schedule = RankSchedule.build([plan], rank)
+        (rank_plan,) = schedule.rank_plans
+        owned = [*rank_plan.local, *(bucket.owned for bucket in rank_plan.buckets)]
+        found = report.ranks[rank]
+        assert found.staging_bytes == schedule.staging.num_bytes
+        assert found.num_calls == sum(len(each.stacks) for each in owned)
+
+
+@given(plans())
+def test_step_is_no_shorter_than_the_work_and_the_traffic_of_any_rank(plan):
+    """And every schedule ends."""
+    report = build_report(range(1 + max(plan.ranks)), [plan])
+    for rank in report.ranks:
+        # Times of several scatters, or rounds, are rounded down.
+        assert report.gpu_step_ns >= rank.load_ns + rank.passes_ns - 100
+        assert rank.step_ns <= report.gpu_step_ns
+
+
+def test_load_counts_launches_of_stacks_that_exist():
+    """32 matrices in four buckets are four calls on each of two ranks, not one full stack."""
+    cost = CostModel(stack_tiles=1024)
+    matrices = [one_matrix([256, 256], 512) for _ in range(64)]
+    few, many = (
+        build_report([0, 1], [plan_of(matrices, cost, num_buckets=number)]).ranks[0]
+        for number in (1, 4)
+    )
+    assert (few.num_calls, many.num_calls) == (1, 4)
+    launches_ns = cost.work(512, 512).num_products * 5000
+    assert many.load_ns - few.load_ns == 3 * launches_ns
+    # The plan itself spread them as if stacks were full.
+    assert abs(few.load_ns - 32 * matrix_ns(matrices[0], cost)) <= 32
+
+
+def test_host_time_counts_rectangles_and_collectives():
+    """One matrix on two ranks: rows, results, what stays, and two collectives; by hand."""
+    plan = plan_of([one_matrix([40, 24])], CostModel(piece_us=10, collective_us=100))
+    report = build_report([0, 1], [plan])
+    # The owner copies rows that stay and results that stay, and what comes and goes.
+    assert [rank.host_ns for rank in report.ranks] == [1000 * (2 * 100 + n * 10) for n in (4, 2)]
+    assert report.host_ns == 240_000
