@@ -8,6 +8,7 @@ reports. Matrices of all layers share their shards, so those are walked once per
 per matrix.
 """
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -317,7 +318,17 @@ class SizeCounter:
             ]
         return self._cells[key]
 
-    def sizes(self, indices: Sequence[int], num_scatters: int) -> dict[int, RankSizes]:
+    def largest_rows(self, indices: Sequence[int]) -> int:
+        """Return the elements that an owner receives and stacks, on the rank with most of them."""
+        _, received = self.traffic(indices).gather(self._stacking.cost)
+        return max(
+            sum(stack.num_elements for stack in stacks)
+            + (received[owner].total if owner in received else 0)
+            for owner, stacks in self._stacking.stacks(indices).items()
+        )
+
+    @functools.cache  # noqa: B019 - a counter lives as long as its plan
+    def sizes(self, indices: tuple[int, ...], num_scatters: int) -> dict[int, RankSizes]:
         """Return what every rank stages for a bucket of some matrices."""
         traffic = self.traffic(indices)
         sent, received = traffic.gather(self._stacking.cost)
