@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron_muon.plan.schedule import Depth, PlanOrder
 from megatron_muon.plan.sizes import RankSizes, SizeCounter, Stacking
-from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout, aligned_size
+from megatron_muon.plan.staging import PlanStaging, StagingLayout, aligned_size
 
 # More buckets gain little: each needs two collectives.
 _MAX_BUCKETS = 16
@@ -77,7 +77,7 @@ def choose_buckets(
         matrices: Matrices to exchange.
         local: Indices of local matrices.
         stacking: Stacks, owners and the wire.
-        staging_bytes: Memory of a rank.
+        staging_bytes: Memory of a rank for messages and stacks.
         has_replicas: Whether any shard has several holders.
         num_buckets: Number of buckets to start from; None for the rule.
         depth: Gathers in flight to start from; None for the default.
@@ -126,7 +126,7 @@ def _num_buckets(matrices: Sequence[ExchangedMatrix]) -> int:
 
 
 def _orders(num_buckets: int, depth: int, *, has_replicas: bool) -> Iterator[PlanOrder]:
-    """Yield orders that need less and less memory."""
+    """Yield the orders to try: for each number of buckets, from much memory to little."""
     count = num_buckets
     while count <= max(_MAX_FOR_MEMORY, num_buckets):
         scatters = -(-_MIN_SCATTERS // count) if has_replicas else 1
@@ -210,12 +210,13 @@ def _needed_bytes(profiles: _Profiles, order: PlanOrder, stacking: Stacking) -> 
     wire = stacking.wire
     stagings = []
     for of_buckets, local_bytes in profiles:
-        buckets = [BucketSizes(*sizes.bucket).in_bytes(wire) for sizes in of_buckets]
+        buckets = [sizes.bucket.in_bytes(wire) for sizes in of_buckets]
         scatters = [size.in_bytes(wire) for sizes in of_buckets for size in sizes.scatters]
         total = sum(itertools.chain(*buckets, *scatters)) + local_bytes
         stagings.append((total, PlanStaging(order, buckets, scatters, local_bytes)))
     most = 0
-    # The largest first: ranks whose buffers need less even without sharing are not laid out.
+    # The largest first: ranks whose buffers need less even without sharing are not laid out. Every
+    # buffer, of which there are at most five for each scatter and one, is rounded up.
     slack = aligned_size(1) * (5 * len(next(iter(profiles))[0]) * order.num_scatters + 1)
     for total, staging in sorted(stagings, key=lambda each: -each[0]):
         if total + slack <= most:
