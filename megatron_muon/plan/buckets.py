@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron_muon.plan.schedule import Depth, PlanOrder
 from megatron_muon.plan.sizes import RankSizes, SizeCounter, Stacking
-from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout, aligned_size
+from megatron_muon.plan.staging import PlanStaging, StagingLayout, aligned_size
 
 # More buckets gain little: each needs two collectives.
 _MAX_BUCKETS = 16
@@ -26,7 +26,7 @@ _MAX_BUCKETS = 16
 _DEPTH = 3
 # Replicas pass one scatter on while another comes in: at least this many in a step.
 _MIN_SCATTERS = 4
-# Memory may ask for up to this many buckets, and scatters per bucket.
+# Memory may ask for up to this many buckets, and scatters in a step.
 _MAX_FOR_MEMORY = 64
 # Twice as many scatters have to lower the memory to this fraction.
 _WORTH_SCATTERS = 0.98
@@ -79,7 +79,7 @@ def choose_buckets(
         matrices: Matrices to exchange.
         local: Indices of local matrices.
         stacking: Stacks, owners and the wire.
-        staging_bytes: Memory of a rank.
+        staging_bytes: Memory of a rank for messages and stacks.
         has_replicas: Whether any shard has several holders.
         num_buckets: Number of buckets to start from; None for the rule.
         depth: Gathers in flight to start from; None for the default.
@@ -150,7 +150,8 @@ class _Chooser:
             # Once gathers and stacks are nearly all of it, more scatters do not help.
             is_done = before is not None and found.staging_bytes > _WORTH_SCATTERS * before
             scatters *= 2
-            if is_done or not self._has_replicas or scatters > _MAX_FOR_MEMORY:
+            is_most = not self._has_replicas or count * scatters > _MAX_FOR_MEMORY
+            if is_done or is_most:
                 return found
 
     def _orders(self, count: int, scatters: int) -> Iterator[PlanOrder]:
@@ -250,12 +251,13 @@ def _needed_bytes(profiles: _Profiles, order: PlanOrder, stacking: Stacking) -> 
     wire = stacking.wire
     stagings = []
     for of_buckets, local_bytes in profiles:
-        buckets = [BucketSizes(*sizes.bucket).in_bytes(wire) for sizes in of_buckets]
+        buckets = [sizes.bucket.in_bytes(wire) for sizes in of_buckets]
         scatters = [size.in_bytes(wire) for sizes in of_buckets for size in sizes.scatters]
         total = sum(itertools.chain(*buckets, *scatters)) + local_bytes
         stagings.append((total, PlanStaging(order, buckets, scatters, local_bytes)))
     most = 0
-    # The largest first: ranks whose buffers need less even without sharing are not laid out.
+    # The largest first: ranks whose buffers need less even without sharing are not laid out. Every
+    # buffer, of which there are at most five for each scatter and one, is rounded up.
     slack = aligned_size(1) * (5 * len(next(iter(profiles))[0]) * order.num_scatters + 1)
     for total, staging in sorted(stagings, key=lambda each: -each[0]):
         if total + slack <= most:
