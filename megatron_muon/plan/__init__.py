@@ -31,10 +31,15 @@ shard    the contiguous rows of a matrix that one rank, its holder, has; maybe n
 replica  one of several holders of the same rows (ZeRO-0, HSDP)
 owner    a rank that orthogonalizes a matrix; a matrix has one, or a few that split it
 part     what one owner orthogonalizes of a block: all of it, or a slice of its longer side
-route    a rectangle that a holder sends to an owner; its result goes back to all holders
+region   the rectangle of a block that lies in one shard
+route    what a region and a part have in common: one holder sends it to the owner, unless the
+         owner is a holder itself; the result goes back to all holders
 bucket   matrices that are gathered, orthogonalized and scattered together
 stack    parts of one shape on one owner, contiguous; one Newton-Schulz call
 load     estimated time that a rank computes, or what one matrix adds to it, in nanoseconds
+domain   ranks that may own each other's matrices. Those of its matrices that have the same replicas
+         share a plan; a rank may have several plans, such as one for experts
+staging  memory of messages and stacks while a step runs; the *arena* is the allocation
 =======  =========================================================================================
 
 How a plan is made, once, at construction
@@ -43,13 +48,14 @@ How a plan is made, once, at construction
     for m in matrices:                                  # owners.py
         split m over 2, 4, 8 owners while it alone exceeds the fair share of a rank
     for capacity in (0, 1.025 * highest load of the first pass):
-        for m in matrices, those of most owners first, then the longest:
+        for m in matrices, those that one rank holds whole first, then those of most owners,
+                  then the longest:
             fits = [r for r in holders of m if load[r] + time of m <= capacity]
             owner[m] = (the one of fits with the quietest link) or (the rank that is done first)
     local, exchanged = matrices that only their owner holds, all others
 
-    n = round(load of the busiest owner / longest exchanged matrix), 1 to 16       # buckets.py
-    for n, scatters, depth in (n, 1, 3), (n, 1, 2), (n, 1, 1), (more buckets, ...):
+    n = round(Newton-Schulz of exchanged on the busiest owner / the longest of them), 1 to 16
+    for n, scatters, depth in (n, 1, 3), (n, 1, 2), (n, 1, 1), (more buckets, ...):  # buckets.py
         for m in exchanged, longest first:
             put m into the bucket in which its owners have least to do
         if buffers of the fullest rank, placed by lifetime, fit into memory: break
@@ -62,7 +68,7 @@ How a plan is made, once, at construction
     stacks   = its parts by shape
     offsets  = of every buffer in one arena
 
-and what a rank does of it in a step (:mod:`megatron_muon.plan.schedule`)::
+What a rank does in a step (:mod:`megatron_muon.plan.schedule`)::
 
     start gathers of the first buckets (depth)
     for bucket in buckets:
@@ -75,7 +81,7 @@ Files, each importing only those above it::
 
     wire           dtypes and bytes of rows and results
     layout         which rank holds which rows of a matrix
-    splits         which parts of fused matrices are orthogonalized separately
+    splits         which blocks fused matrices have
     cost           estimated times of Newton-Schulz, links, kernels and the host
     settings       how matrices are exchanged: one object
     owners         the owners of every matrix

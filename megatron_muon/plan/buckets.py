@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron_muon.plan.schedule import Depth, PlanOrder
 from megatron_muon.plan.sizes import RankSizes, SizeCounter, Stacking
-from megatron_muon.plan.staging import BucketSizes, PlanStaging, StagingLayout, aligned_size
+from megatron_muon.plan.staging import PlanStaging, StagingLayout, aligned_size
 
 # More buckets gain little: each needs two collectives.
 _MAX_BUCKETS = 16
@@ -28,6 +28,8 @@ _DEPTH = 3
 _MIN_SCATTERS = 4
 # Memory may ask for up to this many buckets, and scatters in a step.
 _MAX_FOR_MEMORY = 64
+# Twice as many scatters have to lower the memory to this fraction.
+_WORTH_SCATTERS = 0.98
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def choose_buckets(
         matrices: Matrices to exchange.
         local: Indices of local matrices.
         stacking: Stacks, owners and the wire.
-        staging_bytes: Memory of a rank.
+        staging_bytes: Memory of a rank for messages and stacks.
         has_replicas: Whether any shard has several holders.
         num_buckets: Number of buckets to start from; None for the rule.
         depth: Gathers in flight to start from; None for the default.
@@ -89,34 +91,91 @@ def choose_buckets(
     if not matrices:
         order = PlanOrder(0, 1, Depth(1, 1), has_replicas)
         return Buckets((), order, aligned_size(max(local_bytes.values(), default=0)))
-    counter = SizeCounter(stacking, has_replicas=has_replicas)
-    least: Buckets | None = None
-    drafts: dict[tuple[int, bool], tuple[tuple[int, ...], ...]] = {}
-    sizes: dict[tuple[Hashable, int], _Profiles] = {}
-    seen: set[tuple[Hashable, PlanOrder]] = set()
-    for order in _orders(
-        num_buckets or _num_buckets(matrices), depth or _DEPTH, has_replicas=has_replicas
-    ):
+    start = num_buckets or _num_buckets(matrices)
+    chooser = _Chooser(matrices, local_bytes, stacking, depth or _DEPTH, has_replicas)
+    counts = [start]
+    while counts[-1] < _MAX_FOR_MEMORY:
+        counts.append(counts[-1] + max(1, counts[-1] // 4))
+    for count in counts:
+        # Most counts are refused by what a rank needs at any depth: only the others are laid out.
+        if chooser.bound(count) <= staging_bytes:
+            found = chooser.least(count, staging_bytes)
+            if found.staging_bytes <= staging_bytes:
+                return found
+    return chooser.least(min(counts, key=chooser.bound), 0)
+
+
+class _Chooser:
+    """The orders of some matrices, and the memory that they need; see :func:`choose_buckets`."""
+
+    def __init__(
+        self,
+        matrices: Sequence[ExchangedMatrix],
+        local_bytes: Mapping[int, int],
+        stacking: Stacking,
+        depth: int,
+        has_replicas: bool,
+    ) -> None:
+        self._matrices = matrices
+        self._local_bytes = local_bytes
+        self._stacking = stacking
+        self._depth = depth
+        self._has_replicas = has_replicas
+        self._counter = SizeCounter(stacking, has_replicas=has_replicas)
+        self._drafts: dict[tuple[int, bool], list[tuple[int, ...]]] = {}
+        self._bounds: dict[int, int] = {}
+
+    def bound(self, count: int) -> int:
+        """Return bytes that some rank needs at least with this number of buckets."""
+        if count not in self._bounds:
+            # Rows that have arrived and the stacks that they are copied to.
+            of_buckets = map(self._counter.largest_rows, self._buckets(count, False))
+            self._bounds[count] = max(of_buckets) * self._stacking.wire.gather_bytes
+        return self._bounds[count]
+
+    def least(self, count: int, staging_bytes: int) -> Buckets:
+        """Return the first order that fits into memory, or the one that needs least."""
+        found: Buckets | None = None
+        scatters = -(-_MIN_SCATTERS // count) if self._has_replicas else 1
+        while True:
+            before = found.staging_bytes if found is not None else None
+            for order in self._orders(count, scatters):
+                buckets = self._buckets(count, order.depth.ahead > 1)
+                needed, order = self._needed(buckets, order)
+                if found is None or needed < found.staging_bytes:
+                    found = Buckets(tuple(buckets), order, needed)
+                if needed <= staging_bytes:
+                    return found
+            assert found is not None
+            # Once gathers and stacks are nearly all of it, more scatters do not help.
+            is_done = before is not None and found.staging_bytes > _WORTH_SCATTERS * before
+            scatters *= 2
+            is_most = not self._has_replicas or count * scatters > _MAX_FOR_MEMORY
+            if is_done or is_most:
+                return found
+
+    def _orders(self, count: int, scatters: int) -> Iterator[PlanOrder]:
+        for ahead in range(self._depth, 0, -1):
+            yield PlanOrder(count, scatters, Depth(ahead, ahead * scatters), self._has_replicas)
+        if scatters > 1:
+            yield PlanOrder(count, scatters, Depth(1, 1), self._has_replicas)
+
+    def _buckets(self, count: int, is_mixed: bool) -> list[tuple[int, ...]]:
         # At depth 1 nothing hides that ranks wait for each other: buckets by length end together.
-        draft_key = order.num_buckets, order.depth.ahead > 1
-        if draft_key not in drafts:
-            drafts[draft_key] = tuple(_fill_buckets(matrices, *draft_key))
-        buckets = drafts[draft_key]
-        order = _with_buckets(order, len(buckets))
-        if (buckets, order) in seen:
-            continue
-        seen.add((buckets, order))
-        sizes_key = buckets, order.num_scatters
-        if sizes_key not in sizes:
-            of_buckets = [counter.sizes(bucket, order.num_scatters) for bucket in buckets]
-            sizes[sizes_key] = _profiles(of_buckets, local_bytes)
-        needed = _needed_bytes(sizes[sizes_key], order, stacking)
-        if least is None or needed < least.staging_bytes:
-            least = Buckets(buckets, order, needed)
-        if needed <= staging_bytes:
-            break
-    assert least is not None
-    return least
+        if (count, is_mixed) not in self._drafts:
+            self._drafts[count, is_mixed] = _fill_buckets(self._matrices, count, is_mixed)
+        return self._drafts[count, is_mixed]
+
+    def _needed(
+        self, buckets: Sequence[tuple[int, ...]], order: PlanOrder
+    ) -> tuple[int, PlanOrder]:
+        """Return the bytes of the fullest rank, and the order for the buckets that there are."""
+        ahead, behind = order.depth
+        depth = Depth(min(ahead, len(buckets)), min(behind, len(buckets) * order.num_scatters))
+        order = order._replace(num_buckets=len(buckets), depth=depth)
+        of_buckets = [self._counter.sizes(bucket, order.num_scatters) for bucket in buckets]
+        profiles = _profiles(of_buckets, self._local_bytes)
+        return _needed_bytes(profiles, order, self._stacking), order
 
 
 def _num_buckets(matrices: Sequence[ExchangedMatrix]) -> int:
@@ -127,27 +186,6 @@ def _num_buckets(matrices: Sequence[ExchangedMatrix]) -> int:
             load_ns[owner] += matrix.load_ns
     longest_ns = max(matrix.load_ns for matrix in matrices)
     return max(1, min(_MAX_BUCKETS, round(max(load_ns.values()) / max(1, longest_ns))))
-
-
-def _orders(num_buckets: int, depth: int, *, has_replicas: bool) -> Iterator[PlanOrder]:
-    """Yield orders that need less and less memory; few, since each of them is laid out."""
-    count = num_buckets
-    while count <= max(_MAX_FOR_MEMORY, num_buckets):
-        scatters = -(-_MIN_SCATTERS // count) if has_replicas else 1
-        for ahead in range(depth, 0, -1):
-            yield PlanOrder(count, scatters, Depth(ahead, ahead * scatters), has_replicas)
-        while has_replicas and count * scatters <= _MAX_FOR_MEMORY:
-            for behind in (2, 1):
-                yield PlanOrder(count, scatters, Depth(1, behind), has_replicas)
-            scatters *= 2
-        count *= 2
-
-
-def _with_buckets(order: PlanOrder, num_buckets: int) -> PlanOrder:
-    """Return an order of that many buckets, which may be fewer than were asked for."""
-    ahead, behind = order.depth
-    depth = Depth(min(ahead, num_buckets), min(behind, num_buckets * order.num_scatters))
-    return order._replace(num_buckets=num_buckets, depth=depth)
 
 
 @dataclass
@@ -213,12 +251,13 @@ def _needed_bytes(profiles: _Profiles, order: PlanOrder, stacking: Stacking) -> 
     wire = stacking.wire
     stagings = []
     for of_buckets, local_bytes in profiles:
-        buckets = [BucketSizes(*sizes.bucket).in_bytes(wire) for sizes in of_buckets]
+        buckets = [sizes.bucket.in_bytes(wire) for sizes in of_buckets]
         scatters = [size.in_bytes(wire) for sizes in of_buckets for size in sizes.scatters]
         total = sum(itertools.chain(*buckets, *scatters)) + local_bytes
         stagings.append((total, PlanStaging(order, buckets, scatters, local_bytes)))
     most = 0
-    # The largest first: ranks whose buffers need less even without sharing are not laid out.
+    # The largest first: ranks whose buffers need less even without sharing are not laid out. Every
+    # buffer, of which there are at most five for each scatter and one, is rounded up.
     slack = aligned_size(1) * (5 * len(next(iter(profiles))[0]) * order.num_scatters + 1)
     for total, staging in sorted(stagings, key=lambda each: -each[0]):
         if total + slack <= most:

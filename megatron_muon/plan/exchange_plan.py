@@ -85,6 +85,7 @@ class ExchangePlan:
                 index,
                 owners[index],
                 matrix_ns(matrix, cost, len(owners[index])),
+                # Of the shards the first and the last: this only decides ties.
                 (matrix.blocks, matrix.regions[0].holders, matrix.regions[-1].holders),
             )
             for index, matrix in enumerate(matrices)
@@ -132,7 +133,6 @@ class ExchangePlan:
                     f"owner, got owners {self.owners[index]} and other holders. Put it into a "
                     "bucket."
                 )
-
         _check_replicas(self.matrices)
 
     @property
@@ -179,12 +179,13 @@ class ExchangePlan:
 
     def entries(self) -> list[str]:
         """Describe each matrix by two lines, and the order, for comparing plans across ranks."""
-        # What matrices are comes first: one that a rank lacks changes the owners of others.
+        # What matrices are comes first: a matrix that a rank lacks changes the owners of others.
         # A checksum of the regions: their text would be megabytes for a large model, and the line
-        # names the matrix anyway.
+        # names the matrix anyway. Layers share their regions, of which there may be thousands.
+        regions = {id(matrix.regions): matrix.regions for matrix in self.matrices}
+        checksums = {key: zlib.crc32(repr(each).encode()) for key, each in regions.items()}
         what = [
-            f"{matrix.fqn} {matrix.blocks} "
-            f"layout {zlib.crc32(repr(matrix.regions).encode()):08x}"
+            f"{matrix.fqn} {matrix.blocks} layout {checksums[id(matrix.regions)]:08x}"
             f"{' with copies' if matrix.has_copies else ''}"
             f"{' transposed' if matrix.is_transposed else ''}"
             for matrix in self.matrices
@@ -259,11 +260,15 @@ def staging_problem(
 def _check_replicas(matrices: Sequence[MatrixLayout]) -> None:
     """Check that a rank has the same replicas in all matrices."""
     replicas: dict[int, tuple[int, ...]] = {}
+    checked: set[tuple[int, ...]] = set()
     for matrix in matrices:
-        for holders in {region.holders for region in matrix.regions}:
+        # Once for all matrices: replicas may be thousands of ranks.
+        for holders in {region.holders for region in matrix.regions} - checked:
+            checked.add(holders)
+            is_ascending = list(holders) == sorted(holders)
             for rank in holders:
                 known = replicas.setdefault(rank, holders)
-                if known != holders or list(holders) != sorted(holders):
+                if known is not holders or not is_ascending:
                     raise ValueError(
                         f"{matrix.fqn}: expected the replicas of rank {rank} to be {known}, "
                         f"ascending, got {holders}. Plan matrices of other groups separately."

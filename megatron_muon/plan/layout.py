@@ -160,8 +160,8 @@ class MatrixLayout:
         regions: Rectangles that tile the blocks.
         ranks: Ranks of the job that may own the matrix, ascending; every holder is one of them.
         has_copies: Whether other tensor-parallel ranks have a matrix of the same values. Each of
-            them is orthogonalized whole and alone, so that all results have the same bits: stacks
-            and parts would differ where plans do.
+            these is orthogonalized whole and in no stack, so that all results have the same bits:
+            the copies are in different plans, whose stacks and parts may differ.
         is_transposed: Whether it is stored as (inputs, outputs), so that its result is scaled as
             that of its transpose.
 

@@ -3,16 +3,16 @@
 """The owners of every matrix: one function of the layouts, the same on every rank.
 
 A rank is busy for as long as it computes, or for as long as the rows and results of what it owns
-need on its link if that is longer. Two passes go over all matrices, those with most owners and then
-the longest first:
+need on its link if that is longer. A matrix that alone exceeds the fair share of a rank, which is
+the mean load, is split over several owners first. Then two passes go over all matrices: those that
+one rank holds whole, then those with most owners, then the longest.
 
-1. Every matrix goes to the rank that finishes it first. No rank has to be busy for longer than the
-   busiest one of this pass.
-2. Again, but a rank that holds rows of a matrix gets it as long as its load stays below a capacity,
-   1.025 times the highest load of pass 1. Of several such ranks it is the one with the quietest
-   link. Otherwise it goes to the rank that finishes first.
-
-A matrix that alone exceeds the fair share of a rank is split over several owners first.
+1. Every matrix goes to the rank that is done with it first. This pass only says how busy the
+   busiest rank has to be.
+2. All matrices are placed again. A rank that holds rows of a matrix gets it as long as its load
+   stays within a capacity, 1.025 times the highest load of pass 1; of several such ranks, the one
+   whose link is occupied for the shortest time. If there is none, the matrix goes to the rank that
+   is done with it first. A split matrix goes to consecutive ranks, whether they hold rows or not.
 
 Rejected: the largest holder owns. It moves the fewest bytes, but a layout repeats in every layer,
 so the largest holders are the same few ranks in all of them.
@@ -29,8 +29,8 @@ from megatron_muon.plan.wire import Wire
 
 # Pass 2 may load a rank by this factor more than pass 1: estimates are not more exact.
 _CAPACITY = 1.025
-# A matrix is split while it alone exceeds the fair share of a rank by this factor, and while that
-# shortens it to at most this fraction. 8B on 512 ranks without splitting: five times as long.
+# A matrix is split while it alone exceeds the fair share of a rank by the first factor, and while
+# that shortens it to at most the second. 8B on 512 ranks without splitting: five times as long.
 _LONGER_THAN_FAIR = 1.05
 _WORTH_SPLITTING = 0.9
 # It is split over more ranks than there are free ones only while the mean load is below this
@@ -76,19 +76,19 @@ def choose_owners(
     for rank, elements in _held(matrices).items():
         load_ns[rank] += cost.pass_ns(elements)
     whole_ns = [matrix_ns(matrix, cost) for matrix in matrices]
-    before_ns = sum(load_ns.values()) // max(1, len(ranks))
-    ideal_ns = before_ns + sum(whole_ns) // max(1, len(ranks))
+    before_ns = sum(load_ns.values()) // len(ranks)
+    ideal_ns = before_ns + sum(whole_ns) // len(ranks)
     room_ns = int(_LONGER_THAN_FAIR * ideal_ns) - before_ns
     num_parts = _choose_parts(matrices, whole_ns, room_ns, cost, max_parts)
     on_node_gbps = cost.on_node_gbps(ranks)
     # One object for all matrices with the same shards, as those of all layers have.
-    shards: dict[int, _Shards] = {}
+    traffic: dict[int, _Traffic] = {}
     tasks = []
     for index, (matrix, parts) in enumerate(zip(matrices, num_parts, strict=True)):
         held = matrix.elements_by_rank
-        if id(held) not in shards:
-            shards[id(held)] = _Shards(held, matrix.num_elements, cost, wire, on_node_gbps)
-        tasks.append(_Task(index, matrix, parts, matrix_ns(matrix, cost, parts), shards[id(held)]))
+        if id(held) not in traffic:
+            traffic[id(held)] = _Traffic(held, matrix.num_elements, cost, wire, on_node_gbps)
+        tasks.append(_Task(index, matrix, parts, matrix_ns(matrix, cost, parts), traffic[id(held)]))
     # Those that one rank holds whole come first: only there they cause no traffic. Then those with
     # most owners: later there might be no set of consecutive ranks that are all idle.
     tasks.sort(
@@ -129,8 +129,8 @@ def _held(matrices: Sequence[MatrixLayout]) -> dict[int, int]:
     return held
 
 
-class _Shards:
-    """Traffic of one matrix over the link of an owner.
+class _Traffic:
+    """Traffic of a matrix with certain shards over the link of any owner.
 
     Args:
         held: Elements by rank; every replica counts.
@@ -161,8 +161,8 @@ class _Shards:
             self._by_node[node] = self._by_node.get(node, 0) + elements
         self._known: dict[int, int] = {}
 
-    def traffic_ns(self, owner: int) -> int:
-        """Estimate the time of rows that the owner lacks, and of their results."""
+    def of_owner(self, owner: int) -> int:
+        """Estimate the time of rows that the owner lacks, and of their results, in nanoseconds."""
         if owner not in self._known:
             in_node = self._by_node.get(self._cost.node(owner), 0)
             self._known[owner] = self._cost.messages_ns(
@@ -179,7 +179,7 @@ class _Task:
     matrix: MatrixLayout
     num_parts: int
     load_ns: int  # on each owner
-    shards: _Shards
+    traffic: _Traffic
 
 
 class _Placing:
@@ -187,7 +187,8 @@ class _Placing:
 
     Args:
         load_ns: Load of every rank before any matrix is placed.
-        capacity_ns: Load up to which a rank that holds rows of a matrix gets it; 0 in pass 1.
+        capacity_ns: Load up to which a rank that holds rows of a matrix gets it; 0 in pass 1, where
+            no rank is preferred.
     """
 
     def __init__(self, load_ns: Mapping[int, int], *, capacity_ns: int) -> None:
@@ -207,17 +208,17 @@ class _Placing:
             self.owners[task.index] = owners
 
     def _traffic_ns(self, task: _Task, rank: int) -> int:
-        return task.shards.traffic_ns(rank) // task.num_parts
+        return task.traffic.of_owner(rank) // task.num_parts
 
     def _busy_ns(self, rank: int) -> int:
         return max(self.load_ns[rank], self._link_ns[rank])
 
     def _below_capacity(self, task: _Task) -> tuple[int, ...]:
-        """Return owners below the capacity, of holders the one with the quietest link, or ().
+        """Return owners within the capacity, of holders the one with the quietest link, or ().
 
-        Few ranks hold the matrices of a shape. By traffic alone all of these would go to the same
-        ones. Llama-3-70B with 8 tensor-parallel ranks on 128 ranks in two instances: a predicted
-        step of 35 ms, 75 by traffic alone.
+        Few ranks hold the matrices of a shape. If only the traffic of this matrix counted, all of
+        these would go to the same ranks. Llama-3-70B with 8 tensor-parallel ranks on 128 ranks in
+        two instances: a predicted step of 35 ms, otherwise 75.
         """
         found = []
         for owners in _candidates(task) if self._capacity_ns else ():

@@ -249,8 +249,8 @@ def _owned_stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> Owne
         route
         for index in indices
         if rank in plan.owners[index]
-        for route in plan.routes(index)
-        if route.owner == rank and rank in route.holders
+        for route in plan.routes(index, rank)
+        if route.owner == rank
     ]
     return OwnedStacks(tuple(_stacks(plan, indices, rank)), tuple(kept))
 
@@ -353,8 +353,8 @@ def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[Stack
                 stacks.append((part,))
     for shape, parts in by_shape.items():
         rest = iter(parts)
-        for capacity in plan.stacking.capacities(len(parts), shape):
-            stacks.append(tuple(itertools.islice(rest, capacity)))
+        for size in plan.stacking.stack_sizes(len(parts), shape):
+            stacks.append(tuple(itertools.islice(rest, size)))
     # Ranks that share several split blocks must come to them in the same order, and before
     # anything that only some of them have: they all-reduce inside Newton-Schulz.
     stacks.sort(key=lambda stack: (len(stack[0].owners) == 1, stack[0].matrix, stack[0].block))

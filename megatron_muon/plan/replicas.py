@@ -15,8 +15,8 @@ the chunk of its nearest replica first; the rest goes to the others. So nearly e
 to another node once for each replica there, as if the owner sent to all of them, and leaves the
 owner only once.
 
-A bucket may have several scatters: then every owner sends a share of its results in each, and
-replicas need memory for a part of the bucket at a time.
+A bucket may have several scatters: then every owner sends an equal fraction of its results in each,
+and replicas need memory for that fraction of the bucket at a time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,7 +91,7 @@ def scatters_of(
     """
     owners = sorted(elements)
     for number in range(num_scatters):
-        # Of each owner an equal share: otherwise a few links would carry the whole scatter.
+        # An equal fraction of each owner: otherwise a few links would carry the whole scatter.
         ranges = [
             (owner, elements[owner] * number // num_scatters,
              elements[owner] * (number + 1) // num_scatters)

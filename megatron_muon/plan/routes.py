@@ -211,9 +211,9 @@ def nearest_holder(holders: tuple[int, ...], owner: int, cost: CostModel) -> int
     position = bisect_right(holders, owner)
     if position and holders[position - 1] == owner:
         return owner
-    # By node first, since only that changes the link. Then the next lower one, and before the first
-    # the last one: evenly spaced replicas then serve equally many owners. By distance, those at
-    # either end would serve up to three times as many as others.
+    # By node first, since only that changes the link. There the next lower rank, cyclically: evenly
+    # spaced replicas then serve equally many owners. By distance, those at either end would serve
+    # up to three times as many as others.
     on_node = _by_node(holders, cost.ranks_per_node).get(cost.node(owner), holders)
     return on_node[bisect_right(on_node, owner) - 1]
 

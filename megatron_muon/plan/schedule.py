@@ -43,8 +43,8 @@ class Depth(NamedTuple):
     """How much of a plan is in flight.
 
     Args:
-        ahead: Buckets whose gathers may have started when a bucket is orthogonalized, its own left
-            out. With more, a rank waits less for others that come to their gathers late.
+        ahead: Gathers of later buckets that may be in flight while a bucket is orthogonalized.
+            With more, a rank waits less for others that come to their gathers late.
         behind: Scatters that are in flight at once, the one that starts included.
     """
 
@@ -101,8 +101,8 @@ class Action(NamedTuple):
         kind: What it does.
         plan: Position of its plan among those of the rank; 0 for local matrices, which may be of
             any plan.
-        number: Of the bucket, or of the scatter, counted over all buckets; for local matrices of
-            the round, where the end counts as one more.
+        number: Number of the bucket; for scatters that of the scatter, counted over all buckets;
+            for local matrices that of the round, and the number of rounds at the end of the step.
     """
 
     kind: ActionKind

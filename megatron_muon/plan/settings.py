@@ -21,7 +21,7 @@ _WANTED_STAGING_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """Who orthogonalizes what, and what travels.
+    """How matrices are assigned to ranks, sent and orthogonalized.
 
     Args:
         mode: ``owner``: every matrix is orthogonalized once, on one rank. ``all_gather``: every
@@ -31,11 +31,12 @@ class ExchangeSettings:
             upstream would spread it over tensor-parallel ranks with other rounding
             (``--muon-tp-mode distributed``). ``auto``: bf16 where Newton-Schulz runs in bf16
             (matmul precision medium), otherwise fp32.
-        staging_bytes: Maximum memory of messages and stacks on a rank while a step runs. None: 5
-            GB, or the least that works if that is more.
+        staging_bytes: Maximum memory of messages and stacks on a rank while a step runs; results
+            of one bucket and the workspace of Newton-Schulz are not in it. None: 5 GB, or the least
+            that works if that is more.
         max_parts: Maximum number of owners per matrix, a power of two. It has an effect only where
-            there are more ranks than matrices. 1 keeps every matrix whole, and results the same
-            bits on any number of ranks.
+            a matrix takes longer than the mean load of a rank. 1 keeps every matrix whole, and
+            results the same bits on any number of ranks.
         cost_model: Rates of the machine, as ``name=value,...`` for
             :meth:`~megatron_muon.plan.cost.CostModel.parse`.
         newton_schulz: How Newton-Schulz is computed. ``standard``: upstream's steps, and bits.

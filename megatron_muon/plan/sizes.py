@@ -8,6 +8,7 @@ reports. Matrices of all layers share their shards, so those are walked once per
 per matrix.
 """
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class Stacking:
             and not self.matrices[index].has_copies
         )
 
-    def capacities(self, num_parts: int, shape: tuple[int, int]) -> list[int]:
+    def stack_sizes(self, num_parts: int, shape: tuple[int, int]) -> list[int]:
         """Return the sizes of the stacks of some stackable parts of a shape."""
         largest = self.cost.stack_size(*shape)
         full, rest = divmod(num_parts, largest)
@@ -93,8 +94,8 @@ class Stacking:
                     counts[part.owner, size, is_stackable] += 1
         stacks: dict[int, list[StackSize]] = defaultdict(list)
         for (owner, size, is_stackable), count in counts.items():
-            capacities = self.capacities(count, size.block) if is_stackable else [1] * count
-            stacks[owner] += (size._replace(num_matrices=number) for number in capacities)
+            numbers = self.stack_sizes(count, size.block) if is_stackable else [1] * count
+            stacks[owner] += (size._replace(num_matrices=number) for number in numbers)
         return stacks
 
 
@@ -115,12 +116,12 @@ class _Cell(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """Rows of matrices with the same shards, without replicas, that go to some owners.
+    """What holders send of one part of all matrices with the same shards; without replicas.
 
     Args:
-        held: Elements by the rank that holds them, of one part of one matrix.
-        pieces: Rectangles of them.
-        owners: Number of such parts that each rank owns.
+        held: By holder, elements of the part in one matrix.
+        pieces: By holder, rectangles that these elements form.
+        owners: By owner, number of these matrices of which it has the part.
     """
 
     held: Mapping[int, int]
@@ -149,13 +150,13 @@ class BucketTraffic:
         pairs: Elements by source and owner, of matrices with replicas.
         results: Elements by holders and owner, of matrices with replicas; results for the owner's
             own shard are included, since its replicas get them from it.
-        copies: Rectangles by rank that it copies, of matrices with replicas.
+        pieces: Rectangles by rank that it packs or unpacks, of matrices with replicas.
     """
 
     flows: list[Flow] = field(default_factory=list)
     pairs: Counter[tuple[int, int]] = field(default_factory=Counter)
     results: dict[tuple[int, ...], Counter[int]] = field(default_factory=dict)
-    copies: Counter[int] = field(default_factory=Counter)
+    pieces: Counter[int] = field(default_factory=Counter)
 
     def gather(self, cost: CostModel) -> tuple[dict[int, OnOffNode], dict[int, OnOffNode]]:
         """Return the rows that each rank sends, and those that it receives.
@@ -185,18 +186,18 @@ class BucketTraffic:
                 received[owner, False] += number * (num_elements - near)
         return _by_rank(sent), _by_rank(received)
 
-    def num_copies(self) -> Counter[int]:
-        """Count the rectangles that each rank copies, to and from messages and stacks."""
-        copies = Counter(self.copies)
+    def num_pieces(self) -> Counter[int]:
+        """Count the rectangles that each rank packs or unpacks."""
+        found = Counter(self.pieces)
         for _, pieces, owners in self.flows:
             num_matrices, num_pieces = sum(owners.values()), sum(pieces.values())
             # Rows are read and results are written by holders; owners unpack the ones, and pack the
             # others.
             for rank, number in pieces.items():
-                copies[rank] += 2 * number * num_matrices
+                found[rank] += 2 * number * num_matrices
             for owner, number in owners.items():
-                copies[owner] += 2 * number * (num_pieces - pieces.get(owner, 0))
-        return copies
+                found[owner] += 2 * number * (num_pieces - pieces.get(owner, 0))
+        return found
 
     def scatters(self, num_scatters: int, cost: CostModel) -> Iterator[tuple[int, ShardScatter]]:
         """Yield what replicas of each shard get in each scatter, with the scatter's number."""
@@ -242,19 +243,19 @@ class SizeCounter:
         self._cells: dict[tuple[int, int], list[_Cell]] = {}
         self._held: dict[tuple[int, int, int], tuple[dict[int, int], dict[int, int]]] = {}
 
-    def traffic(self, indices: Iterable[int], *, counts_copies: bool = False) -> BucketTraffic:
+    def traffic(self, indices: Iterable[int], *, counts_pieces: bool = False) -> BucketTraffic:
         """Return rows and results of a bucket of some matrices.
 
         Args:
             indices: The matrices.
-            counts_copies: Whether :meth:`BucketTraffic.num_copies` will be asked for.
+            counts_pieces: Whether :meth:`BucketTraffic.num_pieces` will be asked for.
         """
         traffic = BucketTraffic()
         if self._has_replicas:
             for index in indices:
                 self._add_replicas(traffic, index)
-                if counts_copies:
-                    self._add_copies(traffic, index)
+                if counts_pieces:
+                    self._add_pieces(traffic, index)
             return traffic
         owners_of: dict[tuple[int, int, int], Counter[int]] = defaultdict(Counter)
         for index in indices:
@@ -278,14 +279,14 @@ class SizeCounter:
             if len(holders) > 1 or source != owner:
                 traffic.results.setdefault(holders, Counter())[owner] += elements
 
-    def _add_copies(self, traffic: BucketTraffic, index: int) -> None:
+    def _add_pieces(self, traffic: BucketTraffic, index: int) -> None:
         cost, owners = self._stacking.cost, self._stacking.owners[index]
         for holders, part, _, num_pieces in self._cells_of(index):
             owner = owners[part]
             # Every holder writes results; one of them packs rows, the owner unpacks and packs.
-            traffic.copies.update(dict.fromkeys(holders, num_pieces))
-            traffic.copies[nearest_holder(holders, owner, cost)] += num_pieces
-            traffic.copies[owner] += 2 * num_pieces
+            traffic.pieces.update(dict.fromkeys(holders, num_pieces))
+            traffic.pieces[nearest_holder(holders, owner, cost)] += num_pieces
+            traffic.pieces[owner] += 2 * num_pieces
 
     def _hold(self, index: int) -> None:
         """Note which rank holds how much of each part of a matrix without replicas."""
@@ -317,7 +318,17 @@ class SizeCounter:
             ]
         return self._cells[key]
 
-    def sizes(self, indices: Sequence[int], num_scatters: int) -> dict[int, RankSizes]:
+    def largest_rows(self, indices: Sequence[int]) -> int:
+        """Return the elements that an owner receives and stacks, on the rank with most of them."""
+        _, received = self.traffic(indices).gather(self._stacking.cost)
+        return max(
+            sum(stack.num_elements for stack in stacks)
+            + (received[owner].total if owner in received else 0)
+            for owner, stacks in self._stacking.stacks(indices).items()
+        )
+
+    @functools.cache  # noqa: B019 - a counter lives as long as its plan
+    def sizes(self, indices: tuple[int, ...], num_scatters: int) -> dict[int, RankSizes]:
         """Return what every rank stages for a bucket of some matrices."""
         traffic = self.traffic(indices)
         sent, received = traffic.gather(self._stacking.cost)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which parts of fused matrices are orthogonalized apart."""
+"""Which blocks fused matrices have: what is orthogonalized separately."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Splits:
-    """What is split of the matrices that a layer fuses.
+    """Which fused matrices have several blocks.
 
     Args:
         qkv: Query, key and value of attention (not ``--muon-no-split-qkv``).
@@ -19,7 +19,7 @@ class Splits:
             joined over tensor-parallel ranks (``--muon-split-qkv-per-head``).
 
     Raises:
-        ValueError: Heads apart, but query, key and value together.
+        ValueError: A block for each head, but query, key and value in one.
     """
 
     qkv: bool = True

@@ -3,7 +3,8 @@
 """Memory of messages and stacks: the lifetime of every buffer, and its offset in one arena.
 
 Buffers share memory if they are not alive at the same action of a step, see
-:mod:`megatron_muon.plan.schedule`. Slots of the largest size would need twice the memory.
+:mod:`megatron_muon.plan.schedule`. A ring of slots, each as
+large as the largest buffer, would need twice the memory.
 """
 
 import functools
@@ -172,7 +173,7 @@ def _of_scatter(
 ) -> tuple[_Lifetime, ...]:
     packed = position[Action("start_scatter", plan, scatter)]
     applied = position[Action("finish_scatter", plan, scatter)]
-    # With replicas a rank learns only then that its results have left.
+    # With replicas a rank waits for its own messages only in finish_scatter, too.
     return _Lifetime(packed, applied), _Lifetime(packed, applied)
 
 
