@@ -19,11 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.batches import MatrixRows
 from megatron_muon.fsdp2.gradients import parameters_without_gradient
-from megatron_muon.fsdp2.plan_inputs import (
-    DTensorPlanInput,
-    NamedParameter,
-    find_plan_inputs,
-)
+from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput, NamedParameter, find_plan_inputs
 from megatron_muon.fsdp2.problems import (
     Settings,
     parameter_problem,
@@ -180,10 +176,7 @@ class Muon(WholeMatrixMuon):
         """
         parameters = list(self._parameters())
         problems = problems + subclass_problems(self) + repeated_problems(parameters)
-        for parameter in parameters:
-            problem = parameter_problem(parameter, self._device)
-            if problem is not None:
-                problems.append(problem)
+        problems += filter(None, (parameter_problem(each, self._device) for each in parameters))
         raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
         if dist.is_initialized():
             # What follows is collective, and which collectives depends on these.
@@ -198,17 +191,16 @@ class Muon(WholeMatrixMuon):
                 self._device,
                 "Muon settings",
             )
-        self._inputs, max_num_plans, self._group = find_plan_inputs(
-            parameters, self._group, self._device
-        )
-        # Shapes may be timed here, which has to be done as a step does it.
+        found = find_plan_inputs(parameters, self._group, self._device)
+        self._inputs, self._group = found.inputs, found.group
+        # Kernels are checked here, in the precision of a step.
         with fp32_matmul_precision(self.fp32_matmul_prec):
             self.compute = OwnerCompute(
                 [each.plan_input for each in self._inputs],
                 newton_schulz,
                 self.exchange,
                 device=self._device,
-                max_num_plans=max_num_plans,
+                max_num_plans=found.max_num_plans,
             )
         self._num_matrices = Counter(rows.param for rows in self._all_rows())
 
