@@ -9,8 +9,7 @@ one step each, so that other work on the machine disturbs all of them alike. Tim
 slowest rank, medians over the rounds. For peers that leave parameters sharded, ``+ params`` adds an
 all-gather of fp32 parameters, which Megatron-FSDP does in the next forward pass.
 
-On GPUs the host's time of a step and the kernels that it launches are measured too. Gradients are
-not checked meanwhile: Megatron's chain of optimizers checks those of all of them, with one wait.
+On GPUs the host's time of a step and the kernels that it launches are measured too.
 """
 
 import argparse
@@ -128,8 +127,6 @@ def _measure_launches(peers: dict[str, Peer], num_rounds: int) -> dict[str, dict
     """Return the host's time of a step and its kernels on this rank, on a GPU."""
     results = {}
     for name, peer in peers.items():
-        if hasattr(peer.keep, "checks_gradients"):
-            peer.keep.checks_gradients = False
         host = [host_seconds(peer.step) for _ in range(num_rounds)]
         results[name] = {"host_ms": median(host) * 1e3, "kernels": num_kernels(peer.step)}
     return results

@@ -104,7 +104,7 @@ def without_pinning(original: Callable[..., None]) -> Callable[..., None]:
     ``torch.cuda.is_available`` being true, the loader would start to pin, and fail.
     """
 
-    def __init__(self: torch.utils.data.DataLoader, *args: object, **kwargs: object) -> None:
+    def __init__(self: torch.utils.data.DataLoader[Any], *args: object, **kwargs: object) -> None:
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         original(self, *args, **kwargs)

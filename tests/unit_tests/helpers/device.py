@@ -27,6 +27,8 @@ _SHARED_BY_NCCL = {
     "NCCL_MAX_CTAS": "2",
 }
 _ON_CUDA = {
+    # Megatron compiles functions as it starts, whatever its flags say: a minute a run.
+    "TORCHDYNAMO_DISABLE": "1",
     # The same products have the same bits in every stream.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # What Triton has chosen for a shape is kept for the next process.

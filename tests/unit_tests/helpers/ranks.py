@@ -33,6 +33,8 @@ _native_faults: list[list[int]] = []
 # Of a rank that was forked and cannot use its GPU.
 _CANNOT_USE_GPU = 86
 _NCCL_LIMIT_S = 90.0
+# For the other ranks, when one has failed.
+_GRACE_S = 15.0
 # Started so far, and how many ranks the largest had; conftest.py prints it.
 num_worlds = largest_world = 0
 # When the piece that runs has to end, by time.monotonic(); conftest.py sets it.
@@ -206,15 +208,13 @@ def _run_once(
         ]
         for process in ranks:
             process.start()
-        deadline = time.monotonic() + timeout_s
-        for process in ranks if ends_with is None else [ranks[ends_with]]:
-            process.join(max(0.0, deadline - time.monotonic()))
+        _wait(ranks if ends_with is None else [ranks[ends_with]], timeout_s, places[0].backend)
         for process in ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
         exit_codes = [process.exitcode for process in ranks]
-        if _CANNOT_USE_GPU not in exit_codes:
+        if start_method == "spawn" or _CANNOT_USE_GPU not in exit_codes:
             return Run(
                 exit_codes=exit_codes,
                 outputs=[_read(folder, f"output_{rank}") for rank in range(len(places))],
@@ -227,6 +227,17 @@ def _run_once(
     warnings.warn("forked ranks cannot use their GPUs: ranks are spawned", stacklevel=3)
     start_method = "spawn"
     return _run_once(places, function, args, env, timeout_s, ends_with)
+
+
+def _wait(ranks: Sequence[Any], timeout_s: float, backend: str) -> None:
+    """Wait until ranks have ended, or for as long as they may take."""
+    deadline = time.monotonic() + timeout_s
+    while (alive := [rank for rank in ranks if rank.is_alive()]) and time.monotonic() < deadline:
+        # Over gloo a rank loses the connection to one that has failed; over NCCL it waits on.
+        if backend == "nccl" and any(rank.exitcode for rank in ranks):
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+            backend = ""
+        alive[0].join(0.2)
 
 
 def launch(
