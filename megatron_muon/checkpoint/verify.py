@@ -113,7 +113,7 @@ def _is_tiled(tensor: StoredTensor) -> bool:
     active: list[tuple[tuple[int, int], ...]] = []
     for box in boxes:
         is_inside = all(
-            0 <= start and stop <= bound
+            start >= 0 and stop <= bound
             for (start, stop), bound in zip(box, tensor.shape, strict=True)
         )
         # Boxes are sorted by their first row: those that end before it cannot overlap.
