@@ -19,10 +19,10 @@ from pathlib import Path
 from training_step import COMMON, RUNS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-from launched_run import train  # noqa: E402
+from launched_run import train
 
-from megatron_muon.checkpoint.folders import find_checkpoint  # noqa: E402
-from megatron_muon.checkpoint.storage import read_checkpoint  # noqa: E402
+from megatron_muon.checkpoint.folders import find_checkpoint
+from megatron_muon.checkpoint.storage import read_checkpoint
 
 NAMES = ("FSDP, adam", "FSDP, muon, owner")
 NUM_SAVES = 4

@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-from gpt_flags import FSDP, MUON, SMALL_GPT  # noqa: E402
-from launched_run import train  # noqa: E402
-from training_log import TrainingLog  # noqa: E402
+from gpt_flags import FSDP, MUON, SMALL_GPT
+from launched_run import train
+from training_log import TrainingLog
 
 COMMON = (
     f"{SMALL_GPT} --seq-length 64 --max-position-embeddings 64 --lr 2e-3 --min-lr 1e-4"

@@ -3,15 +3,18 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Sourced by scripts/*.sh and .ci/run: changes to the repository root and makes .venv there from
-# requirements.lock (Python 3.12, every file checked against its hash), with this package installed
-# editable. A stamp inside .venv lets the next call start at once; it is written last, so an
+# requirements.lock (Python 3.12 or MEGATRON_MUON_PYTHON, every file checked against its hash), with
+# this package installed editable. A stamp inside .venv lets the next call start at once; it is written last, so an
 # interrupted installation never looks complete.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
+python_version=${MEGATRON_MUON_PYTHON:-3.12}
+
 environment_stamp() {
     # The path is part of it: an editable install points at its folder, so a copied .venv is synced.
-    { pwd -P && cat requirements.lock pyproject.toml; } | sha256sum | cut -d " " -f 1
+    { pwd -P && echo "$python_version" && cat requirements.lock pyproject.toml; } | sha256sum |
+        cut -d " " -f 1
 }
 
 environment_is_ready() {
@@ -38,21 +41,22 @@ find_uv() {
     return 1
 }
 
-is_python_312() {
-    "$1" -c "import sys; sys.exit(sys.version_info[:2] != (3, 12))" 2>/dev/null
+is_wanted_python() {
+    "$1" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$python_version')" 2>/dev/null
 }
 
-# Prints a Python 3.12, or just the version: uv then looks further, and downloads it at last.
+# Prints a Python of that version, or the version alone: uv then looks further, and downloads it.
 find_python() {
     local candidate
     local pyenv_root=${PYENV_ROOT:-${HOME:-}/.pyenv}
-    for candidate in python3.12 python3 "$pyenv_root"/versions/3.12*/bin/python; do
-        if is_python_312 "$candidate"; then
+    for candidate in "python$python_version" python3 \
+        "$pyenv_root/versions/$python_version"*/bin/python; do
+        if is_wanted_python "$candidate"; then
             "$candidate" -c "import sys; print(sys.executable)"
             return
         fi
     done
-    echo "3.12"
+    echo "$python_version"
 }
 
 build_environment() {
@@ -60,7 +64,7 @@ build_environment() {
     echo "environment: building .venv from requirements.lock with $("${UV[@]}" --version)" >&2
     export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}"
     # A marker without a stamp means that an installation was interrupted: start again.
-    if [[ -e .venv/megatron-muon.installing ]] || ! is_python_312 .venv/bin/python; then
+    if [[ -e .venv/megatron-muon.installing ]] || ! is_wanted_python .venv/bin/python; then
         rm -rf .venv
         "${UV[@]}" venv --quiet --python "$(find_python)" .venv || return 1
     fi

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit_tests"))
 
-from helpers.repairs import REPAIRS  # noqa: E402
+from helpers.repairs import REPAIRS
 
 
 def main() -> None:

@@ -143,7 +143,7 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
                 tensors[key] = _stored_tensor(key, value, stored)
             else:
                 objects[key] = _item(key, stored[key, ()])
-    except Exception as error:  # noqa: BLE001 - a damaged pickle raises anything
+    except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
             f"{path}: expected the metadata of torch.distributed.checkpoint, got "
             f"{type(error).__name__}: {error}."
@@ -201,7 +201,7 @@ def load_object(data: bytes, key: str) -> StoredObject:
 def _load[T](key: str, load: Callable[[], T]) -> T:
     try:
         return load()
-    except Exception as error:  # noqa: BLE001 - a damaged archive raises anything
+    except Exception as error:  # a damaged archive raises anything
         raise CheckpointError(
             f"{key}: expected an archive of torch.save, got {type(error).__name__}: {error}."
         ) from error

@@ -3,6 +3,7 @@
 """The one list of what CPU ranks replace, and why."""
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ def _in_cuda(
 
 
 _PROPERTIES = torch_cuda.CpuDeviceProperties
+_ONE_GENERATOR = "the device draws from the CPU's generator"
 _NO_AVERAGE = "gloo has no average"
 _UNEVEN = "gloo gathers and scatters equal blocks only"
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
@@ -49,7 +51,7 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
         device_count=constant(1),
         current_device=constant(0),
         set_device=constant(None),
-        device=torch_cuda.NullContext,
+        device=nullcontext,
         get_device_name=constant("cpu"),
         get_device_properties=constant(_PROPERTIES),
         get_device_capability=constant((_PROPERTIES.major, _PROPERTIES.minor)),
@@ -57,13 +59,13 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
     *_in_cuda(
         "there is no driver to initialise",
         _lazy_init=constant(None),
-        _lazy_call=torch_cuda.lazy_call,
+        _lazy_call=lambda function, **_: function(),
     ),
     *_in_cuda(
         "a CPU runs in program order",
         Stream=torch_cuda.CpuStream,
         Event=torch_cuda.CpuEvent,
-        stream=torch_cuda.NullContext,
+        stream=nullcontext,
         set_stream=constant(None),
         current_stream=constant(torch_cuda.DEFAULT_STREAM),
         default_stream=constant(torch_cuda.DEFAULT_STREAM),
@@ -75,20 +77,17 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
         CUDAGraph=refusal("CUDA graphs"),
         MemPool=refusal("--use-nccl-ub"),
     ),
-    *_in_cuda(
-        "the device draws from the CPU's generator",
-        default_generators=(torch.default_generator,),
-        manual_seed=torch_cuda.manual_seed,
-        # torch.manual_seed calls it after seeding the CPU's generator: seeding twice is harmless.
-        manual_seed_all=torch_cuda.manual_seed,
-        get_rng_state=torch_cuda.get_rng_state,
-        set_rng_state=torch_cuda.set_rng_state,
-        **{
-            "random.get_rng_state": torch_cuda.get_rng_state,
-            "random.set_rng_state": torch_cuda.set_rng_state,
-            "random.manual_seed": torch_cuda.manual_seed,
-            "random.manual_seed_all": torch_cuda.manual_seed,
-        },
+    *_in_cuda(_ONE_GENERATOR, default_generators=(torch.default_generator,)),
+    *(
+        Replacement(f"{module}.{name}", function, _ONE_GENERATOR)
+        for name, function in (
+            ("manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed))),
+            # torch.manual_seed calls it after seeding the CPU's generator, which is harmless.
+            ("manual_seed_all", lambda seed: torch.default_generator.manual_seed(int(seed))),
+            ("get_rng_state", lambda *_, **__: torch.get_rng_state()),
+            ("set_rng_state", lambda new_state, *_, **__: torch.set_rng_state(new_state)),
+        )
+        for module in ("torch.cuda", "torch.cuda.random")
     ),
     *_in_cuda(
         "no device memory to count",
@@ -102,8 +101,8 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
         device_memory_used=constant(0),
         mem_get_info=constant((_PROPERTIES.total_memory,) * 2),
     ),
-    Replacement("torch.Tensor.cuda", torch_cuda.return_self, "tensors stay on the CPU"),
-    Replacement("torch.Tensor.pin_memory", torch_cuda.return_self, "nothing to copy to"),
+    Replacement("torch.Tensor.cuda", lambda tensor, *_, **__: tensor, "tensors stay on the CPU"),
+    Replacement("torch.Tensor.pin_memory", lambda tensor, *_, **__: tensor, "nothing to copy to"),
     Replacement("torch.Tensor.record_stream", constant(None), "a CPU runs in program order"),
     Replacement(
         "torch.utils.data.DataLoader.__init__",

@@ -68,14 +68,6 @@ class CpuStream(torch.cpu.Stream, nullcontext[None]):
 DEFAULT_STREAM = CpuStream()
 
 
-class NullContext(nullcontext[None]):
-    """Stands in for ``torch.cuda.stream`` and ``torch.cuda.device``: changes nothing."""
-
-    def __init__(self, *_args: object, **_kwargs: object) -> None:
-        """Accept and ignore the stream or the device."""
-        super().__init__()
-
-
 class CpuDeviceProperties:
     """Stands in for the result of ``torch.cuda.get_device_properties``."""
 
@@ -106,38 +98,13 @@ def constant[T](value: T) -> Callable[..., T]:
     return lambda *_args, **_kwargs: value
 
 
-def get_rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
-    """Return the CPU generator's state, uint8, for any device."""
-    return torch.get_rng_state()
-
-
-def set_rng_state(new_state: torch.Tensor, *_args: object, **_kwargs: object) -> None:
-    """Set the CPU generator's state, uint8, for any device."""
-    torch.set_rng_state(new_state)
-
-
-def manual_seed(seed: int) -> None:
-    """Seed the CPU generator, which is also the device's."""
-    torch.default_generator.manual_seed(int(seed))
-
-
-def lazy_call(function: Callable[[], object], **_kwargs: object) -> None:
-    """Call ``function`` now: there is no device to wait for."""
-    function()
-
-
-def return_self(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
-    """Return ``tensor``: it is already on the device."""
-    return tensor
-
-
 def without_pinning(original: Callable[..., None]) -> Callable[..., None]:
     """Return ``DataLoader.__init__`` with ``pin_memory`` off.
 
     ``torch.cuda.is_available`` being true, the loader would start to pin, and fail.
     """
 
-    def __init__(self: torch.utils.data.DataLoader, *args: object, **kwargs: object) -> None:
+    def __init__(self: torch.utils.data.DataLoader[Any], *args: object, **kwargs: object) -> None:
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         original(self, *args, **kwargs)

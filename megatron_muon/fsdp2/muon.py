@@ -140,7 +140,7 @@ class Muon(WholeMatrixMuon):
                 nesterov=nesterov,
                 weight_decay_method=weight_decay_method,
                 fp32_matmul_prec=fp32_matmul_prec,
-                coefficient_type=coefficient_type,  # type: ignore[arg-type]
+                coefficient_type=coefficient_type,
                 num_ns_steps=num_ns_steps,
                 scale_mode=scale_mode,
                 extra_scale_factor=extra_scale_factor,
@@ -310,7 +310,7 @@ class Muon(WholeMatrixMuon):
             raise_where_any_rank_fails(problems, self._group, self._device, "Do not train on.")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update parameters and momentum by their gradients; called by all ranks together.
 
         A parameter that has no gradient on any rank keeps its value and momentum.

@@ -5,7 +5,7 @@
 import functools
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,11 +16,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.fsdp2.batches import MatrixRows, SplitSizes, matrices_of
 from megatron_muon.fsdp2.rectangles import (
-    Box,
     Rectangles,
     cutting_axes,
-    has_recorded_chunks,
-    own_box,
+    is_cut_by_torch,
     rectangles,
     rectangles_of,
 )
@@ -87,14 +85,14 @@ class _Facts(NamedTuple):
         keys: Checksums of the keys of its plans.
         groups: Names of the process groups that it knows, by a checksum of their ranks.
         steps_with: A checksum of the ranks that it steps together with; None for all of them.
-        recorded: Rectangles that follow from no rule, by parameter: Megatron-FSDP's.
+        shapes: Of shards that torch has not cut, by parameter.
     """
 
     num_ranks_on_node: int
     keys: tuple[int, ...]
     groups: Mapping[int, Sequence[str]]
     steps_with: int | None
-    recorded: Mapping[tuple[int, int], Box]
+    shapes: Mapping[tuple[int, int], tuple[int, ...]]
 
 
 class PlanInputs(NamedTuple):
@@ -138,10 +136,8 @@ def find_plan_inputs(
     problems += _not_together(parameters, keys, group, facts)
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
     by_key: dict[_Key, list[tuple[NamedParameter, Rectangles]]] = defaultdict(list)
-    for key, parameter, found in zip(
-        keys, parameters, _all_rectangles(parameters, facts), strict=True
-    ):
-        by_key[key].append((parameter, found))
+    for number, (key, parameter) in enumerate(zip(keys, parameters, strict=True)):
+        by_key[key].append((parameter, _rectangles(number, parameter.param, facts)))
     # Ranks without parameters have nothing to step, and nothing to agree on.
     with_parameters = tuple(rank for rank, each in enumerate(facts) if each.keys)
     groups = _groups(by_key, with_parameters if group is None else (), known, facts)
@@ -171,13 +167,11 @@ def _gather_facts(
     group: dist.ProcessGroup | None,
 ) -> list[_Facts]:
     """Gather what all ranks know, by rank."""
-    recorded = {}
-    for number, parameter in enumerate(parameters):
-        param = parameter.param
-        if isinstance(param, DTensor) and has_recorded_chunks(param):
-            box = own_box(param)
-            # An empty box lies nowhere; zeros have the length of any other.
-            recorded[_recorded_key(number, param)] = box or ((0, 0),) * param.ndim
+    shapes = {
+        _shape_key(number, each.param): tuple(each.param._local_tensor.shape)
+        for number, each in enumerate(parameters)
+        if isinstance(each.param, DTensor) and not is_cut_by_torch(each.param)
+    }
     mine = _Facts(
         num_ranks_on_node(),
         tuple(_checksum(key) for key in dict.fromkeys(keys)),
@@ -186,7 +180,7 @@ def _gather_facts(
             for ranks, groups in known.items()
         },
         None if group is None else _checksum(_ranks_of(group)),
-        recorded,
+        shapes,
     )
     if not dist.is_initialized():
         return [mine]
@@ -244,7 +238,7 @@ def _not_together(
     return problems
 
 
-def _recorded_key(number: int, param: DTensor) -> tuple[int, int]:
+def _shape_key(number: int, param: DTensor) -> tuple[int, int]:
     """Return what names a parameter on all ranks of its mesh."""
     return number, _checksum(_ranks_of_mesh(param.device_mesh))
 
@@ -254,18 +248,14 @@ def _ranks_of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(mesh.mesh.flatten().tolist())
 
 
-def _all_rectangles(
-    parameters: Sequence[NamedParameter], facts: Sequence[_Facts]
-) -> Iterator[Rectangles]:
-    for number, parameter in enumerate(parameters):
-        found = rectangles_of(parameter.param)
-        if isinstance(parameter.param, DTensor) and has_recorded_chunks(parameter.param):
-            key = _recorded_key(number, parameter.param)
-            nothing = ((0, 0),) * parameter.param.ndim
-            # A rank that lacks the parameter makes the tiling fail, which is an error on all.
-            boxes = {rank: facts[rank].recorded.get(key, nothing) for rank in found.boxes}
-            found = Rectangles(boxes, found.replicas)
-        yield found
+def _rectangles(number: int, param: torch.Tensor, facts: Sequence[_Facts]) -> Rectangles:
+    if not isinstance(param, DTensor) or is_cut_by_torch(param):
+        return rectangles_of(param)
+    key = _shape_key(number, param)
+    # A rank that lacks the parameter makes the tiling fail, which is an error on all.
+    nothing = (0,) * param.ndim
+    ranks = _ranks_of_mesh(param.device_mesh)
+    return rectangles_of(param, tuple(facts[rank].shapes.get(key, nothing) for rank in ranks))
 
 
 def _key(param: torch.Tensor) -> _Key:

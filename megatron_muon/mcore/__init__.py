@@ -5,13 +5,13 @@
 Files, each importing only those above it::
 
     unsupported             what Muon under Megatron-FSDP refuses, and why
-    fsdp_model              reads Megatron-FSDP: parameters, row shards, groups
-    gradient_check          are gradients complete and finite on all ranks
-    gradient_norm           norm, clipping and check, with one read by the host
+    fsdp_model              reads parameters, row shards and groups from Megatron-FSDP
+    gradient_check          checks that gradients are complete and finite on all ranks
+    gradient_norm           norm, clipping and check, with one host synchronization
     muon                    FSDPZeROTensorParallelMuon: momentum and weights of row shards
     adaptive/               Muon divided by a second moment
     muon_step               steps them together: momentum, Newton-Schulz, weights
-    outer_reductions        did HSDP reduce all gradients over the outer ranks
+    outer_reductions        checks that HSDP reduced all gradients over the outer ranks
     lion                    FSDPLion
     qk_clip                 clips main weights between step and installation
     flags                   command-line flags

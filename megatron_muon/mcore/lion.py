@@ -24,7 +24,7 @@ class FSDPLion(Lion):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         """Step the parameters that have a gradient.
 
         Args:

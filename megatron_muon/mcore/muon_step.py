@@ -128,7 +128,7 @@ class MuonStep:
             self._device,
         )
 
-    def _precision(self) -> Any:  # noqa: ANN401 - a context manager of emerging-optimizers
+    def _precision(self) -> Any:
         return fp32_matmul_precision(self.optimizers[0].fp32_matmul_prec)
 
     def parameter_changes(self) -> list[str]:

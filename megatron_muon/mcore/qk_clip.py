@@ -48,18 +48,18 @@ def clip_before_install(original: Callable[[Any], None]) -> Callable[[Any], None
 def clip_row_shards(fsdp_module: Any) -> None:
     """Clip the main weights of a Megatron-FSDP model, with ``qk_clip`` in its configuration.
 
-    Logits are the maxima of attention since the last call. Afterwards they are reset.
+    Attention records maximum logits since the last call. They are reset.
 
     Args:
         fsdp_module: ``MegatronFSDP`` whose main weights have been stepped.
 
     Raises:
-        SettingsError: The configuration is one for which upstream's clip fails.
+        SettingsError: Upstream's clip fails for the configuration.
         RuntimeError: Attention records no logits.
 
     Communication: see :func:`_reduced`; clipping itself is local.
     """
-    # Megatron-FSDP's own: the model inside may be any module, with or without a configuration.
+    # Megatron-FSDP's own, as the model inside may be a module without one.
     config: Any = getattr(fsdp_module, "config", None)
     if not getattr(config, "qk_clip", False):
         return
@@ -71,7 +71,7 @@ def clip_row_shards(fsdp_module: Any) -> None:
     params = {bare_name(name): param for name, param in buffers.optimizer_named_parameters}
     for name, attention, logits, largest_of_layer in _reduced(fsdp_module):
         largest = max(largest, largest_of_layer)
-        # Upstream asks the device in every layer; here the host knows all layers by now.
+        # Upstream reads from the device in every layer; here the host has read all layers at once.
         if largest_of_layer > config.qk_clip_threshold:
             attention.core_attention.current_max_attn_logits = logits
             _clip(name, attention, params)
@@ -84,7 +84,6 @@ def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
 
     @functools.wraps(original)
     def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
-        """Return the largest logit of a Megatron-FSDP model, whose step has clipped it."""
         if not is_wrapped(model[0]):
             return original(model, log_max_only)
         return largest_logit(model, log_max_only)
@@ -98,7 +97,7 @@ def largest_logit(model: Sequence[Any], log_max_only: bool) -> float:
 
     Args:
         model: Chunks wrapped by Megatron-FSDP.
-        log_max_only: Whether nothing has been clipped, so that logits are still to be reduced.
+        log_max_only: Whether nothing was clipped, so that logits must still be reduced.
 
     Communication: with ``log_max_only`` see :func:`_reduced`; otherwise none.
     """
@@ -174,7 +173,7 @@ def _factors(attention: Any, weights: dict[str, Any]) -> dict[str, torch.Tensor]
         child: torch.ones(num_rows(weight), 1, device=device) for child, weight in weights.items()
     }
     clone = copy.copy(attention)
-    # Found before the layers of the module, which the clone shares with the original.
+    # These hide the layers of the module, which the clone shares with the original.
     clone.__dict__.update({c: SimpleNamespace(weight=column) for c, column in columns.items()})
     clone.clip_qk()
     return columns

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tag the parameters whose rows are orthogonalized in blocks.
 
-The tags are upstream's (``is_qkv``, ``qkv_split_shapes``), which mean any rows: upstream's Muon
-splits what is tagged under DDP too. This file alone decides the blocks of a parameter, from the
-module that holds it.
+The tags are upstream's (``is_qkv``, ``qkv_split_shapes``), which are valid for any rows, so that
+upstream's Muon under DDP splits the same parameters. Only this file decides the blocks of a
+parameter, by the module that holds it.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
 
     Args:
         chunk: Model chunk, wrapped or not.
-        splits: What is split.
+        splits: Which layers are split.
         num_rows: Returns the tensor-parallel-local rows of a parameter.
 
     Raises:
@@ -69,7 +69,7 @@ def _weights(linear: Any) -> Iterator[Any]:
 
 
 def _fused_linears(chunk: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, holder and linear layer of what may be split."""
+    """Yield name, parent and layer of the linear layers that may be split."""
     names = ("linear_qkv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
     for holder in chunk.modules():
         for name in names:
@@ -81,7 +81,7 @@ def _fused_linears(chunk: Any) -> Iterator[tuple[str, Any, Any]]:
 def _split_shapes(
     holder: Any, name: str, num_rows: int, model_config: Any, splits: Splits
 ) -> tuple[int, ...] | None:
-    """Return the rows of one group that go to each block; None for a matrix that stays whole."""
+    """Return the rows of a group per block; None for a matrix that is not split."""
     if name == "linear_qkv":
         return tuple(_get_qkv_split_shapes(model_config)) if splits.qkv else None
     config = holder.config

@@ -42,7 +42,7 @@ class GramSymmetric(Gram):
         if not settings.is_bf16:
             found.append("expected fp32_matmul_prec medium: the kernels multiply 16 bits")
         try:
-            from quack.gemm_interface import gemm_symmetric  # type: ignore # noqa: F401
+            from quack.gemm_interface import gemm_symmetric  # noqa: F401
         # Its compiler is another package, and fails with various errors.
         except Exception as error:
             found.append(
@@ -63,4 +63,4 @@ class GramSymmetric(Gram):
         """Return ``alpha a b + beta c``, which is symmetric, ``(num_matrices, n, n)``."""
         from quack.gemm_interface import gemm_symmetric
 
-        return gemm_symmetric(a, b, C=c, alpha=alpha, beta=beta)  # type: ignore[no-any-return]
+        return gemm_symmetric(a, b, C=c, alpha=alpha, beta=beta)

@@ -45,4 +45,4 @@ def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ..
 
     sets = muon_utils._COEFFICIENT_SETS[coefficient_type]
     mode = "repeat_last" if coefficient_type in _REPEAT_LAST else "cycle"
-    return tuple(muon_utils.get_coefficient_iterator(steps, sets, mode=mode))  # type: ignore
+    return tuple(muon_utils.get_coefficient_iterator(steps, sets, mode=mode))

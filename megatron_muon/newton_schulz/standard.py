@@ -45,7 +45,7 @@ def _one_by_one(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
         muon_utils.newton_schulz(
             matrix,
             call.settings.steps,
-            call.settings.coefficient_type,  # type: ignore[arg-type]
+            call.settings.coefficient_type,
             transpose=call.is_tall,
             tp_group=call.parts_group,
         )

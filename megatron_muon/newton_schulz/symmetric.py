@@ -46,7 +46,7 @@ class Symmetric(Standard):
         try:
             from emerging_optimizers import triton_kernels
 
-            if not triton_kernels.HAS_TRITON_340:  # type: ignore[attr-defined]
+            if not triton_kernels.HAS_TRITON_340:
                 found.append("expected Triton 3.4 or later, got an older one")
         except (ImportError, AttributeError) as error:
             found.append(f"expected Triton 3.4 or later, got {error}")

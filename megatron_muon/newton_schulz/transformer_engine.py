@@ -49,8 +49,8 @@ class TransformerEngine(Standard):
         """Check for a GPU, and Transformer Engine."""
         found = []
         try:
-            import transformer_engine  # type: ignore
-            from transformer_engine.pytorch.newton_schulz import newton_schulz  # type: ignore # noqa: F401
+            import transformer_engine
+            from transformer_engine.pytorch.newton_schulz import newton_schulz  # noqa: F401
 
             version = transformer_engine.__version__
             if tuple(int(part) for part in version.split(".")[:2]) < _VERSION:

@@ -109,29 +109,32 @@ def _shares(
 ) -> Iterator[Share]:
     """Yield where the results of each owner go, by holder."""
     room = dict.fromkeys(holders, chunk)
-    parts: dict[int, list[tuple[int, int, int]]] = {holder: [] for holder in holders}
-
-    def take(owner: int, start: int, stop: int, holder: int) -> int:
-        """Give a holder what it has room for, and return where that ends."""
-        end = min(stop, start + room[holder])
-        if end > start:
-            parts[holder].append((owner, start, end))
-            room[holder] -= end - start
-        return end
-
+    pieces: dict[int, list[tuple[int, int, int]]] = {holder: [] for holder in holders}
     left = []
     for owner, start, stop in ranges:
-        start = take(owner, start, stop, nearest_holder(holders, owner, cost))
-        if start < stop:
-            left.append((owner, start, stop))
+        nearest = nearest_holder(holders, owner, cost)
+        end = min(stop, start + room[nearest])
+        if end > start:
+            pieces[nearest].append((owner, start, end))
+            room[nearest] -= end - start
+        if end < stop:
+            left.append((owner, end, stop))
     for owner, start, stop in left:
         node = cost.node(owner)
-        for holder in sorted(holders, key=lambda rank: (cost.node(rank) != node, rank)):
-            start = take(owner, start, stop, holder)
+        for holder in sorted(
+            (holder for holder in holders if room[holder]),
+            key=lambda rank: (cost.node(rank) != node, rank),
+        ):
+            end = min(stop, start + room[holder])
+            pieces[holder].append((owner, start, end))
+            room[holder] -= end - start
+            start = end
+            if start == stop:
+                break
     for position, holder in enumerate(holders):
         offset = position * chunk
         # By owner: that is the order in which all_to_all_single delivers.
-        for owner, start, stop in sorted(parts[holder]):
+        for owner, start, stop in sorted(pieces[holder]):
             yield Share(owner, holder, start, stop, offset)
             offset += stop - start
 

@@ -6,6 +6,7 @@ One list of routes serves both ways: the scatter sends back what the gather brou
 never computed a second time, so the two cannot disagree.
 """
 
+import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -205,11 +206,22 @@ def nearest_holder(holders: tuple[int, ...], owner: int, cost: CostModel) -> int
         owner: The owner.
         cost: Knows which ranks share a node.
     """
-    if len(holders) == 1 or owner in holders:
-        return owner if owner in holders else holders[0]
+    if len(holders) == 1:
+        return holders[0]
+    position = bisect_right(holders, owner)
+    if position and holders[position - 1] == owner:
+        return owner
     # By node first, since only that changes the link. Then the next lower one, and before the first
     # the last one: evenly spaced replicas then serve equally many owners. By distance, those at
     # either end would serve up to three times as many as others.
-    node = cost.node(owner)
-    on_node = [rank for rank in holders if cost.node(rank) == node] or holders
+    on_node = _by_node(holders, cost.ranks_per_node).get(cost.node(owner), holders)
     return on_node[bisect_right(on_node, owner) - 1]
+
+
+# Thousands of owners look for the nearest of the same replicas.
+@functools.lru_cache(maxsize=4096)
+def _by_node(holders: tuple[int, ...], ranks_per_node: int) -> dict[int, list[int]]:
+    by_node: dict[int, list[int]] = {}
+    for holder in holders:
+        by_node.setdefault(holder // ranks_per_node, []).append(holder)
+    return by_node

@@ -242,12 +242,19 @@ class SizeCounter:
         self._cells: dict[tuple[int, int], list[_Cell]] = {}
         self._held: dict[tuple[int, int, int], tuple[dict[int, int], dict[int, int]]] = {}
 
-    def traffic(self, indices: Iterable[int]) -> BucketTraffic:
-        """Return rows and results of a bucket of some matrices."""
+    def traffic(self, indices: Iterable[int], *, counts_copies: bool = False) -> BucketTraffic:
+        """Return rows and results of a bucket of some matrices.
+
+        Args:
+            indices: The matrices.
+            counts_copies: Whether :meth:`BucketTraffic.num_copies` will be asked for.
+        """
         traffic = BucketTraffic()
         if self._has_replicas:
             for index in indices:
                 self._add_replicas(traffic, index)
+                if counts_copies:
+                    self._add_copies(traffic, index)
             return traffic
         owners_of: dict[tuple[int, int, int], Counter[int]] = defaultdict(Counter)
         for index in indices:
@@ -263,16 +270,22 @@ class SizeCounter:
 
     def _add_replicas(self, traffic: BucketTraffic, index: int) -> None:
         cost, owners = self._stacking.cost, self._stacking.owners[index]
-        for holders, part, elements, num_pieces in self._cells_of(index):
+        for holders, part, elements, _ in self._cells_of(index):
             owner = owners[part]
-            traffic.copies.update(dict.fromkeys(holders, num_pieces))
-            traffic.copies[owner] += 2 * num_pieces
             source = nearest_holder(holders, owner, cost)
             if source != owner:
                 traffic.pairs[source, owner] += elements
-                traffic.copies[source] += num_pieces
             if len(holders) > 1 or source != owner:
                 traffic.results.setdefault(holders, Counter())[owner] += elements
+
+    def _add_copies(self, traffic: BucketTraffic, index: int) -> None:
+        cost, owners = self._stacking.cost, self._stacking.owners[index]
+        for holders, part, _, num_pieces in self._cells_of(index):
+            owner = owners[part]
+            # Every holder writes results; one of them packs rows, the owner unpacks and packs.
+            traffic.copies.update(dict.fromkeys(holders, num_pieces))
+            traffic.copies[nearest_holder(holders, owner, cost)] += num_pieces
+            traffic.copies[owner] += 2 * num_pieces
 
     def _hold(self, index: int) -> None:
         """Note which rank holds how much of each part of a matrix without replicas."""

@@ -98,7 +98,7 @@ class BucketReport:
             on_node_gbps: Bandwidth of a rank to its node in the exchange of the plan.
         """
         cost, wire = plan.cost, plan.wire
-        traffic = plan.sizes.traffic(bucket)
+        traffic = plan.sizes.traffic(bucket, counts_copies=True)
         sent, received = traffic.gather(cost)
         gather = Traffic(_scaled(sent, wire.gather_bytes), _scaled(received, wire.gather_bytes))
         passed_on: dict[int, int] = {}

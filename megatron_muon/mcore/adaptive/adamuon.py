@@ -16,7 +16,7 @@ class FSDPAdaMuon(FSDPAdaptiveMuon):
 
     The second moment is elementwise, so a rank has that of its rows. As in upstream, an update is
     scaled by the tensor-parallel-local shape of its parameter. Upstream also multiplies by the
-    scale before the second moment, which then divides by it: only ``eps`` sees it.
+    scale before the second moment, which then divides by it: this would only rescale ``eps``.
 
     Method: AdaMuon (https://arxiv.org/abs/2507.11005).
 

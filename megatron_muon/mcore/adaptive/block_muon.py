@@ -19,9 +19,9 @@ from megatron_muon.runtime.norms import SumOfSquares
 class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
     """Collect results in the memory of gradients, normalize them by block, then apply them.
 
-    A block is what Newton-Schulz sees as one matrix. It is normalized and scaled as
-    emerging-optimizers does with a parameter of its shape. A rank normalizes its own rows; what it
-    needs of the others are a few sums, which are reduced once all results are there.
+    A block is a matrix that Newton-Schulz orthogonalizes by itself. It is normalized and scaled as
+    emerging-optimizers does with a parameter of its shape. A rank normalizes its own rows, and
+    needs only a few sums over all ranks, which are reduced when all results have arrived.
 
     It cannot be used with ``all_gather``, where upstream's code has already scaled the results.
     """
@@ -37,10 +37,10 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
         return SumOfSquares(self.device)
 
     def _shared_key(self, name: str, param: Any) -> str:
-        """Return the name of a state that is not sharded: every rank of a block has all of it.
+        """Return the name of a state that is replicated on all ranks that hold a block.
 
-        Tensor-parallel ranks that orthogonalize blocks of their own use different names: of equal
-        names a checkpoint keeps one tensor.
+        Tensor-parallel ranks that orthogonalize their own blocks use different names, as a
+        checkpoint keeps one tensor per name.
         """
         tensor_group = self._tensor_group(param)
         is_joined = self.owned(param).tensor_group is not None
@@ -51,7 +51,7 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
 
     def _rows(self, param: Any) -> torch.Tensor:
         """Return the memory of a parameter's gradient, ``(local_rows, cols)``."""
-        # Without a gradient the shard is empty.
+        # Only empty shards have no gradient.
         return local_tensor(param if param.grad is None else param.grad)
 
     def _all_blocks(self) -> Iterator[tuple[Any, HeldBlock, torch.Tensor]]:
@@ -66,7 +66,7 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
         return rows * factor * extra
 
     def apply(self, params: Sequence[Any]) -> None:
-        """Leave results where they are until all are there."""
+        """Leave results in place until all have arrived."""
 
     def finish(self) -> None:
         """Normalize and apply the results of all parameters."""

@@ -14,8 +14,8 @@ from megatron_muon.runtime.dtensor_layout import local_tensor
 class FSDPNamo(FSDPBlockMuon):
     """Step every block as emerging-optimizers' ``AdaptiveMuon`` with ``namo``.
 
-    The result is multiplied by the norm of what was orthogonalized, and divided by the root of the
-    running mean of the squared norm of the gradient.
+    The result is multiplied by the norm of the orthogonalized momentum, and divided by the root of
+    the running mean of the squared norm of the gradient.
 
     Method: NAMO (https://arxiv.org/abs/2602.17080). Source of the formula: emerging-optimizers
     0.3.0, ``AdaptiveMuon``. Norms are summed in float64, so that they do not depend on the shards.
@@ -29,7 +29,7 @@ class FSDPNamo(FSDPBlockMuon):
         hold it.
     """
 
-    _squares: list[torch.Tensor]  # by block, of the gradient and of what is orthogonalized, float64
+    _squares: list[torch.Tensor]  # by block, of gradient and momentum, (2,) float64
 
     def __init__(self, params: Any, **kwargs: Any) -> None:
         super().__init__(params, **kwargs)
@@ -48,15 +48,15 @@ class FSDPNamo(FSDPBlockMuon):
                 self.state[param][key] = local_tensor(param).new_zeros(num_blocks)
 
     def advance(self) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
-        """Advance the momentum, and sum the squares of gradients and of what is orthogonalized."""
-        # Gradients first: what is orthogonalized may overwrite them.
+        """Advance the momentum, and sum the squares of gradients and momentum."""
+        # Gradients first, as the momentum may overwrite them.
         gradients = self._sum_by_block({param: self._rows(param) for param in self.params})
         rows, results = super().advance()
         self._squares = list(torch.stack([gradients, self._sum_by_block(rows)], dim=1))
         return rows, results
 
     def _sum_by_block(self, rows: dict[Any, torch.Tensor]) -> torch.Tensor:
-        """Add up the squares of this rank's rows of all blocks, float64."""
+        """Return the sums of squares of this rank's rows, by block, float64."""
         return self._sum_of_squares(
             [block.take(rows[param]) for param, blocks in self._blocks.items() for block in blocks]
         )

@@ -110,7 +110,7 @@ def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
         return call(), []
     except CheckpointError as error:
         return None, [str(error)]
-    except Exception as error:  # noqa: BLE001 - the other ranks would wait for this one
+    except Exception as error:  # the other ranks would wait for this one
         return None, [f"{type(error).__name__}: {error}"]
 
 

@@ -44,7 +44,7 @@ def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class _FileSystem(FileSystem):
-    def rm_file(self, path: str | os.PathLike) -> None:
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
         """Remove a file, but leave metadata to the rename that follows."""
         # Deleting it first would leave a moment without metadata.
         if Path(path).name != METADATA:
@@ -59,7 +59,7 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
     those of the earlier checkpoint after the rename.
     """
 
-    def __init__(self, path: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
         self.fs = _FileSystem()
 

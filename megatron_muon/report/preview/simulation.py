@@ -37,7 +37,7 @@ class Machine:
     """
 
     cost: CostModel = field(default_factory=CostModel)
-    wire: Wire = Wire("bfloat16", "bfloat16")
+    wire: Wire = field(default_factory=lambda: Wire("bfloat16", "bfloat16"))
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,9 @@ def tensor_parallel() -> list[Sharded]:
         shard((8, 12), 2, shards, before=tensor, before_dim=1),
         shard((5, 8), 3, shards, before=tensor),
         shard((8, 12), 4, shards, dim=1, before=tensor, before_dim=1),
+        # Tensor parallelism leaves a rank nothing, and its shard has no columns or rows either.
+        shard((1, 12), 5, shards, dim=1, before=tensor, before_dim=0),
+        shard((12, 1), 6, shards, before=tensor, before_dim=1),
     ]
 
 

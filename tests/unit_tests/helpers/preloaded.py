@@ -17,27 +17,27 @@ import os
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from helpers.device import kind  # noqa: E402
-from megatron_muon import cpu_ranks  # noqa: E402
+from helpers.device import kind
+from megatron_muon import cpu_ranks
 
 if kind() == "cpu":
     cpu_ranks.enable(force=True)
 
-import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
-import megatron.training  # noqa: E402, F401
-import pytest  # noqa: E402, F401
-from megatron.training import argument_utils, arguments  # noqa: E402
+import megatron.core.models.gpt.gpt_layer_specs
+import megatron.training
+import pytest  # noqa: F401
+from megatron.training import argument_utils, arguments
 
-import megatron_muon  # noqa: E402
-import megatron_muon.mcore.patches  # noqa: E402, F401
+import megatron_muon
+import megatron_muon.mcore.patches
 
 with contextlib.suppress(ImportError):  # where scripts/check_compat.py tests other versions
     import hypothesis.strategies  # noqa: F401
 with contextlib.suppress(ImportError):  # a run imports these when it needs them
-    import megatron.core.datasets.blended_megatron_dataset_builder  # noqa: F401
-    import megatron.core.datasets.helpers  # noqa: F401
-    import megatron.core.models.mimo  # noqa: F401
-    import megatron.core.tokenizers.text.libraries  # noqa: F401
+    import megatron.core.datasets.blended_megatron_dataset_builder
+    import megatron.core.datasets.helpers
+    import megatron.core.models.mimo
+    import megatron.core.tokenizers.text.libraries
     import megatron.training.yaml_arguments  # noqa: F401
 
 

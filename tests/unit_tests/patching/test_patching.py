@@ -18,11 +18,7 @@ from megatron_muon.mcore import enable as enabling
 from megatron_muon.patching import IncompatibleMegatronError, packages
 from megatron_muon.patching.packages import transformer_engine_problems
 from megatron_muon.patching.patch import Patch, Target, apply_all, revert_all, verify_all
-from megatron_muon.patching.versions import (
-    TABLE,
-    version_problems,
-    warn_where_untested,
-)
+from megatron_muon.patching.versions import TABLE, version_problems, warn_where_untested
 
 GOOD_VERSIONS = {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0", "torch": "2.11.0"}
 ROW = r"\n  0.19.2 +0.3.0 +2.11.0  works\n"
@@ -275,10 +271,7 @@ def site(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("parts", "lacks"),
     [
-        (
-            (CODE,),
-            "without transformer-engine-cu12 or transformer-engine-cu13 and without " + TORCH,
-        ),
+        ((CODE,), f"without transformer-engine-cu12 or {CORE} and without {TORCH}"),
         ((CORE,), f"without {CODE} and without {TORCH}"),
         ((CODE, CORE), f"{CODE} 2.20.2, {CORE} 2.20.2 without {TORCH}"),
         ((), "found a module of that name without"),

@@ -9,9 +9,9 @@ import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_muon.plan.balance import LoadBalancer, Task
 
 from megatron_muon.plan import balance
-from megatron_muon.plan.balance import LoadBalancer, Task
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.routes import transfers_of
@@ -189,7 +189,7 @@ def test_busiest_link_is_that_of_an_owner_or_of_a_holder(matrices):
     """Both ways; a holder that owns nothing counts, since its owners wait for it."""
     placed = _place(matrices, [1.0] * len(matrices), ranks=matrices[0].ranks)
     placed.fill(2.0)
-    sent_s, received_s = ({rank: 0.0 for rank in matrices[0].ranks} for _ in range(2))
+    sent_s, received_s = (dict.fromkeys(matrices[0].ranks, 0.0) for _ in range(2))
     for index, (matrix, owners) in enumerate(zip(matrices, placed.owners, strict=True)):
         for moved in transfers_of(index, matrix, owners, COST):
             if moved.source != moved.owner:
