@@ -71,7 +71,7 @@ class Model:
                 layers[-1].weight.tensor_model_parallel = True
                 layers[-1].weight.partition_dim = tensor_dim
                 layers[-1].weight.partition_stride = 1
-        module = torch.nn.Sequential(*layers)
+        module = torch.nn.Sequential(*layers).to(self.wholes[0].device)
         self.model = (self._shard if generation == 1 else self._shard_2)(module, unit)
         self.params = list(self.model.parameters())
         self._first_rows = [self._first_row(i) for i in range(len(self.params))]
