@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from helpers.device import init_group
+from helpers.device import device, init_group
 from helpers.device import kind as device_kind
 from helpers.ranks import run_ranks
 
@@ -323,7 +323,7 @@ def _load(folder: str, names: list[str]) -> dict[str, list[list[str]]]:
         dcp.load(state, checkpoint_id=f"{folder}/{kind}")
         model.model.load_state_dict(state["model"])
         muon.load_state_dict(state["optimizer"])
-        expected = torch.load(f"{folder}/{kind}/expected")
+        expected = torch.load(f"{folder}/{kind}/expected", map_location=device())
         loaded = _differences(model, muon, expected[0])
         model.set_grads(1)
         muon.step(sync_grad_before_optimizer_step=False)
