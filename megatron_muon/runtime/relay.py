@@ -103,18 +103,24 @@ class ThreadRelay(Relay):
             except BaseException as error:
                 started.set_exception(error)
 
-        # A thread for each, which ends by itself. As a daemon: a rank that fails is to end, and not
-        # to wait for messages that will never come.
-        threading.Thread(target=relay, daemon=True).start()
-        return _Started(started)
+        # As a daemon: a rank that fails should end, and not wait for messages that will never come.
+        thread = threading.Thread(target=relay, daemon=True)
+        thread.start()
+        return _Started(started, thread)
 
 
 class _Started:
-    def __init__(self, started: Future[dist.Work | None]) -> None:
+    def __init__(self, started: Future[dist.Work | None], thread: threading.Thread) -> None:
         self._started = started
+        self._thread = thread
 
     def wait(self) -> None:
-        """Wait until the collective has been launched, and for it."""
+        """Wait until the collective has been launched, for it, and for the end of its thread.
+
+        If a daemon thread waits for the GIL in C++ when the interpreter ends, the process aborts.
+        The last thing this one does is to let go of the collectives, whose destructors wait so.
+        """
         work = self._started.result()
+        self._thread.join()
         if work is not None:
             work.wait()
