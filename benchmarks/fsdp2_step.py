@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Time a step of fsdp2.Muon against its peers on FSDP2 parameters, on gloo CPU ranks.
+"""Time a step of fsdp2.Muon against its peers on FSDP2 parameters, on CPU ranks or on GPUs.
 
     .venv/bin/python benchmarks/fsdp2_step.py --ranks 4 --hidden 128 --layers 4 --peers DIR
 
@@ -78,13 +78,13 @@ def shapes_of(layout: str, options: argparse.Namespace) -> Shapes:
     return layer * num_layers
 
 
-def _mesh(layout: str) -> DeviceMesh:
+def _mesh(layout: str, device: str) -> DeviceMesh:
     size = dist.get_world_size()
     if layout == "HSDP":
-        return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "shard"))
+        return init_device_mesh(device, (2, size // 2), mesh_dim_names=("replica", "shard"))
     if layout == "TP x FSDP":
-        return init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("shard", "tensor"))
-    return init_device_mesh("cpu", (size,))
+        return init_device_mesh(device, (size // 2, 2), mesh_dim_names=("shard", "tensor"))
+    return init_device_mesh(device, (size,))
 
 
 def _sharded(layout: str, mesh: DeviceMesh, shapes: Shapes, seed: int) -> Params:
@@ -93,7 +93,7 @@ def _sharded(layout: str, mesh: DeviceMesh, shapes: Shapes, seed: int) -> Params
     module = torch.nn.Module()
     is_parallel = layout == "TP x FSDP"
     for number, shape in enumerate(shapes):
-        value = torch.randn(shape, generator=generator) * 0.02
+        value = torch.randn(shape, generator=generator).to(mesh.device_type) * 0.02
         if is_parallel:
             # Columnwise what widens, otherwise rowwise.
             dim = 0 if shape[0] > shape[1] else 1
@@ -129,14 +129,14 @@ class Stepped:
 def probe(peer: str, layout: str, options: argparse.Namespace) -> dict[str, Any]:
     """Step one peer twice, and count the second step: the first makes its state."""
     shapes = shapes_of(layout, options)
-    stepped = Stepped(peer, layout, _mesh(layout), shapes)
+    stepped = Stepped(peer, layout, _mesh(layout, options.device), shapes)
     stepped.first_update()
     stepped.set_gradients()
     with CollectiveCounter() as counter:
         stepped.optimizer.step()
     found = {"calls": counter.calls.total(), "bytes_by_collective": dict(counter.num_bytes)}
     if peer in (OURS, OURS_FP32):
-        from megatron_muon.plan.report import build_report
+        from megatron_muon.report.rank_report import build_report
 
         plans = stepped.optimizer.compute.plans  # type: ignore[attr-defined]
         report = build_report(range(options.ranks), plans)
@@ -150,7 +150,7 @@ def probe(peer: str, layout: str, options: argparse.Namespace) -> dict[str, Any]
 
 def measure(peers: Sequence[str], layout: str, options: argparse.Namespace) -> dict[str, Any]:
     """Time the steps of all peers in turn; returns seconds by peer, and how updates differ."""
-    mesh = _mesh(layout)
+    mesh = _mesh(layout, options.device)
     shapes = shapes_of(layout, options)
     stepped = {peer: Stepped(peer, layout, mesh, shapes) for peer in peers}
     updates = {peer: stepped[peer].first_update() for peer in peers}
@@ -167,7 +167,8 @@ def measure(peers: Sequence[str], layout: str, options: argparse.Namespace) -> d
 def _difference(update: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
     """Return the largest relative difference of a parameter's update, over all ranks."""
     pairs = zip(update, other, strict=True)
-    sums = torch.tensor([[float(x.norm()) ** 2 for x in (a - b, b)] for a, b in pairs])
+    norms = [[float(x.norm()) ** 2 for x in (a - b, b)] for a, b in pairs]
+    sums = torch.tensor(norms, device=update[0].device)
     dist.all_reduce(sums)
     return float((sums[:, 0] / sums[:, 1]).sqrt().max())
 
@@ -180,14 +181,21 @@ def _run_rank(
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
+    options = args[-1]
+    if options.device == "cuda":
+        torch.cuda.set_device(rank)
     from megatron_muon.cpu_ranks import bf16_products
 
-    if bf16_products.lacks_bf16_instructions():
-        bf16_products.install()
+    if not bf16_products.has_bf16_instructions():
+        _kernels = bf16_products.install()  # they are restored when it is collected
     store, timeout = dist.FileStore(str(folder / "store")), datetime.timedelta(seconds=limit_s)
     try:
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=args[-1].ranks, timeout=timeout
+            "nccl" if options.device == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=options.ranks,
+            timeout=timeout,
         )
         found = {"result": function(*args)}
         dist.barrier()
@@ -335,6 +343,7 @@ def _lines(layouts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 def main() -> int:
     """Compare in all layouts, print tables, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="a GPU a rank")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)

@@ -4,10 +4,14 @@
 
     .venv/bin/python benchmarks/newton_schulz.py
     .venv/bin/python benchmarks/newton_schulz.py --memory
+    python3 benchmarks/newton_schulz.py --device cuda --stacks 1 4 16
 
 On a CPU matrices are fp32, on a GPU bf16. Backends take turns, round after round; a figure is the
 median over rounds. Beside each ratio stands that of their floating-point operations, which is what
 the cost model assumes.
+
+With --stacks only the standard steps are timed: TFLOP/s in stacks of as many matrices. The kernel
+of ``symmetric`` is tuned over a few tiles: all 180 of a shape would take minutes.
 
 With --memory nothing is timed: printed is the most that is allocated at once, result included, in
 multiples of the matrix. That of the Gram form is the same in fp16, where all of it halves.
@@ -31,9 +35,11 @@ from megatron_muon.plan.cost import CostModel
 
 SHAPES = {
     "cpu": ((512, 512), (512, 1024), (512, 2048), (512, 3584), (1024, 4096)),
+    # The largest first, where kernels matter most.
     "cuda": (
-        *((1024, 1024), (1024, 4096), (2048, 2048), (2048, 8192), (2048, 14336)),
-        *((4096, 4096), (4096, 14336), (4096, 28672), (7168, 18432), (8192, 8192), (8192, 57344)),
+        *((8192, 57344), (8192, 8192), (7168, 18432), (4096, 28672), (4096, 14336), (4096, 4096)),
+        *((2048, 14336), (2048, 8192), (2048, 2048), (1536, 2048), (1024, 4096), (1024, 1024)),
+        *((768, 2048), (512, 2048), (128, 2048)),
     ),
 }
 
@@ -70,6 +76,39 @@ def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[s
         "over_standard": {name: medians[name] / medians["standard"] for name in names},
         "operations_over_standard": {name: flops[name] / flops["standard"] for name in names},
     }
+
+
+def stacked_tflops(
+    shape: tuple[int, int], sizes: Sequence[int], rounds: int, device: torch.device
+) -> list[float]:
+    """Return the TFLOP/s of the standard steps in stacks of several sizes."""
+    settings = NewtonSchulzSettings(5, "quintic", device.type == "cuda", lambda rows, cols: (1.0,))
+    call = Call(settings, shape, is_normalized=settings.is_bf16)
+    found = []
+    for size in sizes:
+        # The norm of such a matrix is nearly the root of its elements.
+        stack = torch.randn(size, *shape, device=device) / (shape[0] * shape[1]) ** 0.5
+        stack = stack.bfloat16() if settings.is_bf16 else stack
+        seconds = []
+        for _ in range(rounds + 1):
+            _wait(device)
+            start = time.perf_counter()
+            BACKENDS["standard"].run(stack, call)
+            _wait(device)
+            seconds.append(time.perf_counter() - start)
+        flops = size * CostModel().work(*shape, 1, "standard").flops
+        found.append(flops / statistics.median(seconds[1:]) / 1e12)
+    return found
+
+
+def _tune_over_few_tiles() -> None:
+    try:
+        from emerging_optimizers.triton_kernels import syrk
+    except ImportError:  # no Triton
+        return
+    tile = {"TILE_M": 128, "TILE_N": 256, "TILE_K": 64}
+    kept = [each for each in syrk._CONFIGS if tile.items() <= each.kwargs.items()]
+    syrk.syrk_kernel_bf16.configs = kept[:6]
 
 
 def _wait(device: torch.device) -> None:
@@ -122,14 +161,21 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Measure every shape, print a table and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--device",
+        choices=SHAPES,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="a GPU if there is one",
+    )
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--stacks", nargs="+", type=int, metavar="N", help="matrices of a stack")
     parser.add_argument("--shapes", nargs="+", metavar="ROWSxCOLS", help="default: by device")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     parser.add_argument("--memory", action="store_true", help="of each backend, on the CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(options.device)
     shapes = SHAPES[device.type]
     if options.shapes:
         shapes = tuple((int(n), int(m)) for n, m in (text.split("x") for text in options.shapes))
@@ -138,6 +184,14 @@ def main() -> int:
             peaks = ", ".join(f"{name} {peak:.1f}" for name, peak in memory(shape).items())
             print(f"{shape[0]} x {shape[1]}: {peaks}")
         return 0
+    if options.stacks:
+        for shape in shapes:
+            rates = stacked_tflops(shape, options.stacks, options.rounds, device)
+            cells = (f"{n}: {r:.3g}" for n, r in zip(options.stacks, rates, strict=True))
+            print(f"{shape[0]} x {shape[1]}, TFLOP/s in stacks of {', '.join(cells)}", flush=True)
+        return 0
+    if device.type == "cuda":
+        _tune_over_few_tiles()
     rows = [measure(shape, options.rounds, device) for shape in shapes]
     print(table(rows))
     if options.json:

@@ -8,6 +8,8 @@ Every peer has the same matrices, sharded as Megatron-FSDP shards them. The peer
 one step each, so that other work on the machine disturbs all of them alike. Times are of the
 slowest rank, medians over the rounds. For peers that leave parameters sharded, ``+ params`` adds an
 all-gather of fp32 parameters, which Megatron-FSDP does in the next forward pass.
+
+On GPUs the host's time of a step and the kernels that it launches are measured too.
 """
 
 import argparse
@@ -22,12 +24,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import CollectiveCounter, FunctionTimer, median, peak_memory, slowest, step_seconds
+from measure import (
+    CollectiveCounter,
+    FunctionTimer,
+    host_seconds,
+    median,
+    num_kernels,
+    peak_memory,
+    slowest,
+    step_seconds,
+)
 from peers import PEERS, Model, Peer
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="what the launcher has to choose")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each peer")
@@ -37,11 +49,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _start_ranks() -> torch.device:
+def _start_ranks(requested: str | None) -> torch.device:
     torch.set_num_threads(1)
     # What the launcher chose: on CPU ranks torch.cuda acts on the CPU, so it cannot be asked.
     from megatron_muon import cpu_ranks
 
+    found = "cpu" if cpu_ranks.is_enabled() else "cuda"
+    if requested not in (None, found):
+        raise SystemExit(
+            f"--device: expected {requested}, got {found}. Set MEGATRON_MUON_DEVICE={requested}."
+        )
     timeout = datetime.timedelta(minutes=5)
     if cpu_ranks.is_enabled():
         dist.init_process_group("gloo", timeout=timeout)
@@ -106,6 +123,15 @@ def _measure(peers: dict[str, Peer], model: Model, num_rounds: int) -> dict[str,
     return results
 
 
+def _measure_launches(peers: dict[str, Peer], num_rounds: int) -> dict[str, dict[str, float]]:
+    """Return the host's time of a step and its kernels on this rank, on a GPU."""
+    results = {}
+    for name, peer in peers.items():
+        host = [host_seconds(peer.step) for _ in range(num_rounds)]
+        results[name] = {"host_ms": median(host) * 1e3, "kernels": num_kernels(peer.step)}
+    return results
+
+
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -123,13 +149,18 @@ def _lines(results: dict[str, dict[str, Any]]) -> list[str]:
             f"{r['newton_schulz_ms']:.1f} | {r['efficiency']:.2f} | "
             f"{r['bytes_a_rank'] / 1e6:.1f} | {r['peak_extra_bytes'] / 1e6:.1f} |"
         )
+    lines += [
+        f"{name}: {r['host_ms']:.2f} ms of the host and {r['kernels']} kernels a step"
+        for name, r in results.items()
+        if "kernels" in r
+    ]
     return lines + [f"{name}: {r['note']}" for name, r in results.items() if r["note"]]
 
 
 def main() -> int:
     """Measure, print a table on rank 0, and write JSON where asked."""
     options = _parser().parse_args()
-    device = _start_ranks()
+    device = _start_ranks(options.device)
     model = Model.build(options.layers, options.hidden, device)
     peers, skipped = {}, {}
     for name in options.peers:
@@ -138,6 +169,9 @@ def main() -> int:
         except ImportError as error:
             skipped[name] = f"not measured: {error}"
     results = _measure(peers, model, options.rounds)
+    if device.type == "cuda":
+        for name, found in _measure_launches(peers, options.rounds).items():
+            results[name] |= found
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
     setup = {
         "ranks": dist.get_world_size(),

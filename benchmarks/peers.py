@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.plan.layout import RowLayout
-from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
+from megatron_muon.report.preview.fsdp_buffer import unit_layouts
 
 MUON = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
 
@@ -102,6 +102,7 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     from megatron.core.optimizer import emerging_optimizers
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.mcore.muon_step import MuonStep
     from megatron_muon.plan.settings import ExchangeSettings
     from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
@@ -115,21 +116,12 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     }
     for index, (param, grad) in enumerate(zip(params, model.shards(1000), strict=True)):
         param.grad = model.dtensor(index, grad) if grad.numel() else None
-    optimizer = FSDPZeROTensorParallelMuon(
-        params,
-        matrices=matrices,
-        exchange=ExchangeSettings(**exchange),
-        fp32_matmul_prec=precision,
-        **MUON,
-    )
+    muon = FSDPZeROTensorParallelMuon(params, matrices=matrices, fp32_matmul_prec=precision, **MUON)
+    muon_step = MuonStep([muon], ExchangeSettings(**exchange))
     functions = [(backend, "run") for backend in BACKENDS.values()]
     if exchange["mode"] == "all_gather":
         functions = [(emerging_optimizers, "newton_schulz_tp")]
-    return Peer(
-        optimizer.step,
-        functions,
-        keep=optimizer,
-    )
+    return Peer(muon_step.step, functions, keep=muon_step)
 
 
 def layer_wise(model: Model, precision: str) -> Peer:

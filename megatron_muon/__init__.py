@@ -9,9 +9,10 @@ describes everything that this package exports.
 Parts, each importing only those above it::
 
     user_errors     errors that the user can repair
-    closed_pipe     a command whose reader went away ends quietly
-    newton_schulz/  ways to compute Newton-Schulz, and what each costs
-    plan/           who orthogonalizes which matrix, and which rows travel; integers, no torch
+    closed_pipe     commands exit quietly if the reader of their output does
+    newton_schulz/  ways to compute Newton-Schulz, and their costs
+    plan/           which rank orthogonalizes which matrix, and which rows are sent; no torch
+    report/         time, bytes and memory of a plan; plans of jobs that do not run
     runtime/        runs a plan; torch.distributed, no megatron
     fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
     checkpoint/     reads and verifies checkpoint files, without megatron
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from megatron_muon.plan.settings import ExchangeSettings
 
 __version__ = "0.1.0"
-# Without the optimizer's builder: a star import would import megatron, which must not happen before
-# cpu_ranks.enable().
+# Without build_megatron_fsdp_emerging_optimizer: a star import would import megatron, which must
+# not happen before cpu_ranks.enable().
 __all__ = [
     "ExchangeSettings",
     "IncompatibleMegatronError",

@@ -9,5 +9,5 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megatron_muon.launcher import run
 
 if __name__ == "__main__":
-    # torchrun then ends with what the rank that failed first has to say.
+    # torchrun's summary then has the error of the rank that failed first.
     sys.exit(record(run)(sys.argv[1:]))

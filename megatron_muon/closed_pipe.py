@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""End quietly where the reader of standard output went away, as ``... | head`` does."""
+"""Exit quietly if the reader of standard output closes the pipe, as ``... | head`` does."""
 
 import os
 import sys
@@ -11,10 +11,10 @@ def run_until_closed_pipe(main: Callable[[], int]) -> int:
     """Run a command that writes to standard output.
 
     Args:
-        main: The command; lets BrokenPipeError pass.
+        main: The command; must not catch BrokenPipeError.
 
     Returns:
-        Its exit status; 1 where the reader went away.
+        Its exit status; 1 if the pipe was closed.
 
     Source: the note on SIGPIPE in the documentation of Python's ``signal`` module.
     """
@@ -22,9 +22,9 @@ def run_until_closed_pipe(main: Callable[[], int]) -> int:
         try:
             return main()
         finally:
-            # What is buffered, so that it fails here; argparse ends with SystemExit.
+            # So that buffered output fails here; argparse raises SystemExit.
             sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more when it exits.
+        # Python flushes once more on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

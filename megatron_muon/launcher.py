@@ -19,26 +19,26 @@ _USAGE = f"""\
 usage: torchrun [TORCHRUN OPTIONS] -m megatron_muon SCRIPT [SCRIPT ARGUMENTS]
        python -m megatron_muon {_LIST_PATCHES}"""
 _DEVICES = ("cpu", "cuda")
-# How long ranks other than 0 wait with an error of the user. torchrun ends all ranks as soon as one
-# ends, and rank 0, which alone says it, may have started later.
+# How long ranks other than 0 wait after a user's error. torchrun ends all ranks as soon as one
+# ends, and rank 0, which alone prints the error, may have started later.
 _WAIT_FOR_RANK_0_S = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run :func:`main`, and end with the sentence of a :class:`UserError`, not with a traceback.
+    """Run :func:`main`; print the message of a :class:`UserError` without its traceback.
 
     Args:
-        argv: As :func:`main` takes it.
+        argv: See :func:`main`.
 
     Returns:
-        Exit status: that of :func:`main`, or 1 after an error of the user. Crashes pass through.
+        Exit status: that of :func:`main`, or 1 after a user's error. Other errors propagate.
     """
     try:
         return main(argv)
     except UserError as error:
-        # As where nothing catches it: cpu_ranks then does not wait for peers that may be gone.
+        # As if nothing caught it: cpu_ranks then does not wait for peers that may be gone.
         sys.last_exc = error
         _end_with(f"megatron_muon: {error}")
         return 1
@@ -51,13 +51,12 @@ def main(argv: Sequence[str]) -> int:
         argv: Path of the script, then its own arguments; or ``--list-patches``.
 
     Returns:
-        Exit status: 0, or 2 when no script was named. A script that raises ends the process.
+        Exit status: 0, or 2 without a script. Errors of the script propagate.
 
     Raises:
-        SettingsError: The script does not exist; ``MEGATRON_MUON_DEVICE`` names neither cpu nor
-            cuda, or cuda where there is no usable GPU; or a flag of the script cannot work.
-        IncompatibleMegatronError: The installed megatron-core is not one the patches were
-            written for.
+        SettingsError: The script does not exist, :func:`choose_device` raises, or a flag of the
+            script cannot work.
+        IncompatibleMegatronError: The patches were not written for the installed megatron-core.
     """
     if not argv or argv[0] in ("-h", "--help"):
         sys.stderr.write(_USAGE + "\n")
@@ -67,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
     script = Path(argv[0])
     if not script.is_file():
         raise SettingsError(f"SCRIPT: expected the path of a Python file, got {argv[0]}. {_USAGE}")
-    # First on the path as for `python SCRIPT`, and before megatron is imported: a Megatron-LM
-    # checkout's own pretrain_gpt.py brings the megatron package beside it.
+    # First on the path as for `python SCRIPT`, and before megatron is imported: the pretrain_gpt.py
+    # of a Megatron-LM checkout has its megatron package beside it.
     sys.path.insert(0, str(script.resolve().parent))
     _log_to_stdout_on_rank_0()
     from megatron_muon.mcore.enable import enable
@@ -89,11 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def choose_device() -> str:
-    """Choose where to train.
-
-    Returns:
-        ``MEGATRON_MUON_DEVICE`` where it is set; otherwise ``"cuda"`` where CUDA has a device and
-        ``"cpu"`` (gloo ranks) where not.
+    """Return ``MEGATRON_MUON_DEVICE`` if set, else cuda if there is a GPU, or cpu (gloo ranks).
 
     Raises:
         SettingsError: ``MEGATRON_MUON_DEVICE`` is neither cpu nor cuda, or it is cuda and there is
@@ -117,7 +112,7 @@ def choose_device() -> str:
 
 
 def _log_to_stdout_on_rank_0() -> None:
-    """Show this package's log lines; Megatron's own configuration hides INFO."""
+    """Print this package's log lines; Megatron's own configuration hides INFO."""
     package_logger = logging.getLogger("megatron_muon")
     if os.environ.get("RANK", "0") != "0" or package_logger.handlers:
         return
@@ -129,7 +124,6 @@ def _log_to_stdout_on_rank_0() -> None:
 
 
 def _list_patches() -> int:
-    """Print a line for each change to megatron."""
     from megatron_muon.patching import check_packages
 
     check_packages()
@@ -141,10 +135,10 @@ def _list_patches() -> int:
 
 
 def _end_with(text: str) -> None:
-    """Print on rank 0 why the run ends; torchrun repeats it in its summary.
+    """Print on rank 0 why the run ends, and write it to the file that torchrun's summary reads.
 
-    The other ranks wait for torchrun to end them. If rank 0 did not fail, torchrun's summary has
-    the error; without torchrun the rank prints it itself.
+    The other ranks wait for torchrun to end them. An error that rank 0 does not share is in
+    torchrun's summary only; without torchrun the rank prints it itself.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_rank_0 = os.environ.get("RANK", "0") == "0"
@@ -155,24 +149,24 @@ def _end_with(text: str) -> None:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
     if error_file is not None:
-        # What torch.distributed.elastic's ErrorHandler writes, without py_callstack.
+        # The format of torch.distributed.elastic's ErrorHandler, without py_callstack.
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(error_file).write_text(json.dumps({"message": message}))
 
 
 def _report(device: str) -> None:
     """Log one line for the versions and one for the patches."""
-    from megatron_muon.mcore.enable import applied_patches, carried_patches
+    from megatron_muon.mcore.enable import changes
     from megatron_muon.patching.versions import installed_versions
 
     versions = installed_versions()
     found = ", ".join(f"{name} {version}" for name, version in versions.items())
     logger.info("%s, device %s", found, device)
-    done = "patched" if applied_patches() else "carries the patches in its source"
+    num_changes, is_in_source = changes()
     logger.info(
         "megatron-core %s %s: %s changes (python -m megatron_muon %s shows them)",
         versions["megatron-core"],
-        done,
-        len(applied_patches() or carried_patches()),
+        "carries the patches in its source" if is_in_source else "patched",
+        num_changes,
         _LIST_PATCHES,
     )

@@ -1,15 +1,52 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that the user can repair, as opposed to crashes; imports nothing of this package.
+"""Errors that the user can repair, as opposed to bugs; imports nothing of this package.
 
-Such an error is raised before training and says what to do, mostly on every rank alike. Compiling
-the dataset helpers fails on rank 0 alone; there the launcher ends the other ranks through torchrun.
+They are raised before training, on all ranks, and say what to do. Compiling the dataset helpers
+fails on rank 0 alone; the launcher then ends the other ranks through torchrun.
+
+Errors of code that plain FSDP2 runs too name arguments, such as ``exchange.wire``;
+:func:`naming_flags` puts Megatron's flags in their place.
 """
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Others of ``exchange`` are --muon-fsdp-NAME.
+_FLAGS = {
+    "exchange.mode": "--muon-fsdp-exchange",
+    "fp32_matmul_prec": "--muon-fp32-matmul-prec",
+    "Set num_ns_steps": "Set --muon-num-ns-steps",
+    "Leave the matrix whole": "Leave the matrix whole (--muon-no-split-qkv)",
+}
+_ARGUMENT = re.compile("|".join([*map(re.escape, _FLAGS), r"exchange\.\w+"]))
 
 
 class UserError(Exception):
-    """What is installed, or what the user asked for, cannot work."""
+    """The installed packages, or the user's settings, cannot work."""
 
 
 class SettingsError(UserError, ValueError):
     """A flag, a variable of the environment or a path cannot work."""
+
+
+def in_flags(text: str) -> str:
+    """Return an error's text with flags in place of arguments."""
+    return _ARGUMENT.sub(lambda found: _FLAGS.get(found[0]) or _flag(found[0]), text)
+
+
+def _flag(argument: str) -> str:
+    return "--muon-fsdp-" + argument.removeprefix("exchange.").replace("_", "-")
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """Let errors of what runs inside name flags: ``ValueError`` and ``RuntimeError``."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        # Subclasses of other libraries may have more than a text.
+        if len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (in_flags(error.args[0]),)
+        raise

@@ -35,7 +35,7 @@ from compat_steps import (  # noqa: E402
 )
 
 from megatron_muon.patching import versions  # noqa: E402
-from megatron_muon.patching.transformer_engine import transformer_engine_problems  # noqa: E402
+from megatron_muon.patching.packages import transformer_engine_problems  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)

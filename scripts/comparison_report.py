@@ -11,15 +11,11 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from loss_plot import write_plot
 from training_log import TrainingLog
 from training_run import RunConfig
 
 Results = Sequence[tuple[RunConfig, TrainingLog]]
-# Fixed per optimizer, not by position: a run looks the same alone and beside others.
-# Color-blind readers can tell the two colors apart, and the markers differ.
-COLORS = {"muon": "#0072b2", "adam": "#d55e00"}
-MARKERS = {"muon": "o", "adam": "s"}
-GRID_COLOR = "#e4e4e4"
 
 
 def machine() -> str:
@@ -74,44 +70,6 @@ def comparison_table(results: Results) -> str:
     return markdown_table(["", *(config.label or config.optimizer for config, _ in results)], rows)
 
 
-def write_plot(results: Results, file: Path) -> None:
-    """Draw training loss by iteration as lines and validation loss as markers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for config, log in results:
-        color = COLORS.get(config.optimizer, "#555555")
-        iterations = sorted(log.losses)
-        losses = [log.losses[i] for i in iterations]
-        axes.plot(iterations, losses, color=color, alpha=0.25, linewidth=0.8)
-        smoothed = [log.mean_loss(i) for i in iterations]
-        label = f"{config.optimizer}, lr {config.learning_rate:g}"
-        axes.plot(iterations, smoothed, color=color, linewidth=1.8, label=f"{label}: training")
-        axes.plot(
-            list(log.validation_losses),
-            list(log.validation_losses.values()),
-            color=color,
-            linestyle="none",
-            marker=MARKERS.get(config.optimizer, "D"),
-            markeredgecolor="white",
-            markersize=8,
-            label=f"{label}: validation",
-        )
-    config = results[0][0]
-    axes.set_title(f"Megatron-FSDP {config.sharding}, {config.ranks} ranks, training: mean of 10")
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("loss (nats per byte)")
-    axes.set_axisbelow(True)
-    axes.grid(color=GRID_COLOR, linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
-
-
 def finite_or_none(value: object) -> object:
     """Return ``value`` with NaN and infinity as None, which JSON can hold."""
     if isinstance(value, dict):
@@ -126,7 +84,7 @@ def write_json(results: Results, file: Path) -> None:
 
 
 def write_comparison(results: Results, folder: Path, command: str) -> str:
-    """Write ``results.md``, ``results.json`` and ``results.png`` to ``folder``.
+    """Write ``results.md``, ``results.json`` and ``results.svg`` to ``folder``.
 
     Args:
         results: A run and its numbers each.
@@ -143,9 +101,9 @@ def write_comparison(results: Results, folder: Path, command: str) -> str:
         f"# {' and '.join(c.optimizer for c, _ in results)} under Megatron-FSDP\n\n"
         f"`{command}`\n\n{machine()}\n\n{config.ranks} ranks, {config.sharding}, "
         f"{config.iterations} iterations, seed {config.seed}.\n\n{table}\n\n"
-        "![loss by iteration](results.png)\n"
+        "![loss by iteration](results.svg)\n"
     )
     (folder / "results.md").write_text(text)
     write_json(results, folder / "results.json")
-    write_plot(results, folder / "results.png")
+    write_plot(results, folder / "results.svg")
     return table

@@ -116,7 +116,7 @@ def compare(options: argparse.Namespace, data_prefix: Path, command: str) -> Non
         interval = max(1, options.iterations // 12)
         results.append((config, train(config, log_file, interval)))
     table = write_comparison(results, options.output, command)
-    print(f"\n{table}\n\nTable, numbers and curves: {options.output}/results.md, .json, .png")
+    print(f"\n{table}\n\nTable, numbers and curves: {options.output}/results.md, .json, .svg")
 
 
 def sweep(options: argparse.Namespace, data_prefix: Path, command: str) -> None:

@@ -6,8 +6,14 @@
 # Paths are relative to the repository root; without one, all of tests/unit_tests runs.
 set -euo pipefail
 
-# shellcheck source=scripts/environment.sh
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+# MEGATRON_MUON_PYTHON names another Python than that of .venv, which is then not built.
+if [[ -n "${MEGATRON_MUON_PYTHON:-}" ]]; then
+    cd "$(dirname "${BASH_SOURCE[0]}")/.."
+    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+else
+    # shellcheck source=scripts/environment.sh
+    source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+fi
 
 has_path=false
 for argument in "$@"; do
@@ -16,4 +22,4 @@ for argument in "$@"; do
 done
 $has_path || set -- tests/unit_tests "$@"
 
-exec .venv/bin/python -m pytest "$@"
+exec "${MEGATRON_MUON_PYTHON:-.venv/bin/python}" -m pytest "$@"

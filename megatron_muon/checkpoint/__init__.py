@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Saved checkpoints, read without a GPU, a process group or megatron.
+"""Read saved checkpoints without a GPU, a process group or megatron.
 
-Order of the modules, each importing only those before it::
+Files, each importing only those above it::
 
     folders    which checkpoints a --save folder holds, and which of them are finished
-    tracker    replaces the file that names the newest checkpoint in one step
     storage    what a finished one holds, and where; runs no code from it
-    verify     reads every byte
+    verify     reads every byte, and compares checksums
     report     iteration, optimizer, world; shape, dtype and norm of every tensor
     __main__   python -m megatron_muon.checkpoint inspect|verify DIR
 
-Format: ``torch.distributed.checkpoint``, which Megatron calls ``fsdp_dtensor`` where Megatron-FSDP
-wrote it.
+The format is that of ``torch.distributed.checkpoint``. Megatron calls it ``fsdp_dtensor`` if
+Megatron-FSDP wrote it.
 """

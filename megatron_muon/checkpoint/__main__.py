@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Look at a saved checkpoint: ``python -m megatron_muon.checkpoint inspect|verify DIR``."""
+"""Inspect or verify a checkpoint: ``python -m megatron_muon.checkpoint inspect|verify DIR``."""
 
 import argparse
 import sys
@@ -22,8 +22,8 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m megatron_muon.checkpoint",
-        description="Look at a checkpoint of the format fsdp_dtensor, without GPU or process "
-        "group. Nothing in it is executed.",
+        description="Inspect or verify a checkpoint of the format fsdp_dtensor, without GPU or "
+        "process group. Nothing in it is executed.",
     )
     parser.add_argument(
         "command",
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         return 1
     files = checkpoint.items_by_file()
-    num_bytes = sum(item.length for entries in files.values() for _, item, _ in entries)
+    num_bytes = sum(item.length for items in files.values() for item in items)
     sys.stdout.write(
         f"{checkpoint.folder}: sound; {len(checkpoint.tensors)} tensors, "
         f"{len(checkpoint.objects)} objects, {num_bytes:,} bytes in {len(files)} files\n"

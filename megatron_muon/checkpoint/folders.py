@@ -3,9 +3,9 @@
 """Which checkpoints a folder of Megatron holds.
 
 ============  ==================================================================================
-tracker       ``latest_checkpointed_iteration.txt``: what ``--load`` takes, an iteration or
+tracker       ``latest_checkpointed_iteration.txt``: what ``--load`` loads, an iteration or
               ``release``; written last
-finished      a checkpoint whose ``.metadata`` exists: it is written after all else
+finished      a checkpoint whose ``.metadata`` exists: it is written after all other files
 ============  ==================================================================================
 """
 
@@ -34,7 +34,7 @@ def finished_iterations(folder: Path) -> list[int]:
 
 
 def find_checkpoint(folder: Path, iteration: int | None = None) -> Path:
-    """Choose the checkpoint that ``--load`` would take, and check that it is finished.
+    """Choose the checkpoint that ``--load`` would load, and check that it is finished.
 
     Args:
         folder: A ``--save`` folder of Megatron, or that of one checkpoint.
@@ -47,19 +47,20 @@ def find_checkpoint(folder: Path, iteration: int | None = None) -> Path:
         CheckpointError: There is no checkpoint, it is unfinished or of another format, or the
             tracker cannot be read.
     """
-    if iteration is None and (folder / METADATA).is_file():
+    if iteration is not None:
+        checkpoint = iteration_folder(folder, iteration)
+    elif (folder / METADATA).is_file():
         return folder
-    if iteration is None:
-        name = _tracked_folder(folder)
     else:
-        name = iteration_folder(folder, iteration).name
-    checkpoint = folder / name
+        checkpoint = _tracked_folder(folder)
     if not checkpoint.is_dir():
         raise CheckpointError(
             f"{checkpoint}: expected a checkpoint, got no such folder. {_what_to_load(folder)}"
         )
-    if any(checkpoint.glob("mp_rank_*")) or (checkpoint / "metadata.json").exists():
-        kind = "torch_dist" if (checkpoint / "metadata.json").exists() else "torch"
+    # Before the check of .metadata, as torch_dist has this file too.
+    has_config = (checkpoint / "metadata.json").exists()
+    if has_config or any(checkpoint.glob("mp_rank_*")):
+        kind = "torch_dist" if has_config else "torch"
         raise CheckpointError(
             f"{checkpoint}: expected the format fsdp_dtensor, got {kind}. Megatron-FSDP reads no "
             "other; load it in a run without --use-megatron-fsdp."
@@ -72,7 +73,7 @@ def find_checkpoint(folder: Path, iteration: int | None = None) -> Path:
     return checkpoint
 
 
-def _tracked_folder(folder: Path) -> str:
+def _tracked_folder(folder: Path) -> Path:
     tracker = folder / TRACKER
     if not tracker.is_file():
         raise CheckpointError(
@@ -81,12 +82,12 @@ def _tracked_folder(folder: Path) -> str:
         )
     text = tracker.read_text(errors="replace").strip()
     if text == "release":
-        return text
+        return folder / text
     if not text.isdigit():
         raise CheckpointError(
             f"{tracker}: expected an iteration or 'release', got {text!r}. {_what_to_load(folder)}"
         )
-    return iteration_folder(folder, int(text)).name
+    return iteration_folder(folder, int(text))
 
 
 def _what_to_load(folder: Path) -> str:

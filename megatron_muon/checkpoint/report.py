@@ -5,16 +5,17 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from megatron_muon.checkpoint.folders import CheckpointError
 from megatron_muon.checkpoint.storage import StoredCheckpoint, StoredTensor, load_tensor
 
+# Wrappers of the model add ``module.``, a different number of times in bf16 and fp32.
 _MODEL = re.compile(r"^model\.(?:module\.)*(?P<name>.+)$")
 _STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)$")
-# Arguments of Megatron that say what world wrote a checkpoint.
+# Arguments of Megatron that describe the ranks that wrote a checkpoint.
 _WORLD = {
     "world_size": "ranks",
     "data_parallel_sharding_strategy": "sharding",
@@ -29,12 +30,11 @@ _WORLD = {
 def describe(checkpoint: StoredCheckpoint) -> Iterator[str]:
     """Describe a checkpoint line by line.
 
-    Gated layers are stored in halves, ``weight_w`` and ``weight_v``, experts by their number among
-    all ranks'.
+    Gated layers are stored in halves, ``weight_w`` and ``weight_v``, experts by their global index.
 
     Yields:
-        Iteration, optimizer, world; a line for each parameter with its shape and, for the weight
-        and each state, dtype and Frobenius norm in float64; sums.
+        Iteration, optimizer, world; a line per parameter with its shape and, for the weight and
+        every state, dtype and Frobenius norm in float64; sums.
 
     Raises:
         CheckpointError: A tensor or object that is described cannot be read.
@@ -43,7 +43,7 @@ def describe(checkpoint: StoredCheckpoint) -> Iterator[str]:
     iteration = "iteration" in checkpoint.objects and checkpoint.read_object("iteration")
     yield f"{checkpoint.folder}"
     yield f"  iteration: {iteration or 'unknown'}"
-    yield f"  optimizer: {getattr(args, 'optimizer', 'unknown')}; {describe_state(checkpoint.keys)}"
+    yield f"  optimizer: {getattr(args, 'optimizer', 'unknown')}; {_describe_state(checkpoint)}"
     world = [
         f"{title} {getattr(args, name)}"
         for name, title in _WORLD.items()
@@ -65,14 +65,10 @@ def describe(checkpoint: StoredCheckpoint) -> Iterator[str]:
     yield f"  objects: {len(checkpoint.objects)}; files: {len(checkpoint.items_by_file())}"
 
 
-def describe_state(keys: Iterable[str]) -> str:
-    """Return which states an optimizer keeps, and for how many stored parameters.
-
-    Args:
-        keys: Keys of a checkpoint.
-    """
+def _describe_state(checkpoint: StoredCheckpoint) -> str:
+    """Return which states an optimizer keeps, and for how many stored parameters."""
     kinds: dict[str, set[str]] = defaultdict(set)
-    for key in keys:
+    for key in checkpoint.tensors.keys() | checkpoint.objects.keys():
         if match := _STATE.match(key):
             kinds[match["name"]].add(match["kind"])
     counts = Counter(", ".join(sorted(states)) for states in kinds.values())
@@ -83,7 +79,7 @@ def describe_state(keys: Iterable[str]) -> str:
 def _tensors_by_parameter(
     checkpoint: StoredCheckpoint,
 ) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
-    """Return key and tensor of the weight and of each state, by parameter."""
+    """Return key and tensor of weight and states, by parameter and kind."""
     parameters: dict[str, dict[str, tuple[str, StoredTensor]]] = defaultdict(dict)
     # Keys of the model come before keys of the optimizer.
     for key, tensor in sorted(checkpoint.tensors.items()):
@@ -95,10 +91,11 @@ def _tensors_by_parameter(
 
 
 def _norm(checkpoint: StoredCheckpoint, key: str, tensor: StoredTensor) -> float:
+    # Chunk by chunk, as the whole tensor may not fit into memory.
     total = 0.0
     for chunk in tensor.chunks:
-        values = load_tensor(checkpoint.read_item(chunk.item), key)
-        if values.numel() != math.prod(chunk.sizes):
+        values = load_tensor(checkpoint.read_item(chunk), key)
+        if tuple(values.shape) != chunk.sizes:
             raise CheckpointError(
                 f"{key}: expected a chunk of shape {chunk.sizes}, got {tuple(values.shape)}."
             )

@@ -4,13 +4,13 @@
 
 =========  =====================================================================================
 key        name of a value: the nested names of the saved dictionary, joined by dots
-tensor     a value stored as chunks, each a box of the whole
+tensor     a value stored as chunks, which are boxes of the whole
 object     any other value, pickled
 item       the bytes of a chunk or object: an archive of ``torch.save``, in one of the files
 =========  =====================================================================================
 
-Unpickling never runs code from the checkpoint: only a few plain values are built, everything else
-becomes inert.
+Unpickling never runs code from the checkpoint: only a few plain values are built, instances of all
+other classes become inert.
 
 Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2.11.
 """
@@ -28,57 +28,42 @@ import torch
 
 from megatron_muon.checkpoint.folders import METADATA, CheckpointError
 
-# What a checkpoint's writer pickled.
+# Plain values, or inert stand-ins of other objects.
 type StoredObject = Any
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one file.
+    """The stored bytes of an object, or of a chunk of a tensor.
 
     Args:
-        file: Name inside of the checkpoint's folder.
+        key: Key of the object or tensor.
+        file: File name inside of the checkpoint's folder.
         offset: First byte.
         length: Number of bytes.
+        offsets: Position of the chunk in its tensor, per dimension; empty for objects.
+        sizes: Shape of the chunk; None for objects.
     """
 
+    key: str
     file: str
     offset: int
     length: int
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor.
-
-    Args:
-        offsets: Where it begins, one number a dimension.
-        sizes: How far it goes.
-        item: Where it is stored.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    item: Item
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint.
-
-    Args:
-        shape: Shape of the whole, global to all ranks.
-        dtype: Of its elements.
-        chunks: All its boxes.
-    """
+    """A tensor of a checkpoint: global shape, dtype, and all chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Item, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements of the whole."""
+        """Bytes of the elements of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -96,23 +81,13 @@ class StoredCheckpoint:
     tensors: dict[str, StoredTensor]
     objects: dict[str, Item]
 
-    @property
-    def keys(self) -> set[str]:
-        """Keys of tensors and objects."""
-        return self.tensors.keys() | self.objects.keys()
-
-    def items_by_file(self) -> dict[str, list[tuple[str, Item, Chunk | None]]]:
-        """Return the items of each file in order: key, item, and the chunk if it is of a tensor."""
-        by_file: dict[str, list[tuple[str, Item, Chunk | None]]] = {}
-        for key, tensor in self.tensors.items():
-            for chunk in tensor.chunks:
-                by_file.setdefault(chunk.item.file, []).append((key, chunk.item, chunk))
-        for key, item in self.objects.items():
-            by_file.setdefault(item.file, []).append((key, item, None))
-        return {
-            file: sorted(by_file[file], key=lambda entry: entry[1].offset)
-            for file in sorted(by_file)
-        }
+    def items_by_file(self) -> dict[str, list[Item]]:
+        """Return the items of every file, in the order of their bytes."""
+        items = [chunk for tensor in self.tensors.values() for chunk in tensor.chunks]
+        by_file: dict[str, list[Item]] = {}
+        for item in sorted([*items, *self.objects.values()], key=lambda i: (i.file, i.offset)):
+            by_file.setdefault(item.file, []).append(item)
+        return by_file
 
     def read_item(self, item: Item) -> bytes:
         """Read the bytes of an item.
@@ -135,7 +110,7 @@ class StoredCheckpoint:
         return found
 
     def read_object(self, key: str) -> StoredObject:
-        """Read an object; instances of unknown classes become inert.
+        """Read an object.
 
         Raises:
             CheckpointError: It cannot be read.
@@ -158,16 +133,16 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
             metadata = _Unpickler(file).load()
         if type(metadata).__name__ != "Metadata":
             raise TypeError(f"{type(metadata).__name__} in place of Metadata")
-        items: dict[str, dict[tuple[int, ...], Item]] = {}
-        for index, info in metadata.storage_data.items():
-            offsets = tuple(getattr(index, "offset", None) or ())
-            items.setdefault(index.fqn, {})[offsets] = _item(info)
+        stored = {
+            (index.fqn, tuple(getattr(index, "offset", None) or ())): info
+            for index, info in metadata.storage_data.items()
+        }
         tensors, objects = {}, {}
         for key, value in metadata.state_dict_metadata.items():
             if type(value).__name__ == "TensorStorageMetadata":
-                tensors[key] = _stored_tensor(value, items[key])
+                tensors[key] = _stored_tensor(key, value, stored)
             else:
-                objects[key] = items[key][()]
+                objects[key] = _item(key, stored[key, ()])
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
             f"{path}: expected the metadata of torch.distributed.checkpoint, got "
@@ -176,23 +151,26 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
     return StoredCheckpoint(folder, tensors, objects)
 
 
-def _item(info: StoredObject) -> Item:
-    if Path(info.relative_path).name != info.relative_path or min(info.offset, info.length) < 0:
-        raise ValueError(f"bytes {info.offset}, {info.length} of {info.relative_path}")
-    return Item(info.relative_path, info.offset, info.length)
-
-
-def _stored_tensor(value: StoredObject, items: dict[tuple[int, ...], Item]) -> StoredTensor:
-    # Tensors that are not sharded are stored without an offset.
-    chunks = tuple(
-        Chunk(offsets, tuple(chunk.sizes), items[offsets] if offsets in items else items[()])
-        for chunk in value.chunks
-        for offsets in [tuple(chunk.offsets)]
-    )
+def _stored_tensor(
+    key: str, value: StoredObject, stored: dict[tuple[str, tuple[int, ...]], StoredObject]
+) -> StoredTensor:
+    chunks = []
+    for chunk in value.chunks:
+        offsets = tuple(chunk.offsets)
+        # Tensors that are not sharded are stored without an offset.
+        info = stored[key, offsets] if (key, offsets) in stored else stored[key, ()]
+        chunks.append(_item(key, info, offsets, tuple(chunk.sizes)))
     dtype = value.properties.state[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype} in place of a dtype")
-    return StoredTensor(tuple(value.size), dtype, chunks)
+    return StoredTensor(tuple(value.size), dtype, tuple(chunks))
+
+
+def _item(key: str, info: StoredObject, *chunk: tuple[int, ...]) -> Item:
+    # A path that leaves the folder would read any file of this machine.
+    if Path(info.relative_path).name != info.relative_path or min(info.offset, info.length) < 0:
+        raise ValueError(f"bytes {info.offset}, {info.length} of {info.relative_path}")
+    return Item(key, info.relative_path, info.offset, info.length, *chunk)
 
 
 def load_tensor(data: bytes, key: str) -> torch.Tensor:
@@ -212,7 +190,7 @@ def load_object(data: bytes, key: str) -> StoredObject:
     """
 
     def load() -> StoredObject:
-        """Unpickle the one record that is not a tensor's bytes."""
+        # torch.load would refuse the object or run its code, depending on weights_only.
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             return _Unpickler(io.BytesIO(archive.read(name))).load()
@@ -243,16 +221,18 @@ class _Inert:
     def __setstate__(self, state: object) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
+    # Pickles fill instances of subclasses of dict and list by these.
     def __setitem__(self, key: object, value: object) -> None: ...
 
     def append(self, value: object) -> None:
-        """Take an element of a list that is not imported."""
+        """Drop an element."""
 
     def extend(self, values: object) -> None:
-        """Take elements of a list that is not imported."""
+        """Drop elements."""
 
 
-# Names that are imported: none of them can be changed, or does anything but make a plain value.
+# Names that are imported. A pickle could set attributes of an ordinary class, those of torch's
+# metadata included; these can neither be changed nor do anything but make a plain value.
 _DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64"
 _PLAIN: dict[str, set[str]] = {
     "builtins": {"set", "frozenset"},
@@ -263,11 +243,11 @@ _PLAIN: dict[str, set[str]] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
-        """Import only plain values; anything else that a pickle names becomes inert."""
+        """Import plain values only; anything else that a pickle names becomes inert."""
         if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
         return type(name, (_Inert,), {"__module__": module})
 
     def persistent_load(self, pid: object) -> object:
-        """Leave out the bytes of a tensor that lies inside of an object."""
+        """Leave out the bytes of a tensor inside of an object."""
         return _Inert(pid)

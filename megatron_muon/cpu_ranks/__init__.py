@@ -7,15 +7,16 @@
     cpu_ranks.enable()  # before megatron is imported
     ...                 # torch.distributed, megatron.training.pretrain, ...
 
-Importing the package changes nothing and imports neither torch nor megatron. What ``enable``
-replaces is listed, with the reasons, in ``table.REPLACEMENTS`` and ``table.KERNEL_REPLACEMENTS``.
-This file applies the rows and reverts them. The others, each importing only those above it::
+Importing the package changes nothing and imports neither torch nor megatron. The names that
+``enable`` replaces are in ``table.REPLACEMENTS``, with the reasons.
+
+Files, each importing only those above it::
 
     hidden           Transformer Engine, kept from being imported
     torch_cuda       ``torch.cuda`` on the CPU
-    bf16_products    bf16 matrix products in fp32, where the CPU has no bf16 instructions
+    bf16_products    bf16 matrix products in fp32, if the CPU has no bf16 instructions
     collectives      what gloo lacks of NCCL
-    dataset_helpers  compiled where a checkout lacks them
+    dataset_helpers  compiles them if a checkout lacks them
     megatron_core    functions of megatron that need a GPU
     table            the one list of what is replaced, and why
 
@@ -24,37 +25,32 @@ Limits: the device mode acts in the thread that calls ``enable``. What megatron 
 """
 
 import atexit
+import contextlib
 import importlib
 import logging
 import os
+import pkgutil
 import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_muon.cpu_ranks.table import KernelReplacement, Replacement
+    from megatron_muon.cpu_ranks.table import Replacement
 
 __all__ = ["disable", "enable", "is_enabled"]
 
 logger = logging.getLogger(__name__)
 
-# A module or a class.
-type Owner = Any
-
 _ABSENT = object()
 
-# (owner, name, raw entry of the owner's __dict__ or _ABSENT), in the order replaced.
-_undo: list[tuple[Owner, str, object]] = []
-# (row, what its install returned), in the order replaced.
-_undo_kernels: list[tuple["KernelReplacement", object]] = []
+# Both are None unless enabled: what restores everything, and the TorchFunctionMode.
+_undo: contextlib.ExitStack | None = None
 _mode: Any = None
-_dynamo_was_disabled: bool | None = None
-_hidden: dict[str, Any] = {}
 _has_imported_megatron = False
 
 
 def is_enabled() -> bool:
     """Return whether CPU ranks are enabled in this process."""
-    return _mode is not None
+    return _undo is not None
 
 
 def enable(force: bool = False) -> None:
@@ -68,9 +64,9 @@ def enable(force: bool = False) -> None:
 
     Raises:
         RuntimeError: A CUDA device is usable and ``force`` is not given, or megatron.core was
-            imported before and has already bound what has to be replaced.
+            imported before and has already bound names that are replaced here.
     """
-    global _dynamo_was_disabled, _has_imported_megatron, _mode
+    global _has_imported_megatron, _mode, _undo
     if is_enabled():
         return
     if "megatron.core" in sys.modules and not _has_imported_megatron:
@@ -88,41 +84,27 @@ def enable(force: bool = False) -> None:
             f"{torch.cuda.device_count()}. Run on the GPU, or set MEGATRON_MUON_DEVICE=cpu "
             "(enable(force=True)) to run on CPU ranks all the same."
         )
-    if "torch._dynamo" in sys.modules:
-        config: Any = importlib.import_module("torch._dynamo.config")
-        _dynamo_was_disabled, config.disable = config.disable, True
+    from megatron_muon.cpu_ranks import bf16_products, hidden, megatron_core, table, torch_cuda
 
-    from megatron_muon.cpu_ranks.hidden import hide
-    from megatron_muon.cpu_ranks.table import (
-        KERNEL_REPLACEMENTS,
-        MEGATRON_REPLACEMENTS,
-        TORCH_REPLACEMENTS,
-    )
-    from megatron_muon.cpu_ranks.torch_cuda import CpuDeviceMode
-
-    mode = CpuDeviceMode()
-    mode.__enter__()
-    _mode = mode
-    _hidden.update(hide())
-    try:
-        for row in TORCH_REPLACEMENTS:
-            _apply(row)
+    # An error on the way restores what was replaced before it.
+    with contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            config: Any = importlib.import_module("torch._dynamo.config")
+            stack.enter_context(config.patch(disable=True))
+        mode = stack.enter_context(torch_cuda.CpuDeviceMode())
+        stack.enter_context(hidden.without_transformer_engine())
+        for row in table.TORCH_REPLACEMENTS:
+            _apply(row, stack)
         # Only now: on import, megatron binds torch's names and tests what is available.
         _has_imported_megatron = True
-        for row in MEGATRON_REPLACEMENTS:
-            _apply(row)
-        for kernels in KERNEL_REPLACEMENTS:
-            if kernels.is_needed():
-                _undo_kernels.append((kernels, kernels.install()))
-    except BaseException:
-        disable()
-        raise
-    atexit.register(_leave_groups)
-    logger.debug(
-        "CPU ranks: %s names replaced, kernels of %s",
-        len(_undo),
-        [row.operators for row, _ in _undo_kernels],
-    )
+        for row in table.MEGATRON_REPLACEMENTS:
+            _apply(row, stack)
+        stack.enter_context(megatron_core.without_warning_of_shared_generator())
+        if not bf16_products.has_bf16_instructions():
+            stack.callback(bf16_products.install()._destroy)
+        atexit.register(_leave_groups)
+        stack.callback(atexit.unregister, _leave_groups)
+        _mode, _undo = mode, stack.pop_all()
 
 
 def disable() -> None:
@@ -133,8 +115,8 @@ def disable() -> None:
     Raises:
         RuntimeError: A ``TorchFunctionMode`` entered after ``enable`` is still active.
     """
-    global _dynamo_was_disabled, _mode
-    if not is_enabled():
+    global _mode, _undo
+    if _undo is None:
         return
     from torch.overrides import _get_current_function_mode
 
@@ -144,33 +126,16 @@ def disable() -> None:
             f"cpu_ranks.disable(): expected its own TorchFunctionMode on top, got {current}. Leave "
             "the mode entered since enable(), and call it in the thread that enabled."
         )
-    while _undo_kernels:
-        kernels, installed = _undo_kernels.pop()
-        kernels.remove(installed)
-    while _undo:
-        owner, name, raw = _undo.pop()
-        if raw is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, raw)
-    if _dynamo_was_disabled is not None:
-        config: Any = importlib.import_module("torch._dynamo.config")
-        config.disable, _dynamo_was_disabled = _dynamo_was_disabled, None
-    from megatron_muon.cpu_ranks.hidden import show
-
-    show(_hidden)
-    _hidden.clear()
-    _mode.__exit__(None, None, None)
-    _mode = None
-    atexit.unregister(_leave_groups)
+    _undo.close()
+    _mode = _undo = None
 
 
 def _leave_groups() -> None:
-    """Destroy the process groups before the interpreter goes.
+    """Destroy the process groups before the interpreter exits.
 
-    Megatron leaves them, and now and then a gloo thread still there at exit then aborts the process
+    Megatron leaves them, and now and then a gloo thread that still runs at exit aborts the process
     ("terminate called without an active exception") after all its work is done. After an error
-    nothing is done: peers may still wait for this rank, and destroying would wait for them.
+    nothing is destroyed: peers may still wait for this rank, and destroying would wait for them.
     """
     import torch.distributed as dist
 
@@ -178,37 +143,32 @@ def _leave_groups() -> None:
         dist.destroy_process_group()
 
 
-def _resolve(target: str) -> tuple[Owner, str]:
-    """Return the owner of ``target`` and the last name.
+def _resolve(target: str) -> tuple[Any, str]:
+    """Return the module or class that holds ``target``, and the last name.
 
     Raises:
         RuntimeError: ``target`` does not exist.
     """
     path, name = target.rsplit(".", 1)
-    parts = path.split(".")
-    for num_module_parts in range(len(parts), 0, -1):
-        try:
-            owner = importlib.import_module(".".join(parts[:num_module_parts]))
-        except ModuleNotFoundError:
-            continue
-        try:
-            for attribute in parts[num_module_parts:]:
-                owner = getattr(owner, attribute)
-            getattr(owner, name)
-        except AttributeError:
-            break
-        return owner, name
-    raise RuntimeError(
-        f"{target}: expected it in the installed torch and megatron-core, got none. Install the "
-        "versions in requirements.lock."
-    )
+    try:
+        owner = pkgutil.resolve_name(path)
+        getattr(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"{target}: expected it in the installed torch and megatron-core, got {error}. Install "
+            "the versions in requirements.lock."
+        ) from error
+    return owner, name
 
 
-def _apply(row: "Replacement") -> None:
-    """Replace the name of ``row`` and remember how to restore it."""
+def _apply(row: "Replacement", stack: contextlib.ExitStack) -> None:
+    """Replace the name of ``row``, until ``stack`` is closed."""
     owner, name = _resolve(row.target)
     # The raw entry, not getattr: a staticmethod must go back as one, an inherited name must vanish.
     raw = vars(owner).get(name, _ABSENT)
     value = row.replacement(getattr(owner, name)) if row.wraps else row.replacement
-    _undo.append((owner, name, raw))
+    if raw is _ABSENT:
+        stack.callback(delattr, owner, name)
+    else:
+        stack.callback(setattr, owner, name, raw)
     setattr(owner, name, staticmethod(value) if isinstance(raw, staticmethod) else value)

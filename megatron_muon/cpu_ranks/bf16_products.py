@@ -2,18 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of bf16 matrices in fp32, for CPUs without instructions for bf16.
 
-There torch multiplies bf16 element by element: 1.3 GFLOP/s on an AMD EPYC 7003 (Zen 3), where fp32
-has 70. The factors are converted to fp32 instead, multiplied by the kernel for fp32, and the result
-is rounded once. Kernels for bf16 also sum in fp32 and round once, but in another order. So the bits
-are the same in many products, and not in all: between random matrices of 1 to 4,096 rows, on a CPU
-with bf16 instructions, at most 3 elements in 10,000 differed (128 products, 62 of them without any
-difference). They differ by their last bit, and by more where a sum nearly cancels.
+There torch multiplies bf16 element by element: 1.3 GFLOP/s on an AMD EPYC 7003 (Zen 3), and fp32
+at 70. Instead the factors are converted to fp32, multiplied by the fp32 kernel, and the result
+is rounded once. Kernels for bf16 also sum in fp32 and round once, but in another order, so most
+results have equal bits and some do not: between random matrices of 1 to 4,096 rows, on a CPU with
+bf16 instructions, at most 3 elements in 10,000 differed (128 products, 62 of them without any
+difference). They differ in the last bit, and by more if a sum nearly cancels.
 
-The kernels are replaced in torch's dispatcher, below autograd. So the products of a backward pass,
-of ``torch.matmul``, ``torch.einsum`` and ``torch.nn.functional.linear`` are among them, in every
-thread. A ``TorchFunctionMode`` would not see a backward pass. A ``TorchDispatchMode`` would call
-Python for every operator, not for products alone. Not among them: products with a vector
-(``torch.mv``), and ``scaled_dot_product_attention``, which has a kernel of its own.
+The kernels are replaced in torch's dispatcher, below autograd. That includes the products of a
+backward pass, of ``torch.matmul``, ``torch.einsum`` and ``torch.nn.functional.linear``, in every
+thread. A ``TorchFunctionMode`` would not see a backward pass; a ``TorchDispatchMode`` would call
+Python for every operator. Products with a vector (``torch.mv``) and
+``scaled_dot_product_attention``, which has a kernel of its own, are not replaced.
 """
 
 import warnings
@@ -30,21 +30,15 @@ OPERATORS = (
 
 
 def has_bf16_instructions() -> bool:
-    """Return whether torch's library for bf16 products has a kernel for this CPU.
+    """Return whether oneDNN, torch's library for bf16 products, has a kernel for this CPU.
 
-    The library is oneDNN. Asking it is better than reading the CPU's flags: it knows which of them
-    its kernels need, and ``ONEDNN_MAX_CPU_ISA`` may withhold some. A torch built without oneDNN has
-    no such kernel on any CPU.
+    The CPU's flags alone do not tell which of them oneDNN's kernels need, and
+    ``ONEDNN_MAX_CPU_ISA`` may withhold some. A torch built without oneDNN has no such kernel.
     """
     try:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     except AttributeError:
         return False
-
-
-def lacks_bf16_instructions() -> bool:
-    """Return whether products of bf16 matrices are slow here, see :func:`has_bf16_instructions`."""
-    return not has_bf16_instructions()
 
 
 def install() -> torch.library.Library:
@@ -54,22 +48,18 @@ def install() -> torch.library.Library:
     order under ``torch.set_float32_matmul_precision("medium")``, and bf16 products then are too.
 
     Returns:
-        What holds the replacements; :func:`remove` takes it.
+        The library that holds the replacements. Its ``_destroy()``, or its garbage collection,
+        restores the kernels.
     """
     kernels = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in OPERATORS}
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        # That a kernel is overridden, which is what is wanted.
+        # torch warns that a kernel is overridden, which is intended.
         warnings.simplefilter("ignore", UserWarning)
         for name, kernel in kernels.items():
             function = _in_fp32(kernel, kernels[name.removesuffix(".out").removesuffix("_")])
             library.impl(name, function, "CPU", with_keyset=True)
     return library
-
-
-def remove(library: torch.library.Library) -> None:
-    """Restore the kernels that :func:`install` replaced."""
-    library._destroy()
 
 
 def _in_fp32(original: Any, product: Any) -> Callable[..., torch.Tensor]:  # noqa: ANN401
@@ -86,7 +76,6 @@ def _in_fp32(original: Any, product: Any) -> Callable[..., torch.Tensor]:  # noq
         out: torch.Tensor | None = None,
         **scalars: float,
     ) -> torch.Tensor:
-        """Multiply; bf16 in fp32."""
         target = args[0] if original is not product and out is None else out
         written = () if out is None else (out,)
         if any(tensor.dtype is not torch.bfloat16 for tensor in (*args, *written)):

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What NCCL does and gloo does not: averages, uneven lists, groups asked for by NCCL's name.
 
-Each function takes the original and returns its replacement, which falls through to the original
-wherever gloo needs no help.
+Every function takes the original and returns its replacement.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 type ProcessGroups = dist.ProcessGroup | list[dist.ProcessGroup]
 type ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
-# None where the collective has been waited for.
+# None if the collective is blocking.
 type Work = "dist.Work | CompletedWork | None"
 
 
@@ -34,10 +34,10 @@ class CompletedWork:
 
 
 def as_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return c10d's ``_new_process_group_helper`` that creates gloo groups where NCCL is asked for.
+    """Return c10d's ``_new_process_group_helper`` that creates gloo groups in place of NCCL's.
 
-    It is the one function behind ``init_process_group``, ``new_group`` and their relatives. NCCL's
-    options and the device to bind to are dropped with the backend.
+    ``init_process_group``, ``new_group`` and their relatives all end in it. NCCL's options and the
+    device to bind to are dropped with the backend.
     """
 
     @functools.wraps(original)
@@ -49,8 +49,8 @@ def as_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: object,
         **kwargs: object,
     ) -> tuple[dist.ProcessGroup | None, dist.Store | None]:
-        # "undefined" is init_process_group without a backend: torch would pick NCCL, a GPU being
-        # "available"; "cpu:gloo,cuda:nccl" is how Megatron's callers ask for both.
+        # "undefined" is init_process_group without a backend: torch would choose NCCL, as a GPU is
+        # "available". Megatron's callers ask for both backends by "cpu:gloo,cuda:nccl".
         if "nccl" in str(backend) or str(backend) == "undefined":
             backend = dist.Backend(dist.Backend.GLOO)
             kwargs["backend_options"] = None
@@ -60,50 +60,30 @@ def as_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     return _new_process_group_helper
 
 
-def averaging_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_reduce`` that averages by dividing, then summing.
+def averaging(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reduction that averages by dividing its input, then summing.
 
     Communication: as the original.
+    Memory: for an average a copy of the input, unless the reduction is in place.
     """
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def all_reduce(
-        tensor: torch.Tensor,
-        op: ReduceOp = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Work:
-        """Reduce; average by dividing first."""
-        if op == dist.ReduceOp.AVG:
-            tensor.div_(dist.get_world_size(group))
-            op = dist.ReduceOp.SUM
-        return original(tensor, op=op, group=group, async_op=async_op)
+    def reduction(*args: object, **kwargs: object) -> Work:
+        bound = signature.bind(*args, **kwargs)
+        given: dict[str, Any] = bound.arguments
+        if given.get("op") == dist.ReduceOp.AVG:
+            given["op"] = dist.ReduceOp.SUM
+            size = dist.get_world_size(given.get("group"))
+            if "input_list" in given:
+                given["input_list"] = [tensor / size for tensor in given["input_list"]]
+            elif "input" in given:
+                given["input"] = given["input"] / size
+            else:
+                given["tensor"].div_(size)
+        return original(*bound.args, **bound.kwargs)
 
-    return all_reduce
-
-
-def averaging_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``reduce_scatter_tensor`` that averages by dividing, then summing.
-
-    Communication: as the original.
-    Memory: a copy of the input when averaging, which must stay as it was.
-    """
-
-    @functools.wraps(original)
-    def reduce_scatter_tensor(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        op: ReduceOp = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Work:
-        """Reduce and scatter; average by dividing first."""
-        if op == dist.ReduceOp.AVG:
-            input = input / dist.get_world_size(group)
-            op = dist.ReduceOp.SUM
-        return original(output, input, op=op, group=group, async_op=async_op)
-
-    return reduce_scatter_tensor
+    return reduction
 
 
 def _is_uneven(tensors: list[torch.Tensor]) -> bool:
@@ -112,18 +92,17 @@ def _is_uneven(tensors: list[torch.Tensor]) -> bool:
 
 def _padded(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     """Return ``tensor`` flat and zero-padded to ``numel`` elements."""
-    flat = tensor.new_zeros(numel)
-    flat[: tensor.numel()] = tensor.reshape(-1)
-    return flat
+    return torch.nn.functional.pad(tensor.detach().reshape(-1), (0, numel - tensor.numel()))
 
 
 def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_gather`` that takes outputs of different sizes.
+    """Return ``all_gather`` that accepts outputs of different sizes.
 
-    Gloo moves equal blocks only, so everything is padded to the largest. Every rank knows all the
-    sizes, hence all take the same path.
+    Gloo gathers equal blocks only, so all are padded to the largest. Every rank knows all the
+    sizes, so that all decide in the same way.
 
-    Communication: one ``all_gather`` of the largest size per rank, waited for even if ``async_op``.
+    Communication: one ``all_gather`` of the largest size per rank, blocking even with ``async_op``
+        if sizes differ.
     Memory: world size blocks of the largest size.
     """
 
@@ -134,12 +113,11 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
-        """Gather; shards of different sizes by padding to the largest."""
         if not _is_uneven(tensor_list):
             return original(tensor_list, tensor, group=group, async_op=async_op)
         numel = max(output.numel() for output in tensor_list)
         gathered = [tensor.new_empty(numel) for _ in tensor_list]
-        original(gathered, _padded(tensor.detach(), numel), group=group)
+        original(gathered, _padded(tensor, numel), group=group)
         for output, flat in zip(tensor_list, gathered, strict=True):
             output.copy_(flat[: output.numel()].view(output.shape))
         return CompletedWork() if async_op else None
@@ -148,12 +126,13 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``reduce_scatter`` that takes inputs of different sizes, and averages.
+    """Return ``reduce_scatter`` that accepts inputs of different sizes, and averages.
 
-    Communication: one ``reduce_scatter`` of the largest size per rank, waited for even if
-    ``async_op`` when sizes differ.
+    Communication: one ``reduce_scatter`` of the largest size per rank, blocking even with
+        ``async_op`` if sizes differ.
     Memory: world size blocks of the largest size.
     """
+    averaged = averaging(original)
 
     @functools.wraps(original)
     def reduce_scatter(
@@ -163,17 +142,11 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
-        """Reduce and scatter; shards of different sizes by padding to the largest."""
-        if op == dist.ReduceOp.AVG:
-            world_size = dist.get_world_size(group)
-            input_list = [tensor / world_size for tensor in input_list]
-            op = dist.ReduceOp.SUM
         if not _is_uneven(input_list):
-            return original(output, input_list, op=op, group=group, async_op=async_op)
+            return averaged(output, input_list, op=op, group=group, async_op=async_op)
         numel = max(tensor.numel() for tensor in input_list)
         flat = output.new_empty(numel)
-        padded = [_padded(tensor.detach(), numel) for tensor in input_list]
-        original(flat, padded, op=op, group=group)
+        averaged(flat, [_padded(tensor, numel) for tensor in input_list], op=op, group=group)
         output.copy_(flat[: output.numel()].view(output.shape))
         return CompletedWork() if async_op else None
 
@@ -181,9 +154,9 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def waiting_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_coalescing_manager`` whose collectives are done when it is left.
+    """Return ``_coalescing_manager`` whose collectives are complete when the context ends.
 
-    Communication: as the original, waited for even if ``async_ops``.
+    Communication: as the original, blocking even with ``async_ops``.
     """
 
     @contextmanager
@@ -199,13 +172,12 @@ def waiting_coalescing_manager(original: Callable[..., Any]) -> Callable[..., An
 
 
 def mesh_from_group_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``DeviceMesh.from_group`` that makes meshes of CPU ranks where CUDA is asked for."""
+    """Return ``DeviceMesh.from_group`` that makes CPU meshes in place of CUDA's."""
 
     @functools.wraps(original)
     def from_group(
         group: ProcessGroups, device_type: str, *args: object, **kwargs: object
     ) -> DeviceMesh:
-        """Make the mesh, of CPU ranks where CUDA is asked for."""
         return original(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     return from_group

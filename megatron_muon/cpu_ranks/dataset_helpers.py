@@ -23,16 +23,15 @@ _INSTALL = (
 
 
 def compile_where_missing_from(original: Callable[[], None]) -> Callable[[], None]:
-    """Return ``compile_helpers`` that compiles what is not there, by Megatron's own Makefile.
+    """Return ``compile_helpers`` that only calls make if the helpers cannot be imported.
 
-    The original always calls make, for which the wheel has no Makefile. Megatron calls it on rank 0
-    and lets the other ranks wait (``megatron.training.initialize``).
+    The original always does, and the wheel has no Makefile. Megatron calls it on rank 0, and the
+    other ranks wait (``megatron.training.initialize``).
     """
     module = f"{original.__module__.rpartition('.')[0]}.helpers_cpp"
 
     @functools.wraps(original)
     def compile_helpers() -> None:
-        """Compile the helpers where they cannot be imported."""
         if importlib.util.find_spec(module) is None:
             _compile(module, Path(inspect.getfile(original)).parent)
 
@@ -43,7 +42,7 @@ def _compile(module: str, folder: Path) -> None:
     """Run make in a folder, for this interpreter.
 
     The Makefile asks the ``python3`` and the ``python3-config`` of PATH, which may belong to
-    another Python than this one. Variables on make's command line take their place.
+    another Python. Variables on make's command line override its own.
 
     Raises:
         UserError: Something needed for it is missing, or it failed.
@@ -51,11 +50,10 @@ def _compile(module: str, folder: Path) -> None:
     includes = subprocess.run(
         [sys.executable, "-m", "pybind11", "--includes"], capture_output=True, text=True
     )
-    # make takes g++ where CXX is not set. It may hold a wrapper and options ("ccache g++ -m64").
+    # The default of make is g++. CXX may also hold a wrapper and options ("ccache g++ -m64").
     compiler = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
-    programs = ("make", compiler)
     missing = ["pybind11"] if includes.returncode else []
-    missing += [program for program in programs if shutil.which(program) is None]
+    missing += [program for program in ("make", compiler) if shutil.which(program) is None]
     if missing:
         raise UserError(
             f"{module}: expected it compiled in {folder}, or pybind11, make and {compiler} to "

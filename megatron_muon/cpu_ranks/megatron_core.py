@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What has to change inside Megatron itself; imports nothing of it.
+"""Replacements inside Megatron itself; imports nothing of it.
 
-Functions named ``*_from`` take the original and return its replacement; the others are replacements
-themselves.
+Functions named ``*_from`` take the original and return its replacement.
 """
 
 import contextlib
 import copy
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,17 +20,16 @@ from megatron_muon.user_errors import SettingsError
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
 def move_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Stand in for ``maybe_move_tensor_to_cpu``, whose test for a GPU tensor never holds here.
+    """Stand in for ``maybe_move_tensor_to_cpu``, which converts only GPU tensors to arrays.
 
     Args:
         tensor: A tensor of any shape and dtype, or anything else, returned as it is.
-        as_numpy: Return tensors as numpy arrays sharing their memory.
+        as_numpy: Return tensors as numpy arrays that share their memory.
         record_stream: Ignored.
     """
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -48,7 +47,6 @@ def preprocessing_without_premul_from(original: Callable[..., Any]) -> Callable[
         scaling_factor: float | None,
         ddp_config: "DistributedDataParallelConfig",
     ) -> "torch.distributed.ReduceOp.RedOpType":
-        """Scale before the reduction, by an operation that gloo has."""
         config = SimpleNamespace(
             average_in_collective=ddp_config.average_in_collective, gradient_reduce_div_fusion=False
         )
@@ -58,11 +56,11 @@ def preprocessing_without_premul_from(original: Callable[..., Any]) -> Callable[
 
 
 def attention_from(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``DotProductAttention.__init__`` that takes widths of a head, and records logits.
+    """Return ``DotProductAttention.__init__`` that accepts head dimensions, and records logits.
 
-    Multi-latent attention has values of another width than keys. Megatron's own attention takes the
-    width of its result from ``kv_channels``, and everything else from the tensors. QK-clip reads
-    logits that only Transformer Engine's attention records.
+    Multi-latent attention has values of another dimension than keys. Megatron's own attention reads
+    the dimension of its output from ``kv_channels``, and everything else from the tensors. QK-clip
+    reads logits that only Transformer Engine's attention records.
     """
 
     @functools.wraps(original)
@@ -73,7 +71,6 @@ def attention_from(original: Callable[..., Any]) -> Callable[..., Any]:
         v_channels: int | None = None,
         **kwargs: object,
     ) -> None:
-        """Build it, and correct the width of its result."""
         original(self, *args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
@@ -84,7 +81,7 @@ def attention_from(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _record_logits(attention: "DotProductAttention") -> None:
-    """Keep the largest logit of each head, as Transformer Engine does with ``return_max_logit``."""
+    """Keep the largest logit per head, as Transformer Engine does with ``return_max_logit``."""
     attention.current_max_attn_logits = None
     mask_func = attention.scale_mask_softmax.mask_func
 
@@ -100,11 +97,10 @@ def _record_logits(attention: "DotProductAttention") -> None:
 
 
 def release_of_qk_clip_from(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Return ``is_te_min_version`` that has the release which QK-clip and its log assert."""
+    """Return ``is_te_min_version`` that is true of 2.9.0, which QK-clip and its log assert."""
 
     @functools.wraps(original)
     def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-        """Compare releases of Transformer Engine, which is absent here."""
         return version == "2.9.0" or original(version, check_equality)
 
     return is_te_min_version
@@ -113,9 +109,9 @@ def release_of_qk_clip_from(original: Callable[..., bool]) -> Callable[..., bool
 def torch_norm_from(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``WrappedTorchNorm.__new__`` that allows sequence parallelism and persistent norms.
 
-    Torch's norms act on each token by itself, so a shard of the sequence is normalised as the whole
-    is; what sequence parallelism asks of them is the mark that has their gradients summed over the
-    tensor-parallel group. "Persistent" only names a fused GPU kernel.
+    Torch's norms act per token, so a shard of the sequence is normalised as in the whole sequence.
+    Their parameters only need the mark by which Megatron sums gradients over the tensor-parallel
+    group. "Persistent" only names a fused GPU kernel.
     """
 
     @functools.wraps(original)
@@ -134,44 +130,21 @@ def torch_norm_from(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def fork_rng(tracker: "CudaRNGStatesTracker", name: str = "model-parallel-rng") -> Iterator[None]:
-    """Stand in for ``CudaRNGStatesTracker.fork``: draw from the named state inside the context.
+def without_warning_of_shared_generator() -> Iterator[None]:
+    """Silence a warning of ``CudaRNGStatesTracker.fork``: that the CPU's generator moved inside it.
 
-    The original warns whenever the CPU's generator moved inside it, here always: device and CPU
-    share one.
-
-    Args:
-        tracker: The ``CudaRNGStatesTracker``.
-        name: One of the states added to it.
-
-    Raises:
-        KeyError: ``name`` was never added.
-        RuntimeError: Forks were left in another order than entered.
+    Here it always does, as device and CPU share a generator: there would be two lines an iteration.
     """
-    if name not in tracker.states_:
-        raise KeyError(
-            f"rng state: expected one of {sorted(tracker.states_)}, got {name}. "
-            "Add it to the tracker first."
-        )
-    outer_name = tracker._current_state_name
-    outer_state = torch.get_rng_state()
-    if outer_name != "default-rng":
-        tracker.states_[outer_name] = outer_state
-    torch.set_rng_state(tracker.states_[name])
-    tracker._current_state_name = name
+
+    def is_another(record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed" not in record.getMessage()
+
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.addFilter(is_another)
     try:
         yield
     finally:
-        if tracker._current_state_name != name:
-            raise RuntimeError(
-                f"rng state: expected {name}, got {tracker._current_state_name}. "
-                "Leave forks in the reverse order of entering them."
-            )
-        tracker.states_[name] = torch.get_rng_state()
-        if outer_name != "default-rng":
-            outer_state = tracker.states_[outer_name]
-        torch.set_rng_state(outer_state)
-        tracker._current_state_name = outer_name
+        logger.removeFilter(is_another)
 
 
 def model_parallel_without_context_from(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,7 +153,6 @@ def model_parallel_without_context_from(original: Callable[..., Any]) -> Callabl
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: object, **kwargs: object) -> None:
-        """Refuse context parallelism, then make the groups."""
         size = signature.bind(*args, **kwargs).arguments.get("context_parallel_size", 1)
         if size > 1:
             raise SettingsError(

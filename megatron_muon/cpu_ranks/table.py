@@ -3,27 +3,23 @@
 """The one list of what CPU ranks replace, and why."""
 
 from collections import Counter
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_muon.cpu_ranks import (
-    bf16_products,
-    collectives,
-    dataset_helpers,
-    megatron_core,
-    torch_cuda,
-)
+import torch
+
+from megatron_muon.cpu_ranks import collectives, dataset_helpers, megatron_core, torch_cuda
 from megatron_muon.cpu_ranks.torch_cuda import constant, refusal
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One name given another value.
+    """A name that is bound to another value.
 
     Attributes:
         target: Dotted path of the name, module first.
-        replacement: The new value or, where ``wraps``, a function from the original to it.
+        replacement: The new value or, with ``wraps``, a function from the original to it.
         reason: Why, in one clause.
         wraps: Whether ``replacement`` takes the original.
     """
@@ -34,90 +30,80 @@ class Replacement:
     wraps: bool = False
 
 
-@dataclass(frozen=True)
-class KernelReplacement:
-    """CPU kernels of some of torch's operators given another implementation.
-
-    They have no name in Python to replace: a backward pass looks them up in torch's dispatcher.
-
-    Attributes:
-        operators: Names of the operators, with their overloads.
-        install: Replaces the kernels; returns what ``remove`` takes.
-        remove: Restores them.
-        is_needed: Returns whether this machine needs it.
-        reason: Why, in one clause.
-    """
-
-    operators: tuple[str, ...]
-    install: Callable[[], Any]
-    remove: Callable[[Any], None]
-    is_needed: Callable[[], bool]
-    reason: str
+def _in_cuda(
+    reason: str,
+    **values: Any,  # noqa: ANN401 - whatever a name stands for
+) -> tuple[Replacement, ...]:
+    """Return the rows of names of ``torch.cuda`` that are replaced for the same reason."""
+    return tuple(Replacement(f"torch.cuda.{name}", value, reason) for name, value in values.items())
 
 
-_ONE_DEVICE = "one device per rank, the CPU, always present"
-_IN_ORDER = "a CPU runs in program order"
+_PROPERTIES = torch_cuda.CpuDeviceProperties
 _ONE_GENERATOR = "the device draws from the CPU's generator"
-_NO_COUNTERS = "no device memory to count"
 _NO_AVERAGE = "gloo has no average"
-_NOT_BEHIND = "a stand-in stream cannot keep a buffer alive while a collective uses it"
 _UNEVEN = "gloo gathers and scatters equal blocks only"
-
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
 TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
-    Replacement("torch.cuda.is_available", constant(True), "Megatron asserts a device"),
-    Replacement("torch.cuda.device_count", constant(1), _ONE_DEVICE),
-    Replacement("torch.cuda.current_device", constant(0), _ONE_DEVICE),
-    Replacement("torch.cuda.set_device", constant(None), _ONE_DEVICE),
-    Replacement("torch.cuda.device", torch_cuda.NullContext, _ONE_DEVICE),
-    Replacement("torch.cuda.get_device_name", constant("cpu"), _ONE_DEVICE),
-    Replacement(
-        "torch.cuda.get_device_properties", constant(torch_cuda.CpuDeviceProperties), _ONE_DEVICE
+    *_in_cuda(
+        "one device per rank, the CPU, always present",
+        is_available=constant(True),
+        device_count=constant(1),
+        current_device=constant(0),
+        set_device=constant(None),
+        device=nullcontext,
+        get_device_name=constant("cpu"),
+        get_device_properties=constant(_PROPERTIES),
+        get_device_capability=constant((_PROPERTIES.major, _PROPERTIES.minor)),
     ),
-    Replacement(
-        "torch.cuda.get_device_capability",
-        constant((torch_cuda.CpuDeviceProperties.major, torch_cuda.CpuDeviceProperties.minor)),
-        _ONE_DEVICE,
+    *_in_cuda(
+        "there is no driver to initialise",
+        _lazy_init=constant(None),
+        _lazy_call=lambda function, **_: function(),
     ),
-    Replacement("torch.cuda._lazy_init", constant(None), "no driver to initialise"),
-    Replacement("torch.cuda._lazy_call", torch_cuda.lazy_call, "no driver to wait for"),
-    Replacement("torch.cuda.Stream", torch_cuda.CpuStream, _IN_ORDER),
-    Replacement("torch.cuda.Event", torch_cuda.CpuEvent, _IN_ORDER),
-    Replacement("torch.cuda.stream", torch_cuda.NullContext, _IN_ORDER),
-    Replacement("torch.cuda.set_stream", constant(None), _IN_ORDER),
-    Replacement("torch.cuda.current_stream", constant(torch_cuda.DEFAULT_STREAM), _IN_ORDER),
-    Replacement("torch.cuda.default_stream", constant(torch_cuda.DEFAULT_STREAM), _IN_ORDER),
-    Replacement("torch.cuda.synchronize", constant(None), _IN_ORDER),
-    Replacement("torch.cuda.is_current_stream_capturing", constant(False), "no graphs"),
-    Replacement("torch.cuda.CUDAGraph", refusal("CUDA graphs"), "no graphs"),
-    Replacement("torch.cuda.MemPool", refusal("--use-nccl-ub"), "no NCCL memory pools"),
-    Replacement("torch.cuda.default_generators", torch_cuda.CpuGenerators(), _ONE_GENERATOR),
-    Replacement("torch.cuda.manual_seed", torch_cuda.manual_seed, _ONE_GENERATOR),
-    # torch.manual_seed calls it after seeding the CPU's generator: seeding twice is harmless.
-    Replacement("torch.cuda.manual_seed_all", torch_cuda.manual_seed, _ONE_GENERATOR),
-    Replacement("torch.cuda.get_rng_state", torch_cuda.get_rng_state, _ONE_GENERATOR),
-    Replacement("torch.cuda.set_rng_state", torch_cuda.set_rng_state, _ONE_GENERATOR),
-    Replacement("torch.cuda.random.get_rng_state", torch_cuda.get_rng_state, _ONE_GENERATOR),
-    Replacement("torch.cuda.random.set_rng_state", torch_cuda.set_rng_state, _ONE_GENERATOR),
-    Replacement("torch.cuda.random.manual_seed", torch_cuda.manual_seed, _ONE_GENERATOR),
-    Replacement("torch.cuda.random.manual_seed_all", torch_cuda.manual_seed, _ONE_GENERATOR),
-    Replacement("torch.cuda.empty_cache", constant(None), _NO_COUNTERS),
-    Replacement("torch.cuda.memory_allocated", constant(0), _NO_COUNTERS),
-    Replacement("torch.cuda.memory_reserved", constant(0), _NO_COUNTERS),
-    Replacement("torch.cuda.max_memory_allocated", constant(0), _NO_COUNTERS),
-    Replacement("torch.cuda.max_memory_reserved", constant(0), _NO_COUNTERS),
-    Replacement("torch.cuda.reset_peak_memory_stats", constant(None), _NO_COUNTERS),
-    Replacement("torch.cuda.memory_stats", constant(Counter()), "every counter is zero"),
-    Replacement("torch.cuda.device_memory_used", constant(0), _NO_COUNTERS),
-    Replacement(
-        "torch.cuda.mem_get_info",
-        constant((torch_cuda.CpuDeviceProperties.total_memory,) * 2),
-        _NO_COUNTERS,
+    *_in_cuda(
+        "a CPU runs in program order",
+        Stream=torch_cuda.CpuStream,
+        Event=torch_cuda.CpuEvent,
+        stream=nullcontext,
+        set_stream=constant(None),
+        current_stream=constant(torch_cuda.DEFAULT_STREAM),
+        default_stream=constant(torch_cuda.DEFAULT_STREAM),
+        synchronize=constant(None),
+        is_current_stream_capturing=constant(False),
     ),
-    Replacement("torch.Tensor.cuda", torch_cuda.return_self, "tensors stay on the CPU"),
-    Replacement("torch.Tensor.pin_memory", torch_cuda.return_self, "nothing to copy to"),
-    Replacement("torch.Tensor.record_stream", constant(None), _IN_ORDER),
+    *_in_cuda(
+        "CPU ranks have neither CUDA graphs nor memory pools of NCCL",
+        CUDAGraph=refusal("CUDA graphs"),
+        MemPool=refusal("--use-nccl-ub"),
+    ),
+    *_in_cuda(_ONE_GENERATOR, default_generators=(torch.default_generator,)),
+    *(
+        Replacement(f"{module}.{name}", function, _ONE_GENERATOR)
+        for name, function in (
+            ("manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed))),
+            # torch.manual_seed calls it after seeding the CPU's generator, which is harmless.
+            ("manual_seed_all", lambda seed: torch.default_generator.manual_seed(int(seed))),
+            ("get_rng_state", lambda *_, **__: torch.get_rng_state()),
+            ("set_rng_state", lambda new_state, *_, **__: torch.set_rng_state(new_state)),
+        )
+        for module in ("torch.cuda", "torch.cuda.random")
+    ),
+    *_in_cuda(
+        "no device memory to count",
+        empty_cache=constant(None),
+        memory_allocated=constant(0),
+        memory_reserved=constant(0),
+        max_memory_allocated=constant(0),
+        max_memory_reserved=constant(0),
+        reset_peak_memory_stats=constant(None),
+        memory_stats=constant(Counter()),
+        device_memory_used=constant(0),
+        mem_get_info=constant((_PROPERTIES.total_memory,) * 2),
+    ),
+    Replacement("torch.Tensor.cuda", lambda tensor, *_, **__: tensor, "tensors stay on the CPU"),
+    Replacement("torch.Tensor.pin_memory", lambda tensor, *_, **__: tensor, "nothing to copy to"),
+    Replacement("torch.Tensor.record_stream", constant(None), "a CPU runs in program order"),
     Replacement(
         "torch.utils.data.DataLoader.__init__",
         torch_cuda.without_pinning,
@@ -136,17 +122,22 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
         "Megatron asks for CUDA meshes by name",
         True,
     ),
-) + tuple(
-    Replacement(f"{module}.{name}", wrapper, reason, True)
-    for name, wrapper, reason in (
-        ("all_reduce", collectives.averaging_all_reduce, _NO_AVERAGE),
-        ("reduce_scatter_tensor", collectives.averaging_reduce_scatter_tensor, _NO_AVERAGE),
-        ("all_gather", collectives.uneven_all_gather, _UNEVEN),
-        ("reduce_scatter", collectives.uneven_reduce_scatter, _UNEVEN),
-        ("_coalescing_manager", collectives.waiting_coalescing_manager, _NOT_BEHIND),
-    )
-    # The second name is what the coalescing manager compares with.
-    for module in ("torch.distributed", "torch.distributed.distributed_c10d")
+    *(
+        Replacement(f"{module}.{name}", wrapper, reason, True)
+        for name, wrapper, reason in (
+            ("all_reduce", collectives.averaging, _NO_AVERAGE),
+            ("reduce_scatter_tensor", collectives.averaging, _NO_AVERAGE),
+            ("all_gather", collectives.uneven_all_gather, _UNEVEN),
+            ("reduce_scatter", collectives.uneven_reduce_scatter, _UNEVEN),
+            (
+                "_coalescing_manager",
+                collectives.waiting_coalescing_manager,
+                "a stand-in stream cannot keep a buffer alive while a collective uses it",
+            ),
+        )
+        # The second name is what the coalescing manager compares with.
+        for module in ("torch.distributed", "torch.distributed.distributed_c10d")
+    ),
 )
 
 MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
@@ -159,7 +150,7 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         "megatron.core.parallel_state.get_nccl_options",
         constant(None),
-        "gloo takes no NCCL options",
+        "gloo has no such options",
     ),
     Replacement(
         "megatron.core.parallel_state.initialize_model_parallel",
@@ -168,20 +159,15 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
         True,
     ),
     Replacement(
-        "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
-        megatron_core.fork_rng,
-        "device and CPU share a generator, which the original warns of twice an iteration",
-    ),
-    Replacement(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
         megatron_core.move_to_cpu,
-        "the original leaves CPU tensors tensors where arrays are expected",
+        "the original returns CPU tensors as they are, and its callers expect arrays",
     ),
     Replacement(
         "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
         megatron_core.attention_from,
-        "multi-latent attention passes widths that only Transformer Engine's attention takes, and "
-        "QK-clip reads logits that only it records",
+        "only Transformer Engine's attention accepts the dimensions of multi-latent attention, "
+        "and records the logits that QK-clip reads",
         True,
     ),
     Replacement(
@@ -205,22 +191,3 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
 )
 
 REPLACEMENTS: tuple[Replacement, ...] = TORCH_REPLACEMENTS + MEGATRON_REPLACEMENTS
-
-KERNEL_REPLACEMENTS: tuple[KernelReplacement, ...] = (
-    KernelReplacement(
-        bf16_products.OPERATORS,
-        bf16_products.install,
-        bf16_products.remove,
-        bf16_products.lacks_bf16_instructions,
-        "a CPU without bf16 instructions multiplies bf16 fifty times slower than fp32",
-    ),
-)
-
-__all__ = [
-    "KERNEL_REPLACEMENTS",
-    "MEGATRON_REPLACEMENTS",
-    "REPLACEMENTS",
-    "TORCH_REPLACEMENTS",
-    "KernelReplacement",
-    "Replacement",
-]

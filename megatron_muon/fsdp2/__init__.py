@@ -11,12 +11,12 @@
 
 Files, each importing only those above it::
 
-    rectangles  which rectangle of a DTensor each rank of its mesh holds; integers
-    batches     the matrices of a parameter, and this rank's rows of each
-    kinds       parameters that share a plan, and their process groups
-    gradients   which parameters have gradients, and are they finite
-    problems    what cannot be stepped, and what to do about it
-    muon        the optimizer
+    rectangles   the rectangles of a DTensor that the ranks of its mesh hold; integers
+    batches      the matrices of a parameter, and this rank's rows of them
+    plan_inputs  parameters that share a plan, and their process groups
+    gradients    which parameters have gradients, and are they finite
+    problems     what cannot be stepped, and what to do about it
+    muon         the optimizer
 """
 
 from megatron_muon.fsdp2.muon import Muon

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.kinds import FSDP2Kind, NamedParameter
+from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput, NamedParameter
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.finite import find_not_finite
@@ -17,12 +17,12 @@ _ADVICE = "Nothing was updated."
 
 
 def parameters_without_gradient(
-    kinds: Sequence[FSDP2Kind], group: dist.ProcessGroup | None, device: torch.device
+    inputs: Sequence[DTensorPlanInput], group: dist.ProcessGroup | None, device: torch.device
 ) -> set[torch.Tensor]:
     """Return the parameters that nobody has a gradient of, once all others are found to be fine.
 
     Args:
-        kinds: Of this rank.
+        inputs: Of this rank.
         group: Ranks that step together; None for all of the job.
         device: Where flags are reduced.
 
@@ -34,7 +34,7 @@ def parameters_without_gradient(
     Communication: one all-reduce of two int32 over the group, read by the host once. Where a
         gradient is missing: one more of two int32 a parameter over each domain, and a flag.
     """
-    parameters = [each for kind in kinds for each in kind.parameters]
+    parameters = [each for given in inputs for each in given.parameters]
     problems: list[str] = []
     grads: list[tuple[str, torch.Tensor]] = []
     for each in parameters:
@@ -59,8 +59,8 @@ def parameters_without_gradient(
         return set()
     # All ranks come here together, since they have seen the same sum: those that lack nothing too.
     without: set[torch.Tensor] = set()
-    for kind in kinds:
-        names = _missing_on_some(kind, without, device)
+    for given in inputs:
+        names = _missing_on_some(given, without, device)
         problems += [
             f"{name}: expected a gradient on all ranks that hold the parameter or on none, got it "
             "on some. Let all ranks use the parameter in the loss"
@@ -71,7 +71,7 @@ def parameters_without_gradient(
 
 
 def _missing_on_some(
-    kind: FSDP2Kind, without: set[torch.Tensor], device: torch.device
+    given: DTensorPlanInput, without: set[torch.Tensor], device: torch.device
 ) -> list[str]:
     """Return names of parameters with a gradient on some ranks; add to ``without`` those on none.
 
@@ -79,13 +79,13 @@ def _missing_on_some(
     """
     # Counted over the domain, not the mesh: ranks of other domains hold other matrices of a batch,
     # which may be without gradients of their own.
-    holds = [bool(_num_local(each.param)) for each in kind.parameters]
-    missing = [_is_missing(each) for each in kind.parameters]
+    holds = [bool(_num_local(each.param)) for each in given.parameters]
+    missing = [_is_missing(each) for each in given.parameters]
     counts = torch.tensor([missing, holds], dtype=torch.int32, device=device)
-    if kind.kind.domain.group is not None:
-        dist.all_reduce(counts, group=kind.kind.domain.group)
+    if given.plan_input.domain.group is not None:
+        dist.all_reduce(counts, group=given.plan_input.domain.group)
     names = []
-    for each, num_missing, num_holding in zip(kind.parameters, *counts.tolist(), strict=True):
+    for each, num_missing, num_holding in zip(given.parameters, *counts.tolist(), strict=True):
         if num_missing == num_holding:
             without.add(each.param)
         elif num_missing:

@@ -19,7 +19,11 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.batches import MatrixRows
 from megatron_muon.fsdp2.gradients import parameters_without_gradient
-from megatron_muon.fsdp2.kinds import FSDP2Kind, NamedParameter, find_kinds
+from megatron_muon.fsdp2.plan_inputs import (
+    DTensorPlanInput,
+    NamedParameter,
+    find_plan_inputs,
+)
 from megatron_muon.fsdp2.problems import (
     Settings,
     parameter_problem,
@@ -80,7 +84,7 @@ class Muon(WholeMatrixMuon):
             docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters or
             plans.
 
-    Communication: at construction see :func:`~megatron_muon.fsdp2.kinds.find_kinds` and
+    Communication: at construction see :func:`~megatron_muon.fsdp2.plan_inputs.find_plan_inputs` and
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: see
         :func:`~megatron_muon.fsdp2.gradients.parameters_without_gradient` and
         :class:`~megatron_muon.runtime.engine.Engine`.
@@ -93,7 +97,7 @@ class Muon(WholeMatrixMuon):
     _step_supports_amp_scaling = True
 
     compute: OwnerCompute
-    _kinds: list[FSDP2Kind]
+    _inputs: list[DTensorPlanInput]
     _num_matrices: Counter[torch.Tensor]  # of which this rank has rows, by parameter
     _is_built: bool = False
 
@@ -194,15 +198,17 @@ class Muon(WholeMatrixMuon):
                 self._device,
                 "Muon settings",
             )
-        self._kinds, num_kinds, self._group = find_kinds(parameters, self._group, self._device)
+        self._inputs, max_num_plans, self._group = find_plan_inputs(
+            parameters, self._group, self._device
+        )
         # Shapes may be timed here, which has to be done as a step does it.
         with fp32_matmul_precision(self.fp32_matmul_prec):
             self.compute = OwnerCompute(
-                [each.kind for each in self._kinds],
+                [each.plan_input for each in self._inputs],
                 newton_schulz,
                 self.exchange,
                 device=self._device,
-                num_kinds=num_kinds,
+                max_num_plans=max_num_plans,
             )
         self._num_matrices = Counter(rows.param for rows in self._all_rows())
 
@@ -244,8 +250,8 @@ class Muon(WholeMatrixMuon):
         return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
     def _all_rows(self) -> Iterator[MatrixRows]:
-        for each in self._kinds:
-            yield from each.kind.handles.values()
+        for each in self._inputs:
+            yield from each.plan_input.handles.values()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does at construction; later the plan is made."""
@@ -300,7 +306,7 @@ class Muon(WholeMatrixMuon):
                     f"{parameter.name}: expected momentum of {expected}, got {got}. Load through "
                     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
                 )
-        if self._kinds:
+        if self._inputs:
             raise_where_any_rank_fails(problems, self._group, self._device, "Do not train on.")
 
     @torch.no_grad()
@@ -324,7 +330,7 @@ class Muon(WholeMatrixMuon):
             with torch.enable_grad():
                 loss = closure()
         # A rank without parameters has nothing to do, and nothing to agree on.
-        if not self._kinds:
+        if not self._inputs:
             return loss
         if hasattr(self, "found_inf"):
             # GradScaler sets both, also where it has unscaled gradients before, and would only take
@@ -334,7 +340,7 @@ class Muon(WholeMatrixMuon):
                 "step: expected gradients that are not scaled, got a GradScaler. Compute in "
                 "bfloat16, which needs none."
             )
-        without = parameters_without_gradient(self._kinds, self._group, self._device)
+        without = parameters_without_gradient(self._inputs, self._group, self._device)
         momentum, results = self._advance(without)
         # Loading a state replaces the dictionaries of groups, and schedulers change their values.
         group_of = {param: group for group in self.param_groups for param in group["params"]}

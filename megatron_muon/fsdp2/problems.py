@@ -17,10 +17,12 @@ from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.batches import segments_of
-from megatron_muon.fsdp2.kinds import NamedParameter
+from megatron_muon.fsdp2.plan_inputs import NamedParameter
 from megatron_muon.fsdp2.rectangles import (
-    has_recorded_chunks,
+    is_cut_by_torch,
+    is_strided,
     own_box,
+    placement_problem,
     rectangles_of,
     sharded_dim,
 )
@@ -176,37 +178,45 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
 
 def _layout_problem(param: torch.Tensor) -> str | None:
     """Describe what is wrong with mesh and placements, or return None."""
-    try:
-        found = rectangles_of(param)
-    except ValueError as error:
-        return str(error)
-    # Recorded chunks follow no rule to compare with; that they tile the parameter is checked once
-    # those of all ranks are known.
-    if not isinstance(param, DTensor) or has_recorded_chunks(param):
+    if not isinstance(param, DTensor):
         return None
-    # fully_shard cuts by the rank in the process group, which torch sorts; the DTensor means the
-    # rank in the mesh. Where they differ, a shard has other rows than the DTensor says.
-    coordinate = param.device_mesh.get_coordinate() or ()
-    # get_local_rank() is the rank in the group, whatever its name says.
-    for axis, (placement, in_mesh) in enumerate(zip(param.placements, coordinate, strict=False)):
-        in_group = dist.get_rank(param.device_mesh.get_group(axis))
-        if sharded_dim(placement) is not None and in_mesh != in_group:
+    mesh, placements = param.device_mesh, param.placements
+    problem = placement_problem(mesh, placements)
+    if problem is not None:
+        return problem
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return f"expected a mesh with rank {own_rank()}, got {mesh}. Leave it out here"
+    # Shards are cut by the rank in the process group, which torch sorts; the DTensor means the rank
+    # in the mesh. Where they differ, a shard has other rows than the DTensor says.
+    for axis, in_mesh in enumerate(coordinate):
+        # get_local_rank() is the rank in the group, whatever its name says.
+        in_group = dist.get_rank(mesh.get_group(axis))
+        if sharded_dim(placements[axis]) is not None and in_mesh != in_group:
             return (
                 "expected a mesh whose ranks ascend along each axis that shards, got "
-                f"{param.device_mesh}. Build the mesh so"
+                f"{mesh}. Build the mesh so"
             )
-    box = found.boxes.get(own_rank())
-    shape = tuple(param._local_tensor.shape)
-    if box is None:
-        return f"expected a mesh with rank {own_rank()}, got {param.device_mesh}. Leave it out here"
+    # Then its rows depend on the shards of all ranks; that they tile the parameter is checked once
+    # these are known.
+    if not is_cut_by_torch(param):
+        return None
+    plain = [sharded_dim(placement) for placement in placements if not is_strided(placement)]
+    if hasattr(mesh, "_shard_order") and any(plain.count(dim) > 1 for dim in range(param.ndim)):
+        return (
+            f"expected a parameter of the model on a mesh that Megatron-FSDP shards, got a copy, "
+            f"which does not tell in which order the axes of {placements} have cut. Pass the "
+            "parameter itself"
+        )
+    box = rectangles_of(param).boxes[own_rank()]
+    sizes, shape = tuple(stop - start for start, stop in box), tuple(param._local_tensor.shape)
+    # Of an empty shard torch and FSDP2 make other sizes 0 or not.
+    if 0 in sizes and 0 in shape:
+        return None
     # Twice: by the shard that is there, and by what torch writes into checkpoints.
-    is_empty = 0 in shape
-    if shape != tuple(stop - start for start, stop in box) or (
-        not is_empty and own_box(param) != box
-    ):
+    if shape != sizes or own_box(param) != box:
         return (
             f"expected a shard of ranges {box}, as fully_shard cuts {tuple(param.shape)}, got "
-            f"shape {shape} at {own_box(param)}. Call update_uneven_dtensor_chunk_metadata() of "
-            f"Megatron-FSDP on its parameters first; report others, with {param.placements}"
+            f"shape {shape} at {own_box(param)}. Report it, with {placements}"
         )
     return None

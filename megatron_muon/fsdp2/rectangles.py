@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which rectangle of a tensor each rank holds: integers from mesh and placements.
+"""Which rectangle of a tensor each rank holds: integers, in the order of whoever cut it.
+
+torch cuts evenly, and placements say in which order. Megatron-FSDP cuts a buffer of parameters: its
+shards are uneven, and its placements do not say in which order the axes of the mesh have cut.
 
 No communication, and no tensor but the mesh's own table of ranks.
 """
@@ -8,6 +11,7 @@ No communication, and no tensor but the mesh's own table of ranks.
 import functools
 import itertools
 import math
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -67,20 +71,64 @@ def placement_problem(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> st
     return None
 
 
-def rectangles_of(param: torch.Tensor) -> Rectangles:
+def is_cut_by_torch(param: torch.Tensor) -> bool:
+    """Return whether the placements of a parameter say which rows each rank holds."""
+    return not isinstance(param, DTensor) or not (
+        hasattr(param, "__fsdp_param__")  # set by Megatron-FSDP
+        or hasattr(param, "_mfsdp_parameter_group")  # and by its version 2
+        # By its update_uneven_dtensor_chunk_metadata(), on DTensors of its shards.
+        or hasattr(param._local_tensor, "__create_chunk_list__")
+    )
+
+
+def rectangles_of(param: torch.Tensor, shapes: tuple[tuple[int, ...], ...] = ()) -> Rectangles:
     """Return where a parameter lies; a plain tensor lies on this rank.
 
-    Raises:
-        ValueError: FSDP2 does not make such placements.
+    Args:
+        param: Parameter whose placements have no :func:`placement_problem`.
+        shapes: If torch has not cut it, the shape of each rank's shard, in the order of the mesh.
     """
     if not isinstance(param, DTensor):
         # parameter_problem() has refused it in a job of several ranks.
         rank = own_rank()
         return Rectangles({rank: tuple((0, size) for size in param.shape)}, {rank: (rank,)})
-    problem = placement_problem(param.device_mesh, param.placements)
-    if problem is not None:
-        raise ValueError(problem)
-    return rectangles(param.device_mesh, param.placements, tuple(param.shape))
+    mesh, placements = param.device_mesh, param.placements
+    found = rectangles(mesh, placements, tuple(param.shape))
+    if is_cut_by_torch(param):
+        return found
+    # Version 1 notes the order on the mesh where several axes shard a dimension; it is always that
+    # of version 2. Source: _get_fsdp_tensor_spec and GlobalLayout.get_local_range of megatron-core.
+    order = tuple(getattr(mesh, "_shard_order", reversed(range(mesh.ndim))))
+    return Rectangles(_boxes_in_order(mesh, placements, order, shapes), found.replicas)
+
+
+@functools.lru_cache(maxsize=256)
+def _boxes_in_order(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    order: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], ...],
+) -> dict[int, Box]:
+    """Return what each rank holds, where shards of any shapes follow one another.
+
+    Args:
+        mesh: Of the tensor.
+        placements: Of the tensor.
+        order: Axes of the mesh, the one that has cut first in front.
+        shapes: Of the shards, in the order of the mesh.
+    """
+    coordinates = list(itertools.product(*map(range, mesh.shape)))
+    boxes: list[Box] = [()] * len(shapes)
+    for dim in range(len(shapes[0])):
+        axes = [axis for axis in order if sharded_dim(placements[axis]) == dim]
+        # Where the next shard starts, among ranks that differ in these axes alone.
+        starts: dict[tuple[int, ...], int] = defaultdict(int)
+        for i in sorted(range(len(shapes)), key=lambda i: [coordinates[i][a] for a in axes]):
+            others = tuple(c for axis, c in enumerate(coordinates[i]) if axis not in axes)
+            start = starts[others]
+            starts[others] += shapes[i][dim]
+            boxes[i] += ((start, starts[others]),)
+    return dict(zip(mesh.mesh.flatten().tolist(), boxes, strict=True))
 
 
 def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
@@ -139,17 +187,10 @@ def _cut(size: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
 
 def own_box(param: DTensor) -> Box | None:
     """Return what torch says that this rank holds, as checkpoints are written; None for nothing."""
-    # Megatron-FSDP records uneven chunks on the local tensor; torch's own method knows even ones.
-    create = getattr(param._local_tensor, "__create_chunk_list__", param.__create_chunk_list__)
-    for chunk in create():
+    for chunk in param.__create_chunk_list__():
         if 0 not in chunk.sizes:
             return tuple(
                 (start, start + size)
                 for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
             )
     return None
-
-
-def has_recorded_chunks(param: torch.Tensor) -> bool:
-    """Return whether a DTensor is sharded unevenly, as Megatron-FSDP does outside of Megatron."""
-    return isinstance(param, DTensor) and hasattr(param._local_tensor, "__create_chunk_list__")

@@ -5,17 +5,20 @@
 Files, each importing only those above it::
 
     unsupported             what Muon under Megatron-FSDP refuses, and why
-    fsdp_model              reads Megatron-FSDP: parameters, row shards, groups
-    gradient_check          are gradients complete and finite on all ranks
-    gradient_norm           norm, clipping and check, with one read by the host
-    muon                    FSDPZeROTensorParallelMuon
+    fsdp_model              reads parameters, row shards and groups from Megatron-FSDP
+    gradient_check          checks that gradients are complete and finite on all ranks
+    gradient_norm           norm, clipping and check, with one host synchronization
+    muon                    FSDPZeROTensorParallelMuon: momentum and weights of row shards
     adaptive/               Muon divided by a second moment
+    muon_step               steps them together: momentum, Newton-Schulz, weights
+    outer_reductions        checks that HSDP reduced all gradients over the outer ranks
     lion                    FSDPLion
     qk_clip                 clips main weights between step and installation
-    arguments               command-line flags and their checks
-    splits                  tags the rows that are orthogonalized apart
+    flags                   command-line flags
+    arguments               checks of the command line, and settings read from it
+    splits                  tags the rows that are orthogonalized separately
     routing                 which optimizer steps a parameter
-    checkpoint/             state by name, checks before a load, safe saves, repairs
+    fsdp_dtensor/           checkpoints: state by name, checks before a load, safe saves, repairs
     chained_optimizer       FSDPMuonChainedOptimizer
     factory                 build_megatron_fsdp_emerging_optimizer
     unsharded               the flags under DDP, with upstream's Muon

@@ -1,25 +1,24 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line arguments: flags of ours, and what Megatron's validation may not see."""
+"""Checks of the command line, the settings read from it, and what Megatron's own checks see."""
 
 import argparse
 import functools
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
+from megatron_muon.mcore.flags import EXCHANGE_FLAGS, add_flags
 from megatron_muon.mcore.unsupported import (
     BUILT_OPTIMIZERS,
+    QK_CLIP_UNSUPPORTED,
     raise_where_refused,
-    unsupported_qk_clip,
     unsupported_settings,
 )
-from megatron_muon.newton_schulz.registry import BackendChoice
-from megatron_muon.plan.flags import in_flags
-from megatron_muon.plan.settings import ExchangeMode, ExchangeSettings, WireChoice
+from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
-from megatron_muon.user_errors import SettingsError
+from megatron_muon.user_errors import SettingsError, in_flags
 
 logger = logging.getLogger(__name__)
 
@@ -27,169 +26,26 @@ logger = logging.getLogger(__name__)
 MUON_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of this package."""
-    # Megatron owns --muon-*; a name of its own keeps these flags out of the way of later ones.
-    group = parser.add_argument_group(title="muon under Megatron-FSDP")
-    defaults = ExchangeSettings()
-    group.add_argument(
-        "--muon-fsdp-exchange",
-        choices=get_args(ExchangeMode),
-        default=defaults.mode,
-        help="How whole matrices are assembled for Newton-Schulz. owner: each is sent to one "
-        "rank, orthogonalized there once, and sent back. all_gather: every rank of the shard "
-        "group receives every matrix and orthogonalizes it.",
-    )
-    group.add_argument(
-        "--muon-fsdp-wire",
-        choices=get_args(WireChoice),
-        default=defaults.wire,
-        help="What travels to owners. bf16: rows normalized by the float64 norm of their "
-        "matrix; fp32: fp32 rows, for the very bits of upstream's Muon; auto: bf16 with "
-        "--muon-fp32-matmul-prec medium, otherwise fp32.",
-    )
-    group.add_argument(
-        "--muon-fsdp-staging-bytes",
-        type=int,
-        default=defaults.staging_bytes,
-        help="Most bytes of messages and stacks on a rank, while a step runs. Default: 4 GB, or "
-        "little more than the least that works.",
-    )
-    group.add_argument(
-        "--muon-fsdp-max-parts",
-        type=int,
-        default=defaults.max_parts,
-        help="Most ranks that split one matrix where ranks outnumber matrices, a power of two. 1 "
-        "keeps matrices whole, and results the same bits on any number of ranks.",
-    )
-    group.add_argument(
-        "--muon-fsdp-instance-groups",
-        type=int,
-        default=defaults.instance_groups,
-        help="Groups of optimizer instances (of HSDP) or of replicas (of ZeRO-0) that each "
-        "orthogonalize every matrix; 1 shares the work over all of them. Default: as many as the "
-        "cost model finds fastest, more than one where links between instances are slow.",
-    )
-    group.add_argument(
-        "--muon-fsdp-cost-model",
-        default=defaults.cost_model,
-        help="Rates of the machine for choosing owners, as name=value,...: tflops, gbps, "
-        "gbps_between_nodes, ranks_per_node, kernel_us, all_reduce_us, stack_tiles. With measure "
-        "each shape is timed at construction, measure:PATH writes the times to a file too, and "
-        "file:PATH reads them.",
-    )
-    _add_newton_schulz_flags(group)
-    group.add_argument(
-        "--muon-fsdp-log-plan",
-        action="store_true",
-        help="Log who orthogonalizes what, and what it costs.",
-    )
-    group.add_argument(
-        "--muon-fsdp-no-checksums",
-        action="store_true",
-        help="Do not compare a checkpoint with its checksums before it is loaded, for which "
-        "the ranks together read it once more.",
-    )
-    _add_split_flags(parser)
-    _add_adaptive_flags(parser)
-    return parser
-
-
-def _add_newton_schulz_flags(group: argparse._ArgumentGroup) -> None:
-    """Add flags that say how matrices are orthogonalized."""
-    group.add_argument(
-        "--muon-fsdp-newton-schulz",
-        choices=get_args(BackendChoice),
-        # None where it was not given: --muon-use-syrk may then choose.
-        help="How Newton-Schulz is computed. standard (default): upstream's steps, and bits. "
-        "symmetric: Triton kernels compute half of each symmetric product. gram: iterates on the "
-        "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
-        "gram_symmetric: the same with quack's kernels. transformer_engine: split matrices by "
-        "cuSOLVERMp. auto: for each shape the cheapest by the cost model.",
-    )
-    group.add_argument(
-        "--muon-fsdp-overlap-within-matrices",
-        action="store_true",
-        help="Let matrices be orthogonalized while their rows arrive and their results leave, "
-        "where that shortens the predicted step. Results then round differently.",
-    )
-
-
-def _add_split_flags(parser: argparse.ArgumentParser) -> None:
-    """Add flags that are proposed for Megatron-LM, where its parser does not know them.
-
-    By default nothing more is split than Megatron does.
-    """
-    group = parser.add_argument_group(title="what Muon orthogonalizes apart")
-    for flag, text in (
-        (
-            "--muon-split-glu",
-            "Orthogonalize gate and up of gated feed-forward layers and experts apart.",
-        ),
-        (
-            "--muon-split-mla",
-            "Multi-latent attention: orthogonalize the parts of queries with and without position "
-            "apart, and keys and values.",
-        ),
-        (
-            "--muon-split-qkv-per-head",
-            "Orthogonalize each head of query, key and value apart.",
-        ),
-        (
-            "--moe-router-skip-muon",
-            "Step routers with --muon-scalar-optimizer.",
-        ),
-    ):
-        if flag not in parser._option_string_actions:
-            group.add_argument(flag, action="store_true", help=text)
-
-
-def _add_adaptive_flags(parser: argparse.ArgumentParser) -> None:
-    """Add flags for fields of ``OptimizerConfig`` that Megatron's parser has no flags for."""
-    group = parser.add_argument_group(title="adaptive Muon")
-    for flag, settings in (
-        (
-            "--adaptive-muon-moment2-method",
-            {
-                "choices": ("adamuon", "normuon", "namo"),
-                "default": "adamuon",
-                "help": "Second moment of --optimizer adaptive_muon: of each element (adamuon), of "
-                "each row or column (normuon), or of the norm of the gradient (namo).",
-            },
-        ),
-        (
-            "--adaptive-muon-beta2",
-            {"type": float, "default": 0.95, "help": "Decay rate of the second moment."},
-        ),
-        (
-            "--adaptive-muon-eps",
-            {"type": float, "default": 1e-8, "help": "Keeps the divisor from zero."},
-        ),
-    ):
-        if flag not in parser._option_string_actions:
-            group.add_argument(flag, **settings)
-
-
 def check(args: argparse.Namespace) -> None:
-    """Refuse what cannot work under Megatron-FSDP with Muon or QK-clip; anything else passes.
+    """Refuse what cannot work under Megatron-FSDP with Muon or QK-clip, and invalid splits.
 
     Args:
         args: The parsed command line, before Megatron validates it.
 
     Raises:
-        SettingsError: With all that was asked for and cannot work.
+        SettingsError: With all settings that cannot work.
     """
     if args.use_megatron_fsdp and args.optimizer not in ("adam", "sgd"):
-        # All that is wrong is said at once: a queued job should not fail a second time.
+        # All problems are reported at once: a queued job should not fail a second time.
         refusals = unsupported_settings(vars(args))
         try:
-            _exchange_settings(args).wire_for(args.muon_fp32_matmul_prec == "medium")
+            exchange_settings(args).wire_for(args.muon_fp32_matmul_prec == "medium")
         except ValueError as error:
             refusals.append(in_flags(str(error)))
         refusals += _split_refusals(args)
         raise_where_refused(args.optimizer, refusals)
     elif args.use_megatron_fsdp:
-        raise_where_refused(args.optimizer, unsupported_qk_clip(vars(args)))
+        raise_where_refused(args.optimizer, unsupported_settings(vars(args), QK_CLIP_UNSUPPORTED))
     elif args.optimizer in MUON_OPTIMIZERS:
         refusals = _split_refusals(args)
         if refusals:
@@ -197,7 +53,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _split_refusals(args: argparse.Namespace) -> list[str]:
-    """List what of the flags for splits cannot work, a sentence each."""
+    """List the flags for splits that cannot work, as sentences."""
     refusals = []
     try:
         splits = requested_splits(args, args)
@@ -232,8 +88,8 @@ def _split_refusals(args: argparse.Namespace) -> list[str]:
 def check_yaml(config: Any, path: str) -> None:
     """Refuse Muon with Megatron-FSDP from a YAML configuration.
 
-    Megatron reads the file in place of the command line, whose flags it drops, and validates it
-    apart from :func:`check`.
+    Megatron reads the file instead of the command line, whose flags it drops, and validates it
+    without :func:`check`.
 
     Args:
         config: What the file says.
@@ -254,7 +110,7 @@ def check_yaml(config: Any, path: str) -> None:
     if asked.use_megatron_fsdp and asked.optimizer not in ("adam", "sgd"):
         raise SettingsError(
             f"--yaml-cfg: expected command-line flags for --optimizer {asked.optimizer} "
-            f"--use-megatron-fsdp, got {path}, in whose place Megatron drops them. "
+            f"--use-megatron-fsdp, got {path}, for which Megatron drops them. "
             "Pass the settings as flags."
         )
 
@@ -273,7 +129,7 @@ def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
 def validate(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``validate_args`` to accept Muon with Megatron-FSDP and to refuse what cannot work.
 
-    The original asserts that Megatron-FSDP takes only adam and sgd, so it sees ``adam``. Its other
+    The original asserts that Megatron-FSDP runs with adam or sgd, so it sees ``adam``. Its other
     checks of Megatron-FSDP stay in force.
     """
 
@@ -317,8 +173,8 @@ def takes_schedule_of_checkpoint() -> bool:
 
 def _global_args() -> Any:
     """Return the parsed command line, None in scripts without megatron.training."""
-    # Not imported: a script on megatron-core alone must not load megatron.training. And not by
-    # get_args(), which asserts where nothing was parsed.
+    # Not imported: a script on megatron-core alone must not load megatron.training. Not read by
+    # get_args(): it asserts if nothing was parsed.
     global_vars = sys.modules.get("megatron.training.global_vars")
     return global_vars._GLOBAL_ARGS if global_vars is not None else None
 
@@ -326,11 +182,11 @@ def _global_args() -> Any:
 def requested_exchange() -> ExchangeSettings:
     """Read the ``--muon-fsdp-*`` flags, or their defaults in scripts without megatron.training."""
     args = _global_args()
-    return _exchange_settings(args) if hasattr(args, "muon_fsdp_exchange") else ExchangeSettings()
+    return exchange_settings(args) if hasattr(args, "muon_fsdp_exchange") else ExchangeSettings()
 
 
 def requested_splits(config: Any, args: Any = None) -> Splits:
-    """Read what is split from the flags, and from the configuration of the optimizer.
+    """Read from flags and optimizer configuration which blocks of a parameter are split.
 
     Args:
         config: Optimizer configuration, of which ``muon_split_qkv`` is read.
@@ -353,23 +209,12 @@ def skips_router(args: Any = None) -> bool:
     return bool(getattr(args or _global_args(), "moe_router_skip_muon", False))
 
 
-def _newton_schulz(args: Any) -> BackendChoice:
-    choice: BackendChoice | None = args.muon_fsdp_newton_schulz
-    if choice is not None:
-        return choice
-    # A flag of later releases of Megatron-LM, which stands for the same kernels.
-    return "symmetric" if getattr(args, "muon_use_syrk", False) else "standard"
-
-
-def _exchange_settings(args: Any) -> ExchangeSettings:
-    return ExchangeSettings(
-        mode=args.muon_fsdp_exchange,
-        wire=args.muon_fsdp_wire,
-        staging_bytes=args.muon_fsdp_staging_bytes,
-        max_parts=args.muon_fsdp_max_parts,
-        instance_groups=args.muon_fsdp_instance_groups,
-        cost_model=args.muon_fsdp_cost_model,
-        newton_schulz=_newton_schulz(args),
-        overlap_within_matrices=args.muon_fsdp_overlap_within_matrices,
-        log_plan=args.muon_fsdp_log_plan,
-    )
+def exchange_settings(args: Any) -> ExchangeSettings:
+    """Read the ``--muon-fsdp-*`` flags of the parsed command line."""
+    given = {name: getattr(args, f"muon_fsdp_{name}") for name in EXCHANGE_FLAGS}
+    given["mode"] = given.pop("exchange")
+    if given["newton_schulz"] is None:
+        # A flag of later releases of Megatron-LM, which stands for the same kernels.
+        use_syrk = getattr(args, "muon_use_syrk", False)
+        given["newton_schulz"] = "symmetric" if use_syrk else "standard"
+    return ExchangeSettings(**given)

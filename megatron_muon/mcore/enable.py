@@ -5,10 +5,13 @@
 import logging
 from collections.abc import Sequence
 
-from megatron_muon.patching.errors import IncompatibleMegatronError
 from megatron_muon.patching.packages import check_packages
 from megatron_muon.patching.patch import Patch, apply_all, revert_all, verify_all
-from megatron_muon.patching.versions import installed_versions, warn_where_untested
+from megatron_muon.patching.versions import (
+    IncompatibleMegatronError,
+    installed_versions,
+    warn_where_untested,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +23,12 @@ _carried: list[Patch] = []
 def enable() -> None:
     """Patch the installed megatron-core so that Muon runs under Megatron-FSDP.
 
-    Calling it again does nothing. Every target is verified before the first is changed. A megatron
-    whose source carries the same changes (``scripts/apply_patches.sh``) is left as it is.
+    Calling it again does nothing. All targets are verified before the first is changed. A megatron
+    whose source carries the same changes (``scripts/apply_patches.sh``) is not changed.
 
     Raises:
-        IncompatibleMegatronError: A version or a target differs from what was tested, or the source
-            carries some of the patches and not the others; nothing was changed.
+        IncompatibleMegatronError: A version or target differs from the tested ones, or the source
+            carries only some of the patches; nothing was changed.
     """
     if is_enabled():
         return
@@ -42,7 +45,7 @@ def enable() -> None:
     carried = [patch for patch in patches if patch.is_in_tree()]
     if carried and len(carried) < len(patches):
         raise IncompatibleMegatronError(_half_patched(carried, patches))
-    # No diff has the later ones.
+    # Patches of later releases have no diff.
     patches = later if carried else [*patches, *later]
     verify_all([*(patch.target for patch in patches), *REQUIREMENTS])
     apply_all(patches)
@@ -54,12 +57,12 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Restore what :func:`enable` changed. Without :func:`enable` before, it does nothing.
+    """Restore what :func:`enable` changed; do nothing if it was not called.
 
-    A source tree that carries the patches keeps them: ``scripts/apply_patches.sh --revert``.
+    A source tree keeps its patches until ``scripts/apply_patches.sh --revert``.
 
     Raises:
-        RuntimeError: Somebody else wrapped a target since; nothing was restored.
+        RuntimeError: A target was wrapped again since; nothing was restored.
     """
     revert_all(_applied)
     _applied.clear()
@@ -71,14 +74,9 @@ def is_enabled() -> bool:
     return bool(_applied or _carried)
 
 
-def applied_patches() -> Sequence[Patch]:
-    """List what is applied now."""
-    return tuple(_applied)
-
-
-def carried_patches() -> Sequence[Patch]:
-    """List what megatron's own source carries, as :func:`enable` found it."""
-    return tuple(_carried)
+def changes() -> tuple[int, bool]:
+    """Return how many changes are in effect, and whether megatron's own source carries them."""
+    return len(_applied or _carried), not _applied
 
 
 def _half_patched(carried: Sequence[Patch], patches: Sequence[Patch]) -> list[str]:

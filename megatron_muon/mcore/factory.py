@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Build the optimizer of a Megatron-FSDP model for each ``OptimizerConfig.optimizer`` we have."""
+"""Build the optimizer of a Megatron-FSDP model that ``OptimizerConfig.optimizer`` asks for."""
 
 import copy
 import dataclasses
@@ -39,13 +39,16 @@ from megatron_muon.mcore.lion import FSDPLion
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.routing import routing_rule
 from megatron_muon.mcore.splits import tag_blocks
-from megatron_muon.mcore.unsupported import raise_where_unsupported
+from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 logger = logging.getLogger(__name__)
+
+# Parameter groups by name of the optimizer, and whether it is that of experts.
+type _GroupsByChild = dict[tuple[str, bool], list[dict[str, Any]]]
 
 
 def build_megatron_fsdp_emerging_optimizer(
@@ -68,10 +71,10 @@ def build_megatron_fsdp_emerging_optimizer(
         config_overrides: Per-parameter settings, such as no weight decay for norms; kept, and
             completed by the rule for matrices. The dictionary is not changed.
         pg_collection: Process groups of the model; None for ``parallel_state``'s.
-        exchange: Who orthogonalizes what, and what travels; None for what the ``--muon-fsdp-*``
-            flags say, or their defaults in scripts without them.
-        splits: What is orthogonalized apart; None for what ``config.muon_split_qkv`` and the
-            ``--muon-split-*`` flags say.
+        exchange: How matrices are exchanged; None for the ``--muon-fsdp-*`` flags, or their
+            defaults in scripts without them.
+        splits: Which blocks are orthogonalized separately; None for ``config.muon_split_qkv`` and
+            the ``--muon-split-*`` flags.
 
     Returns:
         The optimizer, with state for every parameter on every rank.
@@ -86,48 +89,24 @@ def build_megatron_fsdp_emerging_optimizer(
     Communication: parameter groups and layouts are compared once across ranks.
     """
     check_model_chunks(model_chunks)
-    raise_where_unsupported(_settings(config, model_chunks[0]))
+    refusals = unsupported_settings(_settings(config, model_chunks[0]))
+    raise_where_refused(config.optimizer, refusals)
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
     fqns = {param: fqn for fqn, param in named_optimizer_parameters(model_chunks)}
     _tag_parameters(config, fqns, model_chunks, splits)
-
-    # The rule comes last: it decides which optimizer steps a parameter.
-    overrides = {**(config_overrides or {}), **routing_rule(config)}
-    groups_by_child: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
-    for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
-        if group["params"]:
-            name = group.get("optimizer", config.optimizer)
-            groups_by_child[name, group["is_expert_parallel"]].append(group)
-
-    children: dict[tuple[str, bool], DistributedOptimizer] = {}
-    muon: FSDPZeROTensorParallelMuon | None = None
-    # Experts first: the optimizer of the dense matrices plans both.
-    for name, is_expert in sorted(groups_by_child, key=lambda key: not key[1]):
-        groups = groups_by_child[name, is_expert]
-        if name == config.optimizer and name != "lion":
-            muon = _inner_muon(
-                config,
-                groups,
-                model_chunks,
-                pg_collection,
-                fqns,
-                exchange=exchange or requested_exchange(),
-                experts=muon,
-                is_stepped_first=is_expert and (name, False) in groups_by_child,
-            )
-            child = _wrapped(muon, config, model_chunks, pg_collection)
-        elif name == "lion":
-            child = _wrapped(_inner_lion(config, groups), config, model_chunks, pg_collection)
-        else:
-            child = _scalar_child(config, name, groups, model_chunks, pg_collection)
-        child.grad_stats_parallel_group = grad_stats_group(
-            model_chunks[0].ddp_config, pg_collection, is_expert=is_expert
-        )
-        children[name, is_expert] = child
+    groups_by_child = _parameter_groups(config, model_chunks, config_overrides)
+    children = _Children(config, model_chunks, pg_collection)
+    if config.optimizer != "lion":
+        children.describe_matrices(groups_by_child, fqns)
     _log_routing(config, groups_by_child, fqns)
-    return FSDPMuonChainedOptimizer([children[key] for key in groups_by_child], model_chunks, fqns)
+    return FSDPMuonChainedOptimizer(
+        [children.build(*key, groups) for key, groups in groups_by_child.items()],
+        model_chunks,
+        fqns,
+        exchange or requested_exchange(),
+    )
 
 
 def _settings(config: OptimizerConfig, chunk: FSDPModel) -> dict[str, Any]:
@@ -158,121 +137,138 @@ def _tag_parameters(
         tag_blocks(chunk, splits or requested_splits(config), num_rows)
 
 
-def _inner_muon(
+def _parameter_groups(
     config: OptimizerConfig,
-    groups: list[dict[str, Any]],
     model_chunks: Sequence[FSDPModel],
-    pg_collection: ProcessGroupCollection,
-    fqns: dict[FSDPParameter, str],
-    *,
-    exchange: ExchangeSettings,
-    experts: FSDPZeROTensorParallelMuon | None,
-    is_stepped_first: bool,
-) -> FSDPZeROTensorParallelMuon:
-    matrices: dict[torch.Tensor, ShardedMatrix] = {}
-    problems = []
-    # Errors are collected: ranks see different parameters, and all must stop together.
-    for param in (param for group in groups for param in group["params"]):
-        try:
-            matrices[param] = describe_matrix(fqns[param], param)
-        except (RuntimeError, ValueError) as error:
-            problems.append(str(error))
-    raise_where_any_rank_fails(
-        problems, None, model_chunks[0].module.device, "No optimizer was built."
-    )
-    muon: type[FSDPZeROTensorParallelMuon] = FSDPZeROTensorParallelMuon
-    kwargs = _muon_config_to_kwargs(config, model_chunks, pg_collection)
-    if config.optimizer == "adaptive_muon":
-        kwargs = _adaptive_muon_config_to_kwargs(config, model_chunks, pg_collection)
-        muon = adaptive_muon(kwargs.pop("moment2_method"))
-    # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
-    kwargs.pop("use_syrk", None)
-    return muon(
-        groups,
-        matrices=matrices,
-        exchange=exchange,
-        experts=experts,
-        is_stepped_first=is_stepped_first,
+    config_overrides: dict[ParamKey, Any] | None,
+) -> _GroupsByChild:
+    # The rule comes last: it decides which optimizer steps a parameter.
+    overrides = {**(config_overrides or {}), **routing_rule(config)}
+    groups_by_child: _GroupsByChild = defaultdict(list)
+    for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
+        if group["params"]:
+            name = group.get("optimizer", config.optimizer)
+            groups_by_child[name, group["is_expert_parallel"]].append(group)
+    return groups_by_child
+
+
+class _Children:
+    """Builds the optimizers of a chain."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model_chunks: Sequence[FSDPModel],
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        self._config = config
+        self._model_chunks = list(model_chunks)
+        self._groups = pg_collection
+        self._matrices: dict[torch.Tensor, ShardedMatrix] = {}
+
+    def describe_matrices(
+        self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]
+    ) -> None:
+        """Read the row shards of Muon's parameters, or raise on all ranks together."""
+        problems = []
+        for is_expert in (True, False):
+            for group in groups_by_child.get((self._config.optimizer, is_expert), ()):
+                for param in group["params"]:
+                    try:
+                        self._matrices[param] = describe_matrix(fqns[param], param)
+                    # Ranks have different parameters.
+                    except (RuntimeError, ValueError) as error:
+                        problems.append(str(error))
+        device = self._model_chunks[0].module.device
+        raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
+
+    def build(
+        self, name: str, is_expert: bool, param_groups: list[dict[str, Any]]
+    ) -> DistributedOptimizer:
+        """Build the optimizer of one name, for experts or for dense parameters."""
+        if name == "lion":
+            child = self._wrapped(self._lion(param_groups))
+        elif name == self._config.optimizer:
+            child = self._wrapped(self._muon(param_groups))
+        else:
+            child = self._scalar(name, param_groups)
+        child.grad_stats_parallel_group = grad_stats_group(
+            self._model_chunks[0].ddp_config, self._groups, is_expert=is_expert
+        )
+        return child
+
+    def _muon(self, param_groups: list[dict[str, Any]]) -> FSDPZeROTensorParallelMuon:
+        muon: type[FSDPZeROTensorParallelMuon] = FSDPZeROTensorParallelMuon
+        arguments = (self._config, self._model_chunks, self._groups)
+        kwargs = _muon_config_to_kwargs(*arguments)
+        if self._config.optimizer == "adaptive_muon":
+            kwargs = _adaptive_muon_config_to_kwargs(*arguments)
+            muon = adaptive_muon(kwargs.pop("moment2_method"))
+        # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
+        kwargs.pop("use_syrk", None)
         # Tags alone say what is split: with --muon-no-split-qkv gate and up may still be.
-        **{**kwargs, "split_qkv": True},
-    )
+        return muon(param_groups, matrices=self._matrices, **{**kwargs, "split_qkv": True})
 
+    def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
+        config = self._config
+        # As upstream: --lion-beta1 and --lion-beta2 are those of Lion beside another optimizer.
+        betas = (
+            (config.adam_beta1, config.adam_beta2)
+            if config.optimizer == "lion"
+            else (config.lion_beta1, config.lion_beta2)
+        )
+        return FSDPLion(param_groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
 
-def _inner_lion(config: OptimizerConfig, groups: list[dict[str, Any]]) -> FSDPLion:
-    # As upstream: --lion-beta1 and --lion-beta2 are those of Lion beside another optimizer.
-    is_alone = config.optimizer == "lion"
-    return FSDPLion(
-        groups,
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2)
-        if is_alone
-        else (config.lion_beta1, config.lion_beta2),
-        weight_decay=config.weight_decay,
-    )
+    def _wrapped(self, inner: FSDPZeROTensorParallelMuon | FSDPLion) -> DistributedOptimizer:
+        child = DistributedOptimizer(
+            inner,
+            self._config,
+            None,
+            # Of any optimizer of emerging-optimizers: it calls _init_group.
+            _EMERGING_OPTIMIZERS["muon"].init_state_fn,
+            model_chunks=self._model_chunks,
+            per_model_buffers=None,
+            data_parallel_group=self._groups.dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=dist.get_rank(self._groups.mp),
+            distributed_optimizer_instance_id=self._instance_id,
+        )
+        child.tp_group = self._groups.tp
+        child.expert_tp_group = self._groups.expt_tp or self._groups.tp
+        return child
 
+    def _scalar(self, name: str, param_groups: list[dict[str, Any]]) -> DistributedOptimizer:
+        scalar_config = copy.copy(self._config)
+        scalar_config.optimizer = name
+        # Only with it does Megatron wrap the optimizer as a DistributedOptimizer.
+        scalar_config.use_distributed_optimizer = True
+        child = mcore_optimizer._get_megatron_optimizer_based_on_param_groups(
+            config=scalar_config,
+            model_chunks=self._model_chunks,
+            param_groups=param_groups,
+            model_parallel_group=self._groups.mp,
+            data_parallel_group=self._groups.dp_cp,
+            data_parallel_group_idx=dist.get_rank(self._groups.mp),
+            distributed_optimizer_instance_id=self._instance_id,
+            pg_collection=self._groups,
+        )
+        # A chain asserts one configuration; the inner optimizer was chosen by scalar_config above.
+        child.config = self._config
+        return child
 
-def _wrapped(
-    inner: FSDPZeROTensorParallelMuon | FSDPLion,
-    config: OptimizerConfig,
-    model_chunks: Sequence[FSDPModel],
-    pg_collection: ProcessGroupCollection,
-) -> DistributedOptimizer:
-    child = DistributedOptimizer(
-        inner,
-        config,
-        None,
-        # Of any optimizer of emerging-optimizers: it calls _init_group.
-        _EMERGING_OPTIMIZERS["muon"].init_state_fn,
-        model_chunks=list(model_chunks),
-        per_model_buffers=None,
-        data_parallel_group=pg_collection.dp_cp,
-        data_parallel_group_gloo=None,
-        data_parallel_group_idx=dist.get_rank(pg_collection.mp),
-        distributed_optimizer_instance_id=_instance_id(model_chunks, pg_collection),
-    )
-    child.tp_group = pg_collection.tp
-    child.expert_tp_group = pg_collection.expt_tp or pg_collection.tp
-    return child
-
-
-def _scalar_child(
-    config: OptimizerConfig,
-    name: str,
-    groups: list[dict[str, Any]],
-    model_chunks: Sequence[FSDPModel],
-    pg_collection: ProcessGroupCollection,
-) -> DistributedOptimizer:
-    scalar_config = copy.copy(config)
-    scalar_config.optimizer = name
-    # Only with it does Megatron wrap the optimizer as a DistributedOptimizer.
-    scalar_config.use_distributed_optimizer = True
-    child = mcore_optimizer._get_megatron_optimizer_based_on_param_groups(
-        config=scalar_config,
-        model_chunks=list(model_chunks),
-        param_groups=groups,
-        model_parallel_group=pg_collection.mp,
-        data_parallel_group=pg_collection.dp_cp,
-        data_parallel_group_idx=dist.get_rank(pg_collection.mp),
-        distributed_optimizer_instance_id=_instance_id(model_chunks, pg_collection),
-        pg_collection=pg_collection,
-    )
-    # A chain asserts one configuration; the inner optimizer was chosen by scalar_config above.
-    child.config = config
-    return child
-
-
-def _instance_id(model_chunks: Sequence[FSDPModel], pg_collection: ProcessGroupCollection) -> int:
-    if model_chunks[0].ddp_config.num_distributed_optimizer_instances == 1:
-        return 0
-    return dist.get_rank(pg_collection.inter_dist_opt)
+    @property
+    def _instance_id(self) -> int:
+        if self._model_chunks[0].ddp_config.num_distributed_optimizer_instances == 1:
+            return 0
+        return dist.get_rank(self._groups.inter_dist_opt)
 
 
 def _log_routing(
     config: OptimizerConfig,
-    groups_by_child: dict[tuple[str, bool], list[dict[str, Any]]],
+    groups_by_child: _GroupsByChild,
     fqns: dict[FSDPParameter, str],
 ) -> None:
-    """Log on rank 0 how many parameters and elements each optimizer was given, and why."""
+    """Log on rank 0 how many parameters and elements every optimizer was given, and why."""
     parts = []
     for (name, is_expert), groups in groups_by_child.items():
         params = [param for group in groups for param in group["params"]]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizer reads of a Megatron-FSDP model: parameters, row shards, groups."""
+"""Read the parameters, row shards and groups of a Megatron-FSDP model."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.plan.layout import RowLayout, hfsdp_shard_of_rank, shards_from_flat_ranges
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
-# What wraps a model. In later releases the name is a function that chooses between two classes.
+# The wrapper of a model. In later releases the name is a function that chooses between two classes.
 _WRAPPER: type = getattr(
     mcore_fsdp_adapter, "FullyShardedDataParallelV1", mcore_fsdp_adapter.FullyShardedDataParallel
 )
@@ -61,8 +61,8 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
 
     Raises:
         TypeError: A chunk is not a ``FullyShardedDataParallel``.
-        ValueError: A chunk was run forward before, so that its parameters are the raw ones; or it
-            was wrapped before ``enable()``, and its gradients come out scaled wrongly.
+        ValueError: A chunk has run a forward pass, so that its parameters are the raw ones; or it
+            was wrapped before ``enable()``, and its gradients will be scaled wrongly.
     """
     for index, chunk in enumerate(model_chunks):
         if not is_wrapped(chunk):
@@ -127,10 +127,10 @@ def current_device() -> torch.device:
 
 
 def copy_parameter_attributes(param: FSDPParameter) -> None:
-    """Copy to a DTensor parameter what Megatron's optimizers read and Megatron-FSDP leaves behind.
+    """Copy the attributes that Megatron's optimizers read and Megatron-FSDP does not copy.
 
-    One such attribute is ``allreduce``, False for experts under expert parallelism. Without it
-    experts would be grouped, and their gradient norm counted, as dense parameters.
+    One of them is ``allreduce``, False for experts under expert parallelism. Without it experts
+    would be grouped, and their gradient norm reduced, as dense parameters.
     """
     copy_optimizer_param_metadata(param, param.orig_param)
     # An attribute of later releases of Megatron-LM, which Megatron-FSDP does not copy either.
@@ -139,7 +139,7 @@ def copy_parameter_attributes(param: FSDPParameter) -> None:
 
 
 def num_rows(param: FSDPParameter) -> int:
-    """Return the rows of a parameter on all ranks of its shard group, one tensor-parallel rank."""
+    """Return the rows of a parameter on its tensor-parallel rank, over all ranks of its shards."""
     return _local_shape(param.orig_param)[0]
 
 
@@ -155,13 +155,13 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
         param: DTensor parameter of a Megatron-FSDP model, 2-D.
 
     Returns:
-        Its tensor-parallel-local matrix, with the row range of every rank of the group it is
-        sharded over: dp_cp or expt_dp, the inner group under HSDP, inner x outer under HFSDP; and
-        the replicas: all ranks under ZeRO-0, HSDP's outer ranks.
+        Its tensor-parallel-local matrix, with the row range of every rank of its shard group
+        (dp_cp or expt_dp, the inner group under HSDP, inner x outer under HFSDP), and its replicas
+        (all ranks under ZeRO-0, the outer ranks under HSDP).
 
     Raises:
         ValueError: A shard ends inside a row.
-        RuntimeError: The buffer's rank is not where HFSDP's order of ranks puts it.
+        RuntimeError: This rank holds another shard of the buffer than expected.
 
     Communication: none.
     """
@@ -180,7 +180,7 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
     world_size = dist.get_world_size(group)
     shard_size = buffer.bucket_index.size // world_size
     shard_indices = _shard_index_of_each_rank(dist_index, is_expert, world_size)
-    # The order is read from source, not from an interface: this rank can check its own place.
+    # The order of shards is no interface of Megatron-FSDP, so every rank checks its own.
     if shard_indices[dist.get_rank(group)] != buffer.dp_rank:
         raise RuntimeError(
             f"{fqn}: expected shard {shard_indices[dist.get_rank(group)]} of the buffer on this "
@@ -199,7 +199,7 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
 
 
 def _shard_index_of_each_rank(dist_index: Any, is_expert: bool, world: int) -> list[int]:
-    """Return the position in the buffer of each rank's shard, by rank of the shard group."""
+    """Return the positions of the shards in the buffer, by rank of the shard group."""
     if not (dist_index.use_hybrid_fsdp and dist_index.hsdp_outer_dp_shard):
         return list(range(world))
     num_inner = dist.get_world_size(dist_index.get_fsdp_group(is_expert))
@@ -217,16 +217,15 @@ def shards_over_outer_ranks(ddp_config: Any) -> bool:
 def grad_stats_group(
     ddp_config: Any, groups: ProcessGroupCollection, *, is_expert: bool
 ) -> dist.ProcessGroup:
-    """Choose the group that gradient norm and zero count are reduced over.
+    """Return the group over which gradient norm and zero count are reduced.
+
+    It has all ranks that hold different shards: the model-parallel group for ``no_shard``, where
+    gradients are whole on every rank; all instances under HFSDP; otherwise one instance.
 
     Args:
-        ddp_config: Configuration the model was wrapped with.
+        ddp_config: Configuration of the model's wrapper.
         groups: Process groups of the model.
-        is_expert: Whether the gradients are expert parameters'.
-
-    Returns:
-        All ranks that hold different shards: the model-parallel group for ``no_shard``, where
-        gradients are whole on every rank; all instances under HFSDP; otherwise one instance.
+        is_expert: Whether the gradients are those of expert parameters.
 
     Raises:
         RuntimeError: HFSDP does not span all ranks of the job.
@@ -243,5 +242,36 @@ def grad_stats_group(
             f"HFSDP gradient norm: expected optimizer instances that span all "
             f"{dist.get_world_size()} ranks, got {num_ranks}. Give the whole job to one model."
         )
-    # There is no group of all instances; that they span the job was just checked.
+    # There is no group of all instances, but they span the job.
     return dist.group.WORLD  # type: ignore[return-value]
+
+
+def copy_model_weights_to_main_weights(parameter_group: Any) -> None:
+    """Copy the model weights of a Megatron-FSDP parameter group into its fp32 main weights.
+
+    A main weight that rounds to the model's weight is kept: it has bits that the other has lost.
+
+    Raises:
+        ValueError: The model's weights are float8.
+    """
+    main, model = parameter_group.main_weight_buffer, parameter_group.model_weight_buffer
+    if main is None:
+        return
+    if parameter_group.dtype == "float8":
+        raise ValueError(
+            "reload_model_params: expected bf16 or fp32 model weights, got float8. Load main "
+            "weights with the fsdp_dtensor checkpoint; float8 weights have lost their bits."
+        )
+    for param in parameter_group.params:
+        item_id = main.param_idx[param]
+        if model is not None and (model.is_data_distributed or main.is_data_distributed):
+            source = model.get_item(item_id, only_shard=True)
+        elif model is not None:
+            source = model.get_item(item_id)
+        else:
+            source = param.detach().flatten()
+        target = main.get_item(item_id, only_shard=main.is_data_distributed)
+        if target.numel() > 0:
+            source = source.view(target.shape)
+            differs = target.to(source.dtype) != source
+            target.copy_(torch.where(differs, source.to(target.dtype), target))

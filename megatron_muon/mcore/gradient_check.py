@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks agree that gradients are complete and finite before anything is updated."""
+"""Check on all ranks that gradients are complete and finite, before anything is updated."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from megatron_muon.runtime.finite import find_not_finite
 
 
 def missing_gradients(fqns: Mapping[Any, str]) -> list[str]:
-    """List the non-empty shards of this rank that have no gradient, a sentence each."""
+    """List the non-empty shards of this rank that have no gradient, as sentences."""
     return [
         f"{fqn}: expected a gradient on a shard of shape {tuple(param._local_tensor.shape)}, "
         "got None"
@@ -24,16 +24,16 @@ def missing_gradients(fqns: Mapping[Any, str]) -> list[str]:
 def raise_where_gradients_fail(
     fqns: Mapping[Any, str], problems: Sequence[str], device: torch.device
 ) -> None:
-    """Check on all ranks together that every gradient is there and finite.
+    """Check on all ranks together that all gradients exist and are finite.
 
     Args:
         fqns: Names of the DTensor parameters.
-        problems: What else is wrong on this rank, a sentence each.
-        device: Where a flag is reduced.
+        problems: Other problems of this rank, as sentences.
+        device: Device of the reduction of a flag.
 
     Raises:
-        RuntimeError: On all ranks, naming rank and parameter, when a non-empty shard of one has no
-            gradient, or one that is not finite.
+        RuntimeError: On all ranks, naming rank and parameter, if a non-empty shard on any of them
+            has no gradient, or one that is not finite.
 
     Communication: one all-reduce of a single int32 over all ranks of the job, read on the host.
     """

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient norm, clipping and the check of gradients, with one read by the host.
 
-A norm is not finite where a gradient is not. So the norm that clipping needs finds NaN and Inf too:
-no second pass over the gradients.
+The norm is not finite if a gradient is not. So the norm that clipping needs also finds NaN and Inf,
+without a second pass over the gradients.
 
 With Transformer Engine the norm stays on the device: clipping is launched before the host reads the
-count of problems. Otherwise upstream reads each norm as it comes, and scales tensor by tensor; here
-the host reads norms and count together, and one fused call takes the norms, another one clips.
+count of problems. Otherwise upstream reads every norm by itself, and scales tensor by tensor; here
+the host reads norms and count together, one fused call computes the norms, and another one clips.
 """
 
 import math
@@ -23,12 +23,12 @@ _CLIP_EPSILON = 1.0e-6
 
 
 class GradientNorm(NamedTuple):
-    """The norm of all gradients, and whether a rank found something wrong.
+    """The norm of all gradients, and the number of problems on all ranks.
 
     Args:
         norm: As upstream returns it: a float, or with Transformer Engine a tensor on the device.
-        num_problems: Of all ranks: a number, or int32 of one element on the device. ``int()`` reads
-            it there, once clipping has been launched.
+        num_problems: A number, or int32 of one element on the device, to be read by ``int()`` once
+            clipping has been launched.
     """
 
     norm: float | torch.Tensor
@@ -36,7 +36,7 @@ class GradientNorm(NamedTuple):
 
 
 def norm_stays_on_device() -> bool:
-    """Return whether upstream clips without a read by the host, by Transformer Engine's kernels."""
+    """Return whether Transformer Engine's kernels clip, without a read by the host."""
     return clip_grads.multi_tensor_scale_tensor_impl is not None
 
 
@@ -46,13 +46,13 @@ def count_problems(
     num_problems: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Add up the problems of all ranks, without a read by the host.
+    """Sum the problems of all ranks, without a read by the host.
 
     Args:
-        norms: Norms or their squares, one element each; one that is not finite is a problem.
+        norms: Norms or their squares, of one element; one that is not finite is a problem.
         others: Gradients that these leave out, such as those of tensor-parallel duplicates.
-        num_problems: What is known to be wrong on this rank.
-        device: Where the sum is taken.
+        num_problems: Number of known problems of this rank.
+        device: Device of the result.
 
     Returns:
         int32 of one element on the device.
@@ -71,16 +71,16 @@ def norm_on_host(
     num_problems: int,
     device: torch.device,
 ) -> GradientNorm:
-    """Take the norm of all gradients, by upstream's arithmetic without Transformer Engine.
+    """Compute the norm of all gradients, with upstream's arithmetic without Transformer Engine.
 
     Args:
-        gradients: Local gradients that count, with the group that their squares are added over.
+        gradients: Local gradients of the norm, with the group over which their squares are summed.
         others: Gradients that the norm leaves out, such as those of tensor-parallel duplicates.
-        num_problems: What is known to be wrong on this rank.
-        device: Where norms are reduced.
+        num_problems: Number of known problems of this rank.
+        device: Device of the reductions.
 
-    Communication: one all-reduce of a float32 for each group, and one of a single int32 over all
-        ranks of the job.
+    Communication: one all-reduce of a float32 per group, and one of a single int32 over all ranks
+        of the job.
     """
     squares = []
     for _, grads in gradients:
@@ -89,7 +89,7 @@ def norm_on_host(
         if norms:
             square += torch.linalg.vector_norm(torch.stack(norms)) ** 2
         squares.append(square)
-    # Before squares of other ranks are added: one that is not finite counts on its own rank.
+    # Before squares of other ranks are added, so that a problem is counted on its own rank.
     all_problems = count_problems(squares, others, num_problems, device)
     for (group, _), square in zip(gradients, squares, strict=True):
         dist.all_reduce(square, group=group)
@@ -98,7 +98,7 @@ def norm_on_host(
     norms_of_groups = [square**0.5 for square in found]
     norm = norms_of_groups[0]
     if len(norms_of_groups) > 1:
-        norm = math.sqrt(sum(each**2 for each in norms_of_groups))
+        norm = math.sqrt(sum(of_group**2 for of_group in norms_of_groups))
     return GradientNorm(norm, int(problems))
 
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repairs of the scale and norm of Megatron-FSDP's gradients in megatron-core 0.19.2.
 
-All three hide under Adam, whose update hardly changes when gradients are scaled. They make a
-difference to Muon, whose momentum mixes gradients that were clipped or scaled differently.
+Adam hides all three defects, as its update hardly changes when gradients are scaled. They matter
+for Muon, whose momentum mixes gradients that were clipped or scaled differently.
 """
 
 import functools
@@ -21,9 +21,9 @@ _IS_GRADIENT_BUFFER = "_megatron_muon_is_gradient_buffer"
 def keep_gradient_scaling_factor(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``_create_hfsdp_helper_buffer``, which drops the gradient scaling factor.
 
-    Gradients are reduced through the helper buffer, so without the factor of 1 / dp they come out
-    dp times too large. A helper of gradients over one inner rank has to be a sharded buffer for the
-    reason that :func:`scale_each_microbatch_once` gives.
+    Gradients are reduced through the helper buffer: without the factor of 1 / dp they are dp times
+    too large. Over one inner rank, the helper of gradients must be a sharded buffer for the reason
+    that :func:`scale_each_microbatch_once` gives.
     """
 
     @functools.wraps(original)
@@ -41,14 +41,13 @@ def keep_gradient_scaling_factor(original: Callable[..., Any]) -> Callable[..., 
 def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``DataParallelBuffer.__init__``, whose gradients over one rank are scaled repeatedly.
 
-    Where gradients are sharded, each microbatch is reduced and added to its shard. Over a group of
+    If gradients are sharded, every microbatch is reduced and added to its shard. Over a group of
     one rank (experts with as many expert-parallel as data-parallel ranks, or one inner rank under
     HSDP) upstream makes the buffer unsharded: microbatches accumulate in it, and every reduction
     multiplies all of it by 1 / dp again; with another communication dtype it even adds the buffer
-    to itself. A sharded buffer of one shard takes the path of any other group.
+    to itself. A sharded buffer of one shard is handled as that of any other group.
 
-    Only gradient buffers are given a scaling factor, which may be None: that tells them from weight
-    buffers.
+    Only gradient buffers have the argument of a scaling factor, which may be None.
 
     Source: NVIDIA/Megatron-LM issue 6660 and pull request 6773, which came after 0.19.2.
     """
@@ -67,10 +66,10 @@ def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., An
 
 
 def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_get_megatron_optimizer_based_on_param_groups`` to take HFSDP's norm over all shards.
+    """Wrap ``_get_megatron_optimizer_based_on_param_groups``: HFSDP's norm is that of all shards.
 
-    Upstream reduces it over one optimizer instance, which under HFSDP holds a part of the shards:
-    instances see different norms and clip differently.
+    Upstream reduces it over one optimizer instance, which under HFSDP holds only some of the
+    shards: instances have different norms and clip differently.
     """
 
     @functools.wraps(original)

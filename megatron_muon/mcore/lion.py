@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Lion on the rows of DTensor parameters that this rank holds."""
+"""Lion on the local rows of DTensor parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +15,12 @@ from megatron_muon.runtime.weight_decay import decay_weights
 class FSDPLion(Lion):
     """Step emerging-optimizers' Lion on local tensors, all parameters of a group at once.
 
-    The parent compiles its update (``torch.compile``) for one parameter after the other. It would
-    trace DTensors of uneven placements, whose shapes are global and whose local parts differ by
-    rank. The update is elementwise, so the rows of this rank are all it needs; the bits are those
-    of the parent where it is not compiled.
+    The parent compiles its update (``torch.compile``) parameter by parameter, and would trace
+    uneven DTensors, whose local parts differ by rank. The update is elementwise, so local rows
+    suffice; the bits are those of the parent without compilation.
 
-    State stays what it is for the parent, a DTensor for each parameter: checkpoints record it.
-    Parameters without gradient, such as empty shards, are skipped.
+    State is a DTensor per parameter, as in the parent, and in checkpoints. Parameters without
+    gradient, such as empty shards, are skipped.
     """
 
     @torch.no_grad()
@@ -37,7 +36,7 @@ class FSDPLion(Lion):
         if closure is not None:
             raise ValueError("closure: expected None, got one. Compute the loss before step().")
         for group in self.param_groups:
-            # Makes state at the first gradient of a parameter that has none.
+            # Creates state at the first gradient of a parameter.
             self._init_group(group)
             held = [param for param in group["params"] if param.grad is not None]
             if held:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_muon.mcore import arguments, fused_gradient_repairs, gradient_repairs, qk_clip
-from megatron_muon.mcore.checkpoint import loading, saving
-from megatron_muon.mcore.checkpoint import repairs as checkpoint_repairs
 from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
+from megatron_muon.mcore.fsdp_dtensor import loading, saving
+from megatron_muon.mcore.fsdp_dtensor import repairs as checkpoint_repairs
 from megatron_muon.mcore.fsdp_model import is_megatron_fsdp
 from megatron_muon.mcore.unsharded import asks_for_more, build_with_flags
-from megatron_muon.patching.patch import Patch, Target
+from megatron_muon.patching.patch import Patch, Target, names
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
@@ -45,7 +45,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.training.arguments",
             "add_megatron_arguments",
-            parameters=("parser",),
+            parameters=names("parser"),
             # The flags stand beside Megatron's own Muon flags, which this line adds.
             source_lines=("parser = _add_regularization_args(parser)", "return parser"),
         ),
@@ -57,7 +57,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.training.arguments",
             "validate_args",
-            parameters=("args", "defaults"),
+            parameters=names("args, defaults"),
             source_lines=(
                 "assert args.optimizer in ('sgd', 'adam'), \\",
                 'assert not args.use_megatron_fsdp, "Emerging optimizer does not support '
@@ -75,7 +75,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.training.yaml_arguments",
             "load_yaml",
-            parameters=("yaml_path",),
+            parameters=names("yaml_path"),
             source_lines=("config_namespace.yaml_cfg = yaml_path",),
         ),
         "refuse Muon with Megatron-FSDP from --yaml-cfg, which skips the checks of flags",
@@ -87,7 +87,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.core.optimizer",
             "_get_megatron_emerging_optimizer",
-            parameters=("config", "model_chunks", "config_overrides", "pg_collection"),
+            parameters=names("config, model_chunks, config_overrides, pg_collection"),
             source_lines=(
                 "config_overrides.update(default_param_overrides)",
                 "if 'experts' in name and 'shared' not in name:",
@@ -103,7 +103,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.core.optimizer.distrib_optimizer",
             "DistributedOptimizer._copy_main_params_to_model_params",
-            parameters=("self",),
+            parameters=names("self"),
             source_lines=(
                 "model_chunk.param_and_grad_buffer.copy_main_weights_to_model_weights()",
             ),
@@ -118,7 +118,7 @@ PATCHES: tuple[Patch, ...] = (
             Target(
                 module,
                 "clip_qk",
-                parameters=("model", "log_max_only"),
+                parameters=names("model, log_max_only"),
                 source_lines=(
                     "for transformer_layer in model_chunk.module.module.decoder.layers:",
                     "transformer_layer.self_attention.clip_qk()",
@@ -139,7 +139,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             f"{_FSDP}.param_and_grad_buffer",
             "_create_hfsdp_helper_buffer",
-            parameters=("dp_buffer", "inner_dp_group", "is_data_distributed"),
+            parameters=names("dp_buffer, inner_dp_group, is_data_distributed"),
             source_lines=("helper_buffer = DataParallelBuffer(", "return helper_buffer"),
         ),
         "HFSDP: keep the gradient scaling factor, without which gradients are dp times too large",
@@ -150,24 +150,11 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             f"{_FSDP}.param_and_grad_buffer",
             "DataParallelBuffer.__init__",
-            parameters=(
-                "self",
-                "ddp_config",
-                "params",
-                "is_data_distributed",
-                "bucket_id",
-                "dtype",
-                "device",
-                "data_parallel_group",
-                "dp_rank",
-                "temporary_bucket_allocator",
-                "is_transpose_buffer",
-                "gradient_scaling_factor",
-                "chunk_size_factor",
-                "mem_alloc_context",
-                "item_index_map",
-                "bucket_index",
-                "shard_bucket_index",
+            parameters=names(
+                "self, ddp_config, params, is_data_distributed, bucket_id, dtype, device, "
+                "data_parallel_group, dp_rank, temporary_bucket_allocator, is_transpose_buffer, "
+                "gradient_scaling_factor, chunk_size_factor, mem_alloc_context, item_index_map, "
+                "bucket_index, shard_bucket_index"
             ),
             # The patch above copies the attribute that this line sets.
             source_lines=("self.gradient_scaling_factor = gradient_scaling_factor",),
@@ -180,19 +167,11 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.core.optimizer",
             "_get_megatron_optimizer_based_on_param_groups",
-            parameters=(
-                "config",
-                "model_chunks",
-                "param_groups",
-                "per_model_buffers",
-                "model_parallel_group",
-                "data_parallel_group",
-                "data_parallel_group_gloo",
-                "data_parallel_group_idx",
-                "intra_dist_opt_group",
-                "distributed_optimizer_instance_id",
-                "pg_collection",
-                "skip_megatron_wrapping",
+            parameters=names(
+                "config, model_chunks, param_groups, per_model_buffers, model_parallel_group, "
+                "data_parallel_group, data_parallel_group_gloo, data_parallel_group_idx, "
+                "intra_dist_opt_group, distributed_optimizer_instance_id, pg_collection, "
+                "skip_megatron_wrapping"
             ),
             # Upstream's group is one instance; the wrapper replaces what this line has set.
             source_lines=("setattr(optimizer, 'grad_stats_parallel_group', intra_dist_opt_group)",),
@@ -205,14 +184,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             f"{_FSDP}.megatron_fsdp",
             "MegatronFSDP.all_gather_and_wait_parameters_ready",
-            parameters=(
-                "self",
-                "params",
-                "prefetch",
-                "prefetch_order",
-                "wait_bucket_ready",
-                "bwd",
-            ),
+            parameters=names("self, params, prefetch, prefetch_order, wait_bucket_ready, bwd"),
             source_lines=(
                 'if self.data_parallel_sharding_strategy == "no_shard":',
                 "param.overwrite_main_grad = True",
@@ -228,7 +200,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.core.transformer.moe.experts",
             "TEGroupedMLP._ensure_main_grad",
-            parameters=("linear_module",),
+            parameters=names("linear_module"),
             source_lines=(
                 'if hasattr(param, "overwrite_main_grad"):',
                 "param.overwrite_main_grad = True",
@@ -242,18 +214,10 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.core.tensor_parallel.layers",
             "LinearWithGradAccumulationAndAsyncCommunication.forward",
-            parameters=(
-                "ctx",
-                "input",
-                "weight",
-                "bias",
-                "gradient_accumulation_fusion",
-                "allreduce_dgrad",
-                "sequence_parallel",
-                "grad_output_buffer",
-                "wgrad_deferral_limit",
-                "tp_group",
-                "gtp_remat_size",
+            parameters=names(
+                "ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, "
+                "sequence_parallel, grad_output_buffer, wgrad_deferral_limit, tp_group, "
+                "gtp_remat_size"
             ),
             source_lines=("ctx.gradient_accumulation_fusion = gradient_accumulation_fusion",),
             later_parameters=("output_dtype",),
@@ -267,7 +231,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.training.checkpointing",
             "handle_swiglu_in_state_dict",
-            parameters=("model", "model_state_dict", "optimizer_state_dict"),
+            parameters=names("model, model_state_dict, optimizer_state_dict"),
             source_lines=(
                 "fsdp_slice = dist_param.megatron_fsdp_slice",
                 'for subkey in ["exp_avg", "exp_avg_sq"]:',
@@ -282,15 +246,9 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.core.transformer.fsdp_dtensor_checkpoint",
             "make_fsdp_dtensor",
-            parameters=(
-                "local_tensor",
-                "param",
-                "dist_index",
-                "is_sharded_param",
-                "is_expert_param",
-                "run_check",
-                "update_uneven_dtensor_chunk_meta",
-                "force_sync_tp_duplicated_param",
+            parameters=names(
+                "local_tensor, param, dist_index, is_sharded_param, is_expert_param, run_check, "
+                "update_uneven_dtensor_chunk_meta, force_sync_tp_duplicated_param"
             ),
             source_lines=(
                 "param, dist_index, is_sharded_param=is_sharded_param, "
@@ -305,7 +263,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.core.optimizer.distrib_optimizer",
             "DistributedOptimizer.sharded_param_state_fsdp_dtensor",
-            parameters=("self", "is_loading"),
+            parameters=names("self, is_loading"),
             source_lines=("self._init_optimizer_states_with_dummy_values()",),
         ),
         "checkpoints: Adam has state for empty shards too, without which saving hangs, and loading "
@@ -317,15 +275,9 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.training.checkpointing",
             "_load_base_checkpoint",
-            parameters=(
-                "load_dir",
-                "args",
-                "rank0",
-                "sharded_state_dict",
-                "checkpointing_context",
-                "dp_cp_group",
-                "expt_dp_group",
-                "gpt_compat_layer_maps",
+            parameters=names(
+                "load_dir, args, rank0, sharded_state_dict, checkpointing_context, dp_cp_group, "
+                "expt_dp_group, gpt_compat_layer_maps"
             ),
             source_lines=(
                 "state_dict = preprocess_fsdp_dtensor_state_dict(args, state_dict, model[0])",
@@ -340,7 +292,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.training.checkpointing",
             "preprocess_fsdp_dtensor_state_dict",
-            parameters=("args", "raw_state_dict", "model"),
+            parameters=names("args, raw_state_dict, model"),
             source_lines=("preprocess_state_dict_for_uneven_dtensor(state_dict)",),
         ),
         "checkpoints: compare names and shapes before anything is loaded",
@@ -351,7 +303,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.training.checkpointing",
             "get_load_checkpoint_path_by_args",
-            parameters=("args", "load_arg"),
+            parameters=names("args, load_arg"),
             source_lines=("load_dir = getattr(args, load_arg)",),
         ),
         "checkpoints: --pretrained-checkpoint without --load",
@@ -383,7 +335,7 @@ PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.core.msc_utils",
             "MaybeMultiStorageClient.__getattr__",
-            parameters=("self", "name"),
+            parameters=names("self, name"),
             source_lines=('if name == "open":',),
         ),
         "checkpoints: the tracker is replaced in one step",
@@ -398,7 +350,7 @@ LATER_PATCHES: tuple[Patch, ...] = (
         Target(
             "megatron.training.checkpointing",
             "handle_mla_down_proj_in_state_dict",
-            parameters=("model", "model_state_dict", "optimizer_state_dict"),
+            parameters=names("model, model_state_dict, optimizer_state_dict"),
             source_lines=(
                 "model_state_dict[key], model.get_parameter(f'module.{key}'), split_sizes",
                 'for subkey in ["exp_avg", "exp_avg_sq"]:',

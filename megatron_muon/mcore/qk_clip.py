@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""QK-clip on row shards: query and key rows shrink where attention logits grew too large.
+"""QK-clip on row shards: scale query and key rows down if attention logits are too large.
 
-Upstream clips after the step, on whole weights. Under Megatron-FSDP that is too late: the weights
-have been installed, and are overwritten by the main weights at the next step. So main weights are
-clipped, between the step and the installation.
+Upstream clips whole weights after the step. Under Megatron-FSDP that is too late: the weights are
+installed by then, and the main weights overwrite them at the next step. So main weights are clipped
+between the step and the installation.
 """
 
 import copy
@@ -19,10 +19,10 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_muon.mcore.fsdp_model import bare_name, describe_matrix, is_wrapped, num_rows
-from megatron_muon.mcore.unsupported import unsupported_qk_clip
+from megatron_muon.mcore.unsupported import QK_CLIP_UNSUPPORTED, unsupported_settings
 from megatron_muon.user_errors import SettingsError
 
-# What upstream's clip_qk of an attention module changes the weights of.
+# Layers of an attention module that upstream's clip_qk clips.
 _CLIPPED = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
 _MAX_LOGIT = "_megatron_muon_max_attention_logit"
 
@@ -30,8 +30,8 @@ _MAX_LOGIT = "_megatron_muon_max_attention_logit"
 def clip_before_install(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap ``DistributedOptimizer._copy_main_params_to_model_params`` to clip main weights first.
 
-    It follows a step of Adam, which Megatron-FSDP has one optimizer of for all parameters;
-    ``FSDPMuonChainedOptimizer`` clips by itself. A second call in a step finds no logits.
+    It follows a step of Adam, one optimizer for all parameters; ``FSDPMuonChainedOptimizer`` clips
+    by itself. A second call in a step finds no logits.
     """
 
     @functools.wraps(original)
@@ -48,30 +48,30 @@ def clip_before_install(original: Callable[[Any], None]) -> Callable[[Any], None
 def clip_row_shards(fsdp_module: Any) -> None:
     """Clip the main weights of a Megatron-FSDP model, with ``qk_clip`` in its configuration.
 
-    Logits are the maxima of attention since the last call. Afterwards they are reset.
+    Attention records maximum logits since the last call. They are reset.
 
     Args:
         fsdp_module: ``MegatronFSDP`` whose main weights have been stepped.
 
     Raises:
-        SettingsError: The configuration is one for which upstream's clip fails.
+        SettingsError: Upstream's clip fails for the configuration.
         RuntimeError: Attention records no logits.
 
     Communication: see :func:`_reduced`; clipping itself is local.
     """
-    # Megatron-FSDP's own: the model inside may be any module, with or without a configuration.
+    # Megatron-FSDP's own, as the model inside may be a module without one.
     config: Any = getattr(fsdp_module, "config", None)
     if not getattr(config, "qk_clip", False):
         return
-    # Command lines are refused before; a script would else fail at the first large logit.
-    if problems := unsupported_qk_clip(vars(config)):
+    # Command lines were checked before; a script would fail at the first large logit.
+    if problems := unsupported_settings(vars(config), QK_CLIP_UNSUPPORTED):
         raise SettingsError("\n  ".join(["QK-clip under Megatron-FSDP:", *problems]))
     largest = 0.0
     buffers = fsdp_module.param_and_grad_buffer
     params = {bare_name(name): param for name, param in buffers.optimizer_named_parameters}
     for name, attention, logits, largest_of_layer in _reduced(fsdp_module):
         largest = max(largest, largest_of_layer)
-        # Upstream asks the device in every layer; here the host knows all layers by now.
+        # Upstream reads from the device in every layer; here the host has read all layers at once.
         if largest_of_layer > config.qk_clip_threshold:
             attention.core_attention.current_max_attn_logits = logits
             _clip(name, attention, params)
@@ -80,11 +80,10 @@ def clip_row_shards(fsdp_module: Any) -> None:
 
 
 def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
-    """Wrap ``clip_qk``, which the training loop calls after each step."""
+    """Wrap ``clip_qk``, which the training loop calls after every step."""
 
     @functools.wraps(original)
     def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
-        """Return the largest logit of a Megatron-FSDP model, whose step has clipped it."""
         if not is_wrapped(model[0]):
             return original(model, log_max_only)
         return largest_logit(model, log_max_only)
@@ -98,7 +97,7 @@ def largest_logit(model: Sequence[Any], log_max_only: bool) -> float:
 
     Args:
         model: Chunks wrapped by Megatron-FSDP.
-        log_max_only: Whether nothing has been clipped, so that logits are still to be reduced.
+        log_max_only: Whether nothing was clipped, so that logits must still be reduced.
 
     Communication: with ``log_max_only`` see :func:`_reduced`; otherwise none.
     """
@@ -114,10 +113,10 @@ def largest_logit(model: Sequence[Any], log_max_only: bool) -> float:
 
 
 def _reduced(fsdp_module: Any) -> Iterator[tuple[str, Any, torch.Tensor, float]]:
-    """Yield name, module, logits by head and largest logit of each attention that has logits.
+    """Yield name, module, logits by head and largest logit of the attentions that have logits.
 
-    Communication: one all-reduce of 4 bytes a head of all layers over dp_cp, where upstream takes
-        one for each layer; and one read by the host.
+    Communication: one all-reduce of 4 bytes per head of all layers over dp_cp, instead of
+        upstream's one per layer; and one read by the host.
     """
     attentions = [
         (name, attention)
@@ -130,8 +129,8 @@ def _reduced(fsdp_module: Any) -> Iterator[tuple[str, Any, torch.Tensor, float]]
     flat = torch.cat(logits)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-    by_layer = flat.split([each.numel() for each in logits])
-    largest = torch.stack([each.max() for each in by_layer]).tolist()
+    by_layer = flat.split([of_layer.numel() for of_layer in logits])
+    largest = torch.stack([of_layer.max() for of_layer in by_layer]).tolist()
     for (name, attention), heads, most in zip(attentions, by_layer, largest, strict=True):
         yield name, attention, heads, most
 
@@ -165,16 +164,16 @@ def _clip(name: str, attention: Any, params: dict[str, Any]) -> None:
 
 
 def _factors(attention: Any, weights: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return what upstream multiplies each row by, ``(rows, 1)`` fp32 by layer.
+    """Return upstream's factors of the rows, ``(rows, 1)`` fp32 by layer.
 
-    Upstream's own method clips a column of ones: all elements of a row have one factor.
+    Upstream's own method clips a column of ones: all elements of a row have the same factor.
     """
     device = attention.core_attention.current_max_attn_logits.device
     columns = {
         child: torch.ones(num_rows(weight), 1, device=device) for child, weight in weights.items()
     }
     clone = copy.copy(attention)
-    # Found before the layers of the module, which the clone shares with the original.
+    # These hide the layers of the module, which the clone shares with the original.
     clone.__dict__.update({c: SimpleNamespace(weight=column) for c, column in columns.items()})
     clone.clip_qk()
     return columns

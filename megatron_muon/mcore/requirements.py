@@ -1,45 +1,44 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the package relies on in megatron-core and emerging-optimizers, and does not change."""
+"""Symbols of megatron-core and emerging-optimizers that are relied on and not replaced."""
 
-from megatron_muon.patching.patch import Target
+from megatron_muon.patching.patch import Target, names
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
-# What the optimizer calls, inherits or imitates without changing it. A difference there would not
-# fail by itself: it would train something else.
+# The optimizer calls, inherits or imitates these. A difference there would not fail by itself: it
+# would silently train something else.
 REQUIREMENTS: tuple[Target, ...] = (
     # Blocks of fused QKV follow this line (plan/layout.py, block_rows).
     Target(
         "megatron.core.optimizer.emerging_optimizers",
         "TensorParallelMuon.orthogonalize",
-        parameters=("self", "p", "grad", "kwargs"),
+        parameters=names("self, p, grad, kwargs"),
         source_lines=("num_query_groups = grad_shape[0] // qkv_split_dim",),
     ),
-    # The factory asks it for the flags of Muon, and adds what it does not know.
+    # The factory converts Muon's flags by it, and adds its own.
     Target(
         "megatron.core.optimizer.emerging_optimizers",
         "_muon_config_to_kwargs",
-        parameters=("config", "model_chunks", "pg_collection"),
+        parameters=names("config, model_chunks, pg_collection"),
     ),
-    # One that is not known would be ignored: its step is replaced (FSDPZeROTensorParallelMuon).
+    # An unknown argument would be ignored, as FSDPZeROTensorParallelMuon replaces the step.
     Target(
         "megatron.core.optimizer.emerging_optimizers",
         "TensorParallelMuon.__init__",
-        parameters=(
-            *("self", "params", "lr", "momentum", "nesterov", "weight_decay"),
-            *("use_decoupled_weight_decay", "split_qkv", "is_qkv_fn", "qkv_split_shapes"),
-            *("fp32_matmul_prec", "coefficient_type", "num_ns_steps", "scale_mode"),
-            *("extra_scale_factor", "pg_collection", "tp_mode"),
+        parameters=names(
+            "self, params, lr, momentum, nesterov, weight_decay, use_decoupled_weight_decay, "
+            "split_qkv, is_qkv_fn, qkv_split_shapes, fp32_matmul_prec, coefficient_type, "
+            "num_ns_steps, scale_mode, extra_scale_factor, pg_collection, tp_mode"
         ),
-        # --muon-fsdp-newton-schulz chooses kernels here, and stands for --muon-use-syrk.
+        # --muon-fsdp-newton-schulz replaces --muon-use-syrk.
         later_parameters=("use_syrk",),
     ),
     # FSDPZeROTensorParallelMuon does these three lines for all parameters of a group at once.
     Target(
         "emerging_optimizers.orthogonalized_optimizers.orthogonalized_optimizer",
         "OrthogonalizedOptimizer.step",
-        parameters=("self", "closure"),
+        parameters=names("self, closure"),
         source_lines=(
             'state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])',
             'grad = grad.lerp(state["momentum_buffer"], group["momentum"])',
@@ -50,35 +49,35 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         "megatron.core.optimizer.optimizer",
         "ChainedOptimizer.step",
-        parameters=("self",),
+        parameters=names("self"),
         source_lines=(
             "found_inf_flag = self.prepare_grads()",
             "update_successful = False if should_skip_update else self.step_with_ready_grads()",
         ),
     ),
-    # Replaced for all inner optimizers together: weights are installed and gathered once.
+    # The chained optimizer installs and gathers the weights of all inner optimizers once.
     Target(
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer.step_with_ready_grads",
-        parameters=("self",),
+        parameters=names("self"),
         source_lines=("model_chunk.start_param_sync()",),
     ),
-    # HSDP's watch counts the calls that reduce over the outer ranks, see _OuterReductions.
+    # OuterReductions counts the calls that reduce over HSDP's outer ranks.
     Target(
         f"{_FSDP}.param_and_grad_buffer",
         "GradReducePipeline._bucket_group_gradient_reduce",
-        parameters=("self", "bucket_group", "async_op", "outer_fsdp_group_grad_reduce"),
+        parameters=names("self, bucket_group, async_op, outer_fsdp_group_grad_reduce"),
     ),
     Target(
         f"{_FSDP}.param_and_grad_buffer",
         "GradReducePipeline.reduce_gradients",
         source_lines=("outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce,",),
     ),
-    # Gradients that are not fused are added here, and fused ones end the life of .grad.
+    # Gradients that are not fused are added here; after fused ones .grad is deleted.
     Target(
         f"{_FSDP}.megatron_fsdp",
         "MegatronFSDP._register_fsdp_hooks",
-        parameters=("self", "root_module"),
+        parameters=names("self, root_module"),
         source_lines=(
             "param.main_grad.copy_(to_local_if_dtensor(param.grad))",
             "param.main_grad.add_(to_local_if_dtensor(param.grad))",
@@ -88,7 +87,7 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         "megatron.core.tensor_parallel.layers",
         "LinearWithGradAccumulationAndAsyncCommunication.backward",
-        parameters=("ctx", "grad_output"),
+        parameters=names("ctx, grad_output"),
         source_lines=(
             'if hasattr(weight, "__fsdp_param__"):',
             "weight.main_grad = weight.get_main_grad()",
@@ -98,7 +97,7 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         f"{_FSDP}.megatron_fsdp",
         "MegatronFSDP.finish_grad_sync",
-        parameters=("self", "force_all_reduce"),
+        parameters=names("self, force_all_reduce"),
         source_lines=(
             "self.attach_grad_to_optimizer_state()",
             "self._replace_param_with_distributed_if_needed()",
@@ -107,14 +106,14 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         f"{_FSDP}.megatron_fsdp",
         "MegatronFSDP.install_optimized_model_weights",
-        parameters=("self",),
+        parameters=names("self"),
         source_lines=("self.param_and_grad_buffer.copy_main_weights_to_model_weights()",),
     ),
-    # On a clone of the module, with a column of ones as its weight: each row has one factor.
+    # Called on a clone of the module with a column of ones as its weight, for a factor per row.
     Target(
         "megatron.core.transformer.attention",
         "SelfAttention.clip_qk",
-        parameters=("self",),
+        parameters=names("self"),
         source_lines=(
             "self.linear_qkv.weight.data.copy_(self._clip_linear_qkv(self.linear_qkv.weight.data))",
         ),
@@ -122,32 +121,29 @@ REQUIREMENTS: tuple[Target, ...] = (
     Target(
         "megatron.core.transformer.multi_latent_attention",
         "MLASelfAttention.clip_qk",
-        parameters=("self",),
+        parameters=names("self"),
         source_lines=(
             "q_proj_weight.data.copy_(self._clip_q_proj_weight(q_proj_weight.data))",
             "kv_proj_weight.data.copy_(self._clip_kv_proj_weight(kv_proj_weight.data))",
         ),
     ),
-    # Plans take shards for equal ranges of a buffer, in the order of ranks (describe_matrix).
+    # Plans assume equal ranges of a buffer as shards, in the order of ranks (describe_matrix).
     Target(
         f"{_FSDP}.param_and_grad_buffer",
         "_get_dp_buffer_shard_bucket_index",
-        parameters=(
-            "bucket_index",
-            "is_data_distributed",
-            "data_parallel_world_size",
-            "data_parallel_rank",
+        parameters=names(
+            "bucket_index, is_data_distributed, data_parallel_world_size, data_parallel_rank"
         ),
         source_lines=(
             "shard_size = bucket_index.size // data_parallel_world_size",
             "bucket_data_index = shard_size * data_parallel_rank",
         ),
     ),
-    # Under HFSDP that order is this one (plan/layout.py, hfsdp_shard_of_rank).
+    # The order under HFSDP (plan/layout.py, hfsdp_shard_of_rank).
     Target(
         f"{_FSDP}.utils",
         "FSDPDistributedIndex.get_logical_hybrid_fsdp_rank",
-        parameters=("self", "is_expert_parallel"),
+        parameters=names("self, is_expert_parallel"),
         source_lines=('"(outer_dp inner_dp) -> (inner_dp outer_dp)",',),
     ),
 )

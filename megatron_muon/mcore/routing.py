@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which optimizer steps a parameter: Megatron's rule, and what is added to it for Muon."""
+"""Which optimizer steps a parameter: Megatron's rule, with additions for Muon."""
 
 import copy
 from typing import Any
@@ -13,10 +13,11 @@ from megatron_muon.mcore.arguments import skips_router
 
 
 def routing_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
-    """Return the overrides that send parameters to a scalar optimizer.
+    """Return the overrides that assign parameters to a scalar optimizer.
 
-    Those of Megatron's rule are no matrices. Beside Muon, ``config.muon_scalar_optimizer`` steps
-    them, and what modules of later releases mark; beside Lion, Adam does.
+    Megatron's rule selects parameters that are not matrices. With Muon,
+    ``config.muon_scalar_optimizer`` steps them, and parameters that later releases mark; with Lion,
+    Adam does.
     """
     rule = copy.deepcopy(_EMERGING_OPTIMIZERS[config.optimizer].default_param_overrides)
     if config.optimizer == "lion":

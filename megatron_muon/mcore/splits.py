@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tag the parameters whose rows are orthogonalized in blocks.
 
-The tags are upstream's (``is_qkv``, ``qkv_split_shapes``), which mean any rows: upstream's Muon
-splits what is tagged under DDP too. This file alone decides the blocks of a parameter, from the
-module that holds it.
+The tags are upstream's (``is_qkv``, ``qkv_split_shapes``), which are valid for any rows, so that
+upstream's Muon under DDP splits the same parameters. Only this file decides the blocks of a
+parameter, by the module that holds it.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
 from megatron_muon.plan.splits import Splits, all_heads, halves
 
-# Classes whose gate and up alternate, and the field of their configuration with the rows of each.
+# Classes in which gate and up alternate, and the field of their configuration with the block size.
 # Source: megatron-core 0.19.2, moe/experts.py and moe/shared_experts.py.
 _INTERLEAVED = {
     "TEGroupedMLP": "moe_mlp_glu_interleave_size",
@@ -28,12 +28,12 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
 
     Args:
         chunk: Model chunk, wrapped or not.
-        splits: What is split.
+        splits: Which layers are split.
         num_rows: Returns the tensor-parallel-local rows of a parameter.
 
     Raises:
-        ValueError: Heads are to be orthogonalized apart, and a tensor-parallel rank holds parts of
-            them.
+        ValueError: Heads are to be orthogonalized separately, and a tensor-parallel rank holds
+            parts of them.
     """
     for name, holder, linear in _fused_linears(chunk):
         for param in _weights(linear):
@@ -43,7 +43,7 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
                 continue
             by_head = splits.per_head and name != "linear_fc1"
             if rows % sum(shapes):
-                # Fewer query groups than tensor-parallel ranks: upstream leaves them whole, too.
+                # Fewer query groups than tensor-parallel ranks: upstream splits none either.
                 if by_head:
                     raise ValueError(
                         f"{name}: expected whole query groups of {sum(shapes)} rows on each "
@@ -54,7 +54,7 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
             if by_head:
                 head_rows = chunk.config.kv_channels if name == "linear_qkv" else 0
                 shapes = all_heads(shapes, rows, head_rows)
-                # A head lies on one tensor-parallel rank: joined, it would be mixed with others.
+                # A head is whole on one tensor-parallel rank: joining would mix it with others.
                 param.is_split_by_head = True
             param.is_qkv = True
             param.qkv_split_shapes = list(shapes)
@@ -62,14 +62,14 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
 
 def _weights(linear: Any) -> Iterator[Any]:
     """Yield the trainable matrices of a linear layer."""
-    # Grouped experts have one each: weight0, weight1, ...
+    # Grouped experts have several: weight0, weight1, ...
     for name, param in linear.named_parameters(recurse=False):
         if name.startswith("weight") and param.dim() == 2 and param.requires_grad:
             yield param
 
 
 def _fused_linears(chunk: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, holder and linear layer of what may be split."""
+    """Yield name, parent and layer of the linear layers that may be split."""
     names = ("linear_qkv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
     for holder in chunk.modules():
         for name in names:
@@ -81,7 +81,7 @@ def _fused_linears(chunk: Any) -> Iterator[tuple[str, Any, Any]]:
 def _split_shapes(
     holder: Any, name: str, num_rows: int, model_config: Any, splits: Splits
 ) -> tuple[int, ...] | None:
-    """Return the rows of one group that go to each block; None for a matrix that stays whole."""
+    """Return the rows of a group per block; None for a matrix that is not split."""
     if name == "linear_qkv":
         return tuple(_get_qkv_split_shapes(model_config)) if splits.qkv else None
     config = holder.config

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of this package for Muon without Megatron-FSDP: upstream's optimizer, with our tags.
+"""The flags of this package without Megatron-FSDP: upstream's Muon, with our tags.
 
-A run under DDP with the same flags is then the reference for one under Megatron-FSDP.
+A run under DDP with the same flags is the reference for one under Megatron-FSDP.
 """
 
 import copy
@@ -23,8 +23,9 @@ def asks_for_more(config: Any) -> bool:
     Args:
         config: Optimizer configuration.
     """
-    # Inside of build_with_flags, a source tree that carries our patches asks a second time.
-    if config.optimizer not in MUON_OPTIMIZERS or _is_building():
+    # Inside of build_with_flags, a source tree with our patches asks a second time.
+    is_building = mcore_optimizer._get_qkv_split_shapes is _no_split_shapes
+    if config.optimizer not in MUON_OPTIMIZERS or is_building:
         return False
     splits = requested_splits(config)
     return splits != Splits(qkv=splits.qkv) or skips_router()
@@ -49,10 +50,10 @@ def build_with_flags(
     for chunk in model_chunks:
         tag_blocks(chunk, requested_splits(config), lambda param: param.shape[0])
     overrides = {**(config_overrides or {}), **router_rule(config)}
-    # Tags alone say what is split, as under Megatron-FSDP.
+    # Only the tags decide what is split, as under Megatron-FSDP.
     config = copy.copy(config)
     config.muon_split_qkv = True
-    # Upstream's function would tag query, key and value again, whatever our tags say.
+    # Upstream's function would overwrite our tags of query, key and value.
     upstream = mcore_optimizer._get_qkv_split_shapes
     mcore_optimizer._get_qkv_split_shapes = _no_split_shapes
     try:
@@ -62,9 +63,5 @@ def build_with_flags(
 
 
 def _no_split_shapes(_model_config: Any) -> list[int]:
-    """Return what no number of rows is a multiple of, so that upstream tags nothing."""
+    """Return a size of which no number of rows is a multiple, so that upstream tags nothing."""
     return [2**62]
-
-
-def _is_building() -> bool:
-    return mcore_optimizer._get_qkv_split_shapes is _no_split_shapes

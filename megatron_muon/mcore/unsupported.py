@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What Muon under Megatron-FSDP refuses: one table for command lines and for mcore scripts."""
+"""What Muon under Megatron-FSDP refuses: one table for command lines and megatron-core scripts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Unsupported:
     found: Callable[[Settings], str] | None = None
 
     def sentence(self, settings: Settings) -> str:
-        """Write down what was asked for, what was given, why it cannot work and what to do."""
+        """Return what was asked for and given, why it cannot work, and what to do."""
         given = f", got {self.found(settings)}" if self.found is not None else ""
         return f"{self.flag}{given}: {self.reason}; {self.instead}."
 
@@ -348,34 +348,28 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 )
 
 
-def unsupported_settings(settings: Settings) -> list[str]:
+def unsupported_settings(
+    settings: Settings, rows: Sequence[Unsupported] = UNSUPPORTED
+) -> list[str]:
     """List what Muon under Megatron-FSDP cannot honour.
 
     Args:
         settings: Names and values as Megatron's arguments and configurations spell them; a name
             that is absent counts as not requested.
+        rows: What is refused; :data:`QK_CLIP_UNSUPPORTED` with another optimizer than Muon.
 
     Returns:
         A sentence for each refused setting: what was given, the reason, what to use instead.
     """
-    return [row.sentence(settings) for row in UNSUPPORTED if row.is_requested(settings)]
-
-
-def unsupported_qk_clip(settings: Settings) -> list[str]:
-    """List what QK-clip under Megatron-FSDP cannot honour, with any optimizer.
-
-    Args:
-        settings: As :func:`unsupported_settings` takes them.
-    """
-    return [row.sentence(settings) for row in QK_CLIP_UNSUPPORTED if row.is_requested(settings)]
+    return [row.sentence(settings) for row in rows if row.is_requested(settings)]
 
 
 def raise_where_refused(optimizer: object, refusals: Sequence[str]) -> None:
-    """Refuse settings together.
+    """Raise all refusals together, if there are any.
 
     Args:
-        optimizer: What ``--optimizer`` asks for.
-        refusals: A sentence for each; nothing is raised where there is none.
+        optimizer: Value of ``--optimizer``.
+        refusals: Sentences of :func:`unsupported_settings`.
 
     Raises:
         SettingsError: With all of them.
@@ -385,15 +379,3 @@ def raise_where_refused(optimizer: object, refusals: Sequence[str]) -> None:
             f"--optimizer {optimizer} --use-megatron-fsdp cannot run with:\n  "
             + "\n  ".join(refusals)
         )
-
-
-def raise_where_unsupported(settings: Settings) -> None:
-    """Refuse settings that Muon under Megatron-FSDP cannot honour.
-
-    Args:
-        settings: As :func:`unsupported_settings` takes them.
-
-    Raises:
-        SettingsError: With all of them.
-    """
-    raise_where_refused(settings.get("optimizer"), unsupported_settings(settings))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.newton_schulz.stack_run import StackRun
 
 if TYPE_CHECKING:
     import torch
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """What Newton-Schulz of one part of a matrix takes.
+    """Cost of Newton-Schulz of one part of a matrix.
 
     Args:
         flops: Floating-point operations.
-        num_products: Matrix products, each at least one kernel.
-        num_all_reduces: All-reduces of an n x n matrix, where several owners split the matrix.
+        num_products: Matrix products; at least one kernel per product.
+        num_all_reduces: All-reduces of an n x n matrix if several owners split the matrix.
     """
 
     flops: float
@@ -35,23 +34,20 @@ class Backend(ABC):
     """One way to compute Newton-Schulz.
 
     Attributes:
-        name: What users call it.
-        reference: Set for kernels that are not torch's: the backend whose results they must match,
-            up to rounding. Both run once on each shape at construction, which also compiles the
-            kernels before the first step. Copies of a matrix are left to the reference: a kernel
-            that chooses its tiles by timing may have other bits on another rank.
+        name: Its name in flags.
+        reference: For kernels that are not torch's, the backend whose results they must match, up
+            to rounding. Both run once per shape at construction, which also compiles the kernels
+            before the first step. Matrices with several copies are left to the reference, as a
+            kernel that chooses its tiles by timing may give other bits on another rank.
         is_batched: Whether all matrices of a stack share its launches.
-        timed_as: The backend whose measured times of whole matrices stand for it; None for its own.
-        communicates: Whether its kernels do, so that owners of a split matrix must run together.
-        takes_portions: Whether it has :meth:`start`.
+        communicates: Whether its kernels communicate, so that owners of a split matrix must run it
+            together.
     """
 
     name: ClassVar[str]
     reference: ClassVar[str | None] = None
     is_batched: ClassVar[bool] = True
-    timed_as: ClassVar[str | None] = None
     communicates: ClassVar[bool] = False
-    takes_portions: ClassVar[bool] = False
 
     @abstractmethod
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
@@ -61,24 +57,24 @@ class Backend(ABC):
             n: Shorter side of the whole matrix.
             m: Longer side of the whole matrix.
             segments: Steps between restarts; their sum is the number of steps.
-            num_parts: Owners, each of which holds an equal part of the longer side.
+            num_parts: Number of owners, which hold equal parts of the longer side.
         """
 
     def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
-        """Return whether it can run on a shape, shorter side first, in so many parts."""
+        """Return whether it can run on a shape, shorter side first, in ``num_parts`` parts."""
         return True
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
-        """List what a job lacks for it, a sentence each."""
+        """Return a sentence for each requirement that a job does not meet."""
         return []
 
     def connect(self, parts_group: "dist.ProcessGroup") -> None:  # noqa: B027
-        """Make what owners of split matrices need to run together, once at construction.
+        """Prepare the owners of split matrices to run it together, once at construction.
 
-        All ranks of the group call it in the same order.
+        All ranks of the group call it, in the same order of groups.
 
         Raises:
-            RuntimeError: It cannot be made.
+            RuntimeError: The preparation failed.
         """
 
     @abstractmethod
@@ -86,28 +82,28 @@ class Backend(ABC):
         """Orthogonalize a stack, ``(num_matrices, rows, cols)``.
 
         Returns:
-            Same shape and dtype, in new memory; bf16-valued where ``settings.is_bf16``.
+            Same shape and dtype, in new memory; bf16-valued with ``settings.is_bf16``.
 
-        Communication: with ``parts_group`` an all-reduce of the norm where the stack is not
-            normalized, and as many exchanges of ``n * n`` elements, n the shorter side, as
-            :meth:`work` counts.
+        Communication: with ``parts_group`` an all-reduce of the norm unless the stack is
+            normalized, and those of ``n * n`` elements that :meth:`work` counts.
         """
 
-    def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
-        """Return what orthogonalizes a normalized stack portion by portion.
 
-        Only of a backend that takes portions.
+def gpu_problems(device: "torch.device", capabilities: Sequence[tuple[int, ...]] = ()) -> list[str]:
+    """Return a sentence unless a device is a GPU of a given compute capability.
 
-        Args:
-            stack: ``(num_matrices, rows, cols)`` bfloat16; read until :meth:`StackRun.iterate`
-                returns.
-            call: What it is orthogonalized as.
-            borders: First line of each portion, and the end.
+    Args:
+        device: Device of the matrices.
+        capabilities: Major versions, or major and minor ones; any if empty.
+    """
+    import torch
 
-        Raises:
-            ValueError: The backend takes no portions.
-        """
-        raise ValueError(
-            f"{self.name}: expected a backend that takes portions, got one that needs all rows at "
-            "once. Call run()."
-        )
+    if device.type != "cuda":
+        return [f"expected a GPU, got {device.type} ranks"]
+    if not capabilities:
+        return []
+    found = torch.cuda.get_device_capability(device)
+    if any(found[: len(known)] == known for known in capabilities):
+        return []
+    known = ", ".join(".".join(map(str, capability)) for capability in capabilities)
+    return [f"expected a GPU of compute capability {known}, got {found[0]}.{found[1]}"]

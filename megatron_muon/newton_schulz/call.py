@@ -1,11 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a stack of matrices is orthogonalized as."""
+"""Settings, shape and parts of a stack of matrices that is orthogonalized."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.coefficients import Coefficients, coefficients_of
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
 if TYPE_CHECKING:
@@ -14,15 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """What a stack of matrices is orthogonalized as.
+    """How to orthogonalize a stack of matrices.
 
     Args:
         settings: Steps, coefficients and precision.
         whole_shape: Shape of the whole matrices; larger than the stack's only for parts.
-        is_normalized: Whether the norm of each whole matrix is 1. The stack is then bfloat16,
+        is_normalized: Whether the norm of a whole matrix is 1. The stack is then bfloat16,
             otherwise float32.
-        parts_group: Ranks that hold the parts of each matrix; then the stack holds one. None where
-            matrices are whole.
+        parts_group: Ranks that hold the parts of the single matrix of the stack; None if matrices
+            are whole.
     """
 
     settings: NewtonSchulzSettings
@@ -32,10 +31,5 @@ class Call:
 
     @property
     def is_tall(self) -> bool:
-        """Whether the whole matrix is: a part of a tall matrix may itself be wide."""
+        """Whether the whole matrix is tall; a part of it may be wide."""
         return self.whole_shape[0] > self.whole_shape[1]
-
-    @property
-    def coefficients(self) -> tuple[Coefficients, ...]:
-        """Of each step."""
-        return coefficients_of(self.settings.steps, self.settings.coefficient_type)

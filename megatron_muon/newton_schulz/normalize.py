@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The norm of a stack whose rows travelled in fp32."""
+"""The norm of a stack whose rows were sent in fp32."""
 
 import functools
 import inspect
@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def least_norm() -> float:
-    """Return the least norm that a matrix is divided by.
-
-    It is the default of emerging-optimizers: 1e-7 in 0.3.0, 1e-15 in 0.4.0.
-    """
+    """Return emerging-optimizers' lower bound of norms: 1e-7 in 0.3.0, 1e-15 in 0.4.0."""
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
     return float(inspect.signature(muon_utils.newton_schulz).parameters["eps"].default)
@@ -25,13 +22,13 @@ def least_norm() -> float:
 def normalize(
     stack: "torch.Tensor", parts_group: "dist.ProcessGroup | None" = None
 ) -> "torch.Tensor":
-    """Divide each matrix by its Frobenius norm, as emerging-optimizers does.
+    """Divide matrices by their Frobenius norms, as emerging-optimizers does.
 
     Args:
         stack: ``(num_matrices, rows, cols)``, float32.
-        parts_group: Ranks that hold the parts of each matrix; None where matrices are whole.
+        parts_group: Ranks that hold the parts of the matrices; None if they are whole.
 
-    Communication: with ``parts_group`` one all-reduce of a number a matrix.
+    Communication: with ``parts_group`` one all-reduce of a number per matrix.
     """
     import torch
     import torch.distributed as dist

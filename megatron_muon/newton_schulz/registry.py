@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""All backends by name, and which of them a job may use."""
+"""All backends by name, and which of them a job can use."""
 
 import math
 from collections.abc import Sequence
@@ -24,22 +24,16 @@ BackendChoice = Literal[
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
-    for backend in (
-        Standard(),
-        Symmetric(),
-        Gram(),
-        GramSymmetric(),
-        TransformerEngine(),
-    )
+    for backend in (Standard(), Symmetric(), Gram(), GramSymmetric(), TransformerEngine())
 }
 
-# Of the norm. On random matrices steps in bf16 are off by about 0.005 (docs/newton_schulz.md), and
-# kernels add up in another order. A wrong kernel is off by about 1.
+# Relative to the norm. On random matrices the error of bf16 steps is about 0.005
+# (docs/newton_schulz.md), and kernels sum in another order. The error of a wrong kernel is about 1.
 _MAX_DIFFERENCE = 0.05
 
 
 def requested_backends(choice: BackendChoice) -> tuple[str, ...]:
-    """Return the backends that a choice lets matrices choose from, by cost, then in this order.
+    """Return the backends of a choice; matrices use the cheapest, ties go to the first.
 
     Every choice has a backend for all shapes, also those that kernels do not support.
     """
@@ -49,7 +43,7 @@ def requested_backends(choice: BackendChoice) -> tuple[str, ...]:
         "gram": (Gram.name,),
         "gram_symmetric": (Gram.name, GramSymmetric.name),
         "transformer_engine": (TransformerEngine.name, Standard.name),
-        # What its calls cost is not known: nothing to choose by.
+        # The cost of its calls is unknown.
         "auto": tuple(name for name in BACKENDS if name != TransformerEngine.name),
     }
     return names[choice]
@@ -61,9 +55,9 @@ def usable_backends(
     """Return the requested backends that a job can use, and why it cannot use the others.
 
     Args:
-        choice: What the user asked for.
+        choice: The user's choice.
         settings: Steps, coefficients and precision.
-        device: Where matrices live.
+        device: Device of the matrices.
     """
     usable, reasons = [], []
     for name in requested_backends(choice):
@@ -75,13 +69,13 @@ def usable_backends(
 
 
 def candidates(backends: Sequence[str], n: int, m: int, num_parts: int = 1) -> list[str]:
-    """Return those of some backends that matrices of a shape choose from.
+    """Return the backends that can run on a shape.
 
     Args:
-        backends: Names, in order of preference; one of them takes every shape.
+        backends: Names, in order of preference; one of them can run on all shapes.
         n: Shorter side.
         m: Longer side.
-        num_parts: Owners of each matrix.
+        num_parts: Number of owners per matrix.
     """
     return [name for name in backends if BACKENDS[name].takes(n, m, num_parts)]
 
@@ -90,20 +84,20 @@ def check_against_reference(backend: Backend, stack: "torch.Tensor", call: Call)
     """Run a backend on random matrices, and compare it with its reference.
 
     Args:
-        backend: One with a reference.
-        stack: Of the shape, dtype and device to run on; its values are not read.
-        call: What it is orthogonalized as.
+        backend: A backend with a reference.
+        stack: Has the shape, dtype and device to run on; its values are not read.
+        call: How to orthogonalize it.
 
     Raises:
-        RuntimeError: They differ by more than rounding, with figures.
+        RuntimeError: The results differ by more than rounding.
 
-    Communication: with ``call.parts_group`` that of both backends.
+    Communication: that of both backends.
     """
     import torch
     import torch.distributed as dist
 
     assert backend.reference is not None
-    # A generator of its own: Megatron's must be in the same state on tensor-parallel ranks.
+    # Its own generator: Megatron's must be in the same state on tensor-parallel ranks.
     seed = 0 if call.parts_group is None else dist.get_rank(call.parts_group)
     generator = torch.Generator(stack.device).manual_seed(seed)
     std = math.prod(call.whole_shape) ** -0.5
@@ -111,7 +105,7 @@ def check_against_reference(backend: Backend, stack: "torch.Tensor", call: Call)
     found = backend.run(drawn, call).float()
     expected = BACKENDS[backend.reference].run(drawn, call).float()
     difference = float((found - expected).norm() / expected.norm())
-    # Also where a result is NaN.
+    # Also true if a result is NaN.
     if not difference <= _MAX_DIFFERENCE:
         raise RuntimeError(
             f"Newton-Schulz {backend.name}: expected results within {_MAX_DIFFERENCE} of those of "

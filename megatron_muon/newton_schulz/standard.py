@@ -1,72 +1,43 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""emerging-optimizers' own steps: with this backend results are upstream's bits.
+"""emerging-optimizers' own steps: results have the same bits as upstream's.
 
-Memory layout changes the last bits of bf16 products: stacks are contiguous, and transposed by a
-view as emerging-optimizers does.
+Memory layout changes the last bits of bf16 products, so stacks are contiguous, and transposed by a
+view as in emerging-optimizers.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron_muon.newton_schulz.backend import Backend, Work
 from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.stack_run import PortionedRun, StackRun
 
 if TYPE_CHECKING:
     import torch
 
 
 class Standard(Backend):
-    """Three products a step: X X^T, its square, and their sum with X."""
+    """Three products per step: X X^T, its square, and their sum times X.
+
+    Attributes:
+        flops_of_step: Operations of a step, in units of ``m n^2`` and of ``n^3``.
+    """
 
     name = "standard"
-    takes_portions = True
+    flops_of_step: ClassVar[tuple[int, int]] = (4, 2)
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
-        """Count 4 m n^2 + 2 n^3 operations a step. Splitting divides m alone."""
-        steps = sum(segments)
-        return Work(steps * (4 * m / num_parts * n * n + 2 * n**3), 3 * steps, steps)
+        """Count the work of one owner; see :meth:`Backend.work`. Splitting only divides m."""
+        steps, (long, square) = sum(segments), self.flops_of_step
+        return Work(steps * (long * m / num_parts * n * n + square * n**3), 3 * steps, steps)
 
     def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
         """Orthogonalize a stack; see :meth:`Backend.run`."""
         return (_normalized if call.is_normalized else _one_by_one)(stack, call)
 
-    def start(self, stack: "torch.Tensor", call: Call, borders: Sequence[int]) -> StackRun:
-        """Take the first and the last product by portion; see :meth:`Backend.start`."""
-        return _StandardRun(stack, call, borders)
-
-
-class _StandardRun(PortionedRun):
-    """The steps of "medium" precision."""
-
-    def _take(self, portion: int) -> "torch.Tensor":
-        return self._portion(self._lines(self._stack), portion)
-
-    def _steps(self) -> None:
-        import torch
-
-        x = self._lines(self._stack)
-        gram = self._first_gram(x.dtype)
-        for number, (a, b, c) in enumerate(self._call.coefficients, start=1):
-            if self._call.parts_group is not None:
-                torch.distributed.all_reduce(gram, group=self._call.parts_group)
-            factor = torch.baddbmm(gram, gram, gram, alpha=c, beta=b)
-            if number < len(self._call.coefficients):
-                x = torch.baddbmm(x, factor, x, beta=a)
-                gram = x @ x.mT
-        if len(self._call.coefficients) == 1:
-            x = x.clone()  # others arrive in the memory of the stack
-        self._x, self._factor, self._a = x, factor, a
-
-    def _last_product(self, x: "torch.Tensor") -> "torch.Tensor":
-        import torch
-
-        return torch.baddbmm(x, self._factor, x, beta=self._a)
-
 
 def _one_by_one(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
-    """Call emerging-optimizers' function for each fp32 matrix."""
+    """Call emerging-optimizers' function on the fp32 matrices one by one."""
     import torch
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
@@ -84,20 +55,19 @@ def _one_by_one(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
 
 
 def _normalized(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
-    """Take the steps of "medium" precision on normalized bf16 matrices, in one call.
+    """Run the steps of "medium" precision on normalized bf16 matrices, as one batch.
 
-    The norm was taken in float64 before the matrix was assembled. emerging-optimizers' function
-    would take it again, of the rounded bf16 values.
+    The norm was computed in float64 before the matrix was assembled. emerging-optimizers' function
+    would compute it again, of the rounded bf16 values.
     """
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-    # Tall matrices are transposed by a view: the Gram matrix is then that of the shorter side.
-    # torch.baddbmm and torch.addmm may choose different kernels. One matrix alone takes the step
-    # that upstream takes, so that its bits are upstream's.
+    # torch.baddbmm and torch.addmm may choose different kernels: a single matrix uses upstream's
+    # step, for the same bits.
     x = stack if stack.shape[0] > 1 else stack[0]
     step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
     x = x.mT if call.is_tall else x
-    for a, b, c in call.coefficients:
+    for a, b, c in call.settings.coefficients:
         x = step(x, a, b, c, tp_group=call.parts_group)
     x = x.mT if call.is_tall else x
     return x if x.ndim == 3 else x.unsqueeze(0)

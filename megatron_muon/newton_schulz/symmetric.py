@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The standard steps with emerging-optimizers' Triton kernels for symmetric products.
 
-X X^T and its square are symmetric: the kernels compute one half and store it twice.
+X X^T and its square are symmetric: the kernels compute one half, and store it twice.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import Backend, Work
+from megatron_muon.newton_schulz.backend import gpu_problems
 from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.normalize import normalize
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
@@ -20,33 +19,27 @@ if TYPE_CHECKING:
 # Loads of the kernels are of 16 bytes, 8 elements.
 _ALIGNMENT, _MULTIPLE = 16, 8
 # From about this side on the kernels are faster than cuBLAS's full product on an H200. Not measured
-# here. Source: the figure of Emerging-Optimizers' authors for their kernels.
+# here. Source: the figure of Emerging-Optimizers' authors.
 _BREAK_EVEN = 4096
-# Others have not been tested by emerging-optimizers, which leaves the kernels out on them. Source:
-# emerging-optimizers 0.3.0, Muon.__init__.
+# Compute capabilities on which emerging-optimizers uses the kernels. Source: emerging-optimizers
+# 0.3.0, Muon.__init__.
 _CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
-class Symmetric(Backend):
-    """Three products a step, two of which are computed by half."""
+class Symmetric(Standard):
+    """Three products per step; of two of them one half is computed."""
 
     name = "symmetric"
     reference = Standard.name
     is_batched = False
-
-    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
-        """Count 3 m n^2 + n^3 operations a step. Splitting divides m alone."""
-        steps = sum(segments)
-        return Work(steps * (3 * m / num_parts * n * n + n**3), 3 * steps, steps)
+    flops_of_step = (3, 1)
 
     def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
         """Return whether sides of a part are multiples of 8, and the shorter one is long enough."""
         return n >= _BREAK_EVEN and n % _MULTIPLE == 0 and m % (_MULTIPLE * num_parts) == 0
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
-        """List what a job lacks for it: a GPU that the kernels were tested on, Triton, bf16."""
-        import torch
-
+        """Check for a GPU that the kernels were tested on, Triton, and bf16."""
         found = []
         if not settings.is_bf16:
             found.append("expected fp32_matmul_prec medium: the kernels multiply bf16")
@@ -57,29 +50,22 @@ class Symmetric(Backend):
                 found.append("expected Triton 3.4 or later, got an older one")
         except (ImportError, AttributeError) as error:
             found.append(f"expected Triton 3.4 or later, got {error}")
-        if device.type != "cuda":
-            found.append(f"expected a GPU, got {device.type} ranks")
-        elif torch.cuda.get_device_capability(device) not in _CAPABILITIES:
-            found.append(
-                f"expected a GPU of compute capability {_CAPABILITIES}, got "
-                f"{torch.cuda.get_device_capability(device)}"
-            )
-        return found
+        return found + gpu_problems(device, _CAPABILITIES)
 
     def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
-        """Orthogonalize a stack, one matrix after the other; see :meth:`Backend.run`."""
+        """Orthogonalize a stack, matrix by matrix; see :meth:`Backend.run`."""
         import torch
         from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
         x = stack if call.is_normalized else normalize(stack, call.parts_group)
         results = []
-        # The kernels take one matrix.
+        # The kernels have no batches.
         for matrix in x.bfloat16():
-            # Stacks lie end to end: one may begin where the kernels cannot load.
-            aligned = matrix.clone() if matrix.data_ptr() % _ALIGNMENT else matrix
-            each = aligned.mT if call.is_tall else aligned
-            for a, b, c in call.coefficients:
-                each = muon_utils.newton_schulz_step_tsyrk(each, a, b, c, tp_group=call.parts_group)
-            results.append(each.mT if call.is_tall else each)
+            # A stack may begin at any element of a buffer, where the kernels cannot load.
+            y = matrix.clone() if matrix.data_ptr() % _ALIGNMENT else matrix
+            y = y.mT if call.is_tall else y
+            for a, b, c in call.settings.coefficients:
+                y = muon_utils.newton_schulz_step_tsyrk(y, a, b, c, tp_group=call.parts_group)
+            results.append(y.mT if call.is_tall else y)
         result = results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
         return result.to(stack.dtype)

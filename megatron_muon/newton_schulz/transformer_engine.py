@@ -1,18 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Split matrices by Transformer Engine's Newton-Schulz on several GPUs, which is cuSOLVERMp's.
+"""Transformer Engine's Newton-Schulz of split matrices on several GPUs, which calls cuSOLVERMp.
 
-One call takes all steps of a matrix that several ranks hold in equal parts of its longer side. It
-communicates by itself, over the NCCL communicator of the owners. Not measured here: it needs GPUs.
+One call runs all steps of a matrix whose longer side is split equally over several ranks. It
+communicates by itself, over the NCCL communicator of the owners. Not measured here.
 
 Source: Transformer Engine 2.19, transformer_engine/pytorch/newton_schulz.py. Its later
 ``newton_schulz_tp`` makes the same call for a matrix that is split along its longer side.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_muon.newton_schulz.backend import Backend, Work
+from megatron_muon.newton_schulz.backend import gpu_problems
 from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.normalize import normalize
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
@@ -22,34 +21,32 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-# Before it a context could borrow a communicator that NCCL had not made yet. Source: Transformer
-# Engine, pull request 3240.
+# Earlier ones could use a communicator that NCCL had not created yet. Source: Transformer Engine,
+# pull request 3240.
 _VERSION = (2, 19)
 
 
-class TransformerEngine(Backend):
-    """The standard steps of a split matrix in one call."""
+class TransformerEngine(Standard):
+    """The standard steps of a split matrix in one call.
+
+    Its work is counted as that of :class:`Standard`, as cuSOLVERMp's is not published.
+    """
 
     name = "transformer_engine"
     reference = Standard.name
     is_batched = False
-    timed_as = Standard.name
     communicates = True
 
     def __init__(self) -> None:
-        # cuSOLVERMp's context of each group of owners. Creating one is expensive.
+        # cuSOLVERMp's contexts by group of owners. Creating one is expensive.
         self._contexts: dict[dist.ProcessGroup, Any] = {}
 
-    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
-        """Count what :class:`Standard` does: what cuSOLVERMp does is not published."""
-        return Standard().work(n, m, segments, num_parts)
-
     def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
-        """Return whether the matrix is split, and every owner has as many rows or columns."""
+        """Return whether the matrix is split, and all owners have equally many rows or columns."""
         return num_parts > 1 and m % num_parts == 0
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
-        """List what a job lacks for it: a GPU, and Transformer Engine."""
+        """Check for a GPU, and Transformer Engine."""
         found = []
         try:
             import transformer_engine
@@ -58,14 +55,12 @@ class TransformerEngine(Backend):
             version = transformer_engine.__version__
             if tuple(int(part) for part in version.split(".")[:2]) < _VERSION:
                 found.append(f"expected Transformer Engine 2.19 or later, got {version}")
-        # Its libraries fail to load in ways of their own.
+        # Its libraries fail to load with various errors.
         except Exception as error:
             found.append(
                 f"expected Transformer Engine 2.19 or later, got {type(error).__name__}: {error}"
             )
-        if device.type != "cuda":
-            found.append(f"expected a GPU, got {device.type} ranks")
-        return found
+        return found + gpu_problems(device)
 
     def connect(self, parts_group: "dist.ProcessGroup") -> None:
         """Create the context of a group of owners.
@@ -90,10 +85,9 @@ class TransformerEngine(Backend):
             ) from error
 
     def _destroy_contexts_before_groups(self) -> None:
-        """Destroy contexts when process groups are, or when the program ends.
+        """Destroy contexts before their process groups, or when the program exits.
 
-        A context borrows the communicator of its group: destroyed after it, it would use memory
-        that NCCL has freed.
+        A context uses the communicator of its group, which NCCL frees with the group.
         """
         import atexit
 
@@ -102,7 +96,6 @@ class TransformerEngine(Backend):
         destroy_process_group = dist.destroy_process_group
 
         def destroy(group: "dist.ProcessGroup | None" = None) -> None:
-            """Destroy contexts, then one process group, or all."""
             self.disconnect(group)
             destroy_process_group(group)
 
@@ -113,10 +106,11 @@ class TransformerEngine(Backend):
         """Destroy the context of a group of owners, or all contexts."""
         import torch.distributed as dist
 
-        # Without the group of all ranks the others end, too.
+        # The other groups are destroyed with the group of all ranks.
         is_all = parts_group is None or parts_group is dist.group.WORLD
-        for group in [each for each in self._contexts if is_all or each is parts_group]:
-            self._contexts.pop(group).destroy()
+        for group in list(self._contexts) if is_all else [parts_group]:
+            if group in self._contexts:
+                self._contexts.pop(group).destroy()
 
     def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
         """Orthogonalize one part of a matrix; see :meth:`Backend.run`."""
@@ -126,13 +120,13 @@ class TransformerEngine(Backend):
         assert call.parts_group is not None and len(stack) == 1  # the plan splits single matrices
         x = stack if call.is_normalized else normalize(stack, call.parts_group)
         x = x.bfloat16() if call.settings.is_bf16 else x
-        # Columns are split: a tall matrix, of which rows are, is transposed. The call works in
-        # place, and its input is not ours.
+        # The call splits columns, so a tall matrix is transposed. It works in place, so its input
+        # is copied.
         part = (x[0].mT if call.is_tall else x[0]).clone(memory_format=torch.contiguous_format)
         is_zero = part.any().logical_not_()
-        coefficients = call.coefficients
+        coefficients = call.settings.coefficients
         newton_schulz(part, self._contexts[call.parts_group], len(coefficients), coefficients)
-        # Zeros stay zeros, whatever the library makes of a matrix without a norm. A part of zeros
-        # stays so in any matrix: it is multiplied from the side that is not split.
+        # Zeros stay zeros, whatever the library returns for a norm of zero. A part of zeros stays
+        # zero in any matrix, as it is multiplied from the side that is not split.
         part.masked_fill_(is_zero, 0)
         return (part.mT if call.is_tall else part).unsqueeze(0).to(stack.dtype)

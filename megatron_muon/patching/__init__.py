@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Change a package at run time: explicit, verified before anything is applied, reversible.
 
-This folder knows nothing of Muon. What is patched is listed in ``megatron_muon/mcore/patches.py``.
+This folder knows nothing of Muon. The patches are listed in ``megatron_muon/mcore/patches.py``.
 """
 
-from megatron_muon.patching.errors import IncompatibleMegatronError
 from megatron_muon.patching.packages import check_packages
+from megatron_muon.patching.versions import IncompatibleMegatronError
 
 __all__ = ["IncompatibleMegatronError", "check_packages"]

@@ -1,14 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Patches as data: what is replaced, what must hold for it, and why.
-
-Vocabulary:
+"""Patches as data: what is replaced, what it relies on, and why.
 
 ==============  ================================================================================
 target          a function or class of megatron, found by module and name at call time
 requirement     a target that is relied on but not replaced
 patch           a target and the function that wraps it
-source tree     a megatron whose source carries the patches (``patches/``), not the released wheel
+source tree     a megatron whose source contains the patches (``patches/``), not the released wheel
 ==============  ================================================================================
 """
 
@@ -21,9 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_muon.patching.errors import IncompatibleMegatronError
+from megatron_muon.patching.versions import IncompatibleMegatronError
 
+# Marks our replacements, to notice if a target was replaced again.
 _MARK = "__megatron_muon_patch__"
+
+
+def names(parameters: str) -> tuple[str, ...]:
+    """Return the names of parameters that are separated by commas."""
+    return tuple(parameters.split(", "))
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Target:
         name: Dotted name inside of the module.
         parameters: Names of its parameters in order; None for symbols that are not called.
         source_lines: Lines its source must contain, without indentation.
-        later_parameters: Names that a later release has after them, and that make no difference.
+        later_parameters: Names that a later release adds at the end, and that do not matter.
     """
 
     module: str
@@ -61,21 +65,22 @@ class Target:
         """Last part of the name."""
         return self.name.rpartition(".")[2]
 
+    def found(self) -> Any:
+        """Import the symbol."""
+        return getattr(self.holder(), self.attribute)
+
     def exists(self) -> bool:
         """Return whether the imported release has the symbol."""
         try:
-            return hasattr(self.holder(), self.attribute)
+            self.found()
         except (ImportError, AttributeError):
             return False
+        return True
 
     def problems(self) -> list[str]:
-        """Compare the symbol with what is relied on.
-
-        Returns:
-            One sentence for each difference; empty when all holds.
-        """
+        """Return one sentence for each difference between the symbol and what is relied on."""
         try:
-            found = getattr(self.holder(), self.attribute)
+            found = self.found()
         except (ImportError, AttributeError) as error:
             return [f"{self.symbol}: expected it to exist, found {type(error).__name__}: {error}."]
         problems = []
@@ -109,10 +114,10 @@ class Patch:
         purpose: Why, in a sentence.
         wrap: Takes the original, returns the replacement.
         tree_line: Line, without indentation, that the diff in ``patches/`` adds to megatron's
-            source for the same change; empty where there is no diff.
+            source for the same change; empty if there is no diff.
         tree_module: Module that the diff adds it to; None for the target's.
-        repaired_line: Line of the target in a later release that has repaired it otherwise; None
-            where no release has.
+        repaired_line: Line of the target in a later release that needs no repair; None if there is
+            no such release.
     """
 
     target: Target
@@ -123,27 +128,24 @@ class Patch:
     repaired_line: str | None = None
 
     def is_repaired(self) -> bool:
-        """Return whether the imported megatron needs this change no more."""
+        """Return whether the imported megatron no longer needs this change."""
         if self.repaired_line is None:
             return False
         try:
-            return self.repaired_line in _lines(
-                getattr(self.target.holder(), self.target.attribute)
-            )
+            return self.repaired_line in _lines(self.target.found())
         except (ImportError, AttributeError, OSError, TypeError):
             return False
 
     def is_in_tree(self) -> bool:
-        """Return whether the source of the imported megatron carries this change already."""
+        """Return whether the source of the imported megatron already contains this change."""
         try:
             module = importlib.import_module(self.tree_module or self.target.module)
-            lines = _lines(module)
+            return self.tree_line in _lines(module)
         except (ModuleNotFoundError, OSError, TypeError):
             return False
-        return self.tree_line in lines
 
 
-# Several patches look at one module; finding where a function ends takes milliseconds.
+# Several patches read one module, and finding the end of a function takes milliseconds.
 @functools.cache
 def _source(found: Any) -> str:
     return inspect.getsource(found)
@@ -155,10 +157,7 @@ def _lines(found: Any) -> frozenset[str]:
 
 
 def verify_all(targets: Sequence[Target]) -> None:
-    """Check every target.
-
-    Args:
-        targets: Symbols to patch and to rely on.
+    """Check all targets.
 
     Raises:
         IncompatibleMegatronError: With all differences of all targets.
@@ -171,24 +170,20 @@ def verify_all(targets: Sequence[Target]) -> None:
 def apply_all(patches: Sequence[Patch]) -> None:
     """Replace the targets of verified patches; the originals stay in ``__wrapped__``."""
     for patch in patches:
-        holder = patch.target.holder()
-        original = getattr(holder, patch.target.attribute)
+        original = patch.target.found()
         replacement = patch.wrap(original)
         replacement.__wrapped__ = original
         setattr(replacement, _MARK, patch.target.symbol)
-        _replace(holder, patch.target.attribute, replacement)
+        _replace(patch.target, replacement)
 
 
 def revert_all(patches: Sequence[Patch]) -> None:
-    """Put the originals back.
-
-    Args:
-        patches: What :func:`apply_all` was given.
+    """Restore the originals of patches that :func:`apply_all` applied.
 
     Raises:
-        RuntimeError: A target no longer holds our replacement; nothing was restored.
+        RuntimeError: A target is no longer our replacement; nothing was restored.
     """
-    current = [getattr(patch.target.holder(), patch.target.attribute) for patch in patches]
+    current = [patch.target.found() for patch in patches]
     for patch, found in zip(patches, current, strict=True):
         if getattr(found, _MARK, None) != patch.target.symbol:
             raise RuntimeError(
@@ -196,10 +191,11 @@ def revert_all(patches: Sequence[Patch]) -> None:
                 "Undo the later change first; nothing was restored."
             )
     for patch, found in zip(patches, current, strict=True):
-        _replace(patch.target.holder(), patch.target.attribute, found.__wrapped__)
+        _replace(patch.target, found.__wrapped__)
 
 
-def _replace(holder: Any, name: str, function: Any) -> None:
-    """Set an attribute; a static method stays one, otherwise instances would pass themselves."""
+def _replace(target: Target, function: Any) -> None:
+    """Set an attribute; a static method must stay one, or instances would pass themselves."""
+    holder, name = target.holder(), target.attribute
     is_static = isinstance(inspect.getattr_static(holder, name, None), staticmethod)
     setattr(holder, name, staticmethod(function) if is_static else function)

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which releases were run together: one table for ``enable()``, its errors and the check of it.
+"""The releases that were run together: one table for ``enable()``, its errors and its checks.
 
-``scripts/check_compat.py`` runs every row that can be installed in an environment of its own and
-fails where the table says something else. A release inside of the accepted ranges that is in no
-row is tried: its symbols are verified as those of any other, and a warning names it. One outside of
-them is refused, but for a source tree of the table.
+``scripts/check_compat.py`` runs every row that can be installed, in an environment of its own, and
+fails if the outcome differs from the table. A release within the accepted ranges but in no row is
+tried: its symbols are verified as usual, and a warning names it. One outside of the ranges is
+refused, unless it is a source tree of the table.
 """
 
 import functools
@@ -14,13 +14,15 @@ import importlib.util
 import logging
 import os
 import runpy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+from megatron_muon.user_errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +40,12 @@ class Combination:
     """Releases that were run together.
 
     Args:
-        megatron_core: Release of megatron-core.
-        emerging_optimizers: Release of emerging-optimizers.
-        torch: Release of torch.
-        refusal: Why it is refused; empty where it works.
-        tree: The source tree that gives itself this version of megatron-core, for which no wheel
-            was released; empty where there is one.
-        commit: Start of the tree's commit, where other commits have the same version.
+        megatron_core: Release.
+        emerging_optimizers: Release.
+        torch: Release.
+        refusal: Why it is refused; empty if it works.
+        tree: Source tree with this version of megatron-core; empty if a wheel was released.
+        commit: Start of the tree's commit, if other commits have the same version.
     """
 
     megatron_core: str
@@ -77,17 +78,31 @@ TABLE: tuple[Combination, ...] = (
 )
 
 
+class IncompatibleMegatronError(UserError, RuntimeError):
+    """The installed packages differ from those that the patches were written for.
+
+    Args:
+        problems: One sentence for each difference: symbol, expected, found.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(
+            "megatron-muon cannot be enabled, nothing was changed:\n  "
+            + "\n  ".join(self.problems)
+            + f"\n{table_text()}"
+        )
+
+
 def table_text() -> str:
-    """Lay the table out for an error message, with the command that installs its first row."""
-    names = tuple(ACCEPTED_VERSIONS)
-    lines = [(*names, ""), *((*row.versions.values(), _verdict(row)) for row in TABLE)]
-    widths = [len(name) for name in names]
-    text = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
-        for line in lines
-    ]
+    """Format the table for an error message, with the command that installs its first row."""
+    lines = ["Run together:"]
+    rows = [(*row.versions.values(), _verdict(row)) for row in TABLE]
+    for *cells, verdict in ((*ACCEPTED_VERSIONS, ""), *rows):
+        padded = map(str.ljust, cells, map(len, ACCEPTED_VERSIONS))
+        lines.append("  ".join([*padded, verdict]).rstrip())
     pins = " ".join(f"{name}=={version}" for name, version in TABLE[0].versions.items())
-    return "\n  ".join(["Run together:", *map(str.rstrip, text)]) + f"\nInstall: pip install {pins}"
+    return "\n  ".join(lines) + f"\nInstall: pip install {pins}"
 
 
 def _verdict(row: Combination) -> str:
@@ -97,14 +112,14 @@ def _verdict(row: Combination) -> str:
     return f"works (source tree, no wheel: {row.tree}{commit})" if row.tree else "works"
 
 
-# They do not change while a process runs, and reading them takes a call of git.
+# They do not change while a process runs, and megatron-core's needs a call of git.
 @functools.cache
 def installed_versions() -> Mapping[str, str | None]:
     """Read the versions of the packages that are patched or relied on, without importing them.
 
     Returns:
-        Version by package name; None where it is absent. megatron-core is asked for the version of
-        the package that would be imported, which in a source tree is not the installed wheel.
+        Version by package name; None if it is absent. That of megatron-core is the version of the
+        package that would be imported, which may be a source tree instead of the installed wheel.
     """
     versions: dict[str, str | None] = {"megatron-core": _megatron_core_version()}
     for name in list(ACCEPTED_VERSIONS)[1:]:
@@ -116,7 +131,7 @@ def installed_versions() -> Mapping[str, str | None]:
 
 
 def _megatron_core_version() -> str | None:
-    """Run the file of megatron.core that holds its version: importing it needs its dependencies."""
+    # Its file is run, as importing megatron.core would need its dependencies.
     try:
         spec = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
@@ -125,7 +140,7 @@ def _megatron_core_version() -> str | None:
         return None
     found = runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["__version__"]
     version = Version(found)
-    # It appends the commit of whatever repository it lies in: of an installed wheel, ours.
+    # It appends the commit of the repository around it: for an installed wheel, of this one.
     has_commits = any(row.commit and row.megatron_core == version.public for row in TABLE)
     return str(version) if has_commits else version.public
 
@@ -134,11 +149,11 @@ def version_problems(versions: Mapping[str, str | None]) -> list[str]:
     """Compare installed versions with the accepted ranges.
 
     Args:
-        versions: Version by package name, None where absent.
+        versions: Version by package name, None if absent.
 
     Returns:
-        One sentence for each package outside of its range; empty when all fit. Builds of a release
-        that is not out yet (2.11.0a0, as containers have them) count as that release.
+        One sentence for each package outside of its range. Builds before a release (2.11.0a0, in
+        containers) count as that release.
     """
     problems = []
     for name, accepted in ACCEPTED_VERSIONS.items():
@@ -151,7 +166,7 @@ def version_problems(versions: Mapping[str, str | None]) -> list[str]:
 
 
 def _is_in_table(name: str, found: str) -> bool:
-    """Return whether a version beyond the range is that of a row that works."""
+    """Return whether a version outside of the range is that of a row that works."""
     return any(
         Version(found).base_version == row.versions[name] for row in TABLE if not row.refusal
     )
@@ -160,7 +175,7 @@ def _is_in_table(name: str, found: str) -> bool:
 def is_tested(versions: Mapping[str, str | None]) -> bool:
     """Return whether these versions are a row of the table that works.
 
-    Local parts do not count, but for the commit of a row that names one.
+    Local parts are only compared if the row names a commit.
     """
     found = {name: Version(version or "0").public for name, version in versions.items()}
     commit = Version(versions.get("megatron-core") or "0").local or ""
@@ -171,12 +186,12 @@ def is_tested(versions: Mapping[str, str | None]) -> bool:
 
 
 def _is_commit(found: str, tried: str) -> bool:
-    """Return whether two starts of a commit's name, of any length, agree; git gives 7 or more."""
+    """Return whether two abbreviations of a commit agree; git's have 7 characters or more."""
     return not tried or (len(found) >= 7 and (found.startswith(tried) or tried.startswith(found)))
 
 
 def warn_where_untested(versions: Mapping[str, str | None]) -> None:
-    """Log on rank 0 that versions within the ranges were never run together."""
+    """Warn on rank 0 if these versions were never run together."""
     if is_tested(versions) or os.environ.get("RANK", "0") != "0":
         return
     logger.warning(

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Who orthogonalizes which matrix, and which rows travel: integers only, no torch.
+"""Who orthogonalizes which matrix, and which rows are sent where: integers only, no torch.
 
-Every rank builds the same plan from the same layouts, so nothing has to be negotiated in a step.
+Every rank builds the same plan from the same layouts, so nothing is negotiated in a step.
 ``python -m megatron_muon.plan`` builds one for a job that does not run.
 
 One parameter on two ranks. It fuses query, key and value of two query groups (``q q k v`` each);
@@ -17,66 +17,76 @@ the border of the shards falls inside the second group. Rank 0 is the owner::
            | 4 q |                           | V  row  3     | 7  |   row 7 --> rank 1
     -------+-----+-------                    +--------------------+
     rank 1 | 5 q |   3 routes,
-           | 6 k |   one message               one Newton-Schulz call a stack: Q is a
+           | 6 k |   one message               one Newton-Schulz call per stack: Q is a
            | 7 v |   ------------------->      stack of one, K and V are a stack of two
 
-The stacks are those of a GPU with rows in bf16. Rows in fp32 are orthogonalized one matrix by one.
+The terms of this package, each with one meaning everywhere:
 
-The words of this package, each with one meaning everywhere:
+=======  =========================================================================================
+matrix   one 2-D parameter, whole over its shards; whole over tensor parallelism too where
+         ``--muon-tp-mode`` asks for that. A *local* matrix is held by its owner alone, and is not
+         exchanged
+block    rows of a matrix that are orthogonalized as one: query, key, value, or all rows
+shard    the contiguous rows of a matrix that one rank, its holder, has; maybe none
+replica  one of several holders of the same rows (ZeRO-0, HSDP)
+owner    a rank that orthogonalizes a matrix; a matrix has one, or a few that split it
+part     what one owner orthogonalizes of a block: all of it, or a slice of its longer side
+route    a rectangle that a holder sends to an owner; its result goes back to all holders
+bucket   matrices that are gathered, orthogonalized and scattered together
+stack    parts of one shape on one owner, contiguous; one Newton-Schulz call
+load     estimated time that a rank computes, or what one matrix adds to it, in nanoseconds
+=======  =========================================================================================
 
-================  ================================================================================
-matrix            one 2-D parameter, whole over its shards; whole over tensor parallelism too where
-                  ``--muon-tp-mode`` asks for that
-block             rows of a matrix that are orthogonalized as one: query, key, value, or all rows
-shard             the contiguous rows of a matrix that one rank holds, maybe none
-holder            a rank that holds rows; holders of the same rows are replicas (ZeRO-0, HSDP)
-region            the rectangle of a block that lies in one shard
-owner             a rank that orthogonalizes a matrix; each matrix has one, or a few that split it
-part              what one owner orthogonalizes of a block: all of it, or a slice of its longer side
-route             a region and a part overlap in a rectangle; it is gathered from its source to the
-                  owner, and its result is scattered to a holder, which spreads it to replicas
-local matrix      a matrix whose owner holds all its rows, and nobody else any: nothing travels
-bucket            matrices that are gathered and orthogonalized together; of a portioned one each
-                  gather brings a portion of every matrix
-stack             parts of one shape on one owner, contiguous; one call on the bf16 wire
-message           all routes from one rank to another in one gather or scatter
-load              estimated Newton-Schulz seconds of a rank, or what one matrix adds to them
-wire              the dtypes in which rows travel to the owner and results travel back
-domain            the ranks that may exchange matrices with each other; one replica of each shard is
-                  an instance, and groups of instances may each orthogonalize every matrix
-================  ================================================================================
+How a plan is made, once, at construction
+(:func:`~megatron_muon.plan.exchange_plan.plan_matrices`)::
+
+    for m in matrices:                                  # owners.py
+        split m over 2, 4, 8 owners while it alone exceeds the fair share of a rank
+    for capacity in (0, 1.025 * highest load of the first pass):
+        for m in matrices, those of most owners first, then the longest:
+            fits = [r for r in holders of m if load[r] + time of m <= capacity]
+            owner[m] = (the one of fits with the quietest link) or (the rank that is done first)
+    local, exchanged = matrices that only their owner holds, all others
+
+    n = round(load of the busiest owner / longest exchanged matrix), 1 to 16       # buckets.py
+    for n, scatters, depth in (n, 1, 3), (n, 1, 2), (n, 1, 1), (more buckets, ...):
+        for m in exchanged, longest first:
+            put m into the bucket in which its owners have least to do
+        if buffers of the fullest rank, placed by lifetime, fit into memory: break
+
+    compare a hash of all owners and buckets between ranks
+
+    # rank_plan.py, for one rank:
+    routes   = every rectangle of a shard and a part, from its nearest holder to the owner
+    messages = routes by sender and receiver; the scatter sends the same routes back
+    stacks   = its parts by shape
+    offsets  = of every buffer in one arena
+
+and what a rank does of it in a step (:mod:`megatron_muon.plan.schedule`)::
+
+    start gathers of the first buckets (depth)
+    for bucket in buckets:
+        orthogonalize some local matrices; wait for the gather of bucket; start another gather
+        orthogonalize the stacks of bucket
+        finish an earlier scatter; start the scatter of bucket
+    finish the scatters that are left
 
 Files, each importing only those above it::
 
-    wire               dtypes and bytes of what travels
-    layout             which rank holds which rows of a matrix
-    splits             which parts of fused matrices are orthogonalized apart
-    cost_table         measured seconds of Newton-Schulz by shape, in a file
-    cost               seconds of Newton-Schulz by shape, seconds of traffic by link
-    flags              Megatron's flags in place of arguments, in errors
-    settings           how matrices are exchanged: one object
-    holder_links       how long holders send
-    rank_heap          ranks in the order of a number that changes
-    balance            places matrices on ranks up to a capacity
-    assignment         the owners of every matrix
-    portions           how a matrix is dealt out to several gathers
-    routes             where each rectangle of a matrix goes
-    scatter            how results come back, to replicas too
-    stacking           what is orthogonalized in one call
-    schedule           the order of a step
-    staging            memory of a step: what is alive when, and where it lies
-    step_estimate      how long a step takes
-    travelling_matrix  what one matrix takes
-    bucket_seconds     what the matrices of a bucket take
-    dealing            deals matrices out to buckets
-    bucket_memory      memory that buckets would take
-    buckets            which matrices travel together
-    exchange_plan      the plan of ranks that work together, checked
-    domain_plan        whether all instances of a domain do, or groups of them
-    rank_plan          one rank's stacks and messages of one plan
-    rank_schedule      what one rank does in a step, over all its plans
-    report             what plans mean for each rank, in numbers
-    preview/           plans of jobs that do not run
+    wire           dtypes and bytes of rows and results
+    layout         which rank holds which rows of a matrix
+    splits         which parts of fused matrices are orthogonalized separately
+    cost           estimated times of Newton-Schulz, links, kernels and the host
+    settings       how matrices are exchanged: one object
+    owners         the owners of every matrix
+    routes         where each rectangle of a matrix goes
+    replicas       how results come back, to replicas too
+    schedule       the order of a step
+    staging        memory of a step: lifetimes and offsets of buffers
+    sizes          what ranks send, receive and stage in one bucket
+    buckets        which matrices are exchanged together
+    exchange_plan  the plan of ranks that work together, checked
+    rank_plan      what one rank does in a step
 """
 
 from megatron_muon.plan.exchange_plan import ExchangePlan

@@ -1,55 +1,59 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs: seconds of Newton-Schulz by shape, seconds of traffic by link.
+"""Estimated costs of a step in integer nanoseconds: Newton-Schulz, links, kernels, the host.
 
-Only ratios decide who owns what, so the rates need not be exact.
+Only ratios decide who owns what, so the rates need not be exact. Every result is an integer: sums
+do not depend on their order, and ranks of one job agree on them.
 """
 
 import dataclasses
 import functools
-import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from megatron_muon.newton_schulz.backend import Work
 from megatron_muon.newton_schulz.registry import BACKENDS, candidates
-from megatron_muon.plan.cost_table import CostTable
 
 # A plan has no coefficients: those of a run are emerging-optimizers', which import torch. These are
 # the segments of its default set, as newton_schulz.restarts computes them; a test compares.
 _QUINTIC_SEGMENTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2), 5: (2, 3), 6: (2, 2, 2), 7: (2, 3, 2)}
 # At 32, launches cost a 32nd of what single calls would.
 _MAX_STACK_SIZE = 32
-# 268 MB of bf16: a larger stack would take memory, and launches are few already.
+# 268 MB of bf16: a larger stack would need memory, and launches are few already.
 _MAX_STACK_NUMEL = 2**27
-# Bytes a nanosecond that a kernel reads and writes which only adds matrices.
-# Source: 3,350 GB/s of HBM3, NVIDIA H100 Tensor Core GPU datasheet.
-_MEMORY_GBPS = 3350.0
 # Side of the tile of a matrix product that one multiprocessor works on at a time.
 _TILE = 128
+# What a step reads and writes per element of a shard: weight, gradient and momentum in fp32, norms,
+# packing, unpacking and applying. Counted from the passes of the optimizer.
+_PASS_BYTES = 64
+# Communicators of up to this size get several channels per peer (NCCL, p2pnChannels of 32).
+_MAX_RANKS_OF_WIDE_PEERS = 32
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Estimate seconds from rates of the machine; only their ratios decide who owns what.
+    """Rates of the machine, and the costs that follow from them.
 
     Args:
-        tflops: Matrix-multiply rate of one rank in Newton-Schulz, TFLOP/s.
+        tflops: Rate of a rank's Newton-Schulz on infinitely large matrices, TFLOP/s.
+        half_rate_side: Shorter side at which half of that rate is reached: the rate of a side n is
+            ``tflops * n / (n + half_rate_side)``.
         gbps: Bandwidth of one rank to ranks of its node, GB/s each way.
         gbps_between_nodes: Bandwidth of one rank to other nodes, GB/s each way.
+        peer_gbps: Bandwidth of one rank to one peer of its node, in an exchange of more than 32
+            ranks, GB/s each way.
         ranks_per_node: Consecutive ranks that share a node.
         kernel_us: Minimum time of a kernel, launch included, microseconds.
-        all_reduce_us: Latency of an all-reduce or all-gather inside a node, microseconds; doubled
-            between nodes.
+        all_reduce_us: Latency of a collective inside a node, microseconds; doubled between nodes.
+        memory_gbps: Bandwidth of device memory for element-wise kernels, GB/s.
+        piece_us: Host time of one rectangle that is packed or unpacked, microseconds.
+        collective_us: Host time of one collective of the exchange, microseconds.
         num_ns_steps: Newton-Schulz steps.
         stack_tiles: Tiles of 128 x 128 that fill a rank's multiprocessors. Matrices of one shape
-            are stacked until their Gram matrices have about so many; 1 stacks nothing.
-        measured: Times by shape, which ``tflops`` and ``kernel_us`` then do not decide; None for
-            none.
-        backends: Names of the ways to compute Newton-Schulz that matrices choose from, each the
-            fastest. ``standard`` is there for shapes that the others do not take.
+            are stacked until their Gram matrices have about this many; 1 stacks nothing.
+        backends: Names of the ways to compute Newton-Schulz that matrices choose from; a matrix
+            uses the fastest. ``standard`` is there for shapes that the others do not support.
         segments: Steps between restarts of the Gram form, for ``num_ns_steps``; None for those of
             quintic coefficients.
 
@@ -57,22 +61,30 @@ class CostModel:
         ValueError: A rate is not positive, or segments are of another number of steps.
     """
 
-    # A GPU of the H100 class. 989 TFLOP/s dense bf16 is its peak; about half is what products of
-    # 4096 to 8192 reach in practice. 450 GB/s each way is NVLink 4 (18 links of 25 GB/s).
-    # Source: NVIDIA H100 Tensor Core GPU datasheet. The 500 is an assumption, not a measurement.
-    tflops: float = 500.0
+    # A GPU of the H100 class. Products of 8192 x 8192 ran at 770 to 798 TFLOP/s on an H100 and an
+    # H200; the curve meets that, and estimates of 620 to 700 at 4096, 500 to 600 at 2048, 300 to
+    # 400 at 768 and 200 to 300 at 512 (stacked). 450 GB/s each way is NVLink 4 (18 links of
+    # 25 GB/s). Source: NVIDIA H100 Tensor Core GPU datasheet.
+    tflops: float = 900.0
+    half_rate_side: float = 1350.0
     gbps: float = 450.0
     # One 400 Gb/s InfiniBand or Ethernet port a GPU is 50 GB/s; 45 allows for protocol overhead.
     gbps_between_nodes: float = 45.0
+    # One channel of NCCL over NVLink, 20 to 40 GB/s: an estimate. Source: ncclTopoGetNchannels.
+    peer_gbps: float = 30.0
     ranks_per_node: int = 8
-    # Launch of a small kernel, and latency of a small NVLink all-reduce. Not measured here.
+    # Launch of a small kernel, and latency of a small NVLink all-reduce. Estimates.
     kernel_us: float = 5.0
     all_reduce_us: float = 20.0
+    # 85 % of the 3,350 GB/s of the H100's datasheet.
+    memory_gbps: float = 2850.0
+    # Python of one routed rectangle, and of one collective: measured on a CPU, without arithmetic.
+    piece_us: float = 25.0
+    collective_us: float = 150.0
     num_ns_steps: int = 5
     # Four waves of two tiles on each of 132 multiprocessors (H100, H200), as a power of two: 32
-    # matrices of side 512, 16 of 1024, 8 of 1536, 4 of 2048, 2 of 3072. An estimate, not measured.
+    # matrices of side 512, 16 of 1024, 8 of 1536, 4 of 2048, 2 of 3072. An estimate.
     stack_tiles: int = 1024
-    measured: CostTable | None = None
     backends: tuple[str, ...] = ("standard",)
     segments: tuple[int, ...] | None = None
 
@@ -81,16 +93,16 @@ class CostModel:
         if self.segments is not None and sum(self.segments) != self.num_ns_steps:
             raise ValueError(
                 f"cost model: expected segments of {self.num_ns_steps} steps, got {self.segments}. "
-                "Take them from restarts.segments_of."
+                "Use those of restarts.segments_of."
             )
         for name in _rates():
             value = getattr(self, name)
-            # A latency may be 0, to leave it out of an estimate. A rate of 0 would divide by it.
-            allowed = value >= 0 if name.endswith("_us") else value > 0
-            if not allowed:
+            # Costs may be 0, to leave them out of an estimate. A rate of 0 would divide by it.
+            is_allowed = value >= 0 if name in _MAY_BE_ZERO else value > 0
+            if not is_allowed:
                 raise ValueError(
                     f"cost model: expected a positive {name}, got {value}. Pass the rates of "
-                    "your machine, such as tflops=500,gbps=450."
+                    "your machine, such as tflops=900,gbps=450."
                 )
 
     @classmethod
@@ -108,21 +120,22 @@ class CostModel:
                 changes[name] = types[name](value)
             except (KeyError, ValueError):
                 raise ValueError(
-                    f"cost model: expected name=value with a name of {sorted(types)}, measure, "
-                    f"measure:PATH or file:PATH, got {entry!r}. Example: "
-                    "tflops=500,gbps=450,gbps_between_nodes=45."
+                    f"cost model: expected name=value with a name of {sorted(types)}, got "
+                    f"{entry!r}. Example: tflops=900,gbps=450,gbps_between_nodes=45."
                 ) from None
         return dataclasses.replace(base or cls(), **changes)  # type: ignore[arg-type]
 
     def stack_size(self, num_rows: int, num_cols: int) -> int:
-        """Return how many matrices of a shape fill a rank: a power of two, the largest stack."""
-        num_tiles = math.ceil(min(num_rows, num_cols) / _TILE) ** 2
-        # The nearest power of two: a bit too few or too many makes little difference.
-        size = 2 ** round(math.log2(self.stack_tiles / num_tiles)) if self.stack_tiles > 1 else 1
-        size = max(1, min(_MAX_STACK_SIZE, int(size)))
+        """Return the most matrices of a shape in one stack: a power of two."""
+        num_tiles = -(-min(num_rows, num_cols) // _TILE)
+        num_tiles *= num_tiles
+        size = 1
+        # The power of two that is nearest to stack_tiles / num_tiles, in integers.
+        while size < _MAX_STACK_SIZE and self.stack_tiles**2 >= 2 * (size * num_tiles) ** 2:
+            size *= 2
         while size > 1 and size * num_rows * num_cols > _MAX_STACK_NUMEL:
             size //= 2
-        return size
+        return size if self.stack_tiles > 1 else 1
 
     def work(
         self, num_rows: int, num_cols: int, num_parts: int = 1, backend: str = "standard"
@@ -138,149 +151,148 @@ class CostModel:
     def backend_of(self, num_rows: int, num_cols: int, num_parts: int = 1) -> str:
         """Return the fastest of :attr:`backends` for a shape and a number of owners.
 
-        It does not depend on where the owners are: all of them, and all stacks of the shape, have
-        the same.
+        All owners of a shape get the same one, wherever they are.
         """
         n, m = min(num_rows, num_cols), max(num_rows, num_cols)
+        # min() keeps the first of equals, which is the preferred one.
         return min(
             candidates(self.backends, n, m, num_parts),
-            key=lambda name: self._seconds(num_rows, num_cols, num_parts, name, is_near=True),
+            key=lambda name: self._matrix_ns(num_rows, num_cols, num_parts, name, on_node=True),
         )
 
-    def newton_schulz_seconds(
-        self, num_rows: int, num_cols: int, num_parts: int = 1, *, is_near: bool = True
-    ) -> float:
-        """Estimate the time a matrix takes on each of its owners, with the fastest backend.
+    # Models have few shapes, and thousands of matrices.
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - cost models are few, and hashable
+    def newton_schulz_ns(
+        self, num_rows: int, num_cols: int, num_parts: int = 1, *, on_node: bool = True
+    ) -> int:
+        """Estimate the time of a matrix on each of its owners, with the fastest backend.
+
+        Launches are shared by a full stack; :meth:`stack_ns` is the time of a stack that exists.
 
         Args:
             num_rows: Rows.
             num_cols: Columns.
             num_parts: Owners that hold equal parts of the longer side. They all-reduce the Gram
                 matrix of the shorter side in 2 bytes an element.
-            is_near: Whether the owners share a node.
-
-        Raises:
-            ValueError: Measured times do not have the shape.
-        """
-        key = num_rows, num_cols, num_parts, is_near
-        if key not in self._known_seconds:
-            backend = self.backend_of(num_rows, num_cols, num_parts)
-            self._known_seconds[key] = self._seconds(
-                num_rows, num_cols, num_parts, backend, is_near=is_near
-            )
-        return self._known_seconds[key]
-
-    @cached_property
-    def _known_seconds(self) -> dict[tuple[int, int, int, bool], float]:
-        """Return what was estimated before: models have few shapes, and thousands of matrices."""
-        return {}
-
-    def edge_seconds(self, num_rows: int, num_cols: int, num_parts: int = 1) -> float:
-        """Estimate the first product of Newton-Schulz, or the last one: both are as long.
-
-        They are X X^T, and an n x n matrix with X. 0 where the backend takes no portions.
+            on_node: Whether the owners share a node.
         """
         backend = self.backend_of(num_rows, num_cols, num_parts)
-        if not BACKENDS[backend].takes_portions:
-            return 0.0
-        n, m = min(num_rows, num_cols), max(num_rows, num_cols)
-        share = 2 * n * n * m / num_parts / self.work(num_rows, num_cols, num_parts, backend).flops
-        return share * self._product_seconds(num_rows, num_cols, num_parts, backend)
+        return self._matrix_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)
 
-    def portion_seconds(self, num_rows: int, num_cols: int, num_parts: int = 1) -> float:
-        """Estimate what a portion adds to the first product: it is added to an n x n sum.
-
-        0 where the backend takes no portions.
-        """
+    def stack_ns(
+        self,
+        num_matrices: int,
+        num_rows: int,
+        num_cols: int,
+        num_parts: int = 1,
+        *,
+        on_node: bool = True,
+    ) -> int:
+        """Estimate one call of Newton-Schulz; other arguments as for :meth:`newton_schulz_ns`."""
         backend = self.backend_of(num_rows, num_cols, num_parts)
-        if not BACKENDS[backend].takes_portions:
-            return 0.0
-        # The product is written and read in 2 bytes an element, the sum read and written in 4.
-        return 12 * min(num_rows, num_cols) ** 2 / (_MEMORY_GBPS * 1e9)
+        launches = 1 if BACKENDS[backend].is_batched else num_matrices
+        return (
+            num_matrices * self._product_ns(num_rows, num_cols, num_parts, backend)
+            + launches * self._launch_ns(num_rows, num_cols, num_parts, backend)
+            + self._split_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)
+        )
 
-    def _seconds(
-        self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, is_near: bool
-    ) -> float:
+    def _matrix_ns(
+        self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool
+    ) -> int:
+        stack_size = self.stack_size(num_rows, num_cols) if BACKENDS[backend].is_batched else 1
+        return (
+            self._product_ns(num_rows, num_cols, num_parts, backend)
+            + self._launch_ns(num_rows, num_cols, num_parts, backend) // stack_size
+            + self._split_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)
+        )
+
+    def _product_ns(self, num_rows: int, num_cols: int, num_parts: int, backend: str) -> int:
+        # Parts run at the rate of the whole: their Gram matrix has as many tiles.
+        n = min(num_rows, num_cols)
+        flops_per_ns = self.tflops * 1e3 * n / (n + self.half_rate_side)
+        return round(self.work(num_rows, num_cols, num_parts, backend).flops / flops_per_ns)
+
+    def _launch_ns(self, num_rows: int, num_cols: int, num_parts: int, backend: str) -> int:
         work = self.work(num_rows, num_cols, num_parts, backend)
-        seconds = self._product_seconds(num_rows, num_cols, num_parts, backend)
-        if num_parts > 1:
-            n = min(num_rows, num_cols)
-            gbps = self.gbps if is_near else self.gbps_between_nodes
-            latency = self.all_reduce_us * 1e-6 * (1 if is_near else 2)
-            # Of an n x n matrix in 2 bytes an element, but for the share that stays.
-            gather_s = n * n * 2 * (num_parts - 1) / num_parts / (gbps * 1e9)
-            # A ring all-reduce sends each byte twice.
-            seconds += work.num_all_reduces * (latency + 2 * gather_s)
-        return seconds
+        return round(work.num_products * self.kernel_us * 1e3)
 
-    def _product_seconds(self, num_rows: int, num_cols: int, num_parts: int, backend: str) -> float:
-        """Estimate what an owner takes without communication."""
+    def _split_ns(
+        self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool
+    ) -> int:
+        """Estimate what owners of a split matrix exchange."""
+        if num_parts == 1:
+            return 0
         work = self.work(num_rows, num_cols, num_parts, backend)
-        if self.measured is not None:
-            # Parts run at the rate of the whole: they have its Gram matrix, of n x n tiles.
-            timed_as = BACKENDS[backend].timed_as or backend
-            seconds = self.measured.seconds(num_rows, num_cols, self.num_ns_steps, timed_as)
-            seconds *= work.flops / self.work(num_rows, num_cols, 1, timed_as).flops
-        else:
-            seconds = work.flops / (self.tflops * 1e12)
-            # All matrices of a stack share its launches.
-            launches = work.num_products * self.kernel_us * 1e-6
-            is_batched = BACKENDS[backend].is_batched
-            seconds += launches / (self.stack_size(num_rows, num_cols) if is_batched else 1)
-        return seconds
+        gbps = self.gbps if on_node else self.gbps_between_nodes
+        latency_ns = self.all_reduce_us * 1e3 * (1 if on_node else 2)
+        # Of an n x n matrix in 2 bytes an element, but for the share that stays.
+        gather_ns = 2 * min(num_rows, num_cols) ** 2 * (num_parts - 1) / num_parts / gbps
+        # A ring all-reduce sends every byte twice.
+        return round(work.num_all_reduces * (latency_ns + 2 * gather_ns))
 
-    def share_a_node(self, ranks: Sequence[int]) -> bool:
-        """Return whether all ranks, ascending, are on one node."""
-        return self.node(ranks[0]) == self.node(ranks[-1])
+    def pass_ns(self, num_elements: int) -> int:
+        """Estimate the element-wise passes of a step over the elements that a rank holds."""
+        return round(_PASS_BYTES * num_elements / self.memory_gbps)
+
+    def host_ns(self, num_pieces: int, num_collectives: int) -> int:
+        """Estimate the host time of the exchange.
+
+        Args:
+            num_pieces: Rectangles that a rank packs or unpacks.
+            num_collectives: Collectives that it joins.
+        """
+        return round(1e3 * (num_pieces * self.piece_us + num_collectives * self.collective_us))
 
     def node(self, rank: int) -> int:
         """Return the node of a rank."""
         return rank // self.ranks_per_node
 
-    def nodes_alike(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return what is equal for lists of ranks that share nodes alike.
+    def share_a_node(self, ranks: Sequence[int]) -> bool:
+        """Return whether all ranks, ascending, are on one node."""
+        return self.node(ranks[0]) == self.node(ranks[-1])
 
-        For each rank, the position of the first one on its node.
-        """
-        first_of_node: dict[int, int] = {}
-        return tuple(
-            first_of_node.setdefault(self.node(rank), position)
-            for position, rank in enumerate(ranks)
-        )
-
-    @property
-    def untimed(self) -> "CostModel":
-        """The same without kernels that each rank chooses by timing, as Triton's autotuner does."""
-        names = tuple(dict.fromkeys(BACKENDS[name].reference or name for name in self.backends))
-        return self if names == self.backends else dataclasses.replace(self, backends=names)
-
-    def latency_seconds(self, ranks: Sequence[int]) -> float:
+    def latency_ns(self, ranks: Sequence[int]) -> int:
         """Estimate a collective of some ranks, ascending, that carries nothing."""
-        return self.all_reduce_us * 1e-6 * (1 if self.share_a_node(ranks) else 2)
+        return round(self.all_reduce_us * 1e3) * (1 if self.share_a_node(ranks) else 2)
 
-    def all_gather_seconds(self, ranks: Sequence[int], num_bytes: int) -> float:
-        """Estimate an all-gather after which each of some ranks has so many bytes.
+    def all_gather_ns(self, ranks: Sequence[int], num_bytes: int) -> int:
+        """Estimate an all-gather after which every rank has this many bytes.
 
-        Every byte enters each node once, over the links of all ranks there.
+        Every byte enters a node once, over the links of all ranks there.
         Source: "bus bandwidth" of doc/PERFORMANCE.md of NVIDIA/nccl-tests.
         """
         gbps = self.gbps
         if not self.share_a_node(ranks):
-            fewest = _fewest_on_a_node(tuple(ranks), self.ranks_per_node)
+            fewest = min(ranks_by_node(tuple(ranks), self.ranks_per_node).values())
             gbps = min(gbps, fewest * self.gbps_between_nodes)
-        return num_bytes * (len(ranks) - 1) / len(ranks) / (gbps * 1e9)
+        return round(num_bytes * (len(ranks) - 1) / len(ranks) / gbps)
 
-    def seconds_per_byte(self, rank: int, peer: int) -> float:
-        """Return the seconds that one byte takes between two ranks."""
-        is_near = self.node(rank) == self.node(peer)
-        return 1e-9 / (self.gbps if is_near else self.gbps_between_nodes)
+    def messages_ns(self, on_node_bytes: int, off_node_bytes: int, on_node_gbps: float) -> int:
+        """Estimate the messages of one rank in one direction.
+
+        Args:
+            on_node_bytes: From or to ranks of its node.
+            off_node_bytes: From or to others.
+            on_node_gbps: As :meth:`on_node_gbps` returns it.
+        """
+        return round(on_node_bytes / on_node_gbps + off_node_bytes / self.gbps_between_nodes)
+
+    def on_node_gbps(self, ranks: Sequence[int]) -> float:
+        """Return the bandwidth of a rank to its node in an exchange of some ranks, ascending."""
+        if len(ranks) <= _MAX_RANKS_OF_WIDE_PEERS:
+            return self.gbps
+        most = max(ranks_by_node(tuple(ranks), self.ranks_per_node).values())
+        return min(self.gbps, max(1, most - 1) * self.peer_gbps)
 
 
-# Replicas are asked for in each bucket that is tried.
 @functools.lru_cache(maxsize=4096)
-def _fewest_on_a_node(ranks: tuple[int, ...], ranks_per_node: int) -> int:
-    """Return how many of some ranks are on the node that has fewest of them."""
-    return min(Counter(rank // ranks_per_node for rank in ranks).values())
+def ranks_by_node(ranks: tuple[int, ...], ranks_per_node: int) -> Counter[int]:
+    """Count some ranks by their node."""
+    return Counter(rank // ranks_per_node for rank in ranks)
+
+
+_MAY_BE_ZERO = ("kernel_us", "all_reduce_us", "piece_us", "collective_us", "half_rate_side")
 
 
 def _rates() -> dict[str, type[int] | type[float]]:
@@ -289,48 +301,37 @@ def _rates() -> dict[str, type[int] | type[float]]:
     return {
         field.name: int if isinstance(field.default, int) else float
         for field in dataclasses.fields(CostModel)
-        if field.name not in ("measured", "backends", "segments")
+        if field.name not in ("backends", "segments")
     }
 
 
-class HeldElements:
-    """Elements of one matrix by rank, and how long they take over the link of an owner.
+# Rates by compute capability. Rates of products and of memory are those of CostModel, scaled by the
+# dense bf16 peak and the bandwidth of the datasheets (989 TFLOP/s and 3,350 GB/s of the H100); none
+# of them has been measured by this project.
+_A100 = CostModel(tflops=285.0, gbps=300.0, gbps_between_nodes=22.5, memory_gbps=1730.0)
+_B200 = CostModel(tflops=1500.0, gbps=900.0, memory_gbps=6800.0)
+_BY_CAPABILITY = {8: _A100, 9: CostModel(), 10: _B200}
 
-    Args:
-        held: Elements by rank; replicas count each.
-        num_elements: Elements of the matrix.
-        cost: Rates of the machine.
+
+def gpu_rates(capability: int) -> CostModel:
+    """Return the rates of a GPU by the major number of its compute capability.
+
+    Unknown ones, older or newer, count as the nearest known one.
     """
-
-    def __init__(self, held: Mapping[int, int], num_elements: int, cost: CostModel) -> None:
-        self._held = held
-        self._cost = cost
-        with_replicas = sum(held.values())
-        self.has_replicas = with_replicas != num_elements
-        # One of several replicas sends, and one gets results: the nearest, here taken for an
-        # average one.
-        self._nearest_fraction = num_elements / with_replicas
-        self._total = with_replicas
-        # Summed by node once: a matrix over 2,048 ranks is asked for each of its holders.
-        self._by_node: dict[int, int] = defaultdict(int)
-        for rank, elements in held.items():
-            self._by_node[cost.node(rank)] += elements
-
-    def one_byte_seconds(self, owner: int) -> float:
-        """Estimate the seconds to receive one byte of every element that the owner lacks."""
-        in_node = self._by_node.get(self._cost.node(owner), 0)
-        near = (in_node - self._held.get(owner, 0)) / self._cost.gbps
-        far = (self._total - in_node) / self._cost.gbps_between_nodes
-        return (near + far) * self._nearest_fraction * 1e-9
+    nearest = min(_BY_CAPABILITY, key=lambda known: (abs(known - capability), known))
+    return _BY_CAPABILITY[nearest]
 
 
 # The machine the tests run on: one core a rank, gloo over the loopback. Matrices are not stacked:
 # it gains nothing there, and for a few small shapes torch's batched product has other last bits.
 CPU_RANKS = CostModel(
     tflops=0.4,
+    half_rate_side=0.0,
     gbps=2.0,
     gbps_between_nodes=2.0,
+    peer_gbps=2.0,
     kernel_us=20.0,
     all_reduce_us=500.0,
+    memory_gbps=10.0,
     stack_tiles=1,
 )

@@ -1,26 +1,22 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a domain, or of a group of its instances: who owns what, what travels together.
-
-Built once, without torch.
-"""
+"""The plan of a domain: who owns what, and what is exchanged together; built once, no torch."""
 
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_muon.newton_schulz.registry import BACKENDS
-from megatron_muon.plan.assignment import Assignment
-from megatron_muon.plan.buckets import BucketChooser
+from megatron_muon.plan.buckets import ExchangedMatrix, choose_buckets
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout, on_ranks
-from megatron_muon.plan.routes import Route, Transfer, routes_of, transfers_of
+from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.owners import Assignment, choose_owners, matrix_ns
+from megatron_muon.plan.routes import Route, routes_of
 from megatron_muon.plan.schedule import PlanOrder
-from megatron_muon.plan.stacking import Stacking
-from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds
-from megatron_muon.plan.travelling_matrix import TravellingMatrix
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.sizes import SizeCounter, Stacking
 from megatron_muon.plan.wire import Wire
 
 
@@ -28,28 +24,23 @@ from megatron_muon.plan.wire import Wire
 class ExchangePlan:
     """Owners and buckets of a list of matrices, equal on all ranks that have them.
 
-    :meth:`build` makes one; :class:`~megatron_muon.plan.rank_plan.RankPlan` is what one rank does
-    of it.
+    :func:`plan_matrices` makes one; :class:`~megatron_muon.plan.rank_plan.RankPlan` is what one
+    rank does of it.
 
     Args:
         matrices: Layouts, in parameter order.
         assignment: Their owners.
         cost: Rates of the machine, and sizes of stacks.
-        wire: What travels.
+        wire: Dtypes of rows and results.
         local: Indices of the local matrices, ascending.
         buckets: Indices of the matrices of each bucket, ascending.
-        seconds: What each bucket takes.
         order: What of the plan decides the order of a step.
-        staging_bytes: Estimated memory of messages and stacks on the fullest rank.
-        predicted_step_s: Estimated seconds of a step, with what ranks do besides this plan.
-        bound_s: Seconds that it takes at least with these owners, whatever the buckets are.
-        num_groups: Groups of instances that run this plan, each on ranks of its own; see
-            :mod:`megatron_muon.plan.domain_plan`.
+        staging_bytes: Memory of messages and stacks on the fullest rank, if it has no other plan.
 
     Raises:
         ValueError: A matrix is in no bucket or in several, has no owner or one outside of its
-            domain, or counts as local although rows of it would travel. A rank has other replicas
-            in one matrix than in another.
+            domain, or counts as local although it has to be exchanged. A rank has other replicas in
+            one matrix than in another.
     """
 
     matrices: tuple[MatrixLayout, ...]
@@ -58,12 +49,8 @@ class ExchangePlan:
     wire: Wire
     local: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
-    seconds: tuple[BucketSeconds, ...]
     order: PlanOrder
     staging_bytes: int
-    predicted_step_s: float
-    bound_s: float
-    num_groups: int = 1
 
     @classmethod
     def build(
@@ -74,9 +61,8 @@ class ExchangePlan:
         wire: Wire,
         *,
         staging_bytes: int,
-        is_limit: bool = True,
-        may_portion: bool = False,
-        num_groups: int = 1,
+        num_buckets: int | None = None,
+        depth: int | None = None,
     ) -> "ExchangePlan":
         """Sort matrices into local ones and buckets.
 
@@ -84,47 +70,37 @@ class ExchangePlan:
             matrices: Layouts, in parameter order.
             assignment: Their owners.
             cost: Rates of the machine, and sizes of stacks.
-            wire: What travels.
-            staging_bytes: Memory of a rank for messages and stacks.
-            is_limit: Whether a plan that takes more is refused by the caller. Where none fits, it
-                is then the one that takes the least; otherwise a better one that takes little more.
-            may_portion: Whether buckets are portioned where that shortens the step.
-            num_groups: Groups of instances that run the plan.
+            wire: Dtypes of rows and results.
+            staging_bytes: Memory of a rank for messages and stacks. If no buckets fit, the plan is
+                that with the least memory: its ``staging_bytes`` is then larger.
+            num_buckets: Number of buckets, if memory allows it; None for the rule of
+                :mod:`megatron_muon.plan.buckets`.
+            depth: Gathers in flight, if memory allows it; None for the default.
         """
-        # Nothing here depends on the rank that builds the plan: every rank must come to the same.
+        # Nothing here depends on the rank that builds the plan: all ranks must get the same.
         owners = assignment.owners
         local = [i for i, matrix in enumerate(matrices) if _is_local(matrix, owners[i])]
-        travelling = [
-            TravellingMatrix.of(index, matrix, owners[index], cost, wire)
+        exchanged = [
+            ExchangedMatrix(
+                index,
+                owners[index],
+                matrix_ns(matrix, cost, len(owners[index])),
+                (matrix.blocks, matrix.regions[0].holders, matrix.regions[-1].holders),
+            )
             for index, matrix in enumerate(matrices)
             if not _is_local(matrix, owners[index])
         ]
-        # What is left of a rank's load: local matrices, which need no other rank, and earlier
-        # plans, whose rounds come between those of this one. That these wait for others is left
-        # out here; the report has all plans.
-        local_load_s = dict(assignment.load_s)
-        for matrix in travelling:
-            for owner in matrix.owners:
-                local_load_s[owner] = max(0.0, local_load_s[owner] - matrix.load_s)
-        stacking = Stacking(matrices, owners, cost, wire)
-        chooser = BucketChooser(
-            travelling, local, _ranks_of(matrices), local_load_s, stacking, may_portion
+        has_replicas = any(_has_replicas(matrices[matrix.index]) for matrix in exchanged)
+        buckets = choose_buckets(
+            exchanged,
+            local,
+            Stacking(matrices, owners, cost, wire),
+            staging_bytes,
+            has_replicas=has_replicas,
+            num_buckets=num_buckets,
+            depth=depth,
         )
-        buckets = chooser.choose(staging_bytes, is_limit=is_limit)
-        return cls(
-            matrices=tuple(matrices),
-            assignment=assignment,
-            cost=cost,
-            wire=wire,
-            local=tuple(local),
-            buckets=buckets.matrices,
-            seconds=buckets.seconds,
-            order=buckets.order,
-            staging_bytes=buckets.staging_bytes,
-            predicted_step_s=buckets.step_s,
-            bound_s=chooser.bound_s,
-            num_groups=num_groups,
-        )
+        return cls(tuple(matrices), assignment, cost, wire, tuple(local), *buckets)
 
     def __post_init__(self) -> None:
         """Check that every matrix is orthogonalized exactly once."""
@@ -159,78 +135,35 @@ class ExchangePlan:
 
         _check_replicas(self.matrices)
 
-    def on_ranks(self, rank_of: Mapping[int, int]) -> "ExchangePlan":
-        """Return the plan of other ranks that do the same.
-
-        Args:
-            rank_of: By rank of this plan, the one that takes its place. Estimates stay those of
-                this plan's ranks: they hold where both share nodes alike.
-        """
-        if all(rank == other for rank, other in rank_of.items()):
-            return self
-        return replace(
-            self,
-            matrices=tuple(on_ranks(self.matrices, rank_of)),
-            assignment=self.assignment.on_ranks(rank_of),
-            seconds=tuple(bucket.on_ranks(rank_of) for bucket in self.seconds),
-        )
-
     @property
     def owners(self) -> tuple[tuple[int, ...], ...]:
         """Owners of each matrix."""
         return self.assignment.owners
 
     @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that join the collectives of the plan, ascending."""
+        # Most matrices have one tuple of ranks: thousands of them are walked once.
+        return tuple(sorted(set().union(*{matrix.ranks for matrix in self.matrices})))
+
+    @cached_property
     def stacking(self) -> Stacking:
         """What may be stacked."""
         return Stacking(self.matrices, self.owners, self.cost, self.wire)
+
+    @cached_property
+    def sizes(self) -> SizeCounter:
+        """Counts what buckets send, receive and stage."""
+        return SizeCounter(self.stacking, has_replicas=self.order.has_replicas)
 
     @property
     def num_scatters(self) -> int:
         """Scatters of each bucket."""
         return self.order.num_scatters
 
-    @property
-    def plan_seconds(self) -> PlanSeconds:
-        """What the plan takes."""
-        ranks = _ranks_of(self.matrices)
-        return PlanSeconds(ranks, self.seconds, self.order, self.cost.latency_seconds(ranks))
-
     def routes(self, index: int, holder: int | None = None) -> Iterator[Route]:
         """Yield the routes of a matrix, or those of which a rank is a holder."""
-        return routes_of(
-            index,
-            self.matrices[index],
-            self.owners[index],
-            self.cost,
-            holder,
-            num_portions=self.num_portions(index),
-        )
-
-    def num_portions(self, index: int) -> int:
-        """Return the gathers that bring a matrix; its bucket has as many or more."""
-        # Copies of a matrix are to go through the same operations wherever they lie.
-        if (
-            not self.order.is_portioned
-            or index in self._local_set
-            or self.matrices[index].has_copies
-        ):
-            return 1
-        return self.order.num_gathers
-
-    @cached_property
-    def _local_set(self) -> frozenset[int]:
-        return frozenset(self.local)
-
-    def transfers(self, index: int) -> Iterator[Transfer]:
-        """Yield what travels of a matrix."""
-        if self.num_portions(index) == 1:
-            yield from transfers_of(index, self.matrices[index], self.owners[index], self.cost)
-            return
-        for route in self.routes(index):
-            yield Transfer(
-                route.owner, route.source, route.holders, route.num_elements, route.portion
-            )
+        return routes_of(index, self.matrices[index], self.owners[index], self.cost, holder)
 
     @cached_property
     def sets_of_owners(self) -> tuple[tuple[int, ...], ...]:
@@ -265,39 +198,66 @@ class ExchangePlan:
         return [*what, *who, str(self.order)]
 
 
-def staging_problem(plans: Sequence[ExchangePlan], staging_bytes: int | None) -> str | None:
-    """Describe a limit of memory that plans do not keep, or return None.
+def plan_matrices(
+    matrices: Sequence[MatrixLayout],
+    cost: CostModel,
+    settings: ExchangeSettings,
+    wire: Wire,
+    *,
+    load_ns: Mapping[int, int],
+    staging_bytes: int,
+) -> ExchangePlan:
+    """Plan the matrices of a domain.
 
     Args:
-        plans: Plans of a rank, experts and dense matrices, which have equal shares of the limit.
-        staging_bytes: The limit; None for none.
+        matrices: Layouts, in the same order on all ranks of the domain.
+        cost: Rates of the machine.
+        settings: Maximum number of owners per matrix, and orders that were asked for.
+        wire: Dtypes of rows and results.
+        load_ns: What ranks of the domain spend on other matrices.
+        staging_bytes: Memory of a rank for messages and stacks of this plan.
     """
-    # A rank may have no matrices, and so no plan.
-    if staging_bytes is None or not plans:
-        return None
-    largest = max(plans, key=lambda plan: plan.staging_bytes)
-    needed = len(plans) * largest.staging_bytes
-    if needed <= staging_bytes:
-        return None
-    stacks = largest.stacking.elements(range(len(largest.matrices))).values()
-    stack_bytes = max(size for sizes in stacks for size in sizes) * largest.wire.gather_bytes
-    matrix = max(largest.matrices, key=lambda matrix: matrix.num_elements)
-    kinds = f", equally for each of {len(plans)} kinds" if len(plans) > 1 else ""
-    return (
-        f"staging memory: expected a plan within {staging_bytes:,} bytes a rank{kinds}, got "
-        f"{needed:,} for the one that takes the least; the largest matrix, {matrix.fqn}, has "
-        f"{matrix.num_elements * largest.wire.gather_bytes:,}, the largest stack {stack_bytes:,}. "
-        f"Set exchange.staging_bytes to {needed} or more, or shard the model over more ranks."
+    assignment = choose_owners(
+        matrices, cost, wire, max_parts=settings.max_parts, initial_load_ns=load_ns
+    )
+    return ExchangePlan.build(
+        matrices,
+        assignment,
+        cost,
+        wire,
+        staging_bytes=staging_bytes,
+        num_buckets=settings.num_buckets,
+        depth=settings.depth,
     )
 
 
-def _ranks_of(matrices: Sequence[MatrixLayout]) -> list[int]:
-    # Most matrices have one tuple of ranks: thousands of them are not gone through.
-    return sorted(set().union(*{matrix.ranks for matrix in matrices}))
+def staging_problem(
+    plans: Sequence[ExchangePlan], needed: int, staging_bytes: int | None
+) -> str | None:
+    """Describe a limit of memory that the plans of a rank exceed, or return None.
+
+    Args:
+        plans: Plans of the rank, of experts and of dense matrices.
+        needed: Bytes that they need together, in one arena.
+        staging_bytes: The limit; None for none.
+    """
+    # A rank may have no matrices, and so no plan.
+    if staging_bytes is None or needed <= staging_bytes:
+        return None
+    largest = max(plans, key=lambda plan: plan.staging_bytes)
+    matrix = max(largest.matrices, key=lambda matrix: matrix.num_elements)
+    # Every plan gets at least an equal share of a limit, so this one is certain to be kept.
+    enough = max(needed, len(plans) * largest.staging_bytes)
+    return (
+        f"staging memory: expected at most {staging_bytes:,} bytes a rank, got {needed:,} for "
+        f"messages and stacks of {len(plans)} {'plans' if len(plans) > 1 else 'plan'}; the largest "
+        f"matrix, {matrix.fqn}, has {matrix.num_elements * largest.wire.gather_bytes:,}. Set "
+        f"exchange.staging_bytes to {enough} or more, or shard the model over more ranks."
+    )
 
 
 def _check_replicas(matrices: Sequence[MatrixLayout]) -> None:
-    """Check that a rank passes results on among the same ranks in all matrices."""
+    """Check that a rank has the same replicas in all matrices."""
     replicas: dict[int, tuple[int, ...]] = {}
     for matrix in matrices:
         for holders in {region.holders for region in matrix.regions}:
@@ -306,12 +266,16 @@ def _check_replicas(matrices: Sequence[MatrixLayout]) -> None:
                 if known != holders or list(holders) != sorted(holders):
                     raise ValueError(
                         f"{matrix.fqn}: expected the replicas of rank {rank} to be {known}, "
-                        f"ascending, got {holders}. Plan matrices of other process groups apart."
+                        f"ascending, got {holders}. Plan matrices of other groups separately."
                     )
 
 
+def _has_replicas(matrix: MatrixLayout) -> bool:
+    return any(len(region.holders) > 1 for region in matrix.regions)
+
+
 def _is_local(matrix: MatrixLayout, owners: tuple[int, ...]) -> bool:
-    """Return whether nothing of a matrix travels: one owner, who is the only holder."""
-    # Not "all rows lie on the owners": a matrix that is split over just the ranks that hold its
+    """Return whether a matrix needs no exchange: it has one owner, which is the only holder."""
+    # Not "all rows are on the owners": a matrix that is split over just the ranks that hold its
     # replicas still exchanges parts.
     return len(owners) == 1 and all(region.holders == owners for region in matrix.regions)

@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank holds which rows of a matrix: integers only, no tensors, no communication."""
 
-import dataclasses
 import functools
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -200,50 +199,10 @@ class MatrixLayout:
         """Elements of all blocks."""
         return sum(rows * cols for rows, cols in self.blocks)
 
-    # Both are cached: choosing buckets asks for them once for each number of buckets that it tries.
-    @cached_property
-    def is_in_rank_order(self) -> bool:
-        """Whether the shards of all ranks, one after the other by rank, are the matrix."""
-        return len(self.blocks) == 1 and _are_in_rank_order(self.regions, self.blocks[0][1])
-
-    @cached_property
-    def longest_sides(self) -> tuple[int, int]:
-        """Most rows, and most columns, of a region."""
-        return _longest_sides(self.regions)
-
     @cached_property
     def elements_by_rank(self) -> dict[int, int]:
         """Count the elements that each rank holds; ranks that hold none are left out."""
         return _elements_by_rank(self.regions)
-
-
-def on_ranks(matrices: Sequence[MatrixLayout], rank_of: Mapping[int, int]) -> list[MatrixLayout]:
-    """Put other ranks in the place of those of layouts.
-
-    Args:
-        matrices: The layouts.
-        rank_of: By rank, the one in its place. A rank that is not there is left out, also as a
-            holder; another must hold the same rows.
-    """
-    # As in the layouts that are given, equal ones share their regions and their ranks.
-    regions: dict[int, tuple[Region, ...]] = {}
-    ranks: dict[int, tuple[int, ...]] = {}
-    found = []
-    for matrix in matrices:
-        tiling, domain = id(matrix.regions), id(matrix.ranks)
-        if tiling not in regions:
-            regions[tiling] = tuple(
-                region._replace(holders=_renamed(region.holders, rank_of))
-                for region in matrix.regions
-            )
-        if domain not in ranks:
-            ranks[domain] = tuple(sorted(_renamed(matrix.ranks, rank_of)))
-        found.append(dataclasses.replace(matrix, regions=regions[tiling], ranks=ranks[domain]))
-    return found
-
-
-def _renamed(ranks: Sequence[int], rank_of: Mapping[int, int]) -> tuple[int, ...]:
-    return tuple(rank_of[rank] for rank in ranks if rank in rank_of)
 
 
 # Shared by matrices of one tiling, as those of all layers have.
@@ -254,25 +213,6 @@ def _elements_by_rank(regions: tuple[Region, ...]) -> dict[int, int]:
         for rank in region.holders:
             elements[rank] = elements.get(rank, 0) + region.num_rows * region.num_cols
     return elements
-
-
-@functools.lru_cache(maxsize=256)
-def _longest_sides(regions: tuple[Region, ...]) -> tuple[int, int]:
-    return (
-        max(region.num_rows for region in regions),
-        max(region.num_cols for region in regions),
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _are_in_rank_order(regions: tuple[Region, ...], num_cols: int) -> bool:
-    """Return whether regions have all columns, one holder each, and rows that follow its rank."""
-    row = 0
-    for region in sorted(regions, key=lambda region: region.holders):
-        if len(region.holders) > 1 or region.num_cols != num_cols or region.row != row:
-            return False
-        row += region.num_rows
-    return True
 
 
 class RowRange(NamedTuple):

@@ -1,18 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank sends, receives and orthogonalizes, in which order."""
+"""What one rank sends, receives and orthogonalizes, in which order, over all of its plans."""
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.replicas import ShardScatter, routes_of_share, scatters_of
 from megatron_muon.plan.routes import Part, Route, parts_of
-from megatron_muon.plan.scatter import ShardScatter, routes_of_share, scatters_of
-from megatron_muon.plan.schedule import PlanOrder
-from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes
+from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
+from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, StagingLayout
 from megatron_muon.plan.wire import Wire
 
 type Stack = tuple[Part, ...]
@@ -21,11 +22,11 @@ type Messages = Mapping[int, Sequence[Route]]
 
 
 class Arrival(NamedTuple):
-    """Results for this rank's rows, and where they lie.
+    """Results for this rank's rows in the memory of a scatter.
 
     Args:
         route: The rectangle, whole or a part of one.
-        offset: Its first element in the memory of the scatter.
+        offset: Its first element.
     """
 
     route: Route
@@ -37,13 +38,11 @@ class OwnedStacks:
     """What one rank orthogonalizes at once.
 
     Args:
-        stacks: Stacks of parts of one shape each.
-        rooms: Matrices that each stack has room for; more than it has parts where it is padded.
-        kept: Routes of which it is owner and holder: they need not travel.
+        stacks: Stacks of parts of one shape.
+        kept: Routes whose owner and holder it is: their rows are here already.
     """
 
     stacks: tuple[Stack, ...]
-    rooms: tuple[int, ...]
     kept: tuple[Route, ...]
 
     @property
@@ -53,11 +52,8 @@ class OwnedStacks:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all stacks, padding included."""
-        return sum(
-            room * stack[0].num_rows * stack[0].num_cols
-            for stack, room in zip(self.stacks, self.rooms, strict=True)
-        )
+        """Elements of all stacks."""
+        return sum(part.num_rows * part.num_cols for stack in self.stacks for part in stack)
 
 
 @dataclass(frozen=True)
@@ -83,55 +79,30 @@ class RankScatter:
         return ScatterSizes(_num_elements(self.sends), received)
 
 
-class RankGather(NamedTuple):
-    """What one rank does in one gather.
-
-    Args:
-        sends: Rows for each other owner; for this rank too where they arrive in place.
-        receives: Rows from each other source; from this rank too where they arrive in place.
-    """
-
-    sends: Messages
-    receives: Messages
-
-    @property
-    def num_sent(self) -> int:
-        """Elements of all sent messages."""
-        return _num_elements(self.sends)
-
-    @property
-    def num_received(self) -> int:
-        """Elements of all received messages."""
-        return _num_elements(self.receives)
-
-
 @dataclass(frozen=True)
 class RankBucket:
     """What one rank does in one bucket.
 
     Args:
         owned: What it orthogonalizes.
-        gathers: How rows come to owners; several where the bucket is portioned.
-        is_in_place: Whether what arrives, in the order of its sources, is the one part that the
-            rank owns: the memory that it is received in is the stack.
+        sends: Rows for each other owner.
+        receives: Rows from each other source.
         has_gather: Whether any rank of the domain has rows to send. Where none has, as with
             replicas of a whole matrix, all ranks leave the gather out.
         scatters: How results come back.
     """
 
     owned: OwnedStacks
-    gathers: tuple[RankGather, ...]
-    is_in_place: bool
+    sends: Messages
+    receives: Messages
     has_gather: bool
     scatters: tuple[RankScatter, ...]
 
     @property
     def num_elements(self) -> BucketSizes:
-        """Elements of its gathers and its stacks."""
+        """Elements of its gather and its stacks."""
         return BucketSizes(
-            gather_send=sum(gather.num_sent for gather in self.gathers),
-            gather_receive=sum(gather.num_received for gather in self.gathers),
-            stacks=0 if self.is_in_place else self.owned.num_elements,
+            _num_elements(self.sends), _num_elements(self.receives), self.owned.num_elements
         )
 
 
@@ -141,33 +112,25 @@ class RankPlan:
 
     Args:
         local: Stacks of local matrices, one by one.
-        local_load_s: Newton-Schulz seconds of each of them.
+        local_ns: Estimated Newton-Schulz time of each of them.
         buckets: Every bucket of the plan, also those the rank has no part in: it joins all
             collectives.
-        bucket_load_s: Newton-Schulz seconds of what the rank owns of each bucket.
         order: What of the plan decides the order of a step.
     """
 
     local: tuple[OwnedStacks, ...]
-    local_load_s: tuple[float, ...]
+    local_ns: tuple[int, ...]
     buckets: tuple[RankBucket, ...]
-    bucket_load_s: tuple[float, ...]
     order: PlanOrder
 
     @classmethod
     def build(cls, plan: ExchangePlan, rank: int) -> "RankPlan":
-        """Work out what one rank does.
-
-        Args:
-            plan: The plan of its domain.
-            rank: Rank of the job.
-        """
+        """Return what one rank does of a plan of its domain."""
         local = _local_stacks(plan, rank)
         return cls(
             local=local,
-            local_load_s=tuple(_stack_seconds(plan, owned.stacks[0]) for owned in local),
+            local_ns=tuple(_stack_ns(plan, owned.stacks[0]) for owned in local),
             buckets=tuple(_rank_bucket(plan, bucket, rank) for bucket in plan.buckets),
-            bucket_load_s=tuple(bucket.load_s.get(rank, 0.0) for bucket in plan.seconds),
             order=plan.order,
         )
 
@@ -188,9 +151,74 @@ class RankPlan:
     def num_results(self) -> Counter[int]:
         """Count how many pieces the results for this rank's rows arrive in, by matrix."""
         owned = [*self.local, *(bucket.owned for bucket in self.buckets)]
-        counts = Counter(route.matrix for each in owned for route in each.staying)
-        counts.update(each.route.matrix for scatter in self.scatters for each in scatter.arrivals)
+        counts = Counter(route.matrix for stacks in owned for route in stacks.staying)
+        counts.update(
+            arrival.route.matrix for scatter in self.scatters for arrival in scatter.arrivals
+        )
         return counts
+
+
+class LocalStack(NamedTuple):
+    """A stack of local matrices.
+
+    Args:
+        plan: Position of its plan among those of the rank.
+        number: Position in :attr:`RankPlan.local`.
+    """
+
+    plan: int
+    number: int
+
+
+@dataclass(frozen=True)
+class RankSchedule:
+    """The step of one rank.
+
+    Args:
+        rank_plans: What the rank does of each plan.
+        actions: What it does, in order.
+        local: Local matrices to orthogonalize at the beginning of each round, and at the end.
+        staging: Memory of messages and stacks.
+    """
+
+    rank_plans: tuple[RankPlan, ...]
+    actions: tuple[Action, ...]
+    local: tuple[tuple[LocalStack, ...], ...]
+    staging: StagingLayout
+
+    @classmethod
+    def build(cls, plans: Sequence[ExchangePlan], rank: int) -> "RankSchedule":
+        """Return what one rank does in a step.
+
+        Args:
+            plans: Plans of the domains that the rank is in, in the order in which it has them.
+            rank: Rank of the job.
+        """
+        rank_plans = tuple(RankPlan.build(plan, rank) for plan in plans)
+        actions = actions_of([rank_plan.order for rank_plan in rank_plans])
+        staging = [
+            rank_plan.staging(plan.wire) for rank_plan, plan in zip(rank_plans, plans, strict=True)
+        ]
+        return cls(
+            rank_plans, actions, _spread_local(rank_plans, actions), StagingLayout.build(staging)
+        )
+
+
+def _spread_local(
+    rank_plans: Sequence[RankPlan], actions: Sequence[Action]
+) -> tuple[tuple[LocalStack, ...], ...]:
+    """Spread local matrices evenly over the rounds and the end, where the last results arrive."""
+    num_slots = sum(action.kind == "local" for action in actions)
+    slots: list[list[LocalStack]] = [[] for _ in range(num_slots)]
+    total_ns = sum(sum(rank_plan.local_ns) for rank_plan in rank_plans)
+    before_ns = 0
+    for plan, rank_plan in enumerate(rank_plans):
+        for number, time_ns in enumerate(rank_plan.local_ns):
+            # The slot in which the middle of the stack falls if all slots are equally long.
+            slot = (2 * before_ns + time_ns) * num_slots // max(1, 2 * total_ns)
+            slots[min(slot, num_slots - 1)].append(LocalStack(plan, number))
+            before_ns += time_ns
+    return tuple(tuple(stacks) for stacks in slots)
 
 
 def _num_elements(messages: Messages) -> int:
@@ -206,17 +234,14 @@ def _local_stacks(plan: ExchangePlan, rank: int) -> tuple[OwnedStacks, ...]:
         of_part[route.matrix, route.block].append(route)
     return tuple(
         OwnedStacks(
-            (stack,),
-            (room,),
-            tuple(route for part in stack for route in of_part[part.matrix, part.block]),
+            (stack,), tuple(route for part in stack for route in of_part[part.matrix, part.block])
         )
-        for stack, room in zip(all_stacks.stacks, all_stacks.rooms, strict=True)
+        for stack in all_stacks.stacks
     )
 
 
-def _stack_seconds(plan: ExchangePlan, stack: Stack) -> float:
-    part = stack[0]
-    return len(stack) * plan.cost.newton_schulz_seconds(part.num_rows, part.num_cols)
+def _stack_ns(plan: ExchangePlan, stack: Stack) -> int:
+    return plan.cost.stack_ns(len(stack), stack[0].num_rows, stack[0].num_cols)
 
 
 def _owned_stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> OwnedStacks:
@@ -227,19 +252,14 @@ def _owned_stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> Owne
         for route in plan.routes(index)
         if route.owner == rank and rank in route.holders
     ]
-    stacks = _stacks(plan, indices, rank)
-    return OwnedStacks(
-        tuple(stack for stack, _ in stacks), tuple(room for _, room in stacks), tuple(kept)
-    )
+    return OwnedStacks(tuple(_stacks(plan, indices, rank)), tuple(kept))
 
 
 def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBucket:
-    count = plan.order.num_gathers
-    sends: list[dict[int, list[Route]]] = [defaultdict(list) for _ in range(count)]
-    receives: list[dict[int, list[Route]]] = [defaultdict(list) for _ in range(count)]
+    sends: dict[int, list[Route]] = defaultdict(list)
+    receives: dict[int, list[Route]] = defaultdict(list)
     # Of each shard that this rank holds or sends results to, by owner.
     results: dict[tuple[int, ...], dict[int, list[Route]]] = defaultdict(lambda: defaultdict(list))
-    own_rows: list[Route] = []
     for index in bucket:
         # Of thousands of ranks most neither hold nor own any of a matrix. With replicas it matters
         # all the same: what others send them decides where this rank's results have room.
@@ -247,31 +267,19 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
         if not sees_all and rank not in plan.matrices[index].elements_by_rank:
             continue
         for route in plan.routes(index, None if sees_all else rank):
-            is_holder = rank in route.holders
-            if route.owner == route.source == rank:
-                own_rows.append(route)
-            elif route.owner == rank:
-                receives[route.portion][route.source].append(route)
             # Of several replicas, only one sends its rows.
-            elif route.source == rank:
-                sends[route.portion][route.owner].append(route)
-            # Where other holders are in between, each owner must know what the others send them.
-            if len(route.holders) > 1 or (is_holder != (route.owner == rank)):
+            if route.source != route.owner:
+                if route.owner == rank:
+                    receives[route.source].append(route)
+                elif route.source == rank:
+                    sends[route.owner].append(route)
+            # Where other holders are in between, every owner must know what the others send them.
+            if len(route.holders) > 1 or ((rank in route.holders) != (route.owner == rank)):
                 results[route.holders][route.owner].append(route)
-    in_place = plan.stacking.arriving_in_place(bucket, is_portioned=plan.order.is_portioned)
-    is_in_place = any(receives) and rank in in_place
-    if is_in_place:
-        # A message like others: they lie between the rows of lower and of higher ranks.
-        for route in own_rows:
-            sends[route.portion][rank].append(route)
-            receives[route.portion][rank].append(route)
     return RankBucket(
         owned=_owned_stacks(plan, bucket, rank),
-        gathers=tuple(
-            RankGather(dict(sent), dict(received))
-            for sent, received in zip(sends, receives, strict=True)
-        ),
-        is_in_place=is_in_place,
+        sends=dict(sends),
+        receives=dict(receives),
         has_gather=any(
             owner not in region.holders
             for index in bucket
@@ -287,36 +295,14 @@ def _rank_scatters(
     results: Mapping[tuple[int, ...], Mapping[int, Sequence[Route]]],
     rank: int,
 ) -> tuple[RankScatter, ...]:
-    """Return the scatters of a bucket.
+    """Return the scatters of a bucket; results are evenly distributed over them.
 
     Args:
         plan: The plan.
         results: Routes by holders and owner.
         rank: This rank.
     """
-    if not plan.order.is_portioned:
-        return _even_scatters(plan, results, rank, plan.num_scatters)
-    # What has arrived together leaves together.
-    portions = (
-        {
-            holders: {
-                owner: [route for route in routes if route.portion == number]
-                for owner, routes in by_owner.items()
-            }
-            for holders, by_owner in results.items()
-        }
-        for number in range(plan.num_scatters)
-    )
-    return tuple(scatter for each in portions for scatter in _even_scatters(plan, each, rank, 1))
-
-
-def _even_scatters(
-    plan: ExchangePlan,
-    results: Mapping[tuple[int, ...], Mapping[int, Sequence[Route]]],
-    rank: int,
-    count: int,
-) -> tuple[RankScatter, ...]:
-    """Share results out to so many scatters, evenly; arguments as for :func:`_rank_scatters`."""
+    count = plan.num_scatters
     sends: list[dict[int, list[Route]]] = [defaultdict(list) for _ in range(count)]
     own: list[RankScatter] = [RankScatter({}, {}, (), None)] * count
     for holders, by_owner in results.items():
@@ -332,7 +318,8 @@ def _even_scatters(
             if rank in holders:
                 own[number] = _received(shard, by_owner, rank)
     return tuple(
-        dataclasses.replace(each, sends=dict(sent)) for each, sent in zip(own, sends, strict=True)
+        dataclasses.replace(scatter, sends=dict(sent))
+        for scatter, sent in zip(own, sends, strict=True)
     )
 
 
@@ -346,33 +333,29 @@ def _received(
         for route in routes_of_share(by_owner[share.owner], share):
             arrivals.append(Arrival(route, offset))
             offset += route.num_elements
-    receives = {each.owner: each.num_elements for each in shard.shares if each.holder == rank}
+    receives = {share.owner: share.num_elements for share in shard.shares if share.holder == rank}
     return RankScatter({}, receives, tuple(arrivals), shard)
 
 
-def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[tuple[Stack, int]]:
-    """Group the parts of a rank by shape into stacks, with the matrices each has room for.
-
-    What is not stackable stands alone.
-    """
+def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[Stack]:
+    """Group the parts of a rank by shape into stacks; what is not stackable is alone in one."""
     by_shape: dict[tuple[int, int], list[Part]] = defaultdict(list)
-    stacks: list[tuple[Stack, int]] = []
+    stacks: list[Stack] = []
     for index in indices:
         owners = plan.owners[index]
         if rank not in owners:
             continue
         for block, shape in enumerate(plan.matrices[index].blocks):
             part = parts_of(index, block, shape, owners)[owners.index(rank)]
-            if not plan.stacking.is_stackable(index):
-                stacks.append(((part,), 1))
-            else:
+            if plan.stacking.is_stackable(index):
                 by_shape[shape].append(part)
+            else:
+                stacks.append((part,))
     for shape, parts in by_shape.items():
-        first = 0
-        for room in plan.stacking.rooms(len(parts), shape, is_stacked=True):
-            stacks.append((tuple(parts[first : first + room]), room))
-            first += room
+        rest = iter(parts)
+        for capacity in plan.stacking.capacities(len(parts), shape):
+            stacks.append(tuple(itertools.islice(rest, capacity)))
     # Ranks that share several split blocks must come to them in the same order, and before
     # anything that only some of them have: they all-reduce inside Newton-Schulz.
-    stacks.sort(key=lambda item: (len(item[0][0].owners) == 1, item[0][0].matrix, item[0][0].block))
+    stacks.sort(key=lambda stack: (len(stack[0].owners) == 1, stack[0].matrix, stack[0].block))
     return stacks

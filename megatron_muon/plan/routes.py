@@ -6,13 +6,13 @@ One list of routes serves both ways: the scatter sends back what the gather brou
 never computed a second time, so the two cannot disagree.
 """
 
+import functools
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, Region
-from megatron_muon.plan.portions import deal_out, lines_at_a_time
 
 
 class Part(NamedTuple):
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A rectangle that travels between shards and a part.
+    """A rectangle that is exchanged between shards and a part.
 
     Args:
         matrix: Index of the matrix in the plan.
@@ -54,8 +54,6 @@ class Route(NamedTuple):
         num_cols: Columns.
         local_row: First row in the holders' shards.
         local_col: First column in the holders' shards.
-        portion: Number of the gather, and of the scatter, of its bucket that it travels in; 0 where
-            the bucket is not portioned.
     """
 
     matrix: int
@@ -69,32 +67,11 @@ class Route(NamedTuple):
     num_cols: int
     local_row: int
     local_col: int
-    portion: int = 0
 
     @property
     def num_elements(self) -> int:
         """Elements of the rectangle."""
         return self.num_rows * self.num_cols
-
-
-# A route without its place: a report of thousands of ranks needs numbers alone.
-class Transfer(NamedTuple):
-    """What travels between an owner and the holders of a region, in elements.
-
-    Args:
-        owner: Rank that orthogonalizes the rows.
-        source: Holder that sends them, and is the nearest to send the results to; the owner itself
-            where it holds them.
-        holders: Ranks that hold them.
-        num_elements: Elements.
-        portion: As in :class:`Route`.
-    """
-
-    owner: int
-    source: int
-    holders: tuple[int, ...]
-    num_elements: int
-    portion: int = 0
 
 
 def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, ...]) -> list[Part]:
@@ -114,7 +91,7 @@ def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, 
     # Rounded down one by one: parts differ by at most a row, and the borders of all fit together.
     borders = [length * number // len(owners) for number in range(len(owners) + 1)]
     ranges = zip(owners, borders, borders[1:], strict=False)
-    if _is_tall(shape):
+    if rows > cols:
         return [
             Part(index, block, owners, owner, start, stop - start, 0, cols)
             for owner, start, stop in ranges
@@ -125,19 +102,12 @@ def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, 
     ]
 
 
-def _is_tall(shape: tuple[int, int]) -> bool:
-    rows, cols = shape
-    return rows > cols
-
-
 def routes_of(
     index: int,
     matrix: MatrixLayout,
     owners: tuple[int, ...],
     cost: CostModel,
     holder: int | None = None,
-    *,
-    num_portions: int = 1,
 ) -> Iterator[Route]:
     """Yield the routes of a matrix: together they tile it, each element once.
 
@@ -147,71 +117,53 @@ def routes_of(
         owners: Ranks of the job that own it.
         cost: Knows which ranks share a node; the replica nearest to the owner sends.
         holder: Only the routes of which this rank is a holder; None for all.
-        num_portions: Gathers that bring it where its bucket is portioned, otherwise 1.
     """
-    for overlap in _overlaps(index, matrix, owners, holder):
-        region, part = overlap.region, overlap.part
-        route = Route(
-            matrix=index,
-            block=region.block,
-            owner=part.owner,
-            source=nearest_holder(region.holders, part.owner, cost),
-            holders=region.holders,
-            row=overlap.row - part.row,
-            num_rows=overlap.num_rows,
-            col=overlap.col - part.col,
-            num_cols=overlap.num_cols,
-            local_row=region.local_row + overlap.row - region.row,
-            local_col=overlap.col - region.col,
-        )
-        if num_portions == 1:
-            yield route
-        else:
-            yield from _dealt_out(route, part, matrix, num_portions)
-
-
-def _dealt_out(
-    route: Route, part: Part, matrix: MatrixLayout, num_portions: int
-) -> Iterator[Route]:
-    """Cut a route by portion, see :mod:`megatron_muon.plan.portions`."""
-    is_tall = _is_tall(matrix.blocks[route.block])
-    longest_rows, longest_cols = matrix.longest_sides
-    at_a_time = lines_at_a_time(longest_rows if is_tall else longest_cols, num_portions)
-    if is_tall:
-        stop = route.row + route.num_rows
-        for lines in deal_out(route.row, stop, part.num_rows, num_portions, at_a_time):
-            yield route._replace(
-                row=lines.place,
-                num_rows=lines.number,
-                local_row=route.local_row + lines.start - route.row,
-                portion=lines.portion,
-            )
-    else:
-        stop = route.col + route.num_cols
-        for lines in deal_out(route.col, stop, part.num_cols, num_portions, at_a_time):
-            yield route._replace(
-                col=lines.place,
-                num_cols=lines.number,
-                local_col=route.local_col + lines.start - route.col,
-                portion=lines.portion,
+    parts = [parts_of(index, block, shape, owners) for block, shape in enumerate(matrix.blocks)]
+    for region in matrix.regions:
+        # Checked before routes are made: of thousands of holders a rank is one.
+        if holder is not None and holder not in region.holders:
+            continue
+        for part, row, num_rows, col, num_cols in overlaps(region, parts[region.block]):
+            yield Route(
+                matrix=index,
+                block=region.block,
+                owner=part.owner,
+                source=nearest_holder(region.holders, part.owner, cost),
+                holders=region.holders,
+                row=row - part.row,
+                num_rows=num_rows,
+                col=col - part.col,
+                num_cols=num_cols,
+                local_row=region.local_row + row - region.row,
+                local_col=col - region.col,
             )
 
 
-def transfers_of(
-    index: int, matrix: MatrixLayout, owners: tuple[int, ...], cost: CostModel
-) -> Iterator[Transfer]:
-    """Yield what travels of a matrix, or stays; arguments as for :func:`routes_of`."""
-    for overlap in _overlaps(index, matrix, owners):
-        owner, holders = overlap.part.owner, overlap.region.holders
-        source = nearest_holder(holders, owner, cost)
-        yield Transfer(owner, source, holders, overlap.num_rows * overlap.num_cols)
+def overlaps(region: Region, parts: Sequence[Part]) -> Iterator[tuple[Part, int, int, int, int]]:
+    """Yield what a region shares with the parts of its block.
+
+    Parts tile the block, so these rectangles tile the region.
+
+    Yields:
+        The part, and first row, rows, first column and columns of the rectangle, in the block.
+    """
+    if len(parts) == 1:
+        # A shortcut: most matrices have one owner, whose part is the whole block.
+        yield parts[0], region.row, region.num_rows, region.col, region.num_cols
+        return
+    for part in parts:
+        top, left = max(region.row, part.row), max(region.col, part.col)
+        height = min(region.row + region.num_rows, part.row + part.num_rows) - top
+        width = min(region.col + region.num_cols, part.col + part.num_cols) - left
+        if height > 0 and width > 0:
+            yield part, top, height, left, width
 
 
 def cut(route: Route, start: int, stop: int) -> Iterator[Route]:
     """Yield the rectangles that some elements of a route form, in order.
 
     Args:
-        route: The route, as it lies in a message: row by row.
+        route: The route; a message holds it row by row.
         start: First element.
         stop: Element after the last one.
     """
@@ -246,41 +198,6 @@ def _rectangle(route: Route, row: int, num_rows: int, col: int, num_cols: int) -
     )
 
 
-class _Overlap(NamedTuple):
-    """The rectangle that a region and a part share, in rows and columns of the block."""
-
-    region: Region
-    part: Part
-    row: int
-    num_rows: int
-    col: int
-    num_cols: int
-
-
-def _overlaps(
-    index: int, matrix: MatrixLayout, owners: tuple[int, ...], holder: int | None = None
-) -> Iterator[_Overlap]:
-    """Yield each region with each part that it meets; with a holder, the regions that it holds."""
-    parts = [parts_of(index, block, shape, owners) for block, shape in enumerate(matrix.blocks)]
-    for region in matrix.regions:
-        # Asked for here, before routes are made: of thousands of holders a rank is one.
-        holders, _, row, num_rows, col, num_cols, _ = region
-        if holder is not None and holder not in holders:
-            continue
-        if len(owners) == 1:
-            # A shortcut: most matrices have one owner, whose part is the whole block.
-            (part,) = parts[region.block]
-            yield _Overlap(region, part, row, num_rows, col, num_cols)
-            continue
-        for part in parts[region.block]:
-            top, left = max(row, part.row), max(col, part.col)
-            height = min(row + num_rows, part.row + part.num_rows) - top
-            width = min(col + num_cols, part.col + part.num_cols) - left
-            # Parts tile the block, so these rectangles tile the region.
-            if height > 0 and width > 0:
-                yield _Overlap(region, part, top, height, left, width)
-
-
 def nearest_holder(holders: tuple[int, ...], owner: int, cost: CostModel) -> int:
     """Return the owner itself where it is one of some holders, or the nearest of them.
 
@@ -289,11 +206,22 @@ def nearest_holder(holders: tuple[int, ...], owner: int, cost: CostModel) -> int
         owner: The owner.
         cost: Knows which ranks share a node.
     """
-    if len(holders) == 1 or owner in holders:
-        return owner if owner in holders else holders[0]
+    if len(holders) == 1:
+        return holders[0]
+    position = bisect_right(holders, owner)
+    if position and holders[position - 1] == owner:
+        return owner
     # By node first, since only that changes the link. Then the next lower one, and before the first
     # the last one: evenly spaced replicas then serve equally many owners. By distance, those at
     # either end would serve up to three times as many as others.
-    node = cost.node(owner)
-    near = [rank for rank in holders if cost.node(rank) == node] or holders
-    return near[bisect_right(near, owner) - 1]
+    on_node = _by_node(holders, cost.ranks_per_node).get(cost.node(owner), holders)
+    return on_node[bisect_right(on_node, owner) - 1]
+
+
+# Thousands of owners look for the nearest of the same replicas.
+@functools.lru_cache(maxsize=4096)
+def _by_node(holders: tuple[int, ...], ranks_per_node: int) -> dict[int, list[int]]:
+    by_node: dict[int, list[int]] = {}
+    for holder in holders:
+        by_node.setdefault(holder // ranks_per_node, []).append(holder)
+    return by_node

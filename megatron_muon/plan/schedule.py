@@ -13,19 +13,12 @@ A step is a list of rounds, each for one bucket of one plan. The round of bucket
     finish_scatter    scatter j - behind has ended, and is applied
     start_scatter     results of scatter j are packed, and start to travel
 
-A portioned bucket, see :mod:`megatron_muon.plan.portions`, has a gather and a scatter for each
-portion. All its gathers start together. Each is waited for, and then comes the first of two more
-actions; the second one comes before each scatter::
-
-    first_product     rows of the gather are copied to their stacks, and added to Gram matrices
-    last_product      results of the scatter are computed
-
 Before the first round the gathers of the first ``ahead`` buckets of every plan start. After the
-last one come the local matrices that are left, and what is still under way. Without replicas a
-bucket that is not portioned has one scatter.
+last one come the local matrices that are left, and what is still in flight. Without replicas a
+bucket has one scatter.
 
 With replicas, results are passed on as soon as their scatter has ended, whatever the rank does then
-(:mod:`megatron_muon.runtime.relay`), in the order in which the rank starts scatters.
+(:mod:`megatron_muon.runtime.chained_collectives`), in the order in which the rank starts scatters.
 ``finish_scatter`` waits until they have been passed on.
 
 Ranks of one plan may differ in their other plans, as with expert parallelism. Two things keep them
@@ -34,10 +27,10 @@ from waiting for each other for ever:
 - The collectives of a plan come in one order on all ranks, whatever other plans there are.
 - Bucket i of n has its turn when the rank is (i + 1/2) / n through the step; of equal turns that of
   the earlier plan comes first, and ranks have their plans in one order. What a rank waits for was
-  launched by all ranks in an earlier turn of the same plan, or earlier in the same turn, inside of
-  which all ranks have one order; and so was all that comes before what is passed on. Owners of a
-  split matrix wait for each other in the same turn. So of all ranks that wait, the one that is
-  least far never waits for another that waits elsewhere.
+  launched by all ranks in an earlier turn of the same plan, or earlier in the same turn, in which
+  all ranks have one order; the same holds for all that comes before what is passed on. Owners of a
+  split matrix wait for each other in the same turn. So there is no deadlock: the rank that is
+  furthest behind only waits for collectives that every rank has launched.
 """
 
 import functools
@@ -47,12 +40,12 @@ from typing import Literal, NamedTuple
 
 
 class Depth(NamedTuple):
-    """How much of a plan is under way.
+    """How much of a plan is in flight.
 
     Args:
         ahead: Buckets whose gathers may have started when a bucket is orthogonalized, its own left
             out. With more, a rank waits less for others that come to their gathers late.
-        behind: Scatters that are under way at once, the one that starts included.
+        behind: Scatters that are in flight at once, the one that starts included.
     """
 
     ahead: int
@@ -65,25 +58,14 @@ class PlanOrder(NamedTuple):
     Args:
         num_buckets: Buckets.
         num_scatters: Scatters of each bucket.
-        depth: How much is under way.
+        depth: How much is in flight.
         has_replicas: Whether replicas pass results on.
-        is_portioned: Whether buckets are: each then has as many gathers as scatters.
     """
 
     num_buckets: int
     num_scatters: int
     depth: Depth
     has_replicas: bool
-    is_portioned: bool = False
-
-    @property
-    def num_gathers(self) -> int:
-        """Gathers of each bucket."""
-        return self.num_scatters if self.is_portioned else 1
-
-    def gathers_of(self, bucket: int) -> range:
-        """Return the numbers of the gathers of a bucket."""
-        return range(bucket * self.num_gathers, (bucket + 1) * self.num_gathers)
 
     def scatters_of(self, bucket: int) -> range:
         """Return the numbers of the scatters of a bucket."""
@@ -106,9 +88,7 @@ ActionKind = Literal[
     "local",
     "start_gather",
     "wait_for_gather",
-    "first_product",
     "orthogonalize",
-    "last_product",
     "start_scatter",
     "finish_scatter",
 ]
@@ -121,8 +101,8 @@ class Action(NamedTuple):
         kind: What it does.
         plan: Position of its plan among those of the rank; 0 for local matrices, which may be of
             any plan.
-        number: Of the bucket; of the gather or scatter, counted over all buckets; for local
-            matrices of the round, where the end counts as one more.
+        number: Of the bucket, or of the scatter, counted over all buckets; for local matrices of
+            the round, where the end counts as one more.
     """
 
     kind: ActionKind
@@ -149,13 +129,13 @@ def _step(plans: Sequence[PlanOrder]) -> Iterator[Action]:
     # A gather needs gradients and memory, no result: all that memory allows start at once.
     for plan, order in enumerate(plans):
         for bucket in range(min(order.depth.ahead, order.num_buckets)):
-            yield from _start_gathers(plan, order, bucket)
+            yield Action("start_gather", plan, bucket)
     rounds = rounds_of([order.num_buckets for order in plans])
     for number, turn in enumerate(rounds):
-        # Before the wait: they are what a rank can do while rows travel.
+        # Before the wait: they are what a rank can do while rows are in flight.
         yield Action("local", 0, number)
         yield from _round(turn, plans[turn.plan])
-    # While the last results travel.
+    # While the last results are in flight.
     yield Action("local", 0, len(rounds))
     for plan, order in enumerate(plans):
         end = order.num_buckets * order.num_scatters
@@ -166,29 +146,18 @@ def _step(plans: Sequence[PlanOrder]) -> Iterator[Action]:
 def _round(turn: Round, order: PlanOrder) -> Iterator[Action]:
     plan, bucket = turn
     depth = order.depth
-    gathers = order.gathers_of(bucket)
-    for gather in gathers:
-        yield Action("wait_for_gather", plan, gather)
-        # Now this bucket's messages have left the memory that the next gather is packed into. It
-        # starts before the products, which hide it.
-        if gather == gathers[-1] and bucket + depth.ahead < order.num_buckets:
-            yield from _start_gathers(plan, order, bucket + depth.ahead)
-        if order.is_portioned:
-            yield Action("first_product", plan, gather)
+    yield Action("wait_for_gather", plan, bucket)
+    # Now this bucket's messages have left the memory that the next gather is packed into. It starts
+    # before Newton-Schulz, which hides it.
+    if bucket + depth.ahead < order.num_buckets:
+        yield Action("start_gather", plan, bucket + depth.ahead)
     yield Action("orthogonalize", plan, bucket)
     # Earlier results are only waited for now: they had all of this bucket's Newton-Schulz to
-    # travel. Their memory may serve this bucket's results.
+    # arrive. Their memory may serve this bucket's results.
     for scatter in order.scatters_of(bucket):
-        if order.is_portioned:
-            yield Action("last_product", plan, scatter)
         if scatter >= depth.behind:
             yield Action("finish_scatter", plan, scatter - depth.behind)
         yield Action("start_scatter", plan, scatter)
-
-
-def _start_gathers(plan: int, order: PlanOrder, bucket: int) -> Iterator[Action]:
-    for gather in order.gathers_of(bucket):
-        yield Action("start_gather", plan, gather)
 
 
 def rounds_of(num_buckets: Sequence[int]) -> tuple[Round, ...]:

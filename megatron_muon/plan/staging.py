@@ -1,14 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a step stages in: which buffer is alive when, and where it lies in one arena.
+"""Memory of messages and stacks: the lifetime of every buffer, and its offset in one arena.
 
-Buffers that are not alive at the same action of a step, see :mod:`megatron_muon.plan.schedule`, may
-lie in the same place.
+Buffers share memory if they are not alive at the same action of a step, see
+:mod:`megatron_muon.plan.schedule`. Slots of the largest size would need twice the memory.
 """
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,23 +20,17 @@ _ALIGNMENT = 256
 
 
 class BucketSizes(NamedTuple):
-    """What one rank stages for a bucket, in elements or in bytes; or the first byte of each.
+    """Sizes or offsets of what one rank stages for a bucket, in elements or in bytes.
 
     Args:
         gather_send: Rows for other owners.
         gather_receive: Rows from other ranks.
-        stacks: What it owns, padding included; nothing where rows arrive in place.
+        stacks: What it owns.
     """
 
     gather_send: int
     gather_receive: int
     stacks: int
-
-    @property
-    def in_place(self) -> "BucketSizes":
-        """What it stages where it receives rows in the stack: its own ones are sent as well."""
-        kept = self.stacks - self.gather_receive
-        return BucketSizes(self.gather_send + kept, self.stacks, 0)
 
     def in_bytes(self, wire: Wire) -> "BucketSizes":
         """Convert elements to bytes."""
@@ -45,7 +38,7 @@ class BucketSizes(NamedTuple):
 
 
 class ScatterSizes(NamedTuple):
-    """What one rank stages for a scatter, in elements or in bytes; or the first byte of each.
+    """Sizes or offsets of what one rank stages for a scatter, in elements or in bytes.
 
     Args:
         send: Results for other holders.
@@ -83,12 +76,12 @@ class PlanStaging(NamedTuple):
     local_bytes: int
 
 
-class PlanPlaces(NamedTuple):
-    """Where the buffers of one plan lie.
+class PlanOffsets(NamedTuple):
+    """Offsets of the buffers of one plan, in bytes.
 
     Args:
-        buckets: First byte of each buffer, for each bucket.
-        scatters: First byte of each buffer, for each scatter.
+        buckets: Of the buffers of each bucket.
+        scatters: Of the buffers of each scatter.
     """
 
     buckets: tuple[BucketSizes, ...]
@@ -97,17 +90,17 @@ class PlanPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class StagingLayout:
-    """Places of all buffers of one rank in one arena.
+    """Offsets of all buffers of one rank in one arena.
 
     Args:
-        plans: Places of each plan.
-        local: First byte of the stack of local matrices, for each round and for the end. Stacks of
-            a round share it: they are orthogonalized one after the other.
+        plans: Offsets of each plan.
+        local: Offset of the stack of local matrices, for each round and for the end. Stacks of a
+            round share it: they are orthogonalized one after the other.
         num_bytes: Size of the arena: the most that is alive at one action, and what buffers of
             different sizes leave unused between them.
     """
 
-    plans: tuple[PlanPlaces, ...]
+    plans: tuple[PlanOffsets, ...]
     local: tuple[int, ...]
     num_bytes: int
 
@@ -122,7 +115,7 @@ class StagingLayout:
         rest = iter(places)
         return cls(
             tuple(
-                PlanPlaces(
+                PlanOffsets(
                     tuple(BucketSizes(*(next(rest) for _ in each)) for each in plan.buckets),
                     tuple(ScatterSizes(*(next(rest) for _ in each)) for each in plan.scatters),
                 )
@@ -131,21 +124,6 @@ class StagingLayout:
             tuple(rest),
             num_bytes,
         )
-
-
-def most_alive(plans: Sequence[PlanStaging]) -> int:
-    """Return the most bytes that are alive at one action: no placement takes less."""
-    change: Counter[int] = Counter()
-    lifetimes = _lifetimes(tuple(plan.order for plan in plans))
-    for size, alive in zip(_sizes(plans), lifetimes, strict=True):
-        if size:
-            change[alive.first] += aligned_size(size)
-            change[alive.last + 1] -= aligned_size(size)
-    most = now = 0
-    for position in sorted(change):
-        now += change[position]
-        most = max(most, now)
-    return most
 
 
 def _sizes(plans: Sequence[PlanStaging]) -> list[int]:
@@ -178,19 +156,14 @@ def _lifetimes(orders: tuple[PlanOrder, ...]) -> tuple[_Lifetime, ...]:
 def _of_bucket(
     plan: int, bucket: int, order: PlanOrder, position: Mapping[Action, int]
 ) -> tuple[_Lifetime, ...]:
-    gathers = order.gathers_of(bucket)
-    packed = position[Action("start_gather", plan, gathers[0])]
-    arrived = position[Action("wait_for_gather", plan, gathers[-1])]
-    # Newton-Schulz writes its first step elsewhere; upstream refuses to take none. Portioned or
-    # not, the last product reads no stack.
+    packed = position[Action("start_gather", plan, bucket)]
+    arrived = position[Action("wait_for_gather", plan, bucket)]
+    # Newton-Schulz writes its first step elsewhere; upstream refuses to take none.
     orthogonalized = position[Action("orthogonalize", plan, bucket)]
-    filled = orthogonalized
-    if order.is_portioned:
-        filled = position[Action("first_product", plan, gathers[0])]
     return (
         _Lifetime(packed, arrived),
         _Lifetime(packed, orthogonalized),
-        _Lifetime(filled, orthogonalized),
+        _Lifetime(orthogonalized, orthogonalized),
     )
 
 
@@ -199,89 +172,40 @@ def _of_scatter(
 ) -> tuple[_Lifetime, ...]:
     packed = position[Action("start_scatter", plan, scatter)]
     applied = position[Action("finish_scatter", plan, scatter)]
-    # Where replicas pass results on, a rank learns only then that they have left their owner.
+    # With replicas a rank learns only then that its results have left.
     return _Lifetime(packed, applied), _Lifetime(packed, applied)
 
 
 def aligned_size(size: int) -> int:
-    """Return the bytes that a buffer takes in the arena."""
+    """Round up to the alignment of the arena."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[int], int]:
-    """Place buffers of known lifetimes, in the best of several orders, each as low as it fits.
+    """Place buffers of known lifetimes, the largest first, each as low as it fits.
 
-    The best placement is NP-hard. No order is the best for all plans of docs/performance.md. To try
-    each again, with what ended highest placed first, gains nothing on any of them.
+    Returns:
+        The offset of every buffer, and the end of the arena.
     """
     aligned = [aligned_size(size) for size in sizes]
-    # A rank takes part in few buckets: most buffers are empty, and lie anywhere.
+    # A rank has a part in few buckets: most buffers are empty, and have any offset.
     used = [index for index, size in enumerate(aligned) if size]
-    beside, busiest = _alive_together(used, aligned, lifetimes)
-    best: tuple[list[int], int] = [], 0
-    for rule in _ORDERS:
-        order = sorted(used, key=lambda index: rule(aligned[index], lifetimes[index]))
-        offsets, end = _place_in_order(aligned, beside, order)
-        if not best[0] or end < best[1]:
-            best = offsets, end
-        if end == busiest:
-            break
-    return best
-
-
-def _alive_together(
-    indices: Sequence[int], sizes: Sequence[int], lifetimes: Sequence[_Lifetime]
-) -> tuple[dict[int, list[int]], int]:
-    """Return the buffers that are alive at some action of each, and the most bytes at one action.
-
-    Buffers are met in the order in which they begin. Only those that have not ended are compared:
-    thousands of scatters follow each other, a few of them at a time.
-
-    Args:
-        indices: Buffers that have bytes.
-        sizes: Bytes of all buffers.
-        lifetimes: Of all buffers.
-    """
-    beside: dict[int, list[int]] = {index: [] for index in indices}
-    alive: list[int] = []
-    most = 0
-    for index in sorted(indices, key=lambda each: lifetimes[each].first):
-        alive = [other for other in alive if lifetimes[other].last >= lifetimes[index].first]
-        for other in alive:
-            beside[other].append(index)
-        beside[index] += alive
-        alive.append(index)
-        # What is alive only grows where a lifetime begins.
-        most = max(most, sum(sizes[each] for each in alive))
-    return beside, most
-
-
-# Largest first; largest and longest alive first; first come; first gone.
-_ORDERS: tuple[Callable[[int, _Lifetime], tuple[int, ...]], ...] = (
-    lambda size, alive: (-size, alive.first),
-    lambda size, alive: (-size * (1 + alive.last - alive.first), alive.first),
-    lambda size, alive: (alive.first, -alive.last),
-    lambda size, alive: (alive.first, -size),
-    lambda size, alive: (alive.last, -size),
-)
-
-
-def _place_in_order(
-    sizes: Sequence[int], beside: Mapping[int, Sequence[int]], order: Sequence[int]
-) -> tuple[list[int], int]:
-    """Place each buffer at the lowest gap between those that are placed and alive beside it."""
-    offsets = [0] * len(sizes)
-    placed: set[int] = set()
-    end = 0
-    for index in order:
+    used.sort(key=lambda index: (-aligned[index], lifetimes[index].first))
+    offsets, end = [0] * len(sizes), 0
+    placed: list[int] = []
+    for index in used:
+        first, last = lifetimes[index]
+        beside = sorted(
+            (offsets[other], offsets[other] + aligned[other])
+            for other in placed
+            if lifetimes[other].first <= last and first <= lifetimes[other].last
+        )
         offset = 0
-        for start, stop in sorted(
-            (offsets[i], offsets[i] + sizes[i]) for i in beside[index] if i in placed
-        ):
-            if offset + sizes[index] <= start:
+        for start, stop in beside:
+            if offset + aligned[index] <= start:
                 break
             offset = max(offset, stop)
         offsets[index] = offset
-        placed.add(index)
-        end = max(end, offset + sizes[index])
+        placed.append(index)
+        end = max(end, offset + aligned[index])
     return offsets, end

@@ -5,20 +5,21 @@
 Files, each importing only those above it::
 
     agreement           ranks compare what they know, and fail together
-    sharded_matrix      what the optimizer knows of one parameter
+    sharded_matrix      the row shards of one parameter
+    groups              process groups by their ranks
     domain              which ranks exchange matrices
     exchange            the collectives that move rows and results
-    relay               one collective starts when another one has ended
-    machine_cost        the costs that all ranks plan with, measured if asked for
+    chained_collectives one collective starts when another one has ended
+    machine_cost        the costs that all ranks plan with
     arena               memory that exists while a step runs
     equally_spaced      many tensors as one, where memory allows
     stacks              the parts that a rank owns, in memory
     norms               norms of blocks, summed in float64
     local_rows          this rank's rows: read normalized, written scaled
-    plan_buckets        messages and stacks of one plan
+    plan_runner         gathers, orthogonalizes and scatters the buckets of one plan
     engine              runs the plans of a rank: local rows in, orthogonalized local rows out
     all_gather_compute  every matrix on every rank: the simple way
-    owner_compute       plans and engine for the matrices of one optimizer
+    owner_compute       plans, groups and engine for the matrices of an optimizer
     owned_parameters    parameters sharded over process groups, laid out as matrices
     weight_decay        emerging-optimizers' rules, all parameters at once
     momentum            weight decay, momentum and Nesterov, all parameters at once

@@ -29,13 +29,13 @@ def raise_where_any_rank_fails(
     """Raise on every rank of a group when one of them has something to report.
 
     Args:
-        problems: What is wrong on this rank, a sentence each; empty when nothing is.
+        problems: What is wrong on this rank, as sentences; empty if nothing is.
         group: Ranks that decide together; None for all ranks of the job.
         device: Where the flag that is reduced lives (the backend's device).
         advice: What the user should do, the end of the message.
         suspects: Number of problems that only the device knows of, an integer scalar; read on the
             host together with the flag.
-        explain: Returns a sentence for each of the suspects.
+        explain: Returns a sentence per suspect.
 
     Raises:
         RuntimeError: On all ranks, naming the ranks and their problems.
@@ -87,8 +87,8 @@ def raise_where_ranks_differ(
         advice: What the user should do, the end of the message.
 
     Raises:
-        RuntimeError: On all ranks of the group, naming the first item that differs on each
-            deviating rank.
+        RuntimeError: On all ranks of the group, naming the first item that differs, per deviating
+            rank.
 
     Communication: that of :func:`difference_between_ranks`.
     """
@@ -103,14 +103,14 @@ def difference_between_ranks(
     """Describe how the lists of a group's ranks differ, or return None where they are the same.
 
     Args:
-        entries: The list, one line of text for each item, in order.
+        entries: The list, one line of text per item, in order.
         group: Ranks that must agree.
         device: Where the hash that is gathered lives (the backend's device).
         what: Name of the list for the message.
 
     Returns:
-        A sentence without a full stop that names the first item that differs on each deviating
-        rank, the same on all ranks of the group.
+        A sentence without a full stop that names the first item that differs, per deviating rank;
+        the same on all ranks of the group.
 
     Communication: one all-gather of one int64 a rank; the lists only where they differ.
     """

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Every matrix on every rank: the simple way, kept to compare with."""
+"""Every matrix on every rank: the simple way, kept as a reference."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -14,10 +14,10 @@ from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 
 class AllGatherCompute:
-    """Gather each matrix to all ranks of its shard group, which all orthogonalize it.
+    """Gather matrices to all ranks of their shard group, which all orthogonalize them.
 
     Args:
-        matrices: Parameters, in the same order on all ranks, and what each is a shard of.
+        matrices: Row shards by parameter, in the same order on all ranks.
         orthogonalize_whole: Returns the scaled orthogonal matrix of a parameter, ``(rows, cols)``
             float32, from its whole momentum. It joins tensor-parallel ranks itself.
         device: Where shards live.
@@ -26,8 +26,8 @@ class AllGatherCompute:
         RuntimeError: On all ranks, when ranks of a shard group hold different parameters or
             layouts.
 
-    Communication: at construction one hash for each shard group. :meth:`orthogonalize` is one
-        :func:`all_gather_rows` for each matrix, and what ``orthogonalize_whole`` does.
+    Communication: at construction one hash per shard group. :meth:`orthogonalize` is one
+        :func:`all_gather_rows` per matrix, and what ``orthogonalize_whole`` does.
     Memory: nothing between steps; in a step the whole matrix, and what Newton-Schulz needs for it.
     """
 
@@ -62,7 +62,7 @@ class AllGatherCompute:
             group = matrix.shard_group
             if group is not None and dist.get_world_size(group) > 1:
                 rows = all_gather_rows(rows, matrix.layout, group)
-            # Every rank of the group has computed the same matrix; each takes its rows.
+            # Every rank of the group has computed the same matrix, and keeps its own rows.
             start, stop = matrix.local_range
             results[param].copy_(self._orthogonalize_whole(param, rows)[start:stop])
             yield [param]

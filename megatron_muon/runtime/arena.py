@@ -8,16 +8,16 @@ import torch
 class Arena:
     """One block of memory whose views outlive it.
 
-    Views are made once, at construction: in a step the host would make them in front of every copy.
+    Views are made once, at construction: in a step the host would make them before every copy.
     They may be used between :meth:`allocate` and :meth:`free`. Between steps the memory belongs to
-    the allocator, and a forward pass can have it.
+    the allocator, and a forward pass can use it.
 
     Freeing by the size of the storage is what FSDP2 does with its all-gathered parameters.
     Source: torch 2.11, torch/distributed/fsdp/_fully_shard/_fsdp_common.py.
 
     Args:
         num_bytes: Size.
-        device: Where it lies.
+        device: Where it is allocated.
 
     Raises:
         MemoryError: The device has too little memory, with sizes.
@@ -43,13 +43,13 @@ class Arena:
         return self._memory[offset : offset + num_elements * dtype.itemsize].view(dtype)
 
     def allocate(self) -> None:
-        """Take the memory; what it holds is undefined."""
-        # Where a step ended early it is still there, and nothing happens.
+        """Allocate the memory; its contents are undefined."""
+        # If a step ended early it is still there, and nothing happens.
         self._memory.untyped_storage().resize_(self.num_bytes)
 
     def free(self) -> None:
         """Return the memory. Collectives that use it must have been waited for."""
-        # Deleting the tensor would not do: every view of it keeps its memory.
+        # Deleting the tensor would not free it: every view keeps the memory.
         self._memory.untyped_storage().resize_(0)
 
 

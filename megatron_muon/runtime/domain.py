@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks of the job exchange matrices, and what each of them holds.
+"""Which ranks of the job exchange matrices, and the rows that they hold.
 
 Three groups link ranks: the shard group (a parameter's rows are sharded over it), the tensor group
 (tensor-parallel ranks, where their mode asks for the whole matrix) and the replica group (ranks
@@ -8,11 +8,10 @@ that hold the same rows: ZeRO-0, outer ranks of HSDP). The ranks that are linked
 groups, are one domain. They form a grid: tensor ranks x shards x replicas.
 """
 
-import datetime
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.groups import Wanted, find_groups
 
 type Holders = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -31,8 +31,8 @@ class Domain:
     Args:
         ranks: Ranks of the job, ascending.
         group: Their process group; None where this rank is alone.
-        ranks_per_node: Ranks that the launcher started on each node; None where it did not say so
-            on every rank.
+        ranks_per_node: Ranks that the launcher started per node; None if it did not say so on every
+            rank.
     """
 
     ranks: tuple[int, ...]
@@ -80,11 +80,11 @@ def find_grid(
     *,
     device: torch.device,
 ) -> Grid:
-    """Learn who holds what from the groups of all ranks.
+    """Derive the holders of all shards from the groups of all ranks.
 
     Args:
         shard_group: Ranks that rows are sharded over; None where every rank holds all rows.
-        tensor_group: Tensor-parallel ranks to join; None where each orthogonalizes its own matrix.
+        tensor_group: Tensor-parallel ranks to join; None if they have separate matrices.
         replica_group: Ranks that hold the same rows; None where there are none.
         holder_group: Shards x replicas, where the model has a group of them.
         device: Where small tensors are exchanged (the backend's device).
@@ -122,8 +122,8 @@ def find_grid(
         ranks=ranks,
         holders=holders,
         tensor_rank=rows[dist.get_rank()].tensor_rank,
-        # Of groups with the same ranks the first: those of the model are in use, and so connected.
-        group=_group_of(ranks, (*groups, dist.group.WORLD, holder_group)),
+        # The first one with these ranks: groups of the model are in use, and so connected.
+        group=find_groups([Wanted(ranks, (*groups, dist.group.WORLD, holder_group))])[0],
         ranks_per_node=ranks_per_node([row.num_ranks_on_node for row in rows]),
     )
 
@@ -138,8 +138,8 @@ def num_ranks_on_node() -> int:
 def ranks_per_node(sizes: Sequence[int]) -> int | None:
     """Return one number for all nodes; None where the launcher did not say on all of them.
 
-    Where nodes have different numbers of ranks it is their greatest common divisor: ranks that then
-    count as near are near, and some near ones count as far.
+    If nodes have different numbers of ranks, it is their greatest common divisor: ranks that then
+    count as on one node are, and some that are do not.
     """
     return math.gcd(*sizes) if min(sizes) > 0 else None
 
@@ -147,12 +147,12 @@ def ranks_per_node(sizes: Sequence[int]) -> int | None:
 def _linked_ranks(rows: Sequence[_Row], rank: int) -> tuple[int, ...]:
     """Return the ranks that are linked to a rank over any number of groups, ascending.
 
-    A union-find: each rank points towards the one that stands for all it is linked to.
+    A union-find: every rank points towards the one that represents all it is linked to.
     """
     parents = list(range(len(rows)))
 
     def root(member: int) -> int:
-        """Return the rank that stands for all that are linked to this one."""
+        """Return the rank that represents all that are linked to this one."""
         while parents[member] != member:
             # Halving the path on the way keeps it short.
             parents[member] = parents[parents[member]]
@@ -193,7 +193,7 @@ def _grid(rows: Sequence[_Row], ranks: Sequence[int]) -> Holders:
 
 
 def _check_replica_group(holders: Holders, replica_group: dist.ProcessGroup | None) -> None:
-    """Check that this rank's replicas are those that results will be passed on among."""
+    """Check that this rank's replica group has the ranks that hold its rows."""
     rank = dist.get_rank()
     (replicas,) = (cell for shards in holders for cell in shards if rank in cell)
     found = tuple(dist.get_process_group_ranks(replica_group)) if replica_group else (rank,)
@@ -202,55 +202,3 @@ def _check_replica_group(holders: Holders, replica_group: dist.ProcessGroup | No
             f"rank {rank}: expected the replica group to be the ranks with its shard, {replicas}, "
             f"got {found}"
         )
-
-
-def _group_of(
-    ranks: tuple[int, ...], groups: tuple[dist.ProcessGroup | None, ...]
-) -> dist.ProcessGroup | None:
-    """Return the process group of a domain, an existing one if possible.
-
-    A communicator of NCCL takes hundreds of megabytes of a GPU.
-    """
-    known: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for group in groups:
-        if group is not None:
-            # Ascending, as a domain's: torch sorts the ranks of every group that it makes.
-            known.setdefault(tuple(dist.get_process_group_ranks(group)), group)
-    # All ranks of the job come here, also those that need no new group.
-    new = new_groups([ranks] if len(ranks) > 1 and ranks not in known else [])
-    return None if len(ranks) == 1 else {**known, **new}[ranks]
-
-
-def new_groups(sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make process groups; called by all ranks of the job together, each with what it is part of.
-
-    Every rank takes part in making every group. ``use_local_synchronization`` would spare that, but
-    names a group by how many the rank is in already: ranks that differ there would never meet.
-    They have the timeout of the job's group (``--distributed-timeout-minutes``).
-
-    Args:
-        sets: Ranks of each group, ascending, this one among them.
-
-    Returns:
-        The groups, by their ranks.
-
-    Communication: one gather of objects over the job.
-    """
-    if not dist.is_initialized():
-        return {}
-    rank = dist.get_rank()
-    wanted: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(wanted, [ranks for ranks in sets if ranks[0] == rank])
-    made = {}
-    for ranks in sorted({ranks for sets_of_rank in wanted for ranks in sets_of_rank}):
-        group = dist.new_group(list(ranks), timeout=_job_timeout())
-        if rank in ranks:
-            made[ranks] = group
-    return made
-
-
-def _job_timeout() -> datetime.timedelta:
-    """Read the timeout of the job's process group; torch gives new groups half an hour on gloo."""
-    world = dist.group.WORLD
-    assert world is not None
-    return world._get_backend(world._device_types[0]).options._timeout

@@ -3,16 +3,14 @@
 """Run the plans of a rank: local rows in, orthogonalized local rows out.
 
 The order of a step is that of :mod:`megatron_muon.plan.schedule`. For one plan with buckets 0, 1,
-2, ... and one bucket under way beside the one in work::
+2, ... and one bucket in flight beside the one in work::
 
     norms | gather 0 | local | gather 1 | orthogonalize 0 |           scatter 0
                      | local | gather 2 | orthogonalize 1 | yield 0 | scatter 1
                      | local | gather 3 | orthogonalize 2 | yield 1 | scatter 2 | ... | local
 
-Gathers and scatters are launched asynchronously: they travel while other buckets are
-orthogonalized. Local matrices, of which nothing travels, fill the rounds in which a rank has less
-to do than others. A portioned bucket, see :mod:`megatron_muon.plan.portions`, has a gather and a
-scatter for each portion, and takes the first and the last product of Newton-Schulz between them.
+Gathers and scatters are launched asynchronously: they are in flight while other buckets are
+orthogonalized. Local matrices, which need no exchange, are spread evenly over the rounds.
 
 Over NCCL collectives run on the process group's own stream, and waiting for them is an event: the
 host never waits. Over gloo they run on its threads.
@@ -24,71 +22,73 @@ from typing import Any
 import torch
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.plan.rank_schedule import LocalStack, RankSchedule
+from megatron_muon.plan.rank_plan import LocalStack, RankSchedule
 from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.arena import Arena
+from megatron_muon.runtime.chained_collectives import chain_on
 from megatron_muon.runtime.local_rows import Rows
-from megatron_muon.runtime.plan_buckets import PlanBuckets, PlanOfRank
-from megatron_muon.runtime.relay import relay_on
+from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
 
 
 class Engine:
-    """Orthogonalize the matrices of all plans of a rank, each once, on its owner.
+    """Orthogonalize the matrices of all plans of a rank once, on their owners.
 
-    Every rank of a plan's group makes the same collective calls of the plan in the same order.
+    All ranks of a plan's group make the same collective calls of the plan in the same order.
 
     Args:
-        plans: Plans that this rank is in, in the same order on all ranks.
+        plans: Plans of this rank, in the same order on all ranks.
+        schedule: This rank's step over all of them.
         newton_schulz: Steps, coefficients, precision and scale.
         rank: This rank of the job.
-        device: Where shards live.
+        device: Where shards are.
 
-    Communication: a step is, for each plan, one all-reduce of 8 bytes a block (where rows travel in
-        bf16), and for each bucket, or for each portion of it, one ``all_to_all_single`` to the
-        owners and one back, of the plan's routes without padding. With replicas there may be
-        several back, each to one replica, and an ``all_gather_into_tensor`` between replicas
-        follows each that brings them anything. Owners of a split matrix also exchange n x n
-        matrices in Newton-Schulz, n the shorter side, as often as their backend says, and
-        all-reduce its norm where rows travel in fp32.
+    Communication: a step is, per plan, one all-reduce of 8 bytes a block (if rows are sent in bf16)
+        and, per bucket, one ``all_to_all_single`` to the owners and one back, of the plan's routes
+        without padding. With replicas there may be several back, to one replica at a time, followed
+        by an ``all_gather_into_tensor`` between replicas if they received anything. Owners of a
+        split matrix also exchange n x n matrices in Newton-Schulz, n the shorter side, as often as
+        their backend says, and all-reduce its norm if rows are sent in fp32.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it the results of one bucket, and
-        what Newton-Schulz needs for one stack; in a portioned bucket, for each of its stacks a
-        matrix of its size and one of n x n. Between steps a few bytes a block.
+        what Newton-Schulz needs for one stack. Between steps a few bytes a block.
     """
 
     _schedule: RankSchedule
-    _plans: list[PlanBuckets]
+    _plans: list[PlanRunner]
     _arena: Arena
 
     def __init__(
         self,
-        plans: Sequence[PlanOfRank],
+        plans: Sequence[BoundPlan],
+        schedule: RankSchedule,
         newton_schulz: NewtonSchulzSettings,
         *,
         rank: int,
         device: torch.device,
     ) -> None:
-        self._schedule = schedule = RankSchedule.build([each.plan for each in plans], rank)
+        self._schedule = schedule
         self._arena = Arena(schedule.staging.num_bytes, device)
         place_of: dict[LocalStack, int] = {
             stack: place
             for stacks, place in zip(schedule.local, schedule.staging.local, strict=True)
             for stack in stacks
         }
-        relay = relay_on(device)
+        chain = chain_on(device)
         self._plans = [
-            PlanBuckets(
-                each,
+            PlanRunner(
+                bound,
                 rank_plan,
                 schedule.staging.plans[number],
                 [place_of[LocalStack(number, i)] for i, _ in enumerate(rank_plan.local)],
                 newton_schulz,
                 self._arena,
-                relay,
+                chain,
                 rank=rank,
                 device=device,
             )
-            for number, (each, rank_plan) in enumerate(zip(plans, schedule.rank_plans, strict=True))
+            for number, (bound, rank_plan) in enumerate(
+                zip(plans, schedule.rank_plans, strict=True)
+            )
         ]
         # Nothing is kept between steps.
         self._arena.free()
@@ -96,12 +96,12 @@ class Engine:
     def connect(self) -> None:
         """Connect the ranks that will exchange; called on all ranks together.
 
-        Otherwise they connect in the first step, whose time then says nothing, and what fails there
-        fails after hours of loading. NCCL connects two ranks when they first send to each other,
-        and takes memory for it.
+        Otherwise they would connect in the first step, which would be slow, and fail after hours of
+        loading if it fails. NCCL connects two ranks when they first send to each other, and needs
+        memory for it.
 
-        Communication: for each plan one element from each rank to each that it will send to, in two
-            collectives, and one from each replica to the others.
+        Communication: per plan one element to every rank that this one will send to, in two
+            collectives, and one from every replica to the others.
         """
         for plan in self._plans:
             plan.connect()
@@ -142,7 +142,7 @@ class Engine:
                 when its first result comes.
 
         Yields:
-            Lists of handles whose results are complete. Each handle of this rank is yielded once.
+            Lists of handles whose results are complete. Every handle of this rank is yielded once.
         """
         for plan in self._plans:
             plan.wait_for_leftovers()
@@ -168,19 +168,15 @@ class Engine:
             plan.start_gather(number)
         elif kind == "wait_for_gather":
             plan.wait_for_gather(number)
-        elif kind == "first_product":
-            plan.first_product(number)
         elif kind == "orthogonalize":
             plan.orthogonalize(number)
-        elif kind == "last_product":
-            plan.last_product(number)
         elif kind == "start_scatter":
             yield plan.start_scatter(number)
         elif kind == "finish_scatter":
             yield plan.finish_scatter(number)
 
     def _orthogonalize_local(self, local: Sequence[LocalStack]) -> Iterator[list[Any]]:
-        # One stack after the other: they lie in one place, and each is written back before the next
-        # is read.
+        # One stack after the other: they share memory, and a result is written back before the
+        # next stack is read.
         for stack in local:
             yield self._plans[stack.plan].orthogonalize_local(stack.number)

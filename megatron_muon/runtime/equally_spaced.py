@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Many tensors as one, where memory allows."""
+"""Several tensors as one, if their memory allows it."""
 
 from collections.abc import Sequence
 
@@ -8,16 +8,16 @@ import torch
 
 
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """View tensors of one shape that lie in one storage at equal distances as one tensor.
+    """View tensors of one shape at equal distances in one storage as one tensor.
 
-    Gradients of a layer's experts lie so in the buffer of Megatron-FSDP: one call then does for all
-    of them what would otherwise take one each.
+    An example are the gradients of a layer's experts in the buffer of Megatron-FSDP: one call then
+    replaces one call per expert.
 
     Args:
-        tensors: ``(rows, cols)`` each, of one dtype.
+        tensors: All ``(rows, cols)``, of one dtype.
 
     Returns:
-        ``(num_tensors, rows, cols)``, sharing their memory; None where they lie otherwise.
+        ``(num_tensors, rows, cols)``, sharing their memory; None for any other arrangement.
     """
     first = tensors[0]
     if len(tensors) == 1:

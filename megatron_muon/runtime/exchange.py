@@ -32,8 +32,8 @@ def all_gather_rows(
     Raises:
         ValueError: The shard's shape differs from the layout.
 
-    Communication: one ``all_gather_into_tensor``; sends ``max_shard_rows * cols`` elements to each
-        of the other ranks. Megatron-FSDP's shards are uneven, so much of it may be padding: the
+    Communication: one ``all_gather_into_tensor``; sends ``max_shard_rows * cols`` elements to every
+        other rank. Megatron-FSDP's shards are uneven, so much of it may be padding: the
         matrix times ``world * max_shard_rows / rows``.
     Memory: ``world * max_shard_rows * cols`` elements until it returns, and the matrix.
     """
@@ -68,11 +68,11 @@ def all_reduce_norms(squares: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 class BucketMessages(NamedTuple):
-    """What one rank sends and receives in one collective, by rank of the job.
+    """Messages of one rank in one collective, by rank of the job.
 
     Args:
-        sends: For each receiver its routes, in an order that both know.
-        receives: For each sender the elements of its message.
+        sends: The routes to every receiver, in an order that both know.
+        receives: The elements from every sender.
         is_used: Whether any rank of the group has something to send.
     """
 
@@ -81,7 +81,7 @@ class BucketMessages(NamedTuple):
     is_used: bool
 
 
-class Placed(NamedTuple):
+class RouteView(NamedTuple):
     """A route in memory.
 
     Args:
@@ -93,33 +93,39 @@ class Placed(NamedTuple):
     rows: torch.Tensor
 
 
-def place(route: Route, flat: torch.Tensor, offset: int) -> Placed:
-    """View a route that lies row by row from an element of flat memory on."""
+def route_view(route: Route, flat: torch.Tensor, offset: int) -> RouteView:
+    """View a route, row by row, from an element of flat memory on."""
     memory = flat[offset : offset + route.num_elements]
-    return Placed(route, memory.view(route.num_rows, route.num_cols))
+    return RouteView(route, memory.view(route.num_rows, route.num_cols))
+
+
+def consecutive_views(routes: Sequence[Route], flat: torch.Tensor) -> list[RouteView]:
+    """View routes one after the other, from the beginning of flat memory on."""
+    ends = itertools.accumulate((route.num_elements for route in routes), initial=0)
+    return [route_view(route, flat, offset) for route, offset in zip(routes, ends, strict=False)]
 
 
 class Exchange:
-    """Send messages of one bucket or scatter after the other, and receive others.
+    """Send and receive the messages of one bucket or scatter after the other.
 
     Args:
-        group: Ranks that exchange; None where nothing travels.
-        messages: Of this rank for each of them; a rank without any has empty ones.
-        sends: For each, flat memory for what is sent, as many elements as its routes have.
+        group: Ranks that exchange; None for a rank alone.
+        messages: This rank's messages in every collective; may be empty.
+        sends: Flat memory for what is sent, per collective, with as many elements as its routes.
         receives: The same for what is received, by sender in the order of the group. Memory may
-            overlap where the caller is done with one before it starts the other.
+            overlap if the caller is done with one collective before it starts the other.
 
-    Communication: :meth:`start` is one ``all_to_all_single`` over the group: one message for each
-        peer, exactly the rectangles, no padding. All ranks leave it out where it is not used.
+    Communication: :meth:`start` is one ``all_to_all_single`` over the group with one message per
+        peer: exactly the rectangles, no padding. All ranks skip it if it is not used.
     """
 
-    # Each by message; sizes by rank of the group.
+    # All by collective; sizes also by rank of the group.
     _is_used: list[bool]
     _sends: list[torch.Tensor]
     _receives: list[torch.Tensor]
     _send_sizes: list[list[int]]
     _receive_sizes: list[list[int]]
-    _packing: list[list[Placed]]
+    _packing: list[list[RouteView]]
 
     def __init__(
         self,
@@ -138,17 +144,17 @@ class Exchange:
             for each in messages
         ]
         self._receive_sizes = [[each.receives.get(rank, 0) for rank in ranks] for each in messages]
-        # Views are made once, not in front of every copy. In the order of the group:
-        # all_to_all_single sends consecutive ranges.
+        # Views are made once, not before every copy. In the order of the group: all_to_all_single
+        # sends consecutive ranges.
         self._packing = [
-            one_behind_the_other([r for rank in ranks for r in each.sends.get(rank, ())], flat)
+            consecutive_views([r for rank in ranks for r in each.sends.get(rank, ())], flat)
             for each, flat in zip(messages, sends, strict=True)
         ]
 
     def connect(self) -> None:
-        """Send one element to each other rank that any message goes to.
+        """Send one element to every other rank that any message goes to.
 
-        Communication: one ``all_to_all_single``, left out where nothing is used.
+        Communication: one ``all_to_all_single``, skipped if nothing is used.
         """
         if not any(self._is_used):
             return
@@ -164,12 +170,12 @@ class Exchange:
             group=self._group,
         )
 
-    def packing(self, index: int) -> Sequence[Placed]:
-        """Return where each route must be written before :meth:`start`."""
+    def packing(self, index: int) -> Sequence[RouteView]:
+        """Return where routes must be written before :meth:`start`."""
         return self._packing[index]
 
     def start(self, index: int) -> dist.Work | None:
-        """Launch messages, and return what to wait for before reading what is received."""
+        """Launch a collective, and return what to wait for before reading what is received."""
         if not self._is_used[index]:
             return None
         # Over NCCL this runs on the group's own stream, after what this stream has packed.
@@ -184,26 +190,26 @@ class Exchange:
         )
 
 
-class Spread:
-    """Pass on between replicas what each has received.
+class ReplicaAllGather:
+    """All-gather between replicas what they have received in a scatter.
 
     Args:
         group: The replicas of this rank's shard.
-        chunks: For each scatter, flat memory for what all of them have, in the order of the group,
-            as many elements of each. This rank's own chunk lies there already when it starts.
+        chunks: Flat memory for the chunks of all replicas, per scatter, in the order of the group
+            and of the same size. This rank's own chunk is complete when the all-gather starts.
 
     Communication: :meth:`start` is one ``all_gather_into_tensor`` over the group, in place. All
-        replicas leave it out where they get nothing.
+        replicas skip it if they receive nothing.
     """
 
     _all: list[torch.Tensor]  # by scatter, the chunks of all replicas
-    _own: list[torch.Tensor]  # by scatter, this rank's chunk of them
+    _own: list[torch.Tensor]  # by scatter, this rank's chunk
 
     def __init__(self, group: dist.ProcessGroup, chunks: Sequence[torch.Tensor]) -> None:
         self._group = group
         self._all = list(chunks)
-        self._own = [each.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-                     if each.numel() else each for each in chunks]  # fmt: skip
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._own = [every.chunk(size)[rank] if every.numel() else every for every in chunks]
 
     def own_chunk(self, index: int) -> torch.Tensor:
         """Return this rank's chunk."""
@@ -220,7 +226,7 @@ class Spread:
         )
 
     def start(self, index: int) -> dist.Work | None:
-        """Launch a scatter's all-gather, and return what to wait for."""
+        """Launch the all-gather of a scatter, and return what to wait for."""
         if not self._all[index].numel():
             return None
         return dist.all_gather_into_tensor(
@@ -228,12 +234,6 @@ class Spread:
         )
 
 
-def one_behind_the_other(routes: Sequence[Route], flat: torch.Tensor) -> list[Placed]:
-    """View routes that lie one behind the other from the beginning of flat memory on."""
-    ends = itertools.accumulate((route.num_elements for route in routes), initial=0)
-    return [place(route, flat, offset) for route, offset in zip(routes, ends, strict=False)]
-
-
 def _peers(sizes: Sequence[Sequence[int]]) -> list[int]:
-    """Return 1 for each rank of the group at the other end of a message, otherwise 0."""
+    """Return by rank of the group 1 if it is at the other end of a message, otherwise 0."""
     return [int(any(of_rank)) for of_rank in zip(*sizes, strict=True)]

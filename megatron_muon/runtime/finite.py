@@ -13,7 +13,7 @@ class NotFinite(NamedTuple):
 
     Args:
         number: How many there are, an integer scalar on the device.
-        explain: Returns a sentence for each of them; the host reads then.
+        explain: Returns a sentence for every one of them; the host reads then.
     """
 
     number: torch.Tensor
@@ -36,7 +36,7 @@ def find_not_finite(grads: Sequence[tuple[str, torch.Tensor]], device: torch.dev
     not_finite = ~torch.stack([norm.float() for norm in norms]).isfinite()
 
     def explain() -> list[str]:
-        """Name each gradient that is not finite; the host reads here."""
+        """Name the gradients that are not finite; the host reads here."""
         return [
             f"{fqn}: expected a finite gradient, got NaN or Inf, or a norm beyond float32, in a "
             f"shard of shape {tuple(grad.shape)}"

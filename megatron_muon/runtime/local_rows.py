@@ -16,7 +16,7 @@ from megatron_muon.runtime.equally_spaced import as_one
 from megatron_muon.runtime.norms import BlockNorms
 from megatron_muon.runtime.stacks import in_shard
 
-# What stands for the rows that this rank holds of a matrix: a parameter, or part of one.
+# Identifies the rows that this rank holds of a matrix: a parameter, or part of one.
 type Handle = Hashable
 # These rows, (local_rows, cols) float32.
 type Rows = Mapping[Handle, torch.Tensor]
@@ -30,13 +30,13 @@ class LocalRows:
     Args:
         plan: The plan, equal on all ranks of the group.
         newton_schulz: The scale of results.
-        handles: By matrix of the plan, what stands for the rows that this rank holds.
+        handles: By matrix of the plan, handles of the rows that this rank holds.
         num_results: By matrix, how many pieces their results arrive in.
         rank: This rank of the job.
-        norm_group: Ranks of the domain; None where this one is alone.
-        device: Where shards live.
+        group: Ranks of the plan; None for a rank alone.
+        device: Where shards are.
 
-    Communication: :meth:`begin` is one all-reduce of 8 bytes a block where rows travel in bf16.
+    Communication: :meth:`begin` is one all-reduce of 8 bytes a block if rows are sent in bf16.
     Memory: a few bytes a block.
     """
 
@@ -44,7 +44,7 @@ class LocalRows:
     _results: dict[int, torch.Tensor]  # by matrix, in this step; may be the same memory
     _norms: BlockNorms
     _num_results: Mapping[int, int]  # pieces that results arrive in, by matrix
-    _missing: dict[int, int]  # of them, those that have yet to come in this step
+    _missing: dict[int, int]  # of them, those that have not arrived yet in this step
     _factors: dict[float, torch.Tensor]  # (1, 1) float32 on the device, by value
 
     def __init__(
@@ -55,26 +55,26 @@ class LocalRows:
         num_results: Mapping[int, int],
         *,
         rank: int,
-        norm_group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
         self._plan = plan
         self._newton_schulz = newton_schulz
         self._handles = handles
         self._device = device
-        self._norms = BlockNorms(plan, rank, norm_group, device)
+        self._norms = BlockNorms(plan, rank, group, device)
         self._num_results = num_results
         self._factors = {}
 
     def begin(self, momentum: Rows, results: Rows) -> None:
-        """Take the rows of a step, and their norms; arguments as for :meth:`Engine.orthogonalize`.
+        """Set the rows of a step, and reduce their norms; see :meth:`Engine.orthogonalize`.
 
-        What an earlier step left behind that ended with an exception is dropped.
+        The rows of an earlier step that ended with an exception are dropped.
         """
         self._momentum = {index: momentum[each] for index, each in self._handles.items()}
         self._results = {index: results[each] for index, each in self._handles.items()}
         self._missing = dict(self._num_results)
-        # fp32 rows are not normalized before they travel.
+        # fp32 rows are not normalized before they are sent.
         if self._plan.wire.normalizes:
             self._norms.reduce(self._momentum)
 
@@ -83,7 +83,7 @@ class LocalRows:
         self._momentum, self._results = {}, {}
 
     def read(self, targets: Sequence[tuple[Route, torch.Tensor]]) -> None:
-        """Copy routes to where they go, ``(num_rows, num_cols)`` in the gather dtype."""
+        """Copy routes to their targets, ``(num_rows, num_cols)`` in the gather dtype."""
         calls = [
             _Call([route], in_shard(self._momentum[route.matrix], route), target)
             for route, target in targets
@@ -92,8 +92,8 @@ class LocalRows:
             if calls:
                 torch._foreach_copy_([call.other for call in calls], [call.rows for call in calls])
             return
-        for routes, rows, target in self._merged(calls, are_alike=self._norms.are_even):
-            # One pass: the quotient is taken in fp32, and rounded as it is written.
+        for routes, rows, target in self._merged(calls, can_join=self._norms.are_even):
+            # One pass: the quotient is computed in fp32, and rounded as it is written.
             torch.div(rows, self._norms.of(routes), out=target)
 
     def write(self, results: Sequence[tuple[Route, torch.Tensor]]) -> list[Handle]:
@@ -103,7 +103,7 @@ class LocalRows:
             results: Routes, with ``(num_rows, num_cols)`` in the scatter dtype.
 
         Returns:
-            What stands for rows whose last results these are.
+            Handles of the rows whose last results these are.
         """
         calls = self._merged(
             [
@@ -113,8 +113,8 @@ class LocalRows:
         )
         if not calls:
             return []
-        # Query, key and value have factors of their own. Upstream multiplies with one factor after
-        # the other; their product would round differently.
+        # Query, key and value have factors of their own. Upstream multiplies with two factors in
+        # turn; their product would round differently.
         first, *others = zip(*(self._scale(call.routes[0]) for call in calls), strict=True)
         for call, factor in zip(calls, first, strict=True):
             # One pass for the copy to fp32 and the first factor.
@@ -127,29 +127,30 @@ class LocalRows:
     def _merged(
         self,
         calls: Sequence["_Call"],
-        are_alike: Callable[[Sequence[Route]], bool] = lambda routes: True,
+        can_join: Callable[[Sequence[Route]], bool] = lambda routes: True,
     ) -> list["_Call"]:
-        """Join the calls of routes that lie evenly in memory on both sides.
+        """Join the calls of routes that are equally spaced in memory on both sides.
 
-        Fused query, key and value take turns in a shard: each of the three lies evenly over its
-        query groups. Experts of a layer lie evenly in the buffer of Megatron-FSDP, and in a stack.
+        Fused query, key and value alternate in a shard: the rows of one of them are equally spaced
+        over the query groups. So are experts of a layer in the buffer of Megatron-FSDP, and in a
+        stack.
 
         Args:
-            calls: One route each.
-            are_alike: Whether one call can do for some routes of one shape.
+            calls: With one route.
+            can_join: Whether one call can replace those of some routes of one shape.
         """
-        alike: dict[object, list[_Call]] = defaultdict(list)
+        by_shape: dict[object, list[_Call]] = defaultdict(list)
         num_routes = Counter(_block(call) for call in calls)
         for call in calls:
             # Query groups of a block have one norm; whole blocks of one shape have one factor.
             block = _block(call) if num_routes[_block(call)] > 1 else None
-            alike[block, self._scaled_shape(call.routes[0]), call.rows.shape].append(call)
+            by_shape[block, self._scaled_shape(call.routes[0]), call.rows.shape].append(call)
         merged: list[_Call] = []
-        for group in alike.values():
+        for group in by_shape.values():
             routes = [call.routes[0] for call in group]
             rows = as_one([call.rows for call in group])
             other = as_one([call.other for call in group])
-            if len(group) == 1 or rows is None or other is None or not are_alike(routes):
+            if len(group) == 1 or rows is None or other is None or not can_join(routes):
                 merged += group
             else:
                 merged.append(_Call(routes, rows, other))
@@ -184,7 +185,7 @@ class LocalRows:
 
 
 class _Call(NamedTuple):
-    """What is read or written by one call.
+    """Rows that are read or written by one call.
 
     Args:
         routes: One, or several of one shape.

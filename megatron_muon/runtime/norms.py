@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frobenius norms of blocks, summed in float64, so that they do not depend on the shards.
 
-fp32 sums would differ in the last bits with the number of shards. float64 sums differ too, but by
-so little that the norm, rounded to fp32, practically never does (docs/numerics.md).
+fp32 sums would differ in the last bits with the number of shards. float64 sums differ too, but the
+norm, rounded to fp32, practically never does (docs/numerics.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,22 +54,22 @@ class SumOfSquares:
 
 
 class BlockNorms:
-    """Norms of all blocks of a plan, from the rows that each rank holds.
+    """Norms of all blocks of a plan, from the rows of all ranks.
 
     Args:
-        plan: The plan. Groups of instances have it on ranks of their own.
+        plan: The plan.
         rank: This rank of the job.
-        group: Ranks of the domain, of all these groups; None where this rank is alone.
-        device: Where shards live.
+        group: Ranks of the plan; None for a rank alone.
+        device: Where shards are.
 
     Communication: :meth:`reduce` is one all-reduce of 8 bytes a block.
     Memory: 8 bytes a block while a step runs, and that of :class:`SumOfSquares`.
     """
 
-    _first: list[int]  # position of the first block of each matrix among all blocks
+    _first: list[int]  # positions of the first blocks of matrices among all blocks
     _routes: list[Route]  # whose squares this rank adds up
-    _positions: torch.Tensor  # of the block of each of these routes, int64
-    _values: torch.Tensor  # fp32, one for each block, while a step runs
+    _positions: torch.Tensor  # of the blocks of these routes, int64
+    _values: torch.Tensor  # fp32, one per block, while a step runs
 
     def __init__(
         self,
@@ -83,14 +83,10 @@ class BlockNorms:
         self._first = [0]
         for matrix in plan.matrices:
             self._first.append(self._first[-1] + len(matrix.blocks))
-        # The first group of instances adds up for all: another order of sums would change the last
-        # bits of norms, and then instances would drift apart.
-        first_rank = dist.get_process_group_ranks(group)[0] if group is not None else rank
-        is_in_first = first_rank in plan.plan_seconds.ranks
         self._routes = [
             route
             for index, matrix in enumerate(plan.matrices)
-            if is_in_first and rank in matrix.elements_by_rank
+            if rank in matrix.elements_by_rank
             for route in plan.routes(index, rank)
             # Replicas hold the same rows: the first of them counts.
             if route.holders[0] == rank
@@ -103,7 +99,7 @@ class BlockNorms:
         return self._first[route.matrix] + route.block
 
     def reduce(self, rows: Mapping[int, torch.Tensor]) -> None:
-        """Add up the squares of all ranks, and take roots.
+        """Add up the squares of all ranks, and compute the norms.
 
         Args:
             rows: By matrix, this rank's rows ``(local_rows, cols)``, float32.
@@ -118,7 +114,7 @@ class BlockNorms:
         self._values = squares.sqrt_().clamp_min_(least_norm()).float()
 
     def are_even(self, routes: Sequence[Route]) -> bool:
-        """Return whether the blocks of some routes are one, or equally far apart in the plan."""
+        """Return whether the blocks of some routes are one, or equally spaced in the plan."""
         positions = [self._position(route) for route in routes]
         distances = {
             after - before for before, after in zip(positions, positions[1:], strict=False)

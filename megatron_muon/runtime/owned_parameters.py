@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_muon.plan.layout import MatrixLayout, block_rows, whole_matrix
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.domain import Grid, find_grid
-from megatron_muon.runtime.owner_compute import Kind
+from megatron_muon.runtime.owner_compute import PlanInput
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 
@@ -22,8 +22,8 @@ class OwnedParameter:
     Args:
         param: The parameter.
         matrix: Its row shards.
-        tensor_group: Tensor-parallel ranks whose parameters are one joined matrix; None where each
-            orthogonalizes its own.
+        tensor_group: Tensor-parallel ranks whose parameters are one joined matrix; None if they are
+            orthogonalized separately.
         partition_dim: Dimension that the tensor group shards.
         split_shapes: Rows of a query group that go to query, key and value; None for one block.
         has_copies: Whether other tensor-parallel ranks have a parameter of the same values.
@@ -37,13 +37,13 @@ class OwnedParameter:
     has_copies: bool = False
 
 
-def lay_out(parameters: Sequence[OwnedParameter], device: torch.device) -> Kind:
-    """Lay out the parameters of one kind, experts or dense matrices; called by all ranks together.
+def lay_out(parameters: Sequence[OwnedParameter], device: torch.device) -> PlanInput:
+    """Lay out expert or dense parameters for a plan; called by all ranks together.
 
-    A parameter that tensor-parallel ranks replicate, such as a router, is one matrix for each of
-    them, as it is upstream. Equal gradients keep these copies equal: each is orthogonalized whole
-    and alone, by the same operations, whatever the plans of these ranks are. Only norms on the bf16
-    wire may differ, as rarely as docs/numerics.md says.
+    A parameter that tensor-parallel ranks replicate, such as a router, is one matrix per rank, as
+    upstream has it. Equal gradients keep these copies equal: they are orthogonalized whole, by the
+    same operations, whatever the plans of these ranks are. Only norms on the bf16 wire may differ,
+    as rarely as docs/numerics.md says.
 
     Args:
         parameters: In the same order on all ranks, and sharded over the same groups.
@@ -70,12 +70,11 @@ def lay_out(parameters: Sequence[OwnedParameter], device: torch.device) -> Kind:
     matrices: list[MatrixLayout] = []
     handles: dict[int, torch.Tensor] = {}
     for parameter in parameters:
-        # Joined, all tensor ranks have the one matrix. Otherwise each has one, in their order.
+        # Joined, all tensor ranks have the one matrix. Otherwise there is one per rank, in order.
         tensor_rank = grid.tensor_rank if parameter.tensor_group is None else 0
         handles[len(matrices) + tensor_rank] = parameter.param
         matrices += _matrices_of(parameter, grid)
-    replicas = [ranks for shards in grid.holders for ranks in shards]
-    return Kind(grid, matrices, handles, replicas, first.replica_group, first.shard_group)
+    return PlanInput(grid, matrices, handles, first.replica_group)
 
 
 def _problems(parameters: Sequence[OwnedParameter]) -> list[str]:

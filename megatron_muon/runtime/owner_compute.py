@@ -3,7 +3,6 @@
 """Plans and engine for the matrices of one Muon optimizer."""
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,171 +10,203 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.plan.domain_plan import (
-    group_of,
-    groups_problem,
-    most_instances,
-    of_group,
-    plan_domain,
-)
-from megatron_muon.plan.exchange_plan import ExchangePlan, staging_problem
+from megatron_muon.plan.exchange_plan import ExchangePlan, plan_matrices, staging_problem
 from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.plan.report import log_lines
+from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.report.table import log_lines
 from megatron_muon.runtime.agreement import (
     difference_between_ranks,
     first_line,
     own_rank,
     raise_where_any_rank_fails,
 )
-from megatron_muon.runtime.domain import Domain, new_groups
+from megatron_muon.runtime.domain import Domain
 from megatron_muon.runtime.engine import Engine
+from megatron_muon.runtime.groups import Wanted, find_groups, new_groups
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.machine_cost import machine_costs
-from megatron_muon.runtime.plan_buckets import PlanOfRank
+from megatron_muon.runtime.plan_runner import BoundPlan
 
 logger = logging.getLogger(__name__)
 
 
-class Kind(NamedTuple):
-    """Matrices of one domain that are replicated alike: they share a plan.
+class PlanInput(NamedTuple):
+    """Matrices of one domain with the same replicas, which share a plan.
 
     Args:
         domain: The ranks that exchange them.
         matrices: All of them, in the same order on all ranks of the domain.
-        handles: By index among the matrices, what stands for those of which this rank holds rows:
-            :meth:`OwnerCompute.orthogonalize` takes and yields them.
-        replicas: All ranks of the domain, by the rows that they hold; each set ascending, and as
-            long as the others.
-        replica_group: Those with this rank's rows; None where nobody else has them.
-        instance_group: One rank of each of these sets, this one among them, where the model has
-            such a group; None where it has none.
+        handles: By index among the matrices, handles of those with rows on this rank:
+            :meth:`OwnerCompute.orthogonalize` is given rows by handle, and yields handles.
+        replica_group: Ranks with this rank's rows; None if there are no others.
     """
 
     domain: Domain
     matrices: Sequence[MatrixLayout]
     handles: Mapping[int, Any]
-    replicas: Sequence[tuple[int, ...]]
     replica_group: dist.ProcessGroup | None
-    instance_group: dist.ProcessGroup | None = None
 
 
 class OwnerCompute:
     """Orthogonalize the matrices of an optimizer, each on one rank of its domain.
 
+    It is built in four steps, by all ranks of the job together: plan, make the process groups that
+    the plans need, build the engine, and connect ranks. Each ends with a flag: all ranks go on, or
+    all of them raise.
+
     Args:
-        kinds: Those that this rank has. Ranks may have different ones. Each rank has its own in an
-            order that all ranks of the job share.
+        inputs: What this rank plans, in an order that all ranks share. Ranks may have different
+            ones.
         newton_schulz: Steps, coefficients, precision and scale.
         settings: Wire, sizes and cost model.
-        device: Where shards live.
-        num_kinds: Most kinds that any rank has, which share the staging memory; None where all
-            ranks have as many.
-        initial_load_s: Newton-Schulz seconds of this rank in other optimizers.
+        device: Where shards are.
+        max_num_plans: Maximum number of plans of any rank, which share the staging memory; None if
+            all ranks have the same number.
 
     Raises:
         ValueError: bf16 on the wire with Newton-Schulz in fp32.
-        RuntimeError: On all ranks, when instances cannot form the groups that settings name, when
-            no plan fits into the staging memory, when ranks came to different plans, or when one of
-            them lacks memory for the engine or a kernel for Newton-Schulz.
+        RuntimeError: On all ranks, when no plan fits into the staging memory, when ranks came to
+            different plans, or when one of them lacks memory for the engine or a kernel for
+            Newton-Schulz.
 
-    Communication: at construction three flags over the job; for each kind an all-gather of 8 bytes
-        a rank and a hash; three lists of ranks as objects, and a new process group for each set of
-        ranks that splits a matrix, in which one element is all-reduced. There are new groups too
-        for instances that work apart from others, and on CPU ranks for replicas. For each kind two
-        collectives send one element from each rank to those that it will send to, and one gathers
-        one from each replica. A choice of Newton-Schulz takes one flag more, and lists of names;
-        measured times take one flag and broadcasts. A limit of staging memory takes two flags more,
-        a number of groups of instances one, and an all-reduce of 8 bytes.
+    Communication: at construction three flags over the job; per plan an all-gather of 24 bytes a
+        rank and a hash; two lists of ranks as objects, and a new process group for each set of
+        ranks that splits a matrix, in which one element is all-reduced. Replicas on CPU ranks have
+        new groups too. Per plan two collectives send one element to each rank that it will send to,
+        and one gathers one from each replica. Another backend of Newton-Schulz than ``standard``
+        needs one flag more, and lists of names; a limit of staging memory one flag more.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
-    plans: list[ExchangePlan]  # of each kind
-    # Newton-Schulz seconds of this rank, the initial load included. If instances work in groups, of
-    # the ranks in one place of all groups the busiest counts for each.
-    load_s: float
+    plans: list[ExchangePlan]  # one per input
 
     def __init__(
         self,
-        kinds: Sequence[Kind],
+        inputs: Sequence[PlanInput],
         newton_schulz: NewtonSchulzSettings,
         settings: ExchangeSettings,
         *,
         device: torch.device,
-        num_kinds: int | None = None,
-        initial_load_s: float = 0.0,
+        max_num_plans: int | None = None,
     ) -> None:
-        rank = own_rank()
-        self.plans = []
-        self.load_s = initial_load_s
-        if settings.instance_groups is not None:
-            domains = [kind.replicas for kind in kinds]
-            # A rank without replicas may be one of a job that has some.
-            most = _most_of_all_ranks(most_instances(domains), device)
-            _raise_where_any_rank_says(groups_problem(domains, settings, most=most), device)
-        costs = machine_costs(
-            [(kind.domain, kind.matrices) for kind in kinds], newton_schulz, settings, device
-        )
+        self._rank, self._device, self._settings = own_rank(), device, settings
+        self.plans = self._plan(inputs, newton_schulz, max_num_plans or len(inputs))
+        schedule = self._schedule()
+        plans = self._make_groups(inputs)
+        self._engine = self._build_engine(plans, schedule, newton_schulz)
+        self._connect()
+        # Other ranks have no log handler; further domains with the same layouts look the same.
+        for plan in self.plans if settings.log_plan else ():
+            if self._rank == plan.ranks[0]:
+                for line in log_lines(plan):
+                    logger.info("%s", line)
+
+    def _plan(
+        self, inputs: Sequence[PlanInput], newton_schulz: NewtonSchulzSettings, max_num_plans: int
+    ) -> list[ExchangePlan]:
+        """Plan every input on top of those before it, and compare plans across ranks."""
+        settings, device = self._settings, self._device
+        wire = settings.wire_for(newton_schulz.is_bf16)
+        costs = machine_costs([each.domain for each in inputs], newton_schulz, settings, device)
+        plans: list[ExchangePlan] = []
         differences = []
-        for kind, cost in zip(kinds, costs, strict=True):
-            plan = plan_domain(
-                kind.matrices,
-                kind.replicas,
-                cost,
-                settings.wire_for(newton_schulz.is_bf16),
-                settings,
-                load_s=self._loads(kind.domain, device),
-                num_kinds=num_kinds or len(kinds),
+        load_ns = staged_bytes = 0
+        for number, (given, cost) in enumerate(zip(inputs, costs, strict=True)):
+            loads_ns, most_staged, position = _planned_before(
+                given.domain, (load_ns, staged_bytes, number), device
             )
-            # Before groups of instances take other ranks for it: all must have the same.
-            differences += _differences(plan, newton_schulz, settings, kind.domain, device)
-            plan = of_group(plan, kind.replicas, group_of(plan, kind.replicas, rank))
-            self.plans.append(plan)
-            self.load_s = plan.assignment.load_s[rank]
-        # Here, and not where they are found: ranks of other domains may be fine, and all of them
-        # stop together.
+            plan = plan_matrices(
+                given.matrices,
+                cost,
+                settings,
+                wire,
+                load_ns=loads_ns,
+                staging_bytes=settings.share_of_staging(most_staged, max_num_plans - position),
+            )
+            differences += _differences(plan, newton_schulz, settings, given.domain, device)
+            plans.append(plan)
+            load_ns = plan.assignment.load_ns[self._rank]
+            staged_bytes += plan.staging_bytes
+        # Not where they are found: ranks of other domains may be fine, and all stop together.
         raise_where_any_rank_fails(
             differences,
             None,
             device,
             "Build the same model with the same arguments on every rank. No optimizer was built.",
         )
-        if settings.staging_bytes is not None:
-            _raise_where_any_rank_says(staging_problem(self.plans, settings.staging_bytes), device)
-        parts_groups = _parts_groups(self.plans, rank, device)
-        of_rank = [
-            PlanOfRank(
-                plan, kind.handles, groups.plan, kind.domain.group, groups.replicas, parts_groups
-            )
-            for plan, kind, groups in zip(
-                self.plans, kinds, _groups(kinds, self.plans, rank, device), strict=True
+        return plans
+
+    def _schedule(self) -> RankSchedule:
+        """Return what this rank does in a step, or raise on all ranks if memory is exceeded."""
+        schedule = RankSchedule.build(self.plans, self._rank)
+        limit = self._settings.staging_bytes
+        if limit is not None:
+            problem = staging_problem(self.plans, schedule.staging.num_bytes, limit)
+            problems = [problem] if problem is not None else []
+            raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
+        return schedule
+
+    def _make_groups(self, inputs: Sequence[PlanInput]) -> list[BoundPlan]:
+        """Find the process groups of the plans, and make those that are missing."""
+        parts_groups = _parts_groups(self.plans, self._rank, self._device)
+        pairs = list(zip(inputs, self.plans, strict=True))
+        groups = find_groups([Wanted(plan.ranks, (each.domain.group,)) for each, plan in pairs])
+        of_replicas = []
+        for each, group in zip(inputs, groups, strict=True):
+            ranks: tuple[int, ...] = (self._rank,)
+            if each.replica_group is not None:
+                ranks = tuple(sorted(dist.get_process_group_ranks(each.replica_group)))
+            # On a CPU a thread launches the all-gathers of replicas, while the step uses the groups
+            # of the model: it needs a group of its own.
+            known = (each.replica_group, group) if self._device.type != "cpu" else ()
+            of_replicas.append(Wanted(ranks, known))
+        replica_groups = find_groups(of_replicas)
+        return [
+            BoundPlan(plan, each.handles, group, replica_group, parts_groups)
+            for (each, plan), group, replica_group in zip(
+                pairs, groups, replica_groups, strict=True
             )
         ]
-        self._engine = _together(
-            lambda: Engine(of_rank, newton_schulz, rank=rank, device=device), settings, device
-        )
-        if settings.staging_bytes is not None:
-            _raise_where_any_rank_says(_excess(self._engine, settings.staging_bytes), device)
-        # Apart: owners of a split matrix may wait for each other here, so all must have an engine.
-        _together(self._engine.check_kernels, settings, device)
-        self._engine.connect()
-        # Other ranks have no handler; further domains of the same kind look alike.
-        for plan in self.plans if settings.log_plan else ():
-            if rank == plan.plan_seconds.ranks[0]:
-                for line in log_lines(plan):
-                    logger.info("%s", line)
 
-    def _loads(self, domain: Domain, device: torch.device) -> dict[int, float]:
-        """Gather the seconds that each rank of a domain spends on matrices planned before."""
-        if domain.group is None:
-            return {domain.ranks[0]: self.load_s}
-        # Nanoseconds are finer than any estimate, and all backends gather integers.
-        mine = torch.tensor([round(self.load_s * 1e9)], dtype=torch.int64, device=device)
-        table = mine.new_empty(len(domain.ranks))
-        dist.all_gather_into_tensor(table, mine, group=domain.group)
-        return {
-            rank: load_ns * 1e-9 for rank, load_ns in zip(domain.ranks, table.tolist(), strict=True)
-        }
+    def _build_engine(
+        self,
+        plans: Sequence[BoundPlan],
+        schedule: RankSchedule,
+        newton_schulz: NewtonSchulzSettings,
+    ) -> Engine:
+        return self._on_all_ranks(
+            lambda: Engine(plans, schedule, newton_schulz, rank=self._rank, device=self._device)
+        )
+
+    def _connect(self) -> None:
+        """Check kernels, and let every rank send to those that it will send to."""
+        # Owners of a split matrix may wait for each other here, so all must have an engine.
+        self._on_all_ranks(self._engine.check_kernels)
+        self._engine.connect()
+
+    def _on_all_ranks[T](self, build: Callable[[], T]) -> T:
+        """Call a function, or raise on all ranks if one of them lacks memory or a kernel.
+
+        Otherwise that rank would end alone, and the others would wait for it until their
+        collectives time out.
+        """
+        problems = []
+        try:
+            built = build()
+        # The arena raises MemoryError, other allocations RuntimeError: their text is enough.
+        # Kernels of others raise whatever their compilers do.
+        except Exception as error:
+            problems.append(first_line(error))
+        raise_where_any_rank_fails(
+            problems,
+            None,
+            self._device,
+            "If memory is short, lower exchange.staging_bytes (now "
+            f"{self._settings.wanted_staging_bytes:,}), shard over more ranks, or leave more "
+            "memory free. No optimizer was built.",
+        )
+        return built
 
     @property
     def staging_bytes(self) -> int:
@@ -187,53 +218,27 @@ class OwnerCompute:
         return self._engine.orthogonalize(momentum, results)
 
 
-def _most_of_all_ranks(number: int, device: torch.device) -> int:
-    most = torch.tensor([number], dtype=torch.int64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most.item())
+def _planned_before(
+    domain: Domain, mine: tuple[int, int, int], device: torch.device
+) -> tuple[dict[int, int], int, int]:
+    """Gather what the ranks of a domain have planned before.
 
+    Args:
+        domain: The domain.
+        mine: Of this rank, the load in nanoseconds, the bytes of staging memory, and the number of
+            plans. Ranks may have different plans before this one.
+        device: Of the collective.
 
-def _raise_where_any_rank_says(problem: str | None, device: torch.device) -> None:
-    problems = [problem] if problem is not None else []
-    raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
-
-
-def _excess(engine: Engine, staging_bytes: int) -> str | None:
-    """Describe by how much an engine exceeds a limit of memory, or return None.
-
-    Plans keep it but for rounding to rows, which they do not see.
+    Returns:
+        The load of every rank, and the maximum of bytes and of plans.
     """
-    if engine.staging_bytes <= staging_bytes:
-        return None
-    return (
-        f"staging memory: expected at most {staging_bytes:,} bytes, got {engine.staging_bytes:,}. "
-        f"Set exchange.staging_bytes to {math.ceil(1.1 * engine.staging_bytes)} or more"
-    )
-
-
-def _together[T](build: Callable[[], T], settings: ExchangeSettings, device: torch.device) -> T:
-    """Call a function on each rank, or raise on all ranks where one lacks memory or a kernel.
-
-    Otherwise that rank would end alone, and the others wait for it until their collectives time
-    out.
-    """
-    problems = []
-    try:
-        built = build()
-    # The arena raises MemoryError, other allocations RuntimeError: their text is enough. Kernels of
-    # others raise whatever their compilers do.
-    except Exception as error:
-        problems.append(first_line(error))
-    raise_where_any_rank_fails(
-        problems,
-        None,
-        device,
-        "If memory is short, lower exchange.staging_bytes (now "
-        f"{settings.wanted_staging_bytes:,}), shard over more ranks, or leave more memory free. No "
-        "optimizer was built.",
-    )
-    return built
+    if domain.group is None:
+        return {domain.ranks[0]: mine[0]}, *mine[1:]
+    sent = torch.tensor(mine, dtype=torch.int64, device=device)
+    table = sent.new_empty(len(domain.ranks), len(mine))
+    dist.all_gather_into_tensor(table.view(-1), sent, group=domain.group)
+    loads_ns, staged, positions = zip(*table.tolist(), strict=True)
+    return dict(zip(domain.ranks, loads_ns, strict=True)), max(staged), max(positions)
 
 
 def _differences(
@@ -243,99 +248,27 @@ def _differences(
     domain: Domain,
     device: torch.device,
 ) -> list[str]:
-    """Compare the plans of a domain's ranks, each of which has built it by itself.
+    """Compare the plans that the ranks of a domain have built.
 
-    What differs would be a hang in the first step.
+    A difference would hang the first step.
     """
     if domain.group is None:
         return []
     entries = [
-        f"{settings} {newton_schulz.steps} steps {plan.wire} "
-        # Decides which replica is near, and so who gets how much of a result.
-        f"{plan.cost.ranks_per_node} ranks a node",
+        # Costs decide the sizes of stacks and which replica is the nearest.
+        f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.cost}",
         *plan.entries(),
     ]
     difference = difference_between_ranks(entries, domain.group, device, "Muon exchange plan")
     return [] if difference is None else [difference]
 
 
-class _Groups(NamedTuple):
-    """Groups of one plan; None where this rank is alone.
-
-    Args:
-        plan: Ranks of the plan.
-        replicas: Those of them that hold the same rows.
-    """
-
-    plan: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None
-
-
-def _groups(
-    kinds: Sequence[Kind], plans: Sequence[ExchangePlan], rank: int, device: torch.device
-) -> list[_Groups]:
-    """Return the groups in which plans are run: those of the model, or new ones."""
-    ranks_of_plans = [tuple(plan.plan_seconds.ranks) for plan in plans]
-    of_plans = _find(
-        [
-            _Wanted(ranks, (kind.domain.group, kind.instance_group))
-            for kind, ranks in zip(kinds, ranks_of_plans, strict=True)
-        ]
-    )
-    of_replicas = []
-    for kind, ranks, group in zip(kinds, ranks_of_plans, of_plans, strict=True):
-        (same_rows,) = (each for each in kind.replicas if rank in each)
-        # On a CPU a thread passes results on, beside what others do in the groups of the model: it
-        # has a new one.
-        known = (kind.replica_group, group) if device.type != "cpu" else ()
-        of_replicas.append(_Wanted(tuple(each for each in same_rows if each in ranks), known))
-    return [_Groups(*groups) for groups in zip(of_plans, _find(of_replicas), strict=True)]
-
-
-class _Wanted(NamedTuple):
-    """A group that is needed.
-
-    Args:
-        ranks: Its ranks, ascending.
-        known: Groups that exist, of which the one with these ranks is taken.
-    """
-
-    ranks: tuple[int, ...]
-    known: Sequence[dist.ProcessGroup | None]
-
-
-def _find(wanted: Sequence[_Wanted]) -> list[dist.ProcessGroup | None]:
-    """Return the group of each set of ranks, and make those that are missing."""
-    found: list[dist.ProcessGroup | None] = [
-        next(
-            (
-                group
-                for group in known
-                if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks
-            ),
-            None,
-        )
-        for ranks, known in wanted
-    ]
-    made = new_groups(
-        {
-            ranks
-            for (ranks, _), group in zip(wanted, found, strict=True)
-            if group is None and len(ranks) > 1
-        }
-    )
-    return [
-        made.get(ranks) if group is None else group
-        for (ranks, _), group in zip(wanted, found, strict=True)
-    ]
-
-
 def _parts_groups(
     plans: Sequence[ExchangePlan], rank: int, device: torch.device
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make the groups of ranks that split matrices, and use each once.
+    """Make the groups of ranks that split matrices, and use them once.
 
-    A backend connects a group at its first collective, and what fails should fail here.
+    A backend connects a group at its first collective, and failures should surface here.
     """
     groups = new_groups(
         {owners for plan in plans for owners in plan.sets_of_owners if rank in owners}

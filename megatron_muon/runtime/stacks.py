@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parts that a rank owns lie in memory."""
+"""Views of the parts that a rank owns, in the memory of its stacks."""
 
 import math
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from megatron_muon.plan.rank_plan import OwnedStacks, Stack
 from megatron_muon.plan.routes import Route
 
 
-class OwnStacks:
+class StackBuffers:
     """Stacks of one bucket, or one stack of local matrices, end to end in flat memory.
 
     Args:
         owned: What they hold.
-        memory: Flat, ``owned.num_elements``; what lies in the padding of a stack does not matter.
+        memory: Flat, ``owned.num_elements``.
     """
 
-    kept: tuple[Route, ...]  # routes of which this rank is owner and holder
-    staying: tuple[Route, ...]  # of them, those whose results need not travel
-    stacks: list[tuple[Stack, torch.Tensor]]  # with its tensor, (room, rows, cols)
+    kept: tuple[Route, ...]  # routes whose owner and holder this rank is
+    staying: tuple[Route, ...]  # of them, those whose results are not sent
+    stacks: list[tuple[Stack, torch.Tensor]]  # with its tensor, (num_matrices, rows, cols)
     _position: dict[tuple[int, int], tuple[int, int]]  # (matrix, block) -> (stack, index in it)
 
     def __init__(self, owned: OwnedStacks, memory: torch.Tensor) -> None:
@@ -30,16 +30,16 @@ class OwnStacks:
         self.stacks = []
         self._position = {}
         offset = 0
-        for number, (stack, room) in enumerate(zip(owned.stacks, owned.rooms, strict=True)):
-            shape = (room, stack[0].num_rows, stack[0].num_cols)
+        for number, stack in enumerate(owned.stacks):
+            shape = (len(stack), stack[0].num_rows, stack[0].num_cols)
             size = math.prod(shape)
             self.stacks.append((stack, memory[offset : offset + size].view(shape)))
             offset += size
             for index, part in enumerate(stack):
                 self._position[part.matrix, part.block] = (number, index)
 
-    def place(self, route: Route) -> torch.Tensor:
-        """View where a route belongs in the stacks, ``(num_rows, num_cols)``."""
+    def view(self, route: Route) -> torch.Tensor:
+        """View a route in the stacks, ``(num_rows, num_cols)``."""
         number, index = self._position[route.matrix, route.block]
         return _in_part(self.stacks[number][1][index], route)
 

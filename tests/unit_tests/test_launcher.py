@@ -24,14 +24,14 @@ TWO_ITERATIONS = torchrun_command(
 
 
 def idle_commands(name, params):
-    """Yield the command of the README."""
+    """Yield the command of docs/flags.md."""
     if name == test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0.__name__:
         yield TWO_ITERATIONS
 
 
 @pytest.mark.slow
 def test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0():
-    """The command of the README; versions, device and the number of patches are said once."""
+    """The command of docs/flags.md; versions, device and the number of patches are said once."""
     done = ended(TWO_ITERATIONS)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(re.findall(r"lm loss: \d\.\d+E", done.stdout)) == 2
@@ -154,15 +154,15 @@ def test_usage_and_missing_scripts_are_errors(capsys):
 
 
 @pytest.mark.ranks
-def test_command_of_the_readme_trains_without_a_checkout():
-    """The README's flags once failed on the wheel: three of them were missing."""
-    readme = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    (command,) = re.findall(r"-m megatron_muon scripts/pretrain_gpt\.py (.*)", readme)
+def test_command_of_the_flags_page_trains_without_a_checkout():
+    """The flags of that page once failed on the wheel: three of them were missing."""
+    page = (ROOT / "docs" / "flags.md").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"-m megatron_muon scripts/pretrain_gpt\.py (.*)", page)
     # Forked ranks start no processes of their own.
     run = launch(2, [*shlex.split(command), "--num-workers", "0"]).check()
     assert len(run.losses) == 3
     output = run.outputs[0]
-    shown = re.findall(r"^\[megatron_muon\] (.*)", readme, re.M)
+    shown = re.findall(r"^\[megatron_muon\] (.*)", page, re.M)
     assert len(shown) == 4
     for line in shown[1:3]:
         assert line in output

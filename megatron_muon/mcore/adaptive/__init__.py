@@ -5,10 +5,10 @@
 Files, each importing only those above it::
 
     second_moment  settings of a moment, and the scale
-    adamuon        a moment for each element
-    held_blocks    the rows of blocks that a rank holds, and sums over all that hold some
+    adamuon        a moment per element
+    held_blocks    a rank's rows of blocks, and sums over the ranks that hold a block
     block_muon     normalizes the results of whole blocks at the end of a step
-    normuon        a moment for each row, or each column
-    namo           a moment for the norm of a block
-    methods        the class of each --adaptive-muon-moment2-method
+    normuon        a moment per row, or per column
+    namo           a moment per block, of its norm
+    methods        the classes for --adaptive-muon-moment2-method
 """

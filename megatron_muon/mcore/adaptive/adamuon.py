@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""AdaMuon: a second moment for each element of the orthogonalized momentum."""
+"""AdaMuon: a second moment per element of the orthogonalized momentum."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +14,9 @@ from megatron_muon.runtime.dtensor_layout import local_tensor
 class FSDPAdaMuon(FSDPAdaptiveMuon):
     """Step as ``TensorParallelAdaptiveMuon`` of Megatron-LM main with ``adamuon``, on row shards.
 
-    The second moment is elementwise, so each rank has that of its rows. As upstream, an update is
+    The second moment is elementwise, so a rank has that of its rows. As in upstream, an update is
     scaled by the tensor-parallel-local shape of its parameter. Upstream also multiplies by the
-    scale before the second moment, which then divides by it: only ``eps`` sees it.
+    scale before the second moment, which then divides by it: this would only rescale ``eps``.
 
     Method: AdaMuon (https://arxiv.org/abs/2507.11005).
 
@@ -30,8 +30,8 @@ class FSDPAdaMuon(FSDPAdaptiveMuon):
             if "moment2_buffer" not in self.state[param]:
                 self.state[param]["moment2_buffer"] = torch.zeros_like(param.data)
 
-    def _apply(self, params: Sequence[Any]) -> None:
-        """Divide results by the root of their second moment, scale them, and subtract them."""
+    def apply(self, params: Sequence[Any]) -> None:
+        """Divide results by the root of their second moment, scale and subtract them."""
         for group, held in self._by_group(params):
             results = [local_tensor(param.grad) for param in held]
             moments = [local_tensor(self.state[param]["moment2_buffer"]) for param in held]
@@ -42,8 +42,8 @@ class FSDPAdaMuon(FSDPAdaptiveMuon):
             torch._foreach_add_(roots, group["eps"])
             torch._foreach_div_(results, roots)
             factors, extras = zip(
-                *(self._factors(*self._matrices[param].layout.shape) for param in held), strict=True
+                *(self._factors(*self.matrices[param].layout.shape) for param in held), strict=True
             )
             torch._foreach_mul_(results, list(factors))
             torch._foreach_mul_(results, list(extras))
-        super()._apply(params)
+        super().apply(params)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Muon whose results are normalized by what all rows of a block say."""
+"""Muon with per-block normalization: base class of NorMuon and NAMO."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -17,47 +17,33 @@ from megatron_muon.runtime.norms import SumOfSquares
 
 
 class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
-    """Collect raw results in the memory of gradients, normalize them block by block, apply them.
+    """Collect results in the memory of gradients, normalize them by block, then apply them.
 
-    A block is what Newton-Schulz sees as one matrix. It is normalized and scaled as
-    emerging-optimizers does with a parameter of its shape. Each rank has the rows that it holds:
-    what is needed of others are a few sums, which are reduced when all results have come.
+    A block is a matrix that Newton-Schulz orthogonalizes by itself. It is normalized and scaled as
+    emerging-optimizers does with a parameter of its shape. A rank normalizes its own rows, and
+    needs only a few sums over all ranks, which are reduced when all results have arrived.
 
-    Args:
-        params: See :class:`FSDPZeROTensorParallelMuon`.
-        **kwargs: See :class:`FSDPAdaptiveMuon`.
-
-    Raises:
-        ValueError: The exchange is ``all_gather``, by which upstream's code scales results.
+    It cannot be used with ``all_gather``, where upstream's code has already scaled the results.
     """
 
-    _scales_results = False  # after they have been normalized
-
-    def __init__(self, params: Any, **kwargs: Any) -> None:
-        super().__init__(params, **kwargs)
-        if self.exchange.mode != "owner":
-            raise ValueError(
-                f"{type(self).__name__}: expected --muon-fsdp-exchange owner, got "
-                f"{self.exchange.mode}, which scales results before they can be normalized. Leave "
-                "it out, or use --adaptive-muon-moment2-method adamuon."
-            )
+    scales_results = False  # after they have been normalized
 
     @functools.cached_property
     def _blocks(self) -> dict[Any, list[HeldBlock]]:
-        return {param: held_blocks(self._owned(param), self._device) for param in self._params}
+        return {param: held_blocks(self.owned(param), self.device) for param in self.params}
 
     @functools.cached_property
     def _sum_of_squares(self) -> SumOfSquares:
-        return SumOfSquares(self._device)
+        return SumOfSquares(self.device)
 
     def _shared_key(self, name: str, param: Any) -> str:
-        """Return the name of a state that is no shard: every rank of a block has all of it.
+        """Return the name of a state that is replicated on all ranks that hold a block.
 
-        Tensor-parallel ranks that orthogonalize blocks of their own need a name each: of equal ones
-        a checkpoint keeps one.
+        Tensor-parallel ranks that orthogonalize their own blocks use different names, as a
+        checkpoint keeps one tensor per name.
         """
         tensor_group = self._tensor_group(param)
-        is_joined = self._owned(param).tensor_group is not None
+        is_joined = self.owned(param).tensor_group is not None
         if is_joined or not self._is_tensor_sharded(param):
             return name
         rank, size = dist.get_rank(tensor_group), dist.get_world_size(tensor_group)
@@ -65,11 +51,11 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
 
     def _rows(self, param: Any) -> torch.Tensor:
         """Return the memory of a parameter's gradient, ``(local_rows, cols)``."""
-        # Without a gradient the shard is empty.
+        # Only empty shards have no gradient.
         return local_tensor(param if param.grad is None else param.grad)
 
     def _all_blocks(self) -> Iterator[tuple[Any, HeldBlock, torch.Tensor]]:
-        """Yield each block: its parameter, the block, and the parameter's local rows of results."""
+        """Yield parameter, block, and the parameter's local rows of results for all blocks."""
         for param, blocks in self._blocks.items():
             rows = self._rows(param)
             for block in blocks:
@@ -79,12 +65,13 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
         factor, extra = self._factors(*block.shape)
         return rows * factor * extra
 
-    def _apply(self, params: Sequence[Any]) -> None:
-        """Leave results where they are until all have come."""
+    def apply(self, params: Sequence[Any]) -> None:
+        """Leave results in place until all have arrived."""
 
-    def _finish_step(self) -> None:
+    def finish(self) -> None:
+        """Normalize and apply the results of all parameters."""
         self._normalize()
-        super()._apply(self._params)
+        super().apply(self.params)
 
     @abstractmethod
     def _normalize(self) -> None:

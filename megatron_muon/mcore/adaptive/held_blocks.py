@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of blocks that this rank holds, and sums over all ranks that hold some."""
+"""The rows of blocks that this rank holds, and sums over all ranks that hold a block."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,17 +15,17 @@ from megatron_muon.runtime.owned_parameters import OwnedParameter
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """This rank's rows of a block: of a matrix that Newton-Schulz sees.
+    """This rank's rows of a block, which is a matrix that Newton-Schulz orthogonalizes by itself.
 
     Args:
-        shape: Rows and columns of the whole block, on all ranks.
-        rows: Where its rows lie among the local rows of the parameter: a slice, or int64 positions
-            where they are apart, as query, key and value are.
-        first_col: Column of the block that local column 0 is; above 0 where tensor-parallel ranks
-            hold columns of one block.
-        shard_groups: Groups over which rows of this tensor-parallel rank are spread.
+        shape: Global rows and columns of the block.
+        rows: Its rows among the local rows of the parameter: a slice, or int64 indices if they are
+            not contiguous, as those of query, key and value.
+        first_col: Column of the block that is local column 0; above 0 if tensor-parallel ranks
+            shard the columns of one block.
+        shard_groups: Groups over which rows of this tensor-parallel rank are sharded.
         tensor_groups: Tensor-parallel groups that hold one block together.
-        has_tensor_cols: Whether those hold columns of it, not rows.
+        has_tensor_cols: Whether those shard its columns, not its rows.
     """
 
     shape: tuple[int, int]
@@ -36,11 +37,11 @@ class HeldBlock:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Groups over which the elements of the block are spread."""
+        """Groups over which the elements of the block are sharded."""
         return (*self.shard_groups, *self.tensor_groups)
 
     def take(self, local: torch.Tensor) -> torch.Tensor:
-        """Return its rows of a parameter's local rows: a view, or a copy where they are apart."""
+        """Return its rows of a parameter's local rows: a view, or a copy if not contiguous."""
         return local[self.rows]
 
     def put(self, local: torch.Tensor, rows: torch.Tensor) -> None:
@@ -49,11 +50,11 @@ class HeldBlock:
 
 
 def held_blocks(parameter: OwnedParameter, device: torch.device) -> list[HeldBlock]:
-    """Return the blocks of a parameter, those of which this rank holds nothing included.
+    """Return all blocks of a parameter, including those without rows on this rank.
 
     Args:
-        parameter: Its shards, and how Newton-Schulz splits and joins it.
-        device: Where its rows live.
+        parameter: The parameter, with its shards and splits.
+        device: Device of its rows.
     """
     matrix, group = parameter.matrix, parameter.tensor_group
     num_tensor_ranks = dist.get_world_size(group) if group is not None else 1
@@ -63,21 +64,21 @@ def held_blocks(parameter: OwnedParameter, device: torch.device) -> list[HeldBlo
     blocks = []
     for ranges in block_rows(matrix.layout.num_rows, parameter.split_shapes):
         held = [
-            range(max(each.start, start) - start, min(each.stop, stop) - start) for each in ranges
+            range(max(rows.start, start) - start, min(rows.stop, stop) - start) for rows in ranges
         ]
-        runs = [run for run in held if len(run)]
-        rows: slice | torch.Tensor = slice(0, 0)
+        runs = [run for run in held if run]
+        local_rows: slice | torch.Tensor = slice(0, 0)
         if len(runs) == 1:
-            rows = slice(runs[0].start, runs[0].stop)
+            local_rows = slice(runs[0].start, runs[0].stop)
         elif runs:
-            rows = torch.tensor([row for run in runs for row in run], device=device)
-        num_rows = sum(each.stop - each.start for each in ranges)
+            local_rows = torch.tensor([row for run in runs for row in run], device=device)
+        num_rows = sum(rows.stop - rows.start for rows in ranges)
         blocks.append(
             HeldBlock(
                 (num_rows, num_cols * num_tensor_ranks)
                 if has_tensor_cols
                 else (num_rows * num_tensor_ranks, num_cols),
-                rows,
+                local_rows,
                 dist.get_rank(group) * num_cols if has_tensor_cols else 0,
                 (matrix.shard_group,) if matrix.shard_group is not None else (),
                 (group,) if group is not None else (),
@@ -90,20 +91,18 @@ def held_blocks(parameter: OwnedParameter, device: torch.device) -> list[HeldBlo
 def add_up(
     sums: Sequence[torch.Tensor], groups: Sequence[Sequence[dist.ProcessGroup]]
 ) -> list[torch.Tensor]:
-    """Sum tensors over ranks, all of one group together.
+    """Sum tensors over ranks, those of one group together.
 
     Args:
-        sums: One-dimensional tensors of one dtype, as many and as long on all ranks of a group.
-        groups: For each the groups to sum over, one after the other.
+        sums: One-dimensional tensors of one dtype; their number and lengths are equal on all ranks
+            of a group.
+        groups: By tensor, the groups to sum over, one after the other.
 
-    Returns:
-        The sums, in order.
-
-    Communication: one all-reduce for each group.
+    Communication: one all-reduce per group.
     """
     sums = list(sums)
     # In the order of parameters, which all ranks share.
-    for group in dict.fromkeys(each for of_one in groups for each in of_one):
+    for group in dict.fromkeys(itertools.chain.from_iterable(groups)):
         numbers = [number for number, of_one in enumerate(groups) if group in of_one]
         flat = torch.cat([sums[number] for number in numbers])
         dist.all_reduce(flat, group=group)

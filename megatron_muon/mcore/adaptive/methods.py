@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The class of each ``--adaptive-muon-moment2-method``."""
+"""The classes for ``--adaptive-muon-moment2-method``."""
 
 import functools
 import logging
@@ -23,7 +23,7 @@ METHODS: Mapping[str, type[FSDPZeROTensorParallelMuon]] = {
 
 
 def adaptive_muon(method: str) -> type[FSDPZeROTensorParallelMuon]:
-    """Return the class of a method; warn where upstream's results are others.
+    """Return the class of a method, with a warning if upstream's results differ.
 
     Args:
         method: ``OptimizerConfig.adaptive_muon_moment2_method``.
@@ -41,7 +41,7 @@ def adaptive_muon(method: str) -> type[FSDPZeROTensorParallelMuon]:
     return METHODS[method]
 
 
-# Once: experts and dense matrices have an optimizer each.
+# Once, though experts and dense matrices have two optimizers.
 @functools.cache
 def _warn_of_scale(method: str) -> None:
     log_single_rank(

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""NAMO: one second moment a block, that of the norm of its gradient."""
+"""NAMO: one second moment per block, of the norm of its gradient."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from megatron_muon.runtime.dtensor_layout import local_tensor
 
 
 class FSDPNamo(FSDPBlockMuon):
-    """Step as emerging-optimizers' ``AdaptiveMuon`` with ``namo`` does, for each block.
+    """Step every block as emerging-optimizers' ``AdaptiveMuon`` with ``namo``.
 
-    The result is multiplied by the norm of what was orthogonalized, and divided by the root of the
-    averaged square norm of the gradient.
+    The result is multiplied by the norm of the orthogonalized momentum, and divided by the root of
+    the running mean of the squared norm of the gradient.
 
     Method: NAMO (https://arxiv.org/abs/2602.17080). Source of the formula: emerging-optimizers
     0.3.0, ``AdaptiveMuon``. Norms are summed in float64, so that they do not depend on the shards.
@@ -25,11 +25,11 @@ class FSDPNamo(FSDPBlockMuon):
     Raises:
         ValueError: Weight decay is added to gradients (``l2``), whose norm would then count it.
 
-    Communication: at the end of a step one all-reduce of 16 bytes a block over the ranks that hold
-        it.
+    Communication: at the end of a step one all-reduce of 16 bytes per block over the ranks that
+        hold it.
     """
 
-    _squares: list[torch.Tensor]  # by block, of the gradient and of what is orthogonalized, float64
+    _squares: list[torch.Tensor]  # by block, of gradient and momentum, (2,) float64
 
     def __init__(self, params: Any, **kwargs: Any) -> None:
         super().__init__(params, **kwargs)
@@ -47,16 +47,16 @@ class FSDPNamo(FSDPBlockMuon):
                 num_blocks = len(self._blocks[param])
                 self.state[param][key] = local_tensor(param).new_zeros(num_blocks)
 
-    def _advance_momentum(self) -> dict[Any, torch.Tensor]:
-        # Before: what is orthogonalized may take the place of the gradient.
-        gradients = self._sum_by_block({param: self._rows(param) for param in self._params})
-        rows = super()._advance_momentum()
-        both = torch.stack([gradients, self._sum_by_block(rows)], dim=1)
-        self._squares = list(both)
-        return rows
+    def advance(self) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
+        """Advance the momentum, and sum the squares of gradients and momentum."""
+        # Gradients first, as the momentum may overwrite them.
+        gradients = self._sum_by_block({param: self._rows(param) for param in self.params})
+        rows, results = super().advance()
+        self._squares = list(torch.stack([gradients, self._sum_by_block(rows)], dim=1))
+        return rows, results
 
     def _sum_by_block(self, rows: dict[Any, torch.Tensor]) -> torch.Tensor:
-        """Add up the squares of this rank's rows of all blocks, float64."""
+        """Return the sums of squares of this rank's rows, by block, float64."""
         return self._sum_of_squares(
             [block.take(rows[param]) for param, blocks in self._blocks.items() for block in blocks]
         )

@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""NorMuon: a second moment for each row of the orthogonalized momentum, or each column."""
+"""NorMuon: a second moment per row of the orthogonalized momentum, or per column."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,61 +15,62 @@ from megatron_muon.runtime.dtensor_layout import local_tensor
 
 
 class FSDPNorMuon(FSDPBlockMuon):
-    """Step as emerging-optimizers' ``AdaptiveMuon`` with ``normuon`` does, for each block.
+    """Step as emerging-optimizers' ``AdaptiveMuon`` with ``normuon`` does, per block.
 
-    The moment of a row is the mean of its squares, averaged over steps; where a block has more
-    columns than rows, it is that of a column. The result is divided by the root of it, scaled back
-    to the norm that it had, and scaled as Muon scales.
+    The moment of a row is the mean of its squares, averaged over steps. A block with more columns
+    than rows has moments of its columns instead. The result is divided by their roots, scaled back
+    to its former norm, and scaled as in Muon.
 
     Method: NorMuon (https://arxiv.org/abs/2510.05491). Source of the formula: emerging-optimizers
     0.3.0, ``AdaptiveMuon``. Means and norms are summed in float64, so that they do not depend on
     the shards.
 
-    State: ``moment2_rows``, a column sharded like the parameter's rows; ``moment2_cols``,
-    ``(blocks, cols)``, on every rank; each where the parameter has such blocks.
+    State: ``moment2_rows``, a column sharded as the parameter's rows, if it has tall or square
+    blocks; ``moment2_cols``, ``(blocks, cols)``, on every rank, if it has wide ones.
 
-    Communication: at the end of a step one all-reduce of 8 bytes a column of blocks that are wider
-        than long, and one of 16 bytes a block, over the ranks that hold a block. Where
-        tensor-parallel ranks join columns, 8 bytes a row of long blocks too, over these ranks.
-    Memory: the state; while a step ends, 8 bytes for each number of it, and three copies of the
-        rows of one block.
+    Communication: at the end of a step one all-reduce of 8 bytes per column of wide blocks, and one
+        of 16 bytes per block, over the ranks that hold a block. If tensor-parallel ranks shard the
+        columns of joined blocks, also 8 bytes per row of tall blocks, over these ranks.
+    Memory: the state; at the end of a step 8 bytes per element of it, and three copies of the rows
+        of one block.
     """
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         super()._init_group(group, skip_non_grad_params)
         for param in group["params"]:
             state, blocks = self.state[param], self._blocks[param]
-            # Of q, k and v some may be wide and others long: a parameter can have both states. They
-            # are made on ranks with empty shards too, as momentum is: a save needs equal keys.
-            wide = [block for block in blocks if not _is_long(block)]
+            # Of q, k and v some may be wide and others tall: a parameter can have both states.
+            # Ranks with empty shards have them too, as a save needs equal keys on all ranks.
+            wide = [block for block in blocks if not _has_row_moments(block)]
             if len(wide) < len(blocks) and "moment2_rows" not in state:
                 state["moment2_rows"] = _rows_like(param, is_joined=blocks[0].has_tensor_cols)
             key = self._shared_key("moment2_cols", param)
-            # A column crosses all shards, so its moment has no place in one of them: every rank
-            # keeps all of them, and computes them from sums that are equal on all ranks.
+            # All shards have elements of a column, so its moment is replicated: every rank computes
+            # it from sums that are equal on all ranks.
             if wide and key not in state:
                 state[key] = local_tensor(param).new_zeros(len(wide), wide[0].shape[1])
 
     def _normalize(self) -> None:
         blocks = list(self._all_blocks())
-        # Two all-reduces, not one: the norm of the update is known only once the moments are, which
-        # need the means of columns first.
-        means = add_up(
+        # Two all-reduces: the norm of the update needs the moments, which need the means first.
+        sums_of_squares = add_up(
             [_squares(block, block.take(rows)) for _, block, rows in blocks],
             [_mean_groups(block) for _, block, _ in blocks],
         )
-        moments = self._moments()
         norms = []
-        for (param, block, rows), mean, moment in zip(blocks, means, moments, strict=True):
+        for (param, block, rows), sums, (moment, row_moments) in zip(
+            blocks, sums_of_squares, self._moments(), strict=True
+        ):
             group = self._group_of[param]
-            # A row of a long block has as many elements as the block has columns, the shorter side;
-            # a column of a wide one has as many as rows, the shorter side again.
-            new = moment.value.lerp_((mean / min(block.shape)).float(), 1 - group["beta2"])
-            moment.keep(new)
-            step_size = new.clamp_min(group["eps"]).rsqrt_()
+            # A row of a tall block and a column of a wide one have as many elements as the shorter
+            # side.
+            moment.lerp_((sums / min(block.shape)).float(), 1 - group["beta2"])
+            if row_moments is not None:
+                block.put(row_moments, moment)
+            step_size = moment.clamp_min(group["eps"]).rsqrt_()
             before = block.take(rows)
             update = before * _beside(block, step_size, before.shape[1])
-            # Before the rows are overwritten: ``before`` may be a view of them.
+            # Before the rows are overwritten, of which ``before`` may be a view.
             norms.append(self._sum_of_squares([before, update]))
             block.put(rows, update)
         norms = add_up(norms, [block.groups for _, block, _ in blocks])
@@ -77,62 +79,43 @@ class FSDPNorMuon(FSDPBlockMuon):
             ratio = norm_before / norm_after.clamp_min(self._group_of[param]["eps"])
             block.put(rows, self._scaled(block, block.take(rows) * ratio))
 
-    def _moments(self) -> list["_Moment"]:
-        """Return the second moments of this rank, in the order of blocks."""
-        found = []
+    def _moments(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Yield the second moments of all blocks, and where to write them back.
+
+        Moments of columns are views of the state, and need not be written. Those of rows,
+        ``(rows,)`` float32, may be copies.
+        """
         for param, blocks in self._blocks.items():
             state, number = self.state[param], 0
             for block in blocks:
-                if _is_long(block):
+                if _has_row_moments(block):
                     rows = local_tensor(state["moment2_rows"])[:, 0]
-                    found.append(_Moment(block.take(rows), rows, block))
+                    yield block.take(rows), rows
                 else:
-                    cols = state[self._shared_key("moment2_cols", param)][number]
-                    found.append(_Moment(cols, cols, None))
+                    yield state[self._shared_key("moment2_cols", param)][number], None
                     number += 1
-        return found
 
 
-class _Moment(NamedTuple):
-    """The second moment of a block.
-
-    Args:
-        value: Of the rows of this rank, or of all columns, ``(count,)`` float32.
-        state: What it is part of.
-        block: Whose rows they are; None where ``value`` is the state itself.
-    """
-
-    value: torch.Tensor
-    state: torch.Tensor
-    block: HeldBlock | None
-
-    def keep(self, value: torch.Tensor) -> None:
-        """Write it back: rows that are apart were copied."""
-        # A view has been written already.
-        if self.block is not None:
-            self.block.put(self.state, value)
-
-
-def _is_long(block: HeldBlock) -> bool:
-    """Return whether rows have moments, not columns."""
+def _has_row_moments(block: HeldBlock) -> bool:
+    """Return whether moments are those of rows, not of columns."""
     return block.shape[0] >= block.shape[1]
 
 
 def _mean_groups(block: HeldBlock) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which a row or a column with a moment is spread."""
-    if not _is_long(block):
+    """Return the groups over which a row or column with a moment is sharded."""
+    if not _has_row_moments(block):
         return block.groups
-    # Shards cut rows, never columns: of a row only tensor-parallel ranks hold parts.
+    # Shards hold whole rows, so only tensor parallelism shards a row.
     return block.tensor_groups if block.has_tensor_cols else ()
 
 
 def _squares(block: HeldBlock, rows: torch.Tensor) -> torch.Tensor:
-    """Return the sums of squares that this rank has, of its rows or of all columns, float64."""
-    # float64: the sum of a column then rounds alike however rows are dealt out to ranks.
+    """Return this rank's sums of squares, of its rows or of all columns, float64."""
+    # float64, so that the rounding of a column's sum does not depend on the shards.
     squares = rows.square()
-    if _is_long(block):
+    if _has_row_moments(block):
         return squares.sum(dim=1, dtype=torch.float64)
-    # Of all columns, also of other tensor-parallel ranks': all add to one vector.
+    # Also of the columns of other tensor-parallel ranks, as all add to one vector.
     sums = squares.new_zeros(block.shape[1], dtype=torch.float64)
     sums[block.first_col : block.first_col + rows.shape[1]] = squares.sum(
         dim=0, dtype=torch.float64
@@ -141,31 +124,29 @@ def _squares(block: HeldBlock, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _beside(block: HeldBlock, step_size: torch.Tensor, num_cols: int) -> torch.Tensor:
-    """View step sizes so that they multiply the rows of this rank."""
-    if _is_long(block):
+    """Return a view of step sizes that broadcasts to the rows of this rank."""
+    if _has_row_moments(block):
         return step_size[:, None]
     return step_size[block.first_col : block.first_col + num_cols]
 
 
 def _rows_like(param: Any, *, is_joined: bool) -> DTensor:
-    """Make zeros of one column, sharded as the rows of a parameter are.
+    """Return zeros of one column, sharded as the rows of a parameter.
 
     Args:
         param: DTensor parameter.
         is_joined: Whether tensor-parallel ranks that shard columns hold one block together. They
-            have the same moments then, otherwise each its own, which lie side by side.
+            then replicate the column; otherwise each has its own, as a shard of the columns.
     """
     placements = [
         Replicate() if is_joined and placement.is_shard(1) else placement
         for placement in param.placements
     ]
-    # Ranks that shard columns, and keep blocks of their own, have a column of moments each.
     num_cols = 1
     for axis, placement in enumerate(placements):
         if placement.is_shard(1):
             num_cols *= param.device_mesh.size(axis)
-    # Without a check: it would be a collective for each parameter, and compares what the model's
-    # own DTensor has been compared for.
+    # Without a check, a collective per parameter: the model's own DTensor has been checked.
     return DTensor.from_local(
         local_tensor(param).new_zeros(local_tensor(param).shape[0], 1),
         param.device_mesh,

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What all adaptive forms of Muon have: settings of a second moment, and a scale of their own."""
+"""Base class of the adaptive forms of Muon: settings of the second moment, and the scale."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ class FSDPAdaptiveMuon(FSDPZeROTensorParallelMuon):
             group.setdefault("eps", eps)
 
     def _factors(self, num_rows: int, num_cols: int) -> Sequence[float]:
-        """Return the factors of an update of some shape, for one multiplication each.
+        """Return the two factors of an update of some shape, to be multiplied with in turn.
 
         Their product would have other bits than upstream's.
         """

@@ -237,7 +237,7 @@ def _run_out_of_memory() -> None:
 
 
 ENGINE = ("megatron_muon.runtime.exchange.Exchange", "start", 4)
-STEP = ("megatron_muon.mcore.muon.FSDPZeROTensorParallelMuon", "step", 3)
+STEP = ("megatron_muon.mcore.muon_step.MuonStep", "step", 3)
 SAVE = ("megatron_muon.mcore.chained_optimizer.FSDPMuonChainedOptimizer", "sharded_state_dict", 2)
 FAULTS = [
     pytest.param(*ENGINE, _die, -signal.SIGKILL, id="killed_in_the_gather", marks=pytest.mark.slow),
@@ -290,15 +290,15 @@ def test_rank_that_stands_still_ends_the_job_after_the_timeout():
 
 FAILING_SCRIPT = f"""
 import os, runpy
-import megatron_muon.mcore.muon as muon
-step = muon.FSDPZeROTensorParallelMuon.step
+from megatron_muon.mcore.muon_step import MuonStep
+step = MuonStep.step
 calls = []
-def failing(self, *args):
+def failing(self):
     calls.append(1)
     if len(calls) == 3 and os.environ["RANK"] == "1":
         raise MemoryError("rank 1 is out of memory")
-    return step(self, *args)
-muon.FSDPZeROTensorParallelMuon.step = failing
+    return step(self)
+MuonStep.step = failing
 runpy.run_path({str(PRETRAIN_GPT)!r}, run_name="__main__")
 """
 

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from megatron_muon.checkpoint.__main__ import main
 from megatron_muon.checkpoint.folders import CheckpointError, find_checkpoint
 from megatron_muon.checkpoint.storage import (
-    Chunk,
     Item,
     StoredTensor,
     _Inert,
@@ -164,7 +163,7 @@ def test_flipped_byte_is_found_or_changes_nothing(folder):
 
     def contents() -> list:
         tensors = [
-            load_tensor(checkpoint.read_item(chunk.item), key)
+            load_tensor(checkpoint.read_item(chunk), key)
             for key, tensor in checkpoint.tensors.items()
             for chunk in tensor.chunks
         ]
@@ -249,9 +248,9 @@ def test_find_checkpoint_says_what_could_be_loaded(folder):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 4), st.data())
 def test_tiling_is_recognized(rows, num_column_blocks, data):
     """Row shards of column blocks tile a matrix; moved, doubled or dropped ones do not."""
-    item, width = Item("file", 0, 0), 3
+    width = 3
     chunks = [
-        Chunk((sum(rows[:index]), width * block), (count, width), item)
+        Item("key", "file", 0, 0, (sum(rows[:index]), width * block), (count, width))
         for index, count in enumerate(rows)
         for block in range(num_column_blocks)
         if count

@@ -82,7 +82,7 @@ def _assert_refused(run: Run, status: Path, *texts: str) -> None:
     """Every rank ended with status 1, the whole message, and all as it was."""
     assert run.exit_codes == [1, 1], run.outputs[0][-2000:]
     for rank, output in enumerate(run.outputs):
-        for text in texts:
+        for text in (*texts, "Nothing was loaded."):
             assert text in output, output[-3000:]
         assert json.loads(Path(f"{status}_{rank}").read_text()) is True
     assert run.history == []
@@ -117,11 +117,11 @@ def _flipped(folder: Path) -> str:
     data = bytearray(path.read_bytes())
     # In the middle of a weight, where torch.load notices nothing.
     checkpoint = read_checkpoint(folder / "iter_0000005")
-    key, item, chunk = max(checkpoint.items_by_file()[path.name], key=lambda entry: entry[1].length)
-    assert chunk is not None
+    item = max(checkpoint.items_by_file()[path.name], key=lambda item: item.length)
+    assert item.sizes is not None
     data[item.offset + item.length // 2] ^= 4
     path.write_bytes(data)
-    return f"{key}: expected the checksum of its record"
+    return f"{item.key}: expected the checksum of its record"
 
 
 def _damaged_metadata(folder: Path) -> str:
@@ -179,7 +179,7 @@ def _open_each(folders: dict[str, str], steps: dict[str, int | None]) -> dict[st
 
     import torch.distributed as dist
 
-    from megatron_muon.mcore.checkpoint import loading
+    from megatron_muon.mcore.fsdp_dtensor import loading
 
     dist.init_process_group("gloo")
     loaded: list[str] = []
@@ -236,8 +236,7 @@ def test_damaged_checkpoint_is_refused_before_anything_is_loaded(name, opened):
 def test_sound_checkpoint_is_opened_after_refusals(muon, opened):
     """Loading goes on with it, and with none of the others."""
     for said in opened[0]:
-        assert said["sound"] == "loaded"
-        assert said["loaded"] == str(muon[1])
+        assert said["sound"] == "loaded" and said["loaded"] == str(muon[1])
 
 
 def test_folder_of_one_checkpoint_is_refused(opened):
@@ -258,20 +257,12 @@ def test_checkpoint_that_some_ranks_do_not_see_is_refused(opened):
         assert "rank 1 has 'none' where rank 0 has 'iter_0000005, __0_" in said[UNSEEN]
 
 
-@pytest.mark.parametrize(
-    ("damage", "flags"),
-    [
-        pytest.param(_flipped, ("--ckpt-step", "5"), id="damaged"),
-        pytest.param(functools.partial(_set_tracker, None), (), id="no_tracker"),
-    ],
-)
-def test_run_ends_with_the_refusal_and_parameters_as_they_were(damage, flags, muon, tmp_path):
+def test_run_ends_with_the_refusal_and_parameters_as_they_were(muon, tmp_path):
     """Through the launcher: every rank says it, ends with status 1, and has loaded nothing."""
-    text = damage(_copy(muon[1], tmp_path))
+    text = _flipped(_copy(muon[1], tmp_path))
     status = tmp_path / "status"
-    arguments = fsdp_toy_gpt(Z3, *BF16, *SCHEDULE, "--load", str(tmp_path), *flags)
-    run = launch(2, arguments, before=functools.partial(watch_load, str(status)))
-    _assert_refused(run, status, text, "--ckpt-step", "Nothing was loaded.")
+    run = _load(tmp_path, before=functools.partial(watch_load, str(status)))
+    _assert_refused(run, status, text, "--ckpt-step")
 
 
 def test_checksums_can_be_left_out(muon, tmp_path):
@@ -298,90 +289,12 @@ def test_arguments_come_from_the_checkpoint(muon, plain_losses):
     assert "expected a --save folder" in gone.outputs[0]
 
 
-def _wanted(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Return a state dict like the saved one, of tensors without data."""
-    wanted: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
-    for key, tensor in read_checkpoint(folder / "iter_0000005").tensors.items():
-        part, _, name = key.partition(".")
-        if part in wanted:
-            wanted[part][name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return wanted
-
-
-def _differences(folder: Path, wanted: dict[str, dict[str, torch.Tensor]]) -> str:
-    from megatron_muon.mcore.checkpoint.loading import find_differences
-
-    return "; ".join(find_differences(read_checkpoint(folder / "iter_0000005"), wanted, None))
-
-
-def test_same_model_has_no_differences(muon):
-    """What was saved is what is wanted."""
-    wanted = _wanted(muon[1])
-    assert any("layers.0.mlp.linear_fc2.weight" in key for key in wanted["model"])
-    assert _differences(muon[1], wanted) == ""
-
-
-def _change_shape(wanted: dict[str, torch.Tensor], name: str, shape: tuple[int, int]) -> None:
-    (key,) = [key for key in wanted if key.endswith(name)]
-    wanted[key] = torch.empty(shape, device="meta")
-
-
-def _another_layer(wanted: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
-    """Return a copy of layer 1 under another number."""
-    found = {key: value for key, value in wanted.items() if "layers.1." in key}
-    return {key.replace("layers.1.", f"layers.{number}."): found[key] for key in found}
-
-
-def test_other_shapes_are_named(muon):
-    """Another --ffn-hidden-size, or a vocabulary padded to another multiple."""
-    wanted = _wanted(muon[1])
-    _change_shape(wanted["model"], "layers.0.mlp.linear_fc2.weight", (32, 64))
-    _change_shape(wanted["model"], "word_embeddings.weight", (128, 32))
-    found = _differences(muon[1], wanted)
-    assert "layers.0.mlp.linear_fc2.weight: expected shape (32, 64), got (32, 56)" in found
-    assert "word_embeddings.weight: expected shape (128, 32), got (96, 32)" in found
-
-
-def test_layers_that_are_missing_or_would_be_dropped_are_named(muon):
-    """A model with fewer layers, or with more."""
-    wanted = _wanted(muon[1])
-    fewer = {
-        part: {key: value for key, value in wanted[part].items() if "layers.1." not in key}
-        for part in wanted
-    }
-    name = "layers.1.mlp.linear_fc2.weight"
-    assert f"{name}: expected nothing, got a tensor" in _differences(muon[1], fewer)
-    more = {part: wanted[part] | _another_layer(wanted[part], 2) for part in wanted}
-    name = "layers.2.mlp.linear_fc2.weight"
-    assert f"{name}: expected a tensor, got nothing" in _differences(muon[1], more)
-
-
-def test_other_states_are_named(muon):
-    """Lion keeps fewer states than Adam, and Adam others than Muon."""
-    wanted = _wanted(muon[1])
-    lion = {
-        key: value
-        for key, value in wanted["optimizer"].items()
-        if not key.endswith((".exp_avg_sq", ".step"))
-    }
-    found = _differences(muon[1], {**wanted, "optimizer": lion})
-    assert "word_embeddings.weight: expected nothing, got exp_avg_sq, step" in found
-    adam = {
-        key.replace("momentum_buffer", state): value
-        for key, value in wanted["optimizer"].items()
-        for state in ("exp_avg", "exp_avg_sq", "step")
-    }
-    found = _differences(muon[1], {**wanted, "optimizer": adam})
-    assert "linear_fc1.weight_w: expected exp_avg, exp_avg_sq, step, got momentum_buffer" in found
-
-
 def test_other_model_is_refused(muon, tmp_path):
     """Through the launcher: every rank names the tensors, and nothing is loaded."""
     status = tmp_path / "status"
     flags = ("--ffn-hidden-size", "64")
     run = _load(muon[1], *flags, before=functools.partial(watch_load, str(status)))
-    text = "mlp.linear_fc2.weight: expected shape (32, 64), got (32, 56)"
-    _assert_refused(run, status, text, "Nothing was loaded.")
+    _assert_refused(run, status, "linear_fc2.weight: expected shape (32, 64), got (32, 56)")
 
 
 def test_checkpoint_of_bf16_is_refused_in_fp32(muon, tmp_path):
@@ -415,12 +328,6 @@ def test_missing_momentum_is_refused(tmp_path):
     run = _load(folder, before=functools.partial(watch_load, str(status)))
     _assert_refused(run, status, "linear_fc1.weight_w: expected momentum_buffer, got nothing")
     assert "momentum starts at zero" in _load(folder, "--no-load-optim").check().outputs[0]
-
-
-@pytest.mark.slow
-def test_adam_trains_on_from_its_own_checkpoint(adam):
-    """The checks are Adam's too."""
-    assert len(_load(adam, "--optimizer", "adam").check().losses) == 1
 
 
 @pytest.mark.parametrize("flags", [("--no-load-optim",), ("--finetune",)])
@@ -489,7 +396,5 @@ def test_schedule_flags_choose_between_run_and_checkpoint(muon, plain_losses):
 def test_changed_momentum_flag_holds_and_is_said(muon):
     """The checkpoint does not silently undo --muon-momentum."""
     run = _load(muon[1], "--muon-momentum", "0.5").check()
-    assert (
-        "optimizer settings of this run differ from the checkpoint's and hold: momentum 0.5"
-        in (run.outputs[0])
-    )
+    text = "optimizer settings of this run differ from the checkpoint's and hold: momentum 0.5"
+    assert text in run.outputs[0]

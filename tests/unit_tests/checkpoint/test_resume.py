@@ -36,6 +36,7 @@ from helpers.ranks import Run
 from helpers.toy_gpt import BF16, EP, HFSDP, HSDP, MOE, TP, ZERO, relative_differences
 
 pytestmark = pytest.mark.ranks
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 BF16_TOLERANCE, FP32_TOLERANCE, MOE_TOLERANCE = 1.5e-4, 4e-5, 4e-3
 SEQUENCE = ("--sequence-parallel", "--expert-tensor-parallel-size")
@@ -73,24 +74,20 @@ def _remove_folders():
         folder.cleanup()
 
 
-def _slow(name: str, *values: object) -> object:
-    return pytest.param(*values, id=name, marks=pytest.mark.slow)
-
-
 SAME_WORLD = [
-    _slow("zero0_fp32", 2, 0, ()),
+    slow(2, 0, (), id="zero0_fp32"),
     pytest.param(2, 1, BF16, id="zero1_bf16"),
-    _slow("zero2_fp32_moe", 2, 2, MOE),
-    _slow("zero3_bf16", 4, 3, BF16_ON[4]),
-    _slow("hsdp_bf16", 4, 3, (*HSDP, *BF16)),
-    _slow("hfsdp_bf16", 4, 3, (*HFSDP, *BF16)),
-    _slow("hfsdp_fp32_ep2", 4, 3, (*EP, *HFSDP)),
-    _slow("zero1_fp32_tp2_dropout", 4, 1, (*TP, *DROPOUT)),
-    _slow("zero3_bf16_tp2_ep2", 4, 3, (*EP, *TP, *SEQUENCE, "1", *BF16)),
-    _slow("zero3_lion", 2, 3, ("--muon-scalar-optimizer", "lion")),
+    slow(2, 2, MOE, id="zero2_fp32_moe"),
+    slow(4, 3, BF16_ON[4], id="zero3_bf16"),
+    slow(4, 3, (*HSDP, *BF16), id="hsdp_bf16"),
+    slow(4, 3, (*HFSDP, *BF16), id="hfsdp_bf16"),
+    slow(4, 3, (*EP, *HFSDP), id="hfsdp_fp32_ep2"),
+    slow(4, 1, (*TP, *DROPOUT), id="zero1_fp32_tp2_dropout"),
+    slow(4, 3, (*EP, *TP, *SEQUENCE, "1", *BF16), id="zero3_bf16_tp2_ep2"),
+    slow(2, 3, ("--muon-scalar-optimizer", "lion"), id="zero3_lion"),
     pytest.param(2, 3, (*NORMUON, *GATED), id="zero3_normuon"),
-    _slow("normuon_tp2", 4, 1, (*NORMUON, *GATED, *TP)),
-    _slow("namo", 4, 3, (*NAMO, *EP, *TP, *SEQUENCE, "1")),
+    slow(4, 1, (*NORMUON, *GATED, *TP), id="normuon_tp2"),
+    slow(4, 3, (*NAMO, *EP, *TP, *SEQUENCE, "1"), id="namo"),
 ]
 
 
@@ -108,30 +105,35 @@ def test_resumed_run_is_the_run_that_never_stopped(world_size, zero, flags, tmp_
 
 
 Z3 = (4, 3, BF16_ON[4])
-NORMUON_TP = (*NORMUON, *GATED, *TP, *WHOLE)
-# Of blocks of their own.
-SPLIT = (*GATED, "--muon-split-glu", "--muon-no-split-qkv")
 OTHER_WORLD = [
-    _slow("4_to_2", Z3, (2, 3, BF16_ON[2]), BF16_TOLERANCE),
-    _slow("2_to_4", (2, 1, BF16), (4, 1, BF16), BF16_TOLERANCE),
-    _slow("4_to_3", Z3, (3, 3, BF16_ON[3]), BF16_TOLERANCE),
-    _slow("zero3_to_zero1", Z3, (2, 1, BF16_ON[2]), BF16_TOLERANCE),
+    slow(Z3, (2, 3, BF16_ON[2]), BF16_TOLERANCE, id="4_to_2"),
+    slow((2, 1, BF16), (4, 1, BF16), BF16_TOLERANCE, id="2_to_4"),
+    slow(Z3, (3, 3, BF16_ON[3]), BF16_TOLERANCE, id="4_to_3"),
+    slow(Z3, (2, 1, BF16_ON[2]), BF16_TOLERANCE, id="zero3_to_zero1"),
     pytest.param((2, 1, BF16), (2, 3, BF16), BF16_TOLERANCE, id="zero1_to_zero3"),
-    _slow("zero0_to_zero2", (2, 0, ()), (4, 2, ()), FP32_TOLERANCE),
-    _slow("hsdp_to_plain", (4, 3, (*HSDP, *BF16)), (2, 3, BF16), BF16_TOLERANCE),
-    _slow("hfsdp_to_plain", (4, 3, (*HFSDP, *BF16)), (4, 1, BF16), BF16_TOLERANCE),
-    _slow("plain_to_hfsdp", (2, 1, BF16), (4, 3, (*HFSDP, *BF16)), BF16_TOLERANCE),
-    _slow("ep2_to_ep1_zero1", (4, 3, (*EP, *HFSDP)), (2, 1, MOE), MOE_TOLERANCE),
-    _slow("ep1_to_ep2", (2, 2, MOE), (4, 3, EP), MOE_TOLERANCE),
-    _slow("tp2_to_tp1", (4, 3, (*TP, *WHOLE)), (2, 1, WHOLE), FP32_TOLERANCE),
-    _slow(
-        "normuon_tp2_to_tp1", (4, 3, NORMUON_TP), (2, 1, (*NORMUON, *GATED, *WHOLE)), FP32_TOLERANCE
+    slow((2, 0, ()), (4, 2, ()), FP32_TOLERANCE, id="zero0_to_zero2"),
+    slow((4, 3, (*HSDP, *BF16)), (2, 3, BF16), BF16_TOLERANCE, id="hsdp_to_plain"),
+    slow((4, 3, (*HFSDP, *BF16)), (4, 1, BF16), BF16_TOLERANCE, id="hfsdp_to_plain"),
+    slow((2, 1, BF16), (4, 3, (*HFSDP, *BF16)), BF16_TOLERANCE, id="plain_to_hfsdp"),
+    slow((4, 3, (*EP, *HFSDP)), (2, 1, MOE), MOE_TOLERANCE, id="ep2_to_ep1_zero1"),
+    slow((2, 2, MOE), (4, 3, EP), MOE_TOLERANCE, id="ep1_to_ep2"),
+    slow((4, 3, (*TP, *WHOLE)), (2, 1, WHOLE), FP32_TOLERANCE, id="tp2_to_tp1"),
+    slow(
+        (4, 3, (*NORMUON, *GATED, *TP, *WHOLE)),
+        (2, 1, (*NORMUON, *GATED, *WHOLE)),
+        FP32_TOLERANCE,
+        id="normuon_tp2_to_tp1",
     ),
-    _slow("namo", (2, 1, NAMO), (4, 3, (*NAMO, *HSDP)), FP32_TOLERANCE),
-    _slow("adamuon_ep2_to_ep1", (4, 3, (*ADAMUON, *EP)), (2, 2, (*ADAMUON, *MOE)), MOE_TOLERANCE),
-    _slow("to_other_blocks", (2, 0, GATED), (2, 1, SPLIT), None),
-    _slow("tp1_to_tp2_blockwise", (2, 0, ()), (4, 3, TP), None),
-    _slow("etp1_to_etp2_blockwise", (2, 2, MOE), (4, 3, (*MOE, *TP, *SEQUENCE, "2")), None),
+    slow((2, 1, NAMO), (4, 3, (*NAMO, *HSDP)), FP32_TOLERANCE, id="namo"),
+    slow((4, 3, (*ADAMUON, *EP)), (2, 2, (*ADAMUON, *MOE)), MOE_TOLERANCE, id="adamuon_ep2_to_ep1"),
+    slow(
+        (2, 0, GATED),
+        (2, 1, (*GATED, "--muon-split-glu", "--muon-no-split-qkv")),
+        None,
+        id="to_other_blocks",
+    ),
+    slow((2, 0, ()), (4, 3, TP), None, id="tp1_to_tp2_blockwise"),
+    slow((2, 2, MOE), (4, 3, (*MOE, *TP, *SEQUENCE, "2")), None, id="etp1_to_etp2_blockwise"),
 ]
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Products of bf16 matrices in fp32, with the row forced on: no verdict depends on this CPU."""
+"""Products of bf16 matrices in fp32, forced on: no verdict depends on this CPU."""
 
 import contextlib
 import os
@@ -16,7 +16,6 @@ from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from helpers.stacks import orthogonalized
 
 from megatron_muon.cpu_ranks import bf16_products
-from megatron_muon.cpu_ranks.table import KERNEL_REPLACEMENTS, KernelReplacement
 
 ROOT = Path(__file__).resolve().parents[3]
 SHAPES = [(64, 64, 64), (128, 384, 128), (96, 8, 40), (8, 40, 96), (1, 33, 7), (33, 7, 1)]
@@ -24,12 +23,12 @@ SHAPES = [(64, 64, 64), (128, 384, 128), (96, 8, 40), (8, 40, 96), (1, 33, 7), (
 
 @contextlib.contextmanager
 def products_in_fp32() -> Iterator[None]:
-    """Force the row on, whatever the CPU."""
+    """Replace the kernels, whatever the CPU."""
     library = bf16_products.install()
     try:
         yield
     finally:
-        bf16_products.remove(library)
+        library._destroy()
 
 
 @pytest.fixture
@@ -189,30 +188,28 @@ def test_kernels_come_back_when_they_are_removed():
     assert calls_of_products(lambda: None) == 0
 
 
-def test_row_is_applied_where_the_cpu_needs_it_and_reverted():
-    """``enable`` asks the row; ``disable`` restores the kernels; the reason is given."""
-    (row,) = KERNEL_REPLACEMENTS
-    assert isinstance(row, KernelReplacement)
-    assert len(row.reason) > 5
-    assert row.is_needed() is not bf16_products.has_bf16_instructions()
+def test_kernels_are_replaced_where_the_cpu_needs_it_and_restored():
+    """``enable`` asks for the CPU's instructions; ``disable`` restores the kernels."""
     code = """
-        import dataclasses
         import torch
         from megatron_muon import cpu_ranks
-        from megatron_muon.cpu_ranks import table
+        from megatron_muon.cpu_ranks import bf16_products, table
 
         table.MEGATRON_REPLACEMENTS = ()
-        (row,) = table.KERNEL_REPLACEMENTS
-        original = str(torch.library.get_kernel("aten::mm", "CPU"))
-        for is_needed in (False, True):
-            changed = dataclasses.replace(row, is_needed=lambda: is_needed)
-            table.KERNEL_REPLACEMENTS = (changed,)
+        calls, in_fp32 = [], bf16_products._in_fp32
+        bf16_products._in_fp32 = lambda *args: lambda *call, **kw: (
+            calls.append(call) or in_fp32(*args)(*call, **kw)
+        )
+        for has_instructions in (True, False):
+            bf16_products.has_bf16_instructions = lambda: has_instructions
             cpu_ranks.enable(force=True)
-            assert len(cpu_ranks._undo_kernels) == is_needed
             a = torch.randn(8, 8, device="cuda").bfloat16()
             assert (a @ a).dtype is torch.bfloat16
+            assert bool(calls) is not has_instructions
             cpu_ranks.disable()
-            assert not cpu_ranks._undo_kernels
+            calls.clear()
+            a @ a
+            assert not calls
         print("reverted")
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -245,4 +242,4 @@ def test_cpu_held_to_avx2_counts_as_one_without_bf16_instructions():
 def test_torch_without_onednn_counts_as_without_bf16_instructions(monkeypatch):
     """There is no operator to ask then, and its bf16 products are slow on any CPU."""
     monkeypatch.setattr(torch.ops, "mkldnn", object())
-    assert bf16_products.lacks_bf16_instructions()
+    assert not bf16_products.has_bf16_instructions()

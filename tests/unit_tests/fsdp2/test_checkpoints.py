@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.device import device, init_group, kind
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -28,7 +29,7 @@ def _model(mesh_shape: list[int], muon_class: str) -> tuple[Any, list[Any]]:
         torch.nn.Linear(5, 2),
     )
     names = ("replica", "shard")[-len(mesh_shape) :]
-    mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=names)
+    mesh = init_device_mesh(kind(), tuple(mesh_shape), mesh_dim_names=names)
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -78,7 +79,7 @@ def _save(folder: str, is_flat: bool, muon_class: str) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    dist.init_process_group("gloo")
+    init_group()
     model, optimizers = _model([dist.get_world_size()], muon_class)
     _step(model, optimizers, range(2))
     dcp.save(_state(model, optimizers, is_flat), checkpoint_id=f"{folder}/saved")
@@ -93,11 +94,10 @@ def _save(folder: str, is_flat: bool, muon_class: str) -> None:
 def _load(folder: str, mesh_shape: list[int], is_flat: bool, muon_class: str) -> list[list[bool]]:
     """Load on other ranks, train on, and compare."""
     import torch
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    dist.init_process_group("gloo")
+    init_group()
     model, optimizers = _model(mesh_shape, muon_class)
     state = _state(model, optimizers, is_flat)
     dcp.load(state, checkpoint_id=f"{folder}/saved")
@@ -108,7 +108,7 @@ def _load(folder: str, mesh_shape: list[int], is_flat: bool, muon_class: str) ->
         optim_state_dict=state["optimizers"],
         options=StateDictOptions(flatten_optimizer_state_dict=is_flat),
     )
-    expected = torch.load(f"{folder}/expected")
+    expected = torch.load(f"{folder}/expected", map_location=device())
     found = [_whole(model, optimizers[0])]
     _step(model, optimizers, range(2, 4))
     found.append(_whole(model, optimizers[0]))

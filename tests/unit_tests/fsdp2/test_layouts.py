@@ -3,7 +3,6 @@
 """Muon on every layout of FSDP2, against emerging-optimizers' Muon on whole matrices."""
 
 import functools
-import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,8 +10,8 @@ from unittest import mock
 
 import pytest
 from helpers import fsdp2_models
+from helpers.device import init_group
 from helpers.fsdp2_models import CASES, Sharded
-from helpers.planned import planned_in
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -44,7 +43,7 @@ class Reference:
     def step(self, grads: Sequence[Any], wire: str) -> None:
         """Step with whole gradients; on the bf16 wire norms are summed in float64."""
         from emerging_optimizers.orthogonalized_optimizers import muon
-        from gpu_checks.reference import float64_normalize
+        from helpers.whole_matrices import float64_normalize
 
         for each, matrices, grad in zip(self._parameters, self._matrices, grads, strict=True):
             for matrix, part in zip(matrices, _parts(each, grad), strict=True):
@@ -121,41 +120,25 @@ def num_blocks(each: Sharded) -> int:
     return len(sizes) if len(sizes) > 1 else len(each.whole) // sizes[0]
 
 
-def _step_all(cases: Sequence[str], in_portions: bool = False) -> dict[str, list[str]]:
-    """Step each case three times in each setting, and list what differs.
-
-    Args:
-        cases: Names.
-        in_portions: Whether matrices are portioned. They round differently: their values may differ
-            by ``PORTIONED_ATOL``, others in no bit.
-    """
+def _step_all(cases: Sequence[str]) -> dict[str, list[str]]:
+    """Step each case three times in each setting, and list what differs."""
     import torch
-    import torch.distributed as dist
 
     from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
-    dist.init_process_group("gloo")
+    init_group()
     found = {}
     for case in cases:
         found[case] = []
-        settings = SETTINGS[2:] if in_portions else SETTINGS
-        # Replicas share the work, or each instance does all of it.
-        groups_to_try = (1, 2) if case.startswith("hybrid") else (None,)
-        for (wire, precision), num_groups in itertools.product(settings, groups_to_try):
+        for wire, precision in SETTINGS:
             parameters = getattr(fsdp2_models, case)()
-            exchange = ExchangeSettings(
-                wire=wire,
-                # More parts than one owner round differently; test_owner_compute.py has those.
-                max_parts=1,
-                instance_groups=num_groups,
-                overlap_within_matrices=in_portions,
-            )
+            # More parts than one owner round differently; test_engine.py has those.
+            exchange = ExchangeSettings(wire=wire, max_parts=1)
             groups = [
                 {"params": [(f"weight.{i}", each.param)], **each.keys}
                 for i, each in enumerate(parameters)
             ]
-            with planned_in(num_portions=3):
-                muon = Muon(groups, exchange=exchange, fp32_matmul_prec=precision, **MUON)
+            muon = Muon(groups, exchange=exchange, fp32_matmul_prec=precision, **MUON)
             reference = Reference(parameters, precision)
             for step in range(3):
                 grads = [
@@ -172,17 +155,9 @@ def _step_all(cases: Sequence[str], in_portions: bool = False) -> dict[str, list
                     ("value", "momentum"), (each.param, momentum), reference.whole(i), strict=True
                 ):
                     ours, whole = ours.to_local(), each.own(whole)
-                    is_same = torch.equal(ours, whole)
-                    if in_portions and what == "value" and ours.shape == whole.shape:
-                        is_same = torch.allclose(ours, whole, atol=PORTIONED_ATOL, rtol=0.0)
-                    if not is_same:
+                    if not torch.equal(ours, whole):
                         worst = float((ours - whole).abs().max())
-                        name = f"{wire}, {precision}, {num_groups} groups: weight.{i}"
-                        found[case].append(f"{name}, {what}, {worst:.1e}")
-            is_portioned = any(plan.order.is_portioned for plan in muon.compute.plans)
-            num_found = {plan.num_groups for plan in muon.compute.plans}
-            found[case] += ["other groups"] * (num_groups not in (None, *num_found))
-            found[case] += ["nothing is portioned"] * (in_portions != is_portioned)
+                        found[case].append(f"{wire}, {precision}: weight.{i}, {what}, {worst:.1e}")
     return found
 
 
@@ -194,18 +169,18 @@ def _domains() -> list[list[Any]]:
 
     from megatron_muon.fsdp2 import Muon
 
-    dist.init_process_group("gloo")
+    init_group()
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     found = []
     for each in fsdp2_models.expert_parallel():
         muon = Muon([{"params": [each.param], **each.keys}])
-        (kind,) = [kind.kind for kind in muon._kinds]
+        (found_input,) = [each.plan_input for each in muon._inputs]
         mesh = each.param.device_mesh
         groups = [None, dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
-        is_known = any(kind.domain.group is group for group in groups)
+        is_known = any(found_input.domain.group is group for group in groups)
         (plan,) = muon.compute.plans
         assert plan.cost.ranks_per_node == 2
-        found.append([len(kind.domain.ranks), len(kind.matrices), is_known])
+        found.append([len(found_input.domain.ranks), len(found_input.matrices), is_known])
     return found
 
 
@@ -220,27 +195,6 @@ def test_axes_that_deal_out_whole_matrices_need_no_exchange():
         [4, 2, True],
     ]
     assert run_ranks(4, _domains).check().results == [expected] * 4
-
-
-def _instance_groups() -> list[bool]:
-    """Return whether groups of one instance are those of the mesh."""
-    import torch.distributed as dist
-
-    from megatron_muon.fsdp2 import ExchangeSettings, Muon
-
-    dist.init_process_group("gloo")
-    parameters = fsdp2_models.hybrid()
-    groups = [{"params": [each.param], **each.keys} for each in parameters]
-    muon = Muon(groups, exchange=ExchangeSettings(instance_groups=2))
-    shards = parameters[0].param.device_mesh.get_group("shard")
-    (plan,) = muon.compute._engine._plans
-    return [plan._gathers._group is shards, plan._scatters._group is shards]
-
-
-def test_groups_of_one_instance_are_those_of_the_mesh():
-    """A communicator of NCCL takes hundreds of megabytes of a GPU: no other is made."""
-    for found in run_ranks(4, _instance_groups).check().results:
-        assert found == [True, True]
 
 
 @functools.cache
@@ -262,13 +216,3 @@ def test_step_is_that_of_whole_matrices(world_size, case):
     """The same bits, of parameters and momentum, on both wires and in both precisions."""
     for rank, found in enumerate(differences(world_size)):
         assert found[case] == [], f"rank {rank}"
-
-
-@pytest.mark.slow
-def test_portioned_step_is_that_of_whole_matrices_up_to_rounding():
-    """On shards of rows and of columns, tall and wide, transposed and fused."""
-    # What has replicas is not portioned. Some ranks of "stages" have nothing.
-    others = ("hybrid", "hybrid_tensor_parallel", "stages")
-    names = [case.__name__ for case in CASES[4] if case.__name__ not in others]
-    for found in run_ranks(4, _step_all, names, True).check().results:
-        assert found == {name: [] for name in names}

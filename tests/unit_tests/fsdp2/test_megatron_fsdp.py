@@ -1,84 +1,340 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors of the standalone Megatron-FSDP, whose uneven chunks follow from no rule."""
+"""DTensors of Megatron-FSDP outside of its trainer, whose placements do not say who has what.
 
+Which rows a rank holds is found in their values: those of the whole matrix before it was sharded.
+"""
+
+import functools
+import itertools
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from helpers.device import init_group
+from helpers.device import kind as device_kind
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+MUON = {"lr": 0.02, "weight_decay": 0.1, "nesterov": True}
+# Three matrices in one buffer, and one in each: rows divide then, but for the last.
+UNEVEN, EVEN = ["Sequential", [[10, 8], [16, 10], [8, 16]]], ["Linear", [[16, 8], [8, 16], [32, 8]]]
+# Axes of the mesh: ranks of the outer one, of the inner one, and of tensor parallelism, with the
+# dimension that it cuts.
+LAYOUTS: dict[str, tuple[tuple[int, int, int], int | None]] = {
+    "one axis": ((1, 4, 1), None),
+    "hfsdp": ((2, 2, 1), None),
+    "tensor rows": ((1, 2, 2), 0),
+    "tensor columns": ((1, 2, 2), 1),
+    "hfsdp, tensor rows": ((2, 2, 2), 0),
+    "hfsdp, tensor columns": ((2, 2, 2), 1),
+}
 
-def _train(shapes: list[list[int]]) -> list[Any]:
-    """Train three steps beside emerging-optimizers' Muon on the whole model."""
-    import copy
 
-    import torch
-    import torch.distributed as dist
-    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import (
-        fully_shard_model,
-        fully_shard_optimizer,
-    )
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import (
-        MixedPrecisionPolicy,
-    )
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
-        update_uneven_dtensor_chunk_metadata,
-    )
-    from torch.distributed.device_mesh import init_device_mesh
+class Model:
+    """A model that Megatron-FSDP has sharded, and its whole matrices.
 
+    Args:
+        layout: Mesh, and the dimension that tensor parallelism cuts.
+        unit: Name of the class whose parameters share a buffer.
+        shapes: Of the matrices.
+        seed: Of their values.
+        generation: Of Megatron-FSDP; the second one has no tensor parallelism.
+    """
+
+    def __init__(
+        self, layout: Any, unit: str, shapes: list[list[int]], seed: int = 0, generation: int = 1
+    ) -> None:
+        import torch
+        from helpers.fsdp2_models import drawn
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh_shape, tensor_dim = layout
+        self.mesh = init_device_mesh(
+            device_kind(), tuple(mesh_shape), mesh_dim_names=("outer", "fsdp", "tp")
+        )
+        self.wholes = [drawn(shape, seed + i) for i, shape in enumerate(shapes)]
+        tp_size, tp_rank = self.mesh.size(2), self.mesh.get_local_rank("tp")
+        # What tensor parallelism leaves of the columns.
+        self._cols = [slice(None)] * len(shapes)
+        layers = []
+        for i, whole in enumerate(self.wholes):
+            part = whole if tensor_dim is None else whole.chunk(tp_size, dim=tensor_dim)[tp_rank]
+            if tensor_dim == 1:
+                width = whole.shape[1] // tp_size
+                self._cols[i] = slice(tp_rank * width, (tp_rank + 1) * width)
+            layers.append(torch.nn.Linear(*reversed(part.shape), bias=False))
+            layers[-1].weight.data.copy_(part)
+            if tensor_dim is not None:
+                layers[-1].weight.tensor_model_parallel = True
+                layers[-1].weight.partition_dim = tensor_dim
+                layers[-1].weight.partition_stride = 1
+        module = torch.nn.Sequential(*layers)
+        self.model = (self._shard if generation == 1 else self._shard_2)(module, unit)
+        self.params = list(self.model.parameters())
+        self._first_rows = [self._first_row(i) for i in range(len(self.params))]
+
+    def _shard(self, module: Any, unit: str) -> Any:
+        import torch
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_model
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import (
+            MixedPrecisionPolicy,
+        )
+
+        outer: dict[str, Any] = {}
+        if self.mesh.size(0) > 1:
+            hybrid = self.mesh["outer", "fsdp"]._flatten("hybrid").get_group()
+            outer = {
+                "dp_outer_dim": "outer",
+                "hybrid_fsdp_group": hybrid,
+                "outer_dp_sharding_strategy": 1,
+            }
+        return fully_shard_model(
+            module,
+            device_mesh=self.mesh,
+            dp_shard_dim="fsdp",
+            tp_dim="tp",
+            fsdp_unit_modules=[getattr(torch.nn, unit)],
+            mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
+            **outer,
+        )
+
+    def _shard_2(self, module: Any, unit: str) -> Any:
+        """Shard over the inner axis, and replicate over the outer one."""
+        import torch
+        import torch.distributed as dist
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import (
+            fully_shard,
+            placement,
+        )
+
+        flat, replicate = placement.Flat(), placement.Replicate()
+        partial = placement.Partial(dist.ReduceOp.AVG)
+        placements = placement.Placements(
+            [0, 1], [replicate, flat], [partial, flat], [replicate, flat]
+        )
+        with mock.patch.multiple(torch.cuda.nvtx, range_push=mock.DEFAULT, range_pop=mock.DEFAULT):
+            for each in module if unit == "Linear" else [module]:
+                fully_shard(each, mesh=self.mesh["outer", "fsdp"], placements=placements)
+        return module
+
+    def _first_row(self, i: int) -> int:
+        import torch
+
+        local, whole = self.params[i].to_local(), self.wholes[i][:, self._cols[i]]
+        return next(
+            (j for j, row in enumerate(whole) if len(local) and torch.equal(row, local[0])), 0
+        )
+
+    def own(self, i: int, whole: Any) -> Any:
+        """Cut this rank's part out of a tensor that is shaped like a whole matrix."""
+        first, num_rows = self._first_rows[i], len(self.params[i].to_local())
+        return whole[first : first + num_rows, self._cols[i]]
+
+    def set_grads(self, step: int) -> list[Any]:
+        """Set gradients that do not depend on the ranks, and return the whole ones."""
+        import torch
+        from helpers.fsdp2_models import drawn
+
+        wholes = [drawn(whole.shape, 1000 + 10 * step + i) for i, whole in enumerate(self.wholes)]
+        for i, (param, whole) in enumerate(zip(self.params, wholes, strict=True)):
+            # Megatron-FSDP sets no gradient of an empty shard.
+            param.grad = torch.zeros_like(param) if param.to_local().numel() else None
+            if param.grad is not None:
+                param.grad.to_local().copy_(self.own(i, whole))
+        return wholes
+
+    def is_where_torch_reads_it(self) -> bool:
+        """Return whether this rank holds the rows that its placements mean in torch."""
+        starts = [
+            chunk.offsets[0]
+            for param in self.params
+            for chunk in param.__create_chunk_list__()
+            if param.to_local().numel()
+        ]
+        held = [
+            first
+            for first, param in zip(self._first_rows, self.params, strict=True)
+            if param.to_local().numel()
+        ]
+        return starts == held
+
+
+class Reference:
+    """Emerging-optimizers' Muon; the halves of the first matrix are parameters of their own."""
+
+    def __init__(self, wholes: list[Any], **settings: Any) -> None:
+        import torch
+        from emerging_optimizers.orthogonalized_optimizers import Muon
+
+        parts = [wholes[0].chunk(2), *([whole] for whole in wholes[1:])]
+        self._parts = [[torch.nn.Parameter(part.clone()) for part in each] for each in parts]
+        self._muon = Muon([part for each in self._parts for part in each], **settings)
+
+    def step(self, grads: list[Any]) -> None:
+        """Step with whole gradients."""
+        for parts, grad in zip(self._parts, grads, strict=True):
+            for part, of_part in zip(parts, grad.chunk(len(parts)), strict=True):
+                part.grad = of_part.clone()
+        self._muon.step()
+
+    def wholes(self) -> list[list[Any]]:
+        """Return the whole value and momentum of each matrix."""
+        import torch
+
+        state = self._muon.state
+        return [
+            [
+                torch.cat([part.detach() for part in parts]),
+                torch.cat([state[part]["momentum_buffer"] for part in parts]),
+            ]
+            for parts in self._parts
+        ]
+
+
+def _muon(model: Model, **settings: Any) -> Any:
     from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    whole = torch.nn.Sequential(*(torch.nn.Linear(cols, rows, bias=False) for rows, cols in shapes))
-    # Without weight decay: fully_shard_optimizer() makes a step of its own, which would decay once.
-    settings = {"lr": 0.1, "weight_decay": 0.0, "nesterov": True, "fp32_matmul_prec": "highest"}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("fsdp", "tp"))
-    model = fully_shard_model(
-        copy.deepcopy(whole),
-        device_mesh=mesh,
-        dp_shard_dim="fsdp",
-        tp_dim="tp",
-        fsdp_unit_modules=[torch.nn.Sequential],
-        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
-    )
-    for param in model.parameters():
-        update_uneven_dtensor_chunk_metadata(param)
-    muon = Muon(model.named_parameters(), exchange=ExchangeSettings(wire="fp32"), **settings)
-    muon = fully_shard_optimizer(muon)
-    rows = [param._local_tensor.shape[0] for param in model.parameters()]
-    reference = WholeMatrixMuon(whole.parameters(), **settings)
-    losses = []
-    for step in range(3):
-        torch.manual_seed(step)
-        batch = torch.randn(4, shapes[0][1])
-        muon.zero_grad()
-        reference.zero_grad()
-        pair = [model(batch).square().mean(), whole(batch).square().mean()]
-        for loss in pair:
-            loss.backward()
-        muon.step()
-        reference.step()
-        losses.append([loss.item() for loss in pair])
-    return [rows, losses]
+    named = [(f"w{i}", param) for i, param in enumerate(model.params)]
+    groups = [{"params": named[:1], "split_sizes": 2}, {"params": named[1:]}]
+    return Muon(groups, exchange=ExchangeSettings(wire="fp32", max_parts=1), **settings)
 
 
-SHAPES = [[10, 7], [5, 10], [9, 5]]
+def _differences(model: Model, muon: Any, expected: list[list[Any]]) -> list[str]:
+    import torch
+
+    return [
+        f"w{i}: {what}"
+        for i, (param, wholes) in enumerate(zip(model.params, expected, strict=True))
+        for what, ours, whole in zip(
+            ("value", "momentum"),
+            (param, muon.state[param]["momentum_buffer"]),
+            wholes,
+            strict=True,
+        )
+        if not torch.equal(ours.to_local(), model.own(i, whole))
+    ]
 
 
-def test_uneven_chunks_train_like_the_whole_model():
-    """Gradients are sums in another order, three steps long.
+def _step_all(names: list[str]) -> dict[str, list[Any]]:
+    """Step on every layout, and list rows by matrix, who is where torch reads it, what differs."""
+    import torch.distributed as dist
 
-    Seen: equal losses. 1e-5 leaves room for CPUs that sum otherwise, and is far below what a wrong
-    row does.
+    init_group()
+    found = {}
+    for name in names:
+        for kind, (unit, shapes) in (("even", EVEN), ("uneven", UNEVEN)):
+            is_second = name.startswith("version 2")
+            layout = ((dist.get_world_size() // 2, 2, 1), None) if is_second else LAYOUTS[name]
+            model = Model(layout, unit, shapes, generation=2 if is_second else 1)
+            muon, reference = _muon(model, **MUON), Reference(model.wholes, **MUON)
+            for step in range(2):
+                reference.step(model.set_grads(step))
+                muon.step()
+            rows = [len(param.to_local()) for param in model.params]
+            different = _differences(model, muon, reference.wholes())
+            found[f"{name}, {kind}"] = [rows, model.is_where_torch_reads_it(), different]
+    return found
+
+
+@functools.cache
+def steps(num_ranks: int, *names: str) -> list[dict[str, list[Any]]]:
+    """Return what the ranks of one world found."""
+    return run_ranks(num_ranks, _step_all, list(names)).check().results
+
+
+FOUR_RANKS = (*list(LAYOUTS)[:4], "version 2")
+
+
+@pytest.mark.parametrize("rows", ["even", "uneven"])
+@pytest.mark.parametrize(
+    "name",
+    [*FOUR_RANKS, *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[4:])],
+)
+def test_step_is_that_of_whole_matrices(name, rows):
+    """Without a call of ``update_uneven_dtensor_chunk_metadata()``.
+
+    Placements were read in torch's order, which is another where two axes cut the rows: with rows
+    that divide, halves of the first matrix were then made of others' rows, without an error.
     """
-    found = run_ranks(2, _train, SHAPES).check().results
-    rows = [each[0] for each in found]
-    assert [sum(each) for each in zip(*rows, strict=True)] == [each[0] for each in SHAPES]
-    assert rows[0] != [-(-each[0] // 2) for each in SHAPES], "these are torch's own chunks"
-    for ours, whole in found[0][1]:
-        assert ours == pytest.approx(whole, rel=1e-5)
-    assert found[0][1][-1][0] < 0.9 * found[0][1][0][0]
+    by_rank = steps(8, *list(LAYOUTS)[4:]) if "hfsdp, " in name else steps(4, *FOUR_RANKS)
+    found = [each[f"{name}, {rows}"] for each in by_rank]
+    assert [different for _, _, different in found] == [[]] * len(found)
+    is_even = all(
+        len(set(sizes)) == 1 for sizes in zip(*(each for each, _, _ in found), strict=True)
+    )
+    assert is_even == (rows == "even")
+    # What a single axis cuts into even shards is where torch thinks, and nothing else here is.
+    is_plain = rows == "even" and name in ("one axis", "tensor columns", "version 2")
+    assert all(is_torchs for _, is_torchs, _ in found) == is_plain
+
+
+SAVED = {**MUON, "weight_decay": 0.0}  # fully_shard_optimizer() makes a step, which would decay
+
+
+def _state(model: Model, muon: Any) -> dict[str, Any]:
+    return {"model": model.model.state_dict(), "optimizer": muon.state_dict()}
+
+
+def _save(folder: str) -> list[str]:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_optimizer
+
+    init_group()
+    different = []
+    for kind, (unit, shapes) in (("even", EVEN), ("uneven", UNEVEN)):
+        model = Model(LAYOUTS["hfsdp"], unit, shapes)
+        muon, reference = (
+            fully_shard_optimizer(_muon(model, **SAVED)),
+            Reference(model.wholes, **SAVED),
+        )
+        expected = []
+        for step in range(2):
+            reference.step(model.set_grads(step))
+            muon.step(sync_grad_before_optimizer_step=False)
+            expected.append(reference.wholes())
+            if step == 0:
+                dcp.save(_state(model, muon), checkpoint_id=f"{folder}/{kind}")
+        different += _differences(model, muon, expected[1])
+        if dist.get_rank() == 0:
+            torch.save(expected, f"{folder}/{kind}/expected")
+    return different
+
+
+def _load(folder: str, names: list[str]) -> dict[str, list[list[str]]]:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_optimizer
+
+    init_group()
+    found = {}
+    for name, (kind, (unit, shapes)) in itertools.product(
+        names, (("even", EVEN), ("uneven", UNEVEN))
+    ):
+        layout = LAYOUTS.get(name, ((1, dist.get_world_size(), 1), None))
+        model = Model(layout, unit, shapes, seed=50)
+        muon = fully_shard_optimizer(_muon(model, **SAVED))
+        state = _state(model, muon)
+        dcp.load(state, checkpoint_id=f"{folder}/{kind}")
+        model.model.load_state_dict(state["model"])
+        muon.load_state_dict(state["optimizer"])
+        expected = torch.load(f"{folder}/{kind}/expected")
+        loaded = _differences(model, muon, expected[0])
+        model.set_grads(1)
+        muon.step(sync_grad_before_optimizer_step=False)
+        found[f"{name}, {kind}"] = [loaded, _differences(model, muon, expected[1])]
+    return found
+
+
+def test_state_of_hfsdp_loads_on_other_ranks(tmp_path: Path):
+    """Through upstream's hooks of ``state_dict()``, which record chunks; on the bits of the run."""
+    assert run_ranks(4, _save, str(tmp_path)).check().results == [[]] * 4
+    for num_ranks, names in ((2, ["one axis of two"]), (4, ["tensor rows", "tensor columns"])):
+        for found in run_ranks(num_ranks, _load, str(tmp_path), names).check().results:
+            assert len(found) == 2 * len(names)
+            assert all(each == [[], []] for each in found.values()), found

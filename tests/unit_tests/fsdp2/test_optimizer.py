@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import device, init_group, kind
 from helpers.ranks import ROOT, run_ranks
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon
@@ -37,7 +38,9 @@ def _pair(**settings: Any) -> tuple[Any, Any, Any, Any]:
     """Return two equal parameters of one rank, and our Muon and the whole-matrix one over them."""
     from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 
-    ours, theirs = (torch.nn.Parameter(torch.arange(12.0).view(3, 4)) for _ in range(2))
+    ours, theirs = (
+        torch.nn.Parameter(torch.arange(12.0, device=device()).view(3, 4)) for _ in range(2)
+    )
     settings = {"lr": 0.1, "fp32_matmul_prec": "highest", **settings}
     exchange = ExchangeSettings(wire="fp32")
     return (
@@ -65,7 +68,7 @@ def test_one_rank_without_a_process_group_steps_like_emerging_optimizers(setting
     ours, theirs, muon, reference = _pair(**settings)
     for step in range(3):
         torch.manual_seed(step)
-        theirs.grad = torch.randn(3, 4)
+        theirs.grad = torch.randn(3, 4, device=device())
         ours.grad = theirs.grad.clone()
         kept = ours.grad.clone()
         muon.step()
@@ -79,7 +82,7 @@ def test_one_rank_without_a_process_group_steps_like_emerging_optimizers(setting
 def test_closure_computes_gradients_and_its_loss_is_returned():
     """It runs with gradients on, though the step does not."""
     ours, theirs, muon, reference = _pair()
-    target = torch.eye(3, 4)
+    target = torch.eye(3, 4, device=device())
 
     def closure() -> Any:
         muon.zero_grad()
@@ -90,7 +93,8 @@ def test_closure_computes_gradients_and_its_loss_is_returned():
     loss = muon.step(closure)
     theirs.grad = (2 * (theirs - target)).detach()
     reference.step()
-    assert loss.item() == (torch.arange(12.0).view(3, 4) - target).square().sum().item()
+    before = torch.arange(12.0, device=device()).view(3, 4)
+    assert loss.item() == (before - target).square().sum().item()
     assert torch.equal(ours, theirs)
 
 
@@ -100,7 +104,7 @@ def test_schedulers_and_clipping_work_as_with_any_optimizer():
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in (muon, reference)]
     for step in range(3):
         torch.manual_seed(step)
-        theirs.grad = 100 * torch.randn(3, 4)
+        theirs.grad = 100 * torch.randn(3, 4, device=device())
         ours.grad = theirs.grad.clone()
         for param in (ours, theirs):
             torch.nn.utils.clip_grad_norm_([param], 1.0)
@@ -122,7 +126,7 @@ def test_groups_have_settings_of_their_own():
     from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 
     torch.manual_seed(0)
-    values = [torch.randn(4, 6), torch.randn(6, 3)]
+    values = [torch.randn(4, 6, device=device()), torch.randn(6, 3, device=device())]
     ours = [torch.nn.Parameter(value.clone()) for value in values]
     theirs = [torch.nn.Parameter(value) for value in (values[0], *values[1].clone().split(2))]
     fast, slow = {"lr": 1.0, "momentum": 0.5}, {"lr": 0.1, "weight_decay": 0.5}
@@ -175,12 +179,11 @@ def test_state_that_lacks_momentum_is_refused():
 
 def _step_without_gradients() -> list[Any]:
     """Step where a parameter has no gradient on any rank, and one is frozen."""
-    import torch.distributed as dist
     from helpers.fsdp2_models import drawn, shard
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
+    init_group()
+    mesh = init_device_mesh(kind(), (2,))
     sharded = [shard((5, 4), seed, mesh) for seed in range(3)]
     alone = shard((5, 4), 0, mesh)
     muons = [Muon([each.param for each in sharded]), Muon([alone.param])]
@@ -223,9 +226,9 @@ def _step_in_other_order() -> bool:
     from helpers.fsdp2_models import drawn, shard
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
-    flat = init_device_mesh("cpu", (2,))
+    init_group()
+    mesh = init_device_mesh(kind(), (2, 1), mesh_dim_names=("replica", "shard"))
+    flat = init_device_mesh(kind(), (2,))
     results = []
     for is_turned in (False, dist.get_rank() == 1):
         kinds = [shard((6, 5), 0, flat), shard((4, 6), 1, mesh)]
@@ -251,9 +254,9 @@ def _stage_without_matrices() -> list[Any]:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group("gloo")
+    init_group()
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("stage", "shard"))["shard"]
+    mesh = init_device_mesh(kind(), (3, 1), mesh_dim_names=("stage", "shard"))["shard"]
     pair = dist.new_group([0, 1])
     model = torch.nn.Module()
     sharded = []
@@ -286,9 +289,9 @@ def _step_over_two_meshes() -> bool:
     from helpers.fsdp2_models import drawn, shard
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group("gloo")
-    first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "s"))
-    second = init_device_mesh("cpu", (2, 2), mesh_dim_names=("b", "t"))
+    init_group()
+    first = init_device_mesh(kind(), (2, 2), mesh_dim_names=("a", "s"))
+    second = init_device_mesh(kind(), (2, 2), mesh_dim_names=("b", "t"))
     both = [shard((6, 5), 0, first["s"]), shard((4, 6), 1, second["b", "t"])]
     named = [(f"w{i}", each.param) for i, each in enumerate(both)]
     muon = Muon(named[::-1] if dist.get_rank() % 2 else named)
@@ -308,7 +311,6 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
     """Count what a step sends to the dispatcher, and its matrix products, by number of experts."""
     import sys
 
-    import torch.distributed as dist
     from helpers.fsdp2_models import drawn, shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -319,8 +321,8 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
 
     # As on a GPU: a CPU converts chunk by chunk to float64.
     norms._CHUNK_ELEMENTS = 0
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
+    init_group()
+    mesh = init_device_mesh(kind(), (2,))
     found = []
     for number in num_experts:
         batch = shard((number, 8, 6), 0, mesh)

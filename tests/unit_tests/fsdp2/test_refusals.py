@@ -61,6 +61,12 @@ def _wrong_parameters(good: Any) -> dict[str, Callable[[], Any]]:
     # Together six rows, but not three each.
     uneven = dtensor(torch.ones(1 + 4 * rank, 4), Shard(0), shape=torch.Size((6, 4)), stride=(4, 1))
     turned = shard((6, 4), 0, DeviceMesh("cpu", [1, 0])).param
+    # As Megatron-FSDP marks the meshes of its parameters; this one is not its own.
+    marked = DeviceMesh("cpu", [[0], [1]])
+    marked._shard_order = [1, 0]
+    copied = torch.nn.Parameter(
+        DTensor.from_local(torch.ones(3, 4), marked, [Shard(0), Shard(0)], run_check=False)
+    )
     half = shard((6, 4), 0, mesh).param.to(torch.bfloat16)
     plain = torch.nn.Parameter(torch.ones(4, 4))
     return {
@@ -77,6 +83,7 @@ def _wrong_parameters(good: Any) -> dict[str, Callable[[], Any]]:
         "uneven_by_hand": lambda: Muon([("w", uneven)]),
         "other_torch": build_where_torch_cuts_otherwise,
         "turned_mesh": lambda: Muon([("w", turned)]),
+        "copy_of_megatron_fsdp": lambda: Muon([("w", copied)]),
         "nothing_in_it": lambda: Muon([("w", torch.nn.Parameter(w.detach()[:, :0]))]),
         "twice": lambda: Muon([("a", w), ("b", w)]),
         "same_name": lambda: Muon([("w", w), ("w", good.second)]),
@@ -183,6 +190,10 @@ SHARD = "expected a shard of ranges"
         ("uneven_by_hand", f"rank 1: w: {SHARD}"),
         ("other_torch", "w: expected a shard of ranges ((0, 3), (0, 4)), as fully_shard cuts (6,"),
         ("turned_mesh", "w: expected a mesh whose ranks ascend along each axis that shards, got"),
+        (
+            "copy_of_megatron_fsdp",
+            "w: expected a parameter of the model on a mesh that Megatron-FSDP",
+        ),
         ("nothing_in_it", "w: expected elements, got shape (6, 0)"),
         ("twice", "b: expected each parameter once, got it twice"),
         ("same_name", "w: expected a name for each parameter, got it 2 times"),
@@ -200,7 +211,7 @@ SHARD = "expected a shard of ranges"
         ("syrk", "use_syrk: expected False, got True. Pass exchange=ExchangeSettings("),
         ("all_gather", "exchange.mode: expected owner, got all_gather"),
         ("wire", "exchange.wire: expected fp32 for Newton-Schulz in fp32, got bf16"),
-        ("memory", "staging memory: expected a plan within 8 bytes a rank"),
+        ("memory", "staging memory: expected at most 8 bytes a rank"),
         ("hooks", "Hooked.post_weight_update_fn_inplace: expected emerging-optimizers' own, got"),
         ("settings", "Muon settings: expected the same on all ranks of the group, got rank 1 has"),
         ("scale", 'rank 1 has "scale spectral 0.2'),

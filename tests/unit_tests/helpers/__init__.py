@@ -3,6 +3,7 @@
 """What tests share. Rank processes import it by this name, and tests import no other test.
 
 ==================  ============================================================================
+device              where ranks compute: CPU ranks, a GPU each, or one GPU for all
 ranks               runs a function, or a training script, on ranks forked from a server
 preloaded           what that server imports, once
 layouts             random layouts and orders of a step for property tests
@@ -16,6 +17,8 @@ planned             chooses what the planner would choose by memory and time
 collective_timing   collectives that arrive late, or at once
 fused_adam          a stand-in for Transformer Engine's fused Adam
 fused_linear        a stand-in for Transformer Engine's linear layer with fused gradients
+whole_matrices      Newton-Schulz of emerging-optimizers, on whole matrices
+exact               Newton-Schulz in float64, and matrices that are hard for it
 stacks              Newton-Schulz on a stack, with settings by name
 cusolvermp          a stand-in for Transformer Engine's Newton-Schulz
 forked_losses       short runs with whatever megatron is first on the path

@@ -18,9 +18,9 @@ def do_nothing() -> None:
 
 def update_no_matrix() -> None:
     """Muon does nothing; embeddings, norms and the output layer are updated as they should."""
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.mcore.muon_step import MuonStep
 
-    FSDPZeROTensorParallelMuon.step = _idle_step
+    MuonStep.step = _idle_step
 
 
 def _idle_step(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -31,20 +31,20 @@ def update_only_rank_0() -> None:
     """Every rank joins the exchange, and all but rank 0 leave their rows as they were."""
     import torch
 
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.mcore.muon_step import MuonStep
 
-    original = FSDPZeROTensorParallelMuon.step
+    original = MuonStep.step
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+    def step(self: Any) -> None:
         """Step, then put the rows back."""
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = [param for muon in self.optimizers for param in muon.params]
         before = [param._local_tensor.clone() for param in params]
-        original(self, *args, **kwargs)
+        original(self)
         if torch.distributed.get_rank() != 0:
             for param, rows in zip(params, before, strict=True):
                 param._local_tensor.copy_(rows)
 
-    FSDPZeROTensorParallelMuon.step = step
+    MuonStep.step = step
 
 
 def skip_newton_schulz() -> None:
@@ -60,9 +60,9 @@ def skip_newton_schulz() -> None:
 
 def orthogonalize_local_rows() -> None:
     """Owners see zeros in place of the rows of other ranks."""
-    from megatron_muon.runtime.plan_buckets import PlanBuckets
+    from megatron_muon.runtime.plan_runner import PlanRunner
 
-    original = PlanBuckets.orthogonalize
+    original = PlanRunner.orthogonalize
 
     def without_arrivals(self: Any, index: int) -> Any:
         """Clear what arrived."""
@@ -71,4 +71,4 @@ def orthogonalize_local_rows() -> None:
                 rows.zero_()
         return original(self, index)
 
-    PlanBuckets.orthogonalize = without_arrivals
+    PlanRunner.orthogonalize = without_arrivals

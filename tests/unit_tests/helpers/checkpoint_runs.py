@@ -62,10 +62,10 @@ def watch(folder: str) -> None:
         digest = hashlib.sha256()
         for child in self.chained_optimizers:
             for param, state in child.optimizer.state.items():
-                digest.update(param._local_tensor.numpy().tobytes())
+                digest.update(param._local_tensor.cpu().numpy().tobytes())
                 for key in sorted(state):
                     local = getattr(state[key], "_local_tensor", state[key])
-                    digest.update(local.numpy().tobytes())
+                    digest.update(local.cpu().numpy().tobytes())
         with open(Path(folder) / f"digests_{rank}", "a") as file:
             file.write(f"{get_args().curr_iteration} {digest.hexdigest()}\n")
         return done
@@ -111,7 +111,9 @@ def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[s
 
     Gated layers interleave the halves of tensor-parallel ranks; they are put in order.
     """
-    whole = joined([torch.load(folder / f"local_{rank}.pt") for rank in range(world_size)])
+    whole = joined(
+        [torch.load(folder / f"local_{rank}.pt", map_location="cpu") for rank in range(world_size)]
+    )
     for name, tensor in whole.items():
         # Moments of whole blocks have no rows of it.
         if "linear_fc1.weight" in name and tensor.dim() == 2 and not name.endswith(".moment2_cols"):

@@ -22,10 +22,10 @@ all of them run before a synchronous one starts: a peer may wait for any of them
 the synchronous one, and would wait forever. The comparison at ``wait()`` still finds what is
 written in between.
 
-What starts behind another collective (``megatron_muon/runtime/relay.py``) does so at the worst time
+A chained collective (``megatron_muon/runtime/chained_collectives.py``) starts at the worst time
 too: with ``at_launch`` at once, with ``at_wait`` when it is waited for. A GPU may do either. The
-relay is that of a GPU: its second stream waits, which is no wait of the step. So no thread launches
-anything, and the order is the same on all ranks.
+chain is that of a GPU: its second stream waits, not the step. So no thread launches anything, and
+the order is the same on all ranks.
 """
 
 import inspect
@@ -37,7 +37,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_muon.runtime.relay import StreamRelay, ThreadRelay
+from megatron_muon.runtime.chained_collectives import StreamChain, ThreadChain
 
 type When = Literal["at_wait", "at_launch"]
 
@@ -114,16 +114,16 @@ class Timing:
     def after(self, work: "_Late | None", start: Callable[[], Any]) -> Any:
         """Start a collective behind another one, now or when it is waited for."""
 
-        def relay() -> Any:
+        def chained() -> Any:
             beside = None if work is None else _Beside(self, work)
             with mock.patch.multiple(
                 torch.cuda, Stream=mock.Mock(), stream=mock.MagicMock(), current_stream=mock.Mock()
             ):
-                found = StreamRelay(torch.device("cuda", 0)).after(beside, start)
+                found = StreamChain(torch.device("cuda", 0)).after(beside, start)
             # Who waits for the second one has waited for the first one.
             return found if found is None or found is beside else _Both(found, beside)
 
-        return relay() if self.when == "at_launch" else _Lazy(relay)
+        return chained() if self.when == "at_launch" else _Lazy(chained)
 
     def run_until(self, last: "_Late | None" = None) -> None:
         """Run what has not run, in order, up to one collective or all."""
@@ -243,12 +243,12 @@ class _Both:
 
 
 class _Lazy:
-    def __init__(self, relay: Callable[[], Any]) -> None:
-        self._relay = relay
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start = start
 
     def wait(self) -> None:
         """Start and wait."""
-        work = self._relay()
+        work = self._start()
         if work is not None:
             work.wait()
 
@@ -283,9 +283,9 @@ def collectives_run(when: When, *, forgotten: int | None = None) -> Iterator[Tim
     originals = {name: getattr(dist, name) for name in names}
     for name, original in originals.items():
         setattr(dist, name, _replacement(timing, name, original))
-    relayed = mock.patch.object(ThreadRelay, "after", lambda _, *args: timing.after(*args))
+    chained = mock.patch.object(ThreadChain, "after", lambda _, *args: timing.after(*args))
     try:
-        with relayed:
+        with chained:
             yield timing
         timing.end()
     finally:

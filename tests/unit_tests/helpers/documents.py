@@ -18,6 +18,7 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "patches" / "README.md",
+    ROOT / "tests" / "functional" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 GPU_ONLY = "# GPU only"

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from helpers.device import device, kind
+
 
 @dataclass
 class Sharded:
@@ -57,7 +59,8 @@ def drawn(shape: Sequence[int], seed: int) -> Any:
     """Draw a tensor, the same for the same seed."""
     import torch
 
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator).to(device())
 
 
 def shard(
@@ -102,7 +105,7 @@ type Case = Callable[[], list[Sharded]]
 def _mesh(shape: Sequence[int], names: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names.split()))
+    return init_device_mesh(kind(), tuple(shape), mesh_dim_names=tuple(names.split()))
 
 
 def _one_axis(*shapes: Sequence[int], **options: Any) -> list[Sharded]:
@@ -176,6 +179,9 @@ def tensor_parallel() -> list[Sharded]:
         shard((8, 12), 2, shards, before=tensor, before_dim=1),
         shard((5, 8), 3, shards, before=tensor),
         shard((8, 12), 4, shards, dim=1, before=tensor, before_dim=1),
+        # Tensor parallelism leaves a rank nothing, and its shard has no columns or rows either.
+        shard((1, 12), 5, shards, dim=1, before=tensor, before_dim=0),
+        shard((12, 1), 6, shards, before=tensor, before_dim=1),
     ]
 
 

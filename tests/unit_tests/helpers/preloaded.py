@@ -4,6 +4,8 @@
 
 What every rank of every world would compute anew, with the same result, is remembered: the help
 texts that Megatron reads out of its sources, and the lines of them that patches rely on.
+
+For GPUs nothing stands in for them, and CUDA is not used: forked ranks could not use it then.
 """
 
 import argparse
@@ -15,17 +17,19 @@ import os
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from helpers.device import kind
 from megatron_muon import cpu_ranks
 
-cpu_ranks.enable(force=True)
+if kind() == "cpu":
+    cpu_ranks.enable(force=True)
 
-import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
-import megatron.training  # noqa: E402
-import pytest  # noqa: E402, F401
-from megatron.training import argument_utils, arguments  # noqa: E402
+import megatron.core.models.gpt.gpt_layer_specs
+import megatron.training
+import pytest  # noqa: F401
+from megatron.training import argument_utils, arguments
 
-import megatron_muon  # noqa: E402
-import megatron_muon.mcore.patches  # noqa: E402
+import megatron_muon
+import megatron_muon.mcore.patches
 
 with contextlib.suppress(ImportError):  # where scripts/check_compat.py tests other versions
     import hypothesis.strategies  # noqa: F401

@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon on hand-made row shards, beside upstream's Muon on the whole matrices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from helpers.device import device, kind
+from helpers.device import init_group as init_group
 from helpers.layouts import rows_cut_at
 
 # Rows of each rank, for (rows, cols); tall, wide and square, uneven, empty and one-row shards.
@@ -28,18 +31,12 @@ QKV_SPLIT = [8, 4, 4]
 QKV_ROWS = {1: [32], 2: [7, 25], 3: [0, 9, 23], 4: [1, 10, 0, 21], 8: [5, 6, 0, 0, 8, 1, 2, 10]}
 
 
-def init_group() -> None:
-    """Start the ranks of a test."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-
-
 def whole_matrix(shape: tuple[int, int], seed: int, block: int) -> Any:
     """Draw the same matrix on every rank of a shard group."""
     import torch
 
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 10**6 * block))
+    generator = torch.Generator().manual_seed(seed + 10**6 * block)
+    return torch.randn(shape, generator=generator).to(device())
 
 
 def with_local(like: Any, local: Any) -> Any:
@@ -61,7 +58,7 @@ class Optimizers:
     """Muon on shards and upstream's Muon, over the same parameters.
 
     Args:
-        sharded: Ours.
+        sharded: Ours, with ``step`` and ``compute`` of a :class:`MuonStep` over it alone.
         whole: Upstream's, on the tensor-parallel-local matrices.
         params: DTensor parameters, and the whole ones, and what the first are shards of.
         tensor_rank: Position of this rank in the tensor group.
@@ -136,7 +133,7 @@ def build_optimizers(
     Args:
         num_shards: Ranks that rows are sharded over.
         settings: Arguments of both optimizers.
-        exchange: Those of ``ExchangeSettings``; replicas share the work if it does not say else.
+        exchange: Arguments of ``ExchangeSettings``.
         num_tensor_ranks: Tensor-parallel ranks.
         num_replicas: Ranks that hold the same rows.
         cases: Columns and rows by shard of each matrix, the last one that of query, key and value;
@@ -151,12 +148,13 @@ def build_optimizers(
     from torch.distributed.device_mesh import init_device_mesh
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.mcore.muon_step import MuonStep
     from megatron_muon.plan.settings import ExchangeSettings
     from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
     names = ("replica", "shard", "tensor")
     mesh = init_device_mesh(
-        "cpu", (num_replicas, num_shards, num_tensor_ranks), mesh_dim_names=names
+        kind(), (num_replicas, num_shards, num_tensor_ranks), mesh_dim_names=names
     )
     replicas, shards, tensor = (mesh[name].get_group() for name in names)
     params = []
@@ -178,17 +176,15 @@ def build_optimizers(
         )
         params.append((param, reference, matrix))
     arguments = _arguments(tensor) | (settings or {})
-    exchange = dict(exchange or {})
-    if num_replicas > 1 and exchange.get("mode") != "all_gather":
-        # By the cost model, replicas on a CPU would not share matrices as small as those of tests.
-        exchange.setdefault("instance_groups", 1)
+    muon = (sharded or FSDPZeROTensorParallelMuon)(
+        [param for param, _, _ in params],
+        matrices={param: matrix for param, _, matrix in params},
+        **arguments,
+    )
+    muon_step = MuonStep([muon], ExchangeSettings(**(exchange or {})))
+    muon.step, muon.compute = muon_step.step, muon_step.compute
     return Optimizers(
-        (sharded or FSDPZeROTensorParallelMuon)(
-            [param for param, _, _ in params],
-            matrices={param: matrix for param, _, matrix in params},
-            exchange=ExchangeSettings(**exchange),
-            **arguments,
-        ),
+        muon,
         (whole or TensorParallelMuon)([reference for _, reference, _ in params], **arguments),
         params,
         tensor.rank(),
@@ -251,7 +247,7 @@ def step_both(optimizers: Optimizers, wire: str, num_steps: int = 3) -> None:
     from contextlib import nullcontext
     from unittest import mock
 
-    from gpu_checks.reference import float64_normalize
+    from helpers.whole_matrices import float64_normalize
 
     norm: Any = nullcontext()
     if wire == "bf16":
@@ -261,3 +257,16 @@ def step_both(optimizers: Optimizers, wire: str, num_steps: int = 3) -> None:
         optimizers.sharded.step()
         with norm:
             optimizers.whole.step()
+
+
+@contextmanager
+def split_always(num_parts: int) -> Iterator[None]:
+    """Split every matrix that may be split over this many owners, whether it pays or not."""
+    from unittest import mock
+
+    def choose(matrices: Sequence[Any], *_: Any) -> list[int]:
+        """Split all but copies, over at most the ranks that there are."""
+        return [1 if each.has_copies else min(num_parts, len(each.ranks)) for each in matrices]
+
+    with mock.patch("megatron_muon.plan.owners._choose_parts", choose):
+        yield

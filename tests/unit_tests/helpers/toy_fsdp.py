@@ -4,6 +4,8 @@
 
 from typing import Any
 
+from helpers.device import device, init_group
+
 VOCAB_SIZE, SEQ_LENGTH = 48, 8
 
 
@@ -25,10 +27,9 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
 
 def start_process_groups(num_instances: int = 1) -> None:
     """Start torch's and Megatron's process groups over all ranks."""
-    import torch.distributed as dist
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo")
+    init_group()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=1, num_distributed_optimizer_instances=num_instances
     )
@@ -73,7 +74,7 @@ def build_gpt(*, is_tied: bool = False, **config_settings: Any) -> Any:
         max_sequence_length=SEQ_LENGTH,
         share_embeddings_and_output_weights=is_tied,
         mtp_block_spec=mtp,
-    )
+    ).to(device())
 
 
 def wrap_gpt(gpt: Any, sharding: str, **ddp_settings: Any) -> Any:
@@ -141,9 +142,9 @@ def run_backward(
 
     rank = dist.get_rank() if data_of_rank is None else data_of_rank
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    tokens = torch.randint(VOCAB_SIZE, (2, SEQ_LENGTH + 1), generator=generator)
-    positions = torch.arange(SEQ_LENGTH).expand(2, -1)
-    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH).tril() < 0.5
+    tokens = torch.randint(VOCAB_SIZE, (2, SEQ_LENGTH + 1), generator=generator).to(device())
+    positions = torch.arange(SEQ_LENGTH, device=device()).expand(2, -1)
+    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, device=device()).tril() < 0.5
     with contextlib.nullcontext() if is_last else model.no_sync():
         loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
         # As Megatron's schedule does: the mode of cpu_ranks is off inside of loss.backward().

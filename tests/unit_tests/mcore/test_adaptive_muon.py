@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from helpers.device import device
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group, step_both, whole_matrix
 
@@ -115,7 +116,7 @@ def test_adamuon_of_blocks_of_tensor_parallel_ranks():
 def _float64_sums(wire: str) -> Iterator[None]:
     """Let emerging-optimizers sum means and norms in float64."""
     import torch
-    from gpu_checks.reference import float64_normalize
+    from helpers.whole_matrices import float64_normalize
 
     original = torch.linalg.vector_norm
 
@@ -147,7 +148,7 @@ def _joined_blocks(built: Any, index: int, values: list[Any]) -> list[Any]:
 
     from megatron_muon.plan.layout import block_rows
 
-    owned = built.sharded._owned(built.params[index][0])
+    owned = built.sharded.owned(built.params[index][0])
     if owned.tensor_group is None:
         values = [values[built.tensor_rank]]
     return [
@@ -165,9 +166,10 @@ def _rows_of_blocks(built: Any, index: int, blocks: list[Any]) -> Any:
 
     from megatron_muon.plan.layout import block_rows
 
-    owned = built.sharded._owned(built.params[index][0])
+    owned = built.sharded.owned(built.params[index][0])
     num_tensor_ranks = 1 if owned.tensor_group is None else owned.tensor_group.size()
-    whole = torch.empty(owned.matrix.layout.num_rows, owned.matrix.layout.num_cols)
+    layout = owned.matrix.layout
+    whole = torch.empty(layout.num_rows, layout.num_cols, device=device())
     ranges = block_rows(owned.matrix.layout.num_rows, owned.split_shapes)
     for block, of_block in zip(blocks, ranges, strict=True):
         own = block.chunk(num_tensor_ranks, dim=owned.partition_dim or 0)

@@ -151,7 +151,7 @@ def test_weights_are_installed_once_a_step_and_gradients_reduced_once(world_size
 
 MATRIX = ("FSDPZeROTensorParallelMuon", "embedding.position_embeddings.weight")
 OUTPUT_LAYER = ("AdamW", "output_layer.weight")
-FAULTS = ("missing", "nan", "inf")
+FAULTS = ("missing", "frozen", "nan", "inf")
 
 
 def _keep_norm_on_device() -> None:
@@ -194,7 +194,8 @@ def _step_with(fault: str, kind: str, name: str, model: Any, optimizer: Any) -> 
     for param in owner.get_parameters():
         if dist.get_rank() == 1 and optimizer._fqns[param] == name:
             assert param.grad is not None
-            if fault == "missing":
+            param.requires_grad_(fault != "frozen")
+            if fault in ("missing", "frozen"):
                 param.grad = None
             else:
                 param.grad._local_tensor[-1, -1] = float(fault)
@@ -234,6 +235,7 @@ def steps_with_faults(norm_is_on_device: bool) -> list[dict[str, Any]]:
     ("fault", "message"),
     [
         ("missing", "expected a gradient on a shard"),
+        ("frozen", "expected a gradient on a shard"),
         ("nan", "expected a finite gradient, got NaN"),
         ("inf", "expected a finite gradient, got NaN or Inf"),
     ],
@@ -258,6 +260,29 @@ def test_step_after_faults_trains():
     """Whoever drops the faulty gradients may go on with the same optimizer."""
     for norm_is_on_device in (False, True):
         assert all(found["success"] for found in steps_with_faults(norm_is_on_device))
+
+
+def _step_with_fewer_parameters() -> list[Any]:
+    import torch.distributed as dist
+
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    model.finish_grad_sync()
+    (muon,) = optimizer.muon_step.optimizers
+    if dist.get_rank() == 1:
+        muon.param_groups[0]["params"].pop()
+    before = main_weights(model)
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return [str(error.value), all(_equal(before, main_weights(model)))]
+
+
+def test_parameters_that_changed_on_one_rank_raise_on_all():
+    """The exchange was planned for those of construction."""
+    for text, same in run_ranks(2, _step_with_fewer_parameters).check().results:
+        assert "rank 1: param_groups: expected the 9 parameters of construction, got 8" in text
+        assert "Nothing was updated" in text and same
 
 
 def _norm_and_clipping() -> list[bool]:

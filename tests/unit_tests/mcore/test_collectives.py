@@ -50,14 +50,12 @@ def _logged(log: list[list[Any]]) -> Iterator[None]:
             setattr(dist, name, original)
 
 
-def _trace(sharding: str, settings: dict[str, Any], num_groups: int | None) -> list[Any]:
+def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
     """Log construction, and the second step."""
-    from megatron_muon import ExchangeSettings
-
     model = build_model(sharding, **settings)
     construction: list[list[Any]] = []
     with _logged(construction):
-        optimizer = build_optimizer(model, ExchangeSettings(instance_groups=num_groups))
+        optimizer = build_optimizer(model)
     log: list[list[Any]] = []
     for step in range(2):
         optimizer.zero_grad()
@@ -68,12 +66,7 @@ def _trace(sharding: str, settings: dict[str, Any], num_groups: int | None) -> l
                 optimizer.step()
         else:
             optimizer.step()
-    (plan,) = (
-        plan
-        for child in optimizer.chained_optimizers
-        if hasattr(child.optimizer, "compute")
-        for plan in child.optimizer.compute.plans
-    )
+    (plan,) = optimizer.muon_step.compute.plans
     num_blocks = sum(len(matrix.blocks) for matrix in plan.matrices)
     return [construction, log, len(plan.buckets), plan.num_scatters, num_blocks]
 
@@ -82,28 +75,22 @@ HSDP = {"num_distributed_optimizer_instances": 2}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sharding", "settings", "num_groups", "num_norm_ranks", "num_replicas"),
+    ("world_size", "sharding", "settings", "num_norm_ranks", "num_replicas"),
     [
-        pytest.param(2, "optim_grads_params", {}, None, 2, 0, id="zero3"),
-        pytest.param(2, "no_shard", {}, 1, 1, 2, id="zero0"),
-        pytest.param(2, "no_shard", {}, 2, 1, 0, id="zero0_in_groups"),
-        pytest.param(4, "optim_grads_params", HSDP, 1, 2, 2, id="hsdp"),
-        pytest.param(4, "optim_grads_params", HSDP, 2, 2, 0, id="hsdp_in_groups"),
+        pytest.param(2, "optim_grads_params", {}, 2, 0, id="zero3"),
+        pytest.param(2, "no_shard", {}, 1, 2, id="zero0"),
+        pytest.param(4, "optim_grads_params", HSDP, 2, 2, id="hsdp"),
     ],
 )
 def test_collectives_are_those_of_the_document(
-    world_size, sharding, settings, num_groups, num_norm_ranks, num_replicas
+    world_size, sharding, settings, num_norm_ranks, num_replicas
 ):
-    """One more in a step, or another group, is a change that docs/communication.md must say.
-
-    Groups of instances that work apart have norms in common, and nothing else.
-    """
-    run = run_ranks(world_size, _trace, sharding, settings, num_groups).check()
-    group_size = world_size // (num_groups or 1)
+    """One more in a step, or another group, is a change that docs/communication.md must say."""
+    run = run_ranks(world_size, _trace, sharding, settings).check()
     for construction, step, num_buckets, num_scatters, num_blocks in run.results:
-        assert (num_buckets > 0) == (group_size > 1)
+        assert num_buckets > 0
         num_gathers = 0 if sharding == "no_shard" else num_buckets
-        messages = [["all_to_all_single", "bfloat16", group_size]]
+        messages = [["all_to_all_single", "bfloat16", world_size]]
         spread = [["all_gather_into_tensor", "bfloat16", num_replicas]] if num_replicas else []
         count = num_gathers + num_buckets * num_scatters * (1 + len(spread))
         assert step[:3] == [
@@ -120,8 +107,8 @@ def test_collectives_are_those_of_the_document(
         # One element for each rank that rows go to, and results; under ZeRO-0 no rows travel.
         connect = [entry for entry in construction if entry[0] == "all_to_all_single"]
         assert len(connect) == (num_gathers > 0) + (num_buckets > 0)
-        assert {(dtype, ranks) for _, dtype, _, ranks in connect} <= {("float32", group_size)}
-        assert all(num_elements < group_size for _, _, num_elements, _ in connect)
+        assert {(dtype, ranks) for _, dtype, _, ranks in connect} <= {("float32", world_size)}
+        assert all(num_elements < world_size for _, _, num_elements, _ in connect)
         assert construction == [
             ["all_gather_object", "", 0, world_size],
             ["all_reduce", "int32", 1, world_size],
@@ -131,17 +118,10 @@ def test_collectives_are_those_of_the_document(
             ["all_gather_into_tensor", "int64", 8, world_size],
             ["all_reduce", "int32", 1, world_size],
             ["all_gather_object", "", 0, world_size],
-            # Where a number of groups was given.
-            *(
-                [["all_reduce", "int64", 1, world_size], ["all_reduce", "int32", 1, world_size]]
-                if num_groups is not None
-                else []
-            ),
-            ["all_gather_into_tensor", "int64", 1, world_size],
+            ["all_gather_into_tensor", "int64", 3, world_size],
             ["all_gather_into_tensor", "int64", 1, world_size],
             ["all_reduce", "int32", 1, world_size],
-            # For owners that split a matrix, groups of instances, and on CPU ranks replicas. Those
-            # of one HSDP instance are in a group of the model.
+            # For owners that split a matrix, plans, and on CPU ranks replicas.
             ["all_gather_object", "", 0, world_size],
             ["all_gather_object", "", 0, world_size],
             ["all_gather_object", "", 0, world_size],

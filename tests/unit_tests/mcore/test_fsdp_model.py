@@ -5,6 +5,7 @@
 from typing import Any
 
 import pytest
+from helpers.device import device
 from helpers.ranks import run_ranks
 from helpers.toy_fsdp import build_model, build_optimizer
 
@@ -65,16 +66,10 @@ def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
     from helpers.sharded_muon import with_local
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-
     model = build_model(sharding, **settings)
     chain = build_optimizer(model, muon_nesterov=True)
-    optimizer = next(
-        child.optimizer
-        for child in chain.chained_optimizers
-        if isinstance(child.optimizer, FSDPZeROTensorParallelMuon)
-    )
-    shards = {fqn: pair for fqn, pair in _matrices(model).items() if pair[0] in optimizer._matrices}
+    (muon,) = chain.muon_step.optimizers
+    shards = {fqn: pair for fqn, pair in _matrices(model).items() if pair[0] in muon.matrices}
     whole = {fqn: torch.nn.Parameter(model.whole_weights[fqn].clone()) for fqn in shards}
     for fqn, (param, _) in shards.items():
         whole[fqn].is_qkv = getattr(param, "is_qkv", False)
@@ -92,11 +87,11 @@ def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
     for step in range(2):
         for index, (fqn, (param, matrix)) in enumerate(shards.items()):
             generator = torch.Generator().manual_seed(100 * step + index)
-            grad = torch.randn(whole[fqn].shape, generator=generator)
+            grad = torch.randn(whole[fqn].shape, generator=generator).to(device())
             whole[fqn].grad = grad.clone()
             rows = grad[slice(*matrix.local_range)].clone()
             param.grad = with_local(param, rows) if rows.numel() else None
-        optimizer.step()
+        chain.muon_step.step()
         reference.step()
     return [
         fqn

@@ -5,6 +5,7 @@
 from typing import Any
 
 import pytest
+from helpers.device import device
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import with_local
 from helpers.toy_fsdp import build_model, build_optimizer
@@ -54,7 +55,7 @@ def _step_shards_and_whole(sharding: str) -> dict[str, Any]:
         for index, param in enumerate(params):
             generator = torch.Generator().manual_seed(100 * step + index)
             whole = wholes[param]
-            whole.grad = torch.randn(whole.shape, generator=generator)
+            whole.grad = torch.randn(whole.shape, generator=generator).to(device())
             rows = whole.grad[ranges[param]]
             num_empty += rows.numel() == 0
             # What Megatron-FSDP leaves of an empty shard.

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from helpers.planned import planned_in
+from helpers.device import has_stacks
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import LAYOUTS, QKV_ROWS, build_optimizers, init_group, step_both
 
@@ -24,26 +24,28 @@ SETTINGS = [
 EXCHANGES = [
     {"mode": "all_gather"},
     {"mode": "owner", "wire": "fp32"},
-    {"mode": "owner", "wire": "fp32", "buckets": 3, "cost_model": "stack_tiles=4"},
+    {"mode": "owner", "wire": "fp32", "num_buckets": 3, "cost_model": "stack_tiles=4"},
     {"mode": "owner", "wire": "bf16"},
-    {"mode": "owner", "wire": "bf16", "buckets": 16, "cost_model": "stack_tiles=4"},
+    {"mode": "owner", "wire": "bf16", "num_buckets": 16, "cost_model": "stack_tiles=4"},
     {"mode": "owner", "wire": "bf16", "cost_model": "gbps=1000,gbps_between_nodes=1000"},
 ]
 NUM_STEPS = 3
+# Of stacks on a GPU: three steps of 0.02, times a scale of at most 7, and results that differ where
+# rounding to bf16 goes the other way. Results that are not orthogonalized are off by 0.02 and more.
+STACKED_ATOL = 5e-3
 
 
 def _step_and_compare(num_shards: int, exchange: dict[str, Any], grid: dict[str, int]) -> list[str]:
     init_group()
     different = []
     wire = exchange.get("wire", "")
-    num_buckets, num_scatters = exchange.pop("buckets", None), exchange.pop("scatters", None)
+    atol = STACKED_ATOL if has_stacks(exchange.get("cost_model", "")) else 0.0
     for settings in SETTINGS:
         if wire == "bf16" and settings.get("fp32_matmul_prec") == "highest":
             continue
-        with planned_in(num_buckets=num_buckets, num_scatters=num_scatters):
-            optimizers = build_optimizers(num_shards, settings, exchange, **grid)
+        optimizers = build_optimizers(num_shards, settings, exchange, **grid)
         step_both(optimizers, wire)
-        different += [f"{settings} {each}" for each in optimizers.differences()]
+        different += [f"{settings} {each}" for each in optimizers.differences(atol)]
     return different
 
 
@@ -66,26 +68,16 @@ def test_step_equals_upstream_muon_on_whole_matrices(world_size, exchange):
     [
         pytest.param(1, {"num_replicas": 3}, id="zero0"),
         pytest.param(2, {"num_replicas": 2}, id="hsdp"),
-        pytest.param(1, {"num_replicas": 4, "num_groups": 2}, id="zero0_in_groups"),
-        pytest.param(2, {"num_replicas": 2, "num_groups": 2}, id="hsdp_in_groups"),
         pytest.param(2, {"num_tensor_ranks": 2}, id="tp2"),
         pytest.param(
             2, {"num_tensor_ranks": 2, "num_replicas": 2}, id="tp2_hsdp", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            2,
-            {"num_tensor_ranks": 2, "num_replicas": 2, "num_groups": 2},
-            id="tp2_hsdp_in_groups",
-            marks=pytest.mark.slow,
         ),
     ],
 )
 def test_replicas_and_tensor_parallel_ranks_share_the_work(num_shards, grid, wire):
     """The bits of upstream where copies and blocks of a matrix are spread over other ranks."""
-    grid = dict(grid)
-    exchange = {"mode": "owner", "wire": wire, "buckets": 3, "scatters": 3}
-    # Each group orthogonalizes every matrix.
-    exchange["instance_groups"] = grid.pop("num_groups", 1)
+    # With replicas every bucket has two scatters.
+    exchange = {"mode": "owner", "wire": wire, "num_buckets": 3}
     world_size = num_shards * math.prod(grid.values())
     run = run_ranks(world_size, _step_and_compare, num_shards, exchange, grid).check()
     assert run.results == [[]] * world_size
@@ -144,6 +136,7 @@ def _disagree(exchange: str) -> str:
     import torch.distributed as dist
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+    from megatron_muon.mcore.muon_step import MuonStep
     from megatron_muon.plan.layout import RowLayout
     from megatron_muon.plan.settings import ExchangeSettings
 
@@ -153,11 +146,11 @@ def _disagree(exchange: str) -> str:
 
     def build(trained: slice = slice(None)) -> str:
         try:
-            FSDPZeROTensorParallelMuon(
+            muon = FSDPZeROTensorParallelMuon(
                 params[:3] + params[3:][trained],
                 matrices=dict(zip(params, matrices, strict=True)),
-                exchange=ExchangeSettings(mode=exchange),
             )
+            MuonStep([muon], ExchangeSettings(mode=exchange))
         except RuntimeError as error:
             return str(error)
         return "no error"

@@ -4,8 +4,8 @@
 
 import pytest
 
-from megatron_muon.newton_schulz.coefficients import coefficients_of
 from megatron_muon.newton_schulz.restarts import MAX_ERROR, segment_error, segments_of
+from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.plan.cost import _QUINTIC_SEGMENTS, CostModel
 
 

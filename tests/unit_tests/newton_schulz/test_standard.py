@@ -8,6 +8,7 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from emerging_optimizers.utils import fp32_matmul_precision
+from helpers.device import device
 from helpers.stacks import orthogonalized, settings
 
 from megatron_muon.newton_schulz.normalize import least_norm
@@ -29,7 +30,7 @@ def _one_thread():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_normalized_stack_equals_upstream_with_a_float64_norm(shape, coefficient_type):
     """A stack of one gives the bits of upstream's steps, for all sets of coefficients."""
-    stack = torch.randn(5, *shape)
+    stack = torch.randn(5, *shape, device=device())
     with (
         fp32_matmul_precision("medium"),
         mock.patch("torch.nn.functional.normalize", lambda x, **_: _normalized(x)),
@@ -48,7 +49,9 @@ def test_neighbours_and_slot_in_a_stack_of_one_size_do_not_matter(shape):
 
     Between stack sizes the last bits may differ: on a CPU for (32, 8), for one.
     """
-    stack = torch.stack([_normalized(x) for x in torch.randn(4, *shape)]).bfloat16()
+    stack = torch.stack(
+        [_normalized(x) for x in torch.randn(4, *shape, device=device())]
+    ).bfloat16()
     expected = orthogonalized(stack)
     assert torch.equal(orthogonalized(stack.flip(0)), expected.flip(0))
     for leftover in (0.0, torch.nan, 1e30):
@@ -64,12 +67,25 @@ def test_neighbours_and_slot_in_a_stack_of_one_size_do_not_matter(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp32_stack_is_upstreams_function(shape, precision):
     """Wire fp32 adds nothing to emerging-optimizers."""
-    stack = torch.randn(3, *shape)
+    stack = torch.randn(3, *shape, device=device())
     with fp32_matmul_precision(precision):
         expected = torch.stack([muon_utils.newton_schulz(x, 5, "quintic") for x in stack])
         of = settings(is_bf16=precision == "medium")
         found = orthogonalized(stack, of=of, is_normalized=False)
     assert torch.equal(found, expected)
+
+
+def test_nan_and_zero_stay_in_their_own_matrix():
+    """A matrix of NaN, and one of zeros, leave the others of their stack as they were."""
+    clean = torch.stack(
+        [_normalized(x) for x in torch.randn(4, 24, 16, device=device())]
+    ).bfloat16()
+    dirty = clean.clone()
+    dirty[1] = torch.nan
+    dirty[2] = 0
+    expected, found = orthogonalized(clean), orthogonalized(dirty)
+    assert torch.equal(found[[0, 3]], expected[[0, 3]])
+    assert found[1].isnan().all() and not found[2].any()
 
 
 def test_least_norm_is_that_of_the_installed_release(monkeypatch):

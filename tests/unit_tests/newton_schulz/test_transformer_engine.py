@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split matrices by Transformer Engine, whose function a stand-in replaces: CPU ranks have none."""
 
-import functools
 from typing import Any
 from unittest import mock
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from helpers import cusolvermp
 from helpers.ranks import run_ranks
-from helpers.sharded_muon import build_optimizers, init_group
+from helpers.sharded_muon import build_optimizers, init_group, split_always
 from helpers.stacks import orthogonalized, settings
 
 from megatron_muon.newton_schulz.registry import candidates, requested_backends
@@ -19,27 +18,18 @@ from megatron_muon.newton_schulz.transformer_engine import TransformerEngine
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def _split_always() -> None:
-    """Split every matrix, whether it pays or not."""
-    from megatron_muon.plan import domain_plan
-    from megatron_muon.plan.assignment import Thresholds, assignments
-
-    always = Thresholds(longer_than_fair=0, sparse=1e9, worth_splitting=1e9)
-    domain_plan.assignments = functools.partial(assignments, thresholds=always)
-
-
 def _steps(wire: str, precision: str) -> list[Any]:
     """Step with torch's products and with the stand-in; return differences and its calls."""
     import torch.distributed as dist
 
-    _split_always()
     cusolvermp.install()
     TransformerEngine.problems = lambda *_: []  # a CPU is one
     init_group()
     found = []
     for backend in ("standard", "transformer_engine"):
         exchange = {"wire": wire, "newton_schulz": backend}
-        optimizers = build_optimizers(4, {"fp32_matmul_prec": precision}, exchange)
+        with split_always(4):
+            optimizers = build_optimizers(4, {"fp32_matmul_prec": precision}, exchange)
         for step in range(2):
             optimizers.set_gradients(step)
             optimizers.sharded.step()
@@ -128,11 +118,11 @@ def _build_without_the_library(fails_on: int | None) -> None:
         cusolvermp.CusolverMpCtx.__init__ = refuse
     else:
         cusolvermp.newton_schulz = wrong
-    _split_always()
     cusolvermp.install()
     TransformerEngine.problems = lambda *_: []
     init_group()
-    build_optimizers(4, exchange={"newton_schulz": "transformer_engine"})
+    with split_always(4):
+        build_optimizers(4, exchange={"newton_schulz": "transformer_engine"})
 
 
 @pytest.mark.ranks

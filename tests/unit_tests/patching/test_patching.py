@@ -16,13 +16,9 @@ import pytest
 
 from megatron_muon.mcore import enable as enabling
 from megatron_muon.patching import IncompatibleMegatronError, packages
+from megatron_muon.patching.packages import transformer_engine_problems
 from megatron_muon.patching.patch import Patch, Target, apply_all, revert_all, verify_all
-from megatron_muon.patching.transformer_engine import transformer_engine_problems
-from megatron_muon.patching.versions import (
-    TABLE,
-    version_problems,
-    warn_where_untested,
-)
+from megatron_muon.patching.versions import TABLE, version_problems, warn_where_untested
 
 GOOD_VERSIONS = {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0", "torch": "2.11.0"}
 ROW = r"\n  0.19.2 +0.3.0 +2.11.0  works\n"
@@ -275,10 +271,7 @@ def site(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("parts", "lacks"),
     [
-        (
-            (CODE,),
-            "without transformer-engine-cu12 or transformer-engine-cu13 and without " + TORCH,
-        ),
+        ((CODE,), f"without transformer-engine-cu12 or {CORE} and without {TORCH}"),
         ((CORE,), f"without {CODE} and without {TORCH}"),
         ((CODE, CORE), f"{CODE} 2.20.2, {CORE} 2.20.2 without {TORCH}"),
         ((), "found a module of that name without"),
@@ -309,14 +302,11 @@ def test_whole_or_absent_transformer_engine_is_no_problem(site, parts, libraries
 
 def test_package_hidden_from_cpu_ranks_is_no_problem(site):
     """CPU ranks hide a build whose libraries are then not found, and that was refused."""
-    from megatron_muon.cpu_ranks.hidden import hide, show
+    from megatron_muon.cpu_ranks.hidden import without_transformer_engine
 
     _install(site, CODE)
-    hidden = hide()
-    try:
+    with without_transformer_engine():
         assert transformer_engine_problems() == []
-    finally:
-        show(hidden)
     assert transformer_engine_problems() != []
 
 

@@ -10,13 +10,13 @@ from helpers.layouts import matrix_lists, rows_cut_at
 from helpers.planned import assign
 from hypothesis import given
 from hypothesis import strategies as st
-
 from megatron_muon.plan.assignment import Objective, matrix_seconds
-from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.preview.model_shape import PRESETS
 from megatron_muon.plan.preview.simulation import Machine, Parallelism, simulate
 from megatron_muon.plan.report import build_report
+
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
 from megatron_muon.plan.wire import Wire

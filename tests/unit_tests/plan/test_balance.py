@@ -9,9 +9,9 @@ import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_muon.plan.balance import LoadBalancer, Task
 
 from megatron_muon.plan import balance
-from megatron_muon.plan.balance import LoadBalancer, Task
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.routes import transfers_of

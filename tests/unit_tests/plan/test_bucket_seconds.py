@@ -9,12 +9,12 @@ import pytest
 from helpers.layouts import matrix_lists, rows_cut_at
 from helpers.planned import assign
 from hypothesis import given
-
 from megatron_muon.plan.bucket_seconds import seconds_of
+from megatron_muon.plan.travelling_matrix import TravellingMatrix
+
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.routes import transfers_of
-from megatron_muon.plan.travelling_matrix import TravellingMatrix
 from megatron_muon.plan.wire import Wire
 
 _COST, _WIRE = CostModel(ranks_per_node=2), Wire.of("bf16", is_bf16=True)

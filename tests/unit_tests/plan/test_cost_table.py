@@ -8,9 +8,9 @@ import math
 from pathlib import Path
 
 import pytest
+from megatron_muon.plan.cost_table import CostSource, CostTable, ShapeTime
 
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.cost_table import CostSource, CostTable, ShapeTime
 
 TABLE = CostTable(5, "medium", (ShapeTime(64, 256, 4, 2.0), ShapeTime(128, 128, 1, 3.0)))
 

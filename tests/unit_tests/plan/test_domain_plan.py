@@ -12,11 +12,7 @@ import pytest
 from helpers.layouts import domains
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from megatron_muon.plan import ExchangePlan, domain_plan
-from megatron_muon.plan.__main__ import main
 from megatron_muon.plan.assignment import Assignment, assignments, matrix_seconds
-from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.domain_plan import (
     group_of,
     groups_problem,
@@ -24,11 +20,15 @@ from megatron_muon.plan.domain_plan import (
     of_group,
     plan_domain,
 )
-from megatron_muon.plan.layout import MatrixLayout, RowLayout, whole_matrix
 from megatron_muon.plan.preview import simulation
 from megatron_muon.plan.preview.model_shape import PRESETS
 from megatron_muon.plan.preview.simulation import Machine, Parallelism, simulate
 from megatron_muon.plan.report import build_report
+
+from megatron_muon.plan import ExchangePlan, domain_plan
+from megatron_muon.plan.__main__ import main
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import MatrixLayout, RowLayout, whole_matrix
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.wire import Wire
 

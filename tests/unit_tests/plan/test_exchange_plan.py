@@ -11,14 +11,14 @@ from helpers.layouts import matrix_lists, rows_cut_at
 from helpers.planned import assign, planned_in
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from megatron_muon.plan.assignment import Assignment
+from megatron_muon.plan.rank_schedule import RankSchedule
+from megatron_muon.plan.report import build_report
 
 from megatron_muon.plan import ExchangePlan, RankPlan, Route
-from megatron_muon.plan.assignment import Assignment
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.rank_plan import RankBucket
-from megatron_muon.plan.rank_schedule import RankSchedule
-from megatron_muon.plan.report import build_report
 from megatron_muon.plan.routes import parts_of
 from megatron_muon.plan.wire import Wire
 

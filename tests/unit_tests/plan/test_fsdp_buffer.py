@@ -8,9 +8,9 @@ import pytest
 from helpers.ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from megatron_muon.plan.preview.fsdp_buffer import unit_layouts
 from megatron_muon.plan.preview.model_shape import PRESETS
+
 from megatron_muon.plan.splits import Splits
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 from unittest import mock
 
 import pytest
+from megatron_muon.plan.holder_links import SentElements, Tiling
 
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.holder_links import SentElements, Tiling
 
 _COST = CostModel(ranks_per_node=2)
 

@@ -8,13 +8,13 @@ import pytest
 from helpers.layouts import rows_cut_at
 from hypothesis import given
 from hypothesis import strategies as st
-
-from megatron_muon.plan import ExchangePlan
 from megatron_muon.plan.assignment import Assignment
-from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.portions import borders, deal_out, lines_at_a_time
 from megatron_muon.plan.travelling_matrix import TravellingMatrix
+
+from megatron_muon.plan import ExchangePlan
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.wire import Wire
 
 _WIRE = Wire.of("bf16", is_bf16=True)

@@ -4,7 +4,6 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from megatron_muon.plan.rank_heap import RankHeap
 
 _VALUES = st.sampled_from([0.0, 0.5, 1.0, 2.0])

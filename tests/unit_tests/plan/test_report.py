@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from helpers.idle_commands import IdleCommand, ended
+from megatron_muon.plan.cost_table import CostTable, ShapeTime
 
 from megatron_muon.plan.__main__ import main
-from megatron_muon.plan.cost_table import CostTable, ShapeTime
 
 MAP = {
     "world_size": 4,

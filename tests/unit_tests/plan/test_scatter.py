@@ -10,12 +10,12 @@ from helpers.layouts import matrix_lists, rows_cut_at
 from helpers.planned import assign, planned_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_muon.plan.scatter import scatters_of
 
 from megatron_muon.plan import ExchangePlan, RankPlan, Route
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout, whole_matrix
 from megatron_muon.plan.routes import cut, nearest_holder
-from megatron_muon.plan.scatter import scatters_of
 from megatron_muon.plan.wire import Wire
 
 _COST = CostModel(ranks_per_node=4, stack_tiles=1)

@@ -9,10 +9,10 @@ from helpers.layouts import matrix_lists, plan_orders
 from helpers.planned import assign
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_muon.plan.rank_schedule import RankSchedule
 
 from megatron_muon.plan import ExchangePlan, rank_schedule
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.rank_schedule import RankSchedule
 from megatron_muon.plan.schedule import Action, PlanOrder, actions_of, rounds_of
 from megatron_muon.plan.wire import Wire
 

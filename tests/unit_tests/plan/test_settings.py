@@ -5,9 +5,9 @@
 import pytest
 
 from megatron_muon.plan.cost import CPU_RANKS, CostModel
-from megatron_muon.plan.flags import naming_flags
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.wire import Wire
+from megatron_muon.user_errors import naming_flags
 
 
 @pytest.mark.parametrize(

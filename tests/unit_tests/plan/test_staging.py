@@ -5,9 +5,9 @@
 from helpers.layouts import plan_orders
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_muon.plan.stacking import stack_rooms
 
 from megatron_muon.plan.schedule import Depth, PlanOrder, actions_of
-from megatron_muon.plan.stacking import stack_rooms
 from megatron_muon.plan.staging import (
     BucketSizes,
     PlanStaging,

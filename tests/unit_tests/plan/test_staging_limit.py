@@ -10,16 +10,16 @@ from helpers.layouts import matrix_lists, rows_cut_at
 from helpers.planned import assign, planned_in
 from hypothesis import given
 from hypothesis import strategies as st
-
-from megatron_muon.plan import ExchangePlan, bucket_memory
 from megatron_muon.plan.assignment import Assignment
 from megatron_muon.plan.bucket_memory import FullestRanks
-from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.exchange_plan import staging_problem
-from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.plan.preview.model_shape import PRESETS
 from megatron_muon.plan.preview.simulation import Machine, Parallelism, simulate
 from megatron_muon.plan.rank_schedule import RankSchedule
+
+from megatron_muon.plan import ExchangePlan, bucket_memory
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.exchange_plan import staging_problem
+from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.wire import Wire
 

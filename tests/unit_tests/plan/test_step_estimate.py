@@ -11,13 +11,13 @@ from helpers.layouts import matrix_lists, plan_orders
 from helpers.planned import assign
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds, step_seconds
+from megatron_muon.plan.travelling_matrix import TravellingMatrix
 
 from megatron_muon.plan import ExchangePlan, schedule, step_estimate
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.routes import transfers_of
 from megatron_muon.plan.schedule import Depth, PlanOrder, Round
-from megatron_muon.plan.step_estimate import BucketSeconds, PlanSeconds, step_seconds
-from megatron_muon.plan.travelling_matrix import TravellingMatrix
 from megatron_muon.plan.wire import Wire
 
 _WIRE = Wire.of("bf16", is_bf16=True)

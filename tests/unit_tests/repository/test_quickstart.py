@@ -119,7 +119,7 @@ def test_comparison_writes_table_numbers_and_plot(tmp_path: Path) -> None:
     numbers = json.loads((tmp_path / "results.json").read_text())
     assert numbers["runs"][0]["config"]["optimizer"] == "muon"
     assert numbers["runs"][1]["log"]["losses"]["60"] is None
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert "</svg>" in (tmp_path / "results.svg").read_text()
 
 
 def test_runs_differ_only_in_what_belongs_to_their_optimizer() -> None:
@@ -184,4 +184,4 @@ def test_quickstart_trains_with_both_optimizers_and_reports() -> None:
     # Before the first update both are one model: the bytes and the seed are the same.
     assert first[0] == first[1]
     assert all(math.isfinite(x) for run in numbers["runs"] for x in run["log"]["losses"].values())
-    assert (done.folder / "results.png").exists()
+    assert (done.folder / "results.svg").exists()

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pytest
+from helpers.device import device, init_group
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -26,8 +27,8 @@ def _agree() -> dict[str, str]:
 
     from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
-    dist.init_process_group("gloo")
-    rank, cpu, world = dist.get_rank(), torch.device("cpu"), dist.group.WORLD
+    init_group()
+    rank, cpu, world = dist.get_rank(), device(), dist.group.WORLD
 
     def fails(problems: list[str], **options: Any) -> str:
         return _error_of(
@@ -37,7 +38,7 @@ def _agree() -> dict[str, str]:
     def differs(entries: list[str]) -> str:
         return _error_of(lambda: raise_where_ranks_differ(entries, world, cpu, "lists", "Stop."))
 
-    suspects = torch.tensor(int(rank == 1), dtype=torch.int32)
+    suspects = torch.tensor(int(rank == 1), dtype=torch.int32, device=cpu)
     pair = [dist.new_group([0, 1]), dist.new_group([2])][rank == 2]
     return {
         "sound": fails([]),

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pytest
+from helpers.device import device, init_group
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -14,16 +15,14 @@ pytestmark = pytest.mark.ranks
 def _timeouts() -> list[float]:
     import datetime
 
-    import torch
     import torch.distributed as dist
 
-    from megatron_muon.runtime.domain import new_groups
+    from megatron_muon.runtime.groups import new_groups
 
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=77))
+    init_group(timeout=datetime.timedelta(seconds=77))
     groups = new_groups([(0, 1), (dist.get_rank(),)])
     return [
-        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        for group in groups.values()
+        group._get_backend(device()).options._timeout.total_seconds() for group in groups.values()
     ]
 
 
@@ -34,13 +33,12 @@ def test_new_groups_have_the_timeout_of_the_job():
 
 def _domains() -> list[Any]:
     """Find the domain of a grid, of lone ranks, and of groups that form no grid."""
-    import torch
     import torch.distributed as dist
 
     from megatron_muon.runtime.domain import find_grid
 
-    dist.init_process_group("gloo")
-    rank, cpu = dist.get_rank(), torch.device("cpu")
+    init_group()
+    rank, cpu = dist.get_rank(), device()
 
     def my_group(*sets: tuple[int, ...]) -> Any:
         made = {ranks: dist.new_group(list(ranks)) for ranks in sets}
@@ -88,8 +86,8 @@ def _groups_of_domains() -> list[bool]:
 
     from megatron_muon.runtime.domain import find_grid
 
-    dist.init_process_group("gloo")
-    rank, cpu = dist.get_rank(), torch.device("cpu")
+    init_group()
+    rank, cpu = dist.get_rank(), device()
     made = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 1), (2, 3), (0, 2), (1, 3)]}
     shards, replicas = (made[pair] for pair in made if rank in pair) if rank < 4 else (None, None)
     holders = dist.new_group([0, 1, 2, 3])
@@ -99,7 +97,7 @@ def _groups_of_domains() -> list[bool]:
     everyone = dist.new_group(list(range(dist.get_world_size())))
     world = find_grid(everyone, None, None, device=cpu)
     pairs = find_grid(made[0, 1] if rank < 2 else None, None, None, device=cpu)
-    one = torch.ones(1)
+    one = torch.ones(1, device=cpu)
     if new.group is not None:
         dist.all_reduce(one, group=new.group)
     dist.barrier()
@@ -117,16 +115,15 @@ def test_groups_that_exist_are_used_again():
 
 
 def _group_of_all_ranks() -> bool:
-    import torch
     import torch.distributed as dist
 
     from megatron_muon.runtime.domain import find_grid
 
-    dist.init_process_group("gloo")
+    init_group()
     rank = dist.get_rank()
     rows, columns = ([dist.new_group([0, 1]), dist.new_group([2, 3])],
                      [dist.new_group([0, 2]), dist.new_group([1, 3])])  # fmt: skip
-    found = find_grid(rows[rank // 2], columns[rank % 2], None, device=torch.device("cpu"))
+    found = find_grid(rows[rank // 2], columns[rank % 2], None, device=device())
     return found.group is dist.group.WORLD
 
 

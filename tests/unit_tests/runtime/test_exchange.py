@@ -5,7 +5,6 @@
 from typing import Any
 
 import pytest
-from helpers.planned import planned_in
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
 
@@ -25,8 +24,7 @@ def _connected_and_used(num_buckets: int) -> list[Any]:
 
     init_group()
     dist.all_to_all_single = recorded
-    with planned_in(num_buckets=num_buckets):
-        optimizers = build_optimizers(4, exchange={"wire": "bf16"})
+    optimizers = build_optimizers(4, exchange={"wire": "bf16", "num_buckets": num_buckets})
     connected = sizes.copy()
     sizes.clear()
     engine = optimizers.sharded.compute._engine

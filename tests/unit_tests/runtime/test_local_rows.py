@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import device
 from helpers.layouts import rows_cut_at
-from helpers.planned import assign
 from helpers.stacks import orthogonalized
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,8 +16,10 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan import ExchangePlan, Wire
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import whole_matrix
+from megatron_muon.plan.owners import choose_owners
+from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.plan_buckets import PlanOfRank
+from megatron_muon.runtime.plan_runner import BoundPlan
 
 NUM_MATRICES, ROWS, COLS = 6, 16, 8
 
@@ -44,15 +46,15 @@ def _orthogonalize(
                      split_shapes=split_shapes)
         for i in range(len(rows))
     ]  # fmt: skip
-    plan = ExchangePlan.build(
-        matrices, assign(matrices, cost, wire), cost, wire, staging_bytes=2**20
-    )
-    params = [torch.empty(ROWS, COLS) for _ in rows]
+    assignment = choose_owners(matrices, cost, wire)
+    plan = ExchangePlan.build(matrices, assignment, cost, wire, staging_bytes=2**20)
+    params = [torch.empty(ROWS, COLS, device=device()) for _ in rows]
     engine = Engine(
-        [PlanOfRank(plan, dict(enumerate(params)), None, None, None, {})],
+        [BoundPlan(plan, dict(enumerate(params)), None, None, {})],
+        RankSchedule.build([plan], rank=0),
         NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7)),
         rank=0,
-        device=torch.device("cpu"),
+        device=device(),
     )
     by_param = dict(zip(params, rows, strict=True))
     with _Counted() as counted:
@@ -65,7 +67,8 @@ def _orthogonalize(
 def test_experts_that_lie_evenly_take_one_call_a_stack(gap):
     """As gradients of a layer's experts lie in Megatron-FSDP's buffer; the bits are the same."""
     size = ROWS * COLS + gap
-    memory = torch.randn(NUM_MATRICES * size, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    memory = torch.randn(NUM_MATRICES * size, generator=generator).to(device())
     even = [memory[i * size :][: ROWS * COLS].view(ROWS, COLS) for i in range(NUM_MATRICES)]
     apart = [rows.clone() for rows in even]
     gaps = [memory[i * size + ROWS * COLS : (i + 1) * size].clone() for i in range(NUM_MATRICES)]
@@ -82,7 +85,7 @@ def test_experts_that_lie_evenly_take_one_call_a_stack(gap):
 def test_query_groups_of_a_block_take_one_call():
     """Two groups of query, key and value: three calls a matrix, not six."""
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randn(ROWS, COLS, generator=generator)]
+    rows = [torch.randn(ROWS, COLS, generator=generator).to(device())]
     whole = rows[0].clone()
     (found,), calls = _orthogonalize(rows, split_shapes=(4, 2, 2))
     assert calls["div"] == calls["mul"] == 3

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from helpers.planned import planned_in
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
 
@@ -31,7 +30,6 @@ KINDS = {
         *(1, (40, 64), 1),
         "tflops=0.0001,gbps=1e6,gbps_between_nodes=1e6,all_reduce_us=0,kernel_us=0",
     ),
-    "portioned": (8, (1, 60), 2, "stack_tiles=4"),
 }
 
 
@@ -44,14 +42,14 @@ def _random_case(draw: random.Random, grid: dict[str, int], wire: str, kind: str
         cuts = sorted(draw.randint(0, num_rows) for _ in range(num_shards - 1))
         return [b - a for a, b in zip([0, *cuts], [*cuts, num_rows], strict=True)]
 
-    num_matrices, sizes, _, cost_model = KINDS[kind]
+    num_matrices, sizes, num_buckets, cost_model = KINDS[kind]
     cases = [(draw.randint(*sizes), shards(draw.randint(*sizes))) for _ in range(num_matrices)]
     return {
         "num_shards": num_shards,
         "exchange": {
             "wire": wire,
             "cost_model": cost_model,
-            "overlap_within_matrices": kind == "portioned",
+            "num_buckets": num_buckets,
         },
         # Query, key and value.
         "cases": [*cases, (draw.randint(1, 25), shards(32))],
@@ -98,17 +96,12 @@ def _random_layouts(seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     wrong, seen = [], []
     for grid, wire, kind in itertools.product(GRIDS, WIRES, KINDS):
-        # Only bf16 rows are portioned.
-        if kind == "portioned" and wire == "fp32":
-            continue
         case = _random_case(draw, grid, wire, kind)
-        with planned_in(num_buckets=KINDS[kind][2], num_scatters=2, num_portions=3):
-            optimizers = build_optimizers(**case)
+        optimizers = build_optimizers(**case)
         found = _compare(optimizers)
         if found["at_wait"] != [True, []] or found["at_launch"] != [True, []]:
             wrong.append(f"{kind}: {case}: {found}")
         plan = optimizers.sharded.compute.plans[0]
-        assert plan.order.is_portioned == (kind == "portioned")
         seen.append([kind, found["launched"], max(map(len, plan.owners))])
     return {"wrong": wrong, "seen": seen}
 
@@ -119,8 +112,8 @@ def test_results_do_not_depend_on_when_messages_are_read_and_arrive():
     for result in run_ranks(4, _random_layouts, 1).check().results:
         assert result["wrong"] == []
         for kind, num_launched, num_owners in result["seen"]:
-            # A gather and a scatter of three buckets at least, or of each portion.
-            least = 2 * NUM_STEPS * (3 if kind in ("many buckets", "portioned") else 1)
+            # A gather and a scatter of three buckets at least.
+            least = 2 * NUM_STEPS * (3 if kind == "many buckets" else 1)
             assert num_launched >= least, (kind, num_launched)
             assert (num_owners > 1) == (kind == "split"), (kind, num_owners)
 
@@ -130,11 +123,11 @@ def _scatters_without_results_for_a_shard() -> list[Any]:
     init_group()
     cases = [*[(24, [40 + i, 0]) for i in range(12)], (12, [7, 25])]
     grid = {"num_shards": 2, "num_replicas": 2}
-    with planned_in(num_buckets=4, depth=(1, 1), num_scatters=2):
-        optimizers = build_optimizers(**grid, cases=cases, exchange={"wire": "bf16"})
+    exchange = {"wire": "bf16", "num_buckets": 4, "depth": 1}
+    optimizers = build_optimizers(**grid, cases=cases, exchange=exchange)
     (built,) = optimizers.sharded.compute._engine._plans
     sends = [each.numel() > 0 for each in built._scatters._sends]
-    gets = [each.numel() > 0 for each in built._spread._all]
+    gets = [each.numel() > 0 for each in built._all_gather._all]
     return [_compare(optimizers), sends, gets]
 
 
@@ -154,24 +147,19 @@ def test_replica_that_passes_nothing_on_waits_for_what_it_sends():
 # Three buckets and more, in which each rank sends to the other one.
 BUCKETS = {
     "num_shards": 2,
-    "exchange": {"wire": "bf16"},
+    "exchange": {"wire": "bf16", "num_buckets": 3},
     "cases": [*[(12, [15 + i, 17 - i]) for i in range(11)], (12, [7, 25])],
 }
 
 
-def _forget_each_wait(grid: dict[str, int], in_portions: bool) -> list[list[Any]]:
+def _forget_each_wait(grid: dict[str, int]) -> list[list[Any]]:
     """Leave out one wait() after the other."""
     from megatron_muon.runtime.arena import Arena
 
     # A step frees its memory at its end; what arrives afterwards would be written to nowhere.
     Arena.free = lambda self: None
     init_group()
-    case = {**BUCKETS, "exchange": {"wire": "bf16", "overlap_within_matrices": in_portions}}
-    if grid and in_portions:
-        # Each shard has results in each portion: replicas without any would pass nothing on.
-        case["cases"] = [(12, [60 + i, 68 - i]) for i in range(12)]
-    with planned_in(num_buckets=3, num_scatters=2, num_portions=2):
-        optimizers = build_optimizers(**case, **grid)
+    optimizers = build_optimizers(**BUCKETS, **grid)
     whole = _compare(optimizers)
     # Of the first step: the second one does the same.
     numbers = range(whole["launched"] // NUM_STEPS)
@@ -182,25 +170,21 @@ def _forget_each_wait(grid: dict[str, int], in_portions: bool) -> list[list[Any]
 
 
 @pytest.mark.parametrize(
-    ("grid", "in_portions"),
+    "grid",
     [
-        pytest.param({}, False, id="one copy"),
-        pytest.param({"num_replicas": 2}, False, id="replicas", marks=pytest.mark.slow),
-        pytest.param({}, True, id="portioned"),
-        pytest.param({"num_replicas": 2}, True, id="portioned replicas", marks=pytest.mark.slow),
+        pytest.param({}, id="one copy"),
+        pytest.param({"num_replicas": 2}, id="replicas", marks=pytest.mark.slow),
     ],
 )
-def test_every_wait_that_is_left_out_is_seen(grid, in_portions):
+def test_every_wait_that_is_left_out_is_seen(grid):
     """Without any of them, some rank reads or passes on what has not arrived."""
-    run = run_ranks(4 if grid else 2, _forget_each_wait, grid, in_portions).check()
+    run = run_ranks(4 if grid else 2, _forget_each_wait, grid).check()
     # By rank, collective and mode: whether the results are right.
     right = list(zip(*run.results, strict=True))
     assert all(is_right == [True, True] for ranks in (right[0], right[-1]) for is_right in ranks)
     forgotten = right[1:-1]
-    # Gathers and scatters of three buckets, or of two portions of each; with replicas two scatters
-    # each, which are passed on.
-    num_gathers = 3 * (1 + in_portions)
-    assert len(forgotten) == num_gathers + (2 * 3 * 2 if grid else num_gathers)
+    # Gathers and scatters of three buckets; with replicas two scatters each, which are passed on.
+    assert len(forgotten) == 3 + (2 * 3 * 2 if grid else 3)
     for number, ranks in enumerate(forgotten):
         for when in (0, 1):
             assert not all(is_right[when] for is_right in ranks), f"collective {number} is not seen"
@@ -213,7 +197,7 @@ def _one_place_for_all_buckets(
     """Let some messages of all buckets lie in one place."""
     from unittest import mock
 
-    from megatron_muon.plan.staging import PlanPlaces, StagingLayout
+    from megatron_muon.plan.staging import PlanOffsets, StagingLayout
 
     build = StagingLayout.build
 
@@ -222,7 +206,7 @@ def _one_place_for_all_buckets(
         layout = build(plans)
         place = -(-layout.num_bytes // 256) * 256
         (plan,), (places,) = plans, layout.plans
-        moved = PlanPlaces(
+        moved = PlanOffsets(
             *(
                 tuple(each._replace(**dict.fromkeys(names, place)) for each in of_kind)
                 for of_kind, names in zip(places, (in_buckets, in_scatters), strict=True)

@@ -8,27 +8,25 @@ from typing import Any
 
 import pytest
 from helpers.layouts import rows_cut_at
-from helpers.planned import planned_in
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
 
 pytestmark = pytest.mark.ranks
 
 
-def _order_of_a_step(depth: tuple[int, int], num_scatters: int) -> list[Any]:
+def _order_of_a_step(depth: int, num_buckets: int, num_scatters: int) -> list[Any]:
     init_group()
-    exchange = {"mode": "owner", "wire": "bf16"}
+    exchange = {"mode": "owner", "wire": "bf16", "num_buckets": num_buckets, "depth": depth}
     # About four matrices of one size for each rank, so that there are buckets enough.
     cases = [*[(12, [6, 6, 6, 6])] * 16, (12, [8, 8, 8, 8])]
     grid = {"num_shards": 4}
     if num_scatters:
         grid = {"num_shards": 2, "num_replicas": 2}
         cases = [(cols, [sum(rows[:2]), sum(rows[2:])]) for cols, rows in cases]
-    with planned_in(num_buckets=5, depth=depth, num_scatters=num_scatters):
-        optimizers = build_optimizers(**grid, exchange=exchange, cases=cases)
+    optimizers = build_optimizers(**grid, exchange=exchange, cases=cases)
     (built,) = optimizers.sharded.compute._engine._plans
     log: list[str] = []
-    parts = {"gather": built._gathers, "scatter": built._scatters, "spread": built._spread}
+    parts = {"gather": built._gathers, "scatter": built._scatters, "spread": built._all_gather}
     for kind, part in parts.items():
         if part is None:
             continue
@@ -65,11 +63,11 @@ def _order_of_a_step(depth: tuple[int, int], num_scatters: int) -> list[Any]:
     return [len(built.plan.buckets), list(built.plan.order.depth), log]
 
 
-@pytest.mark.parametrize("depth", [(1, 1), (1, 2), (2, 2), (5, 5)], ids=str)
+@pytest.mark.parametrize("depth", [1, 2, 5])
 def test_traffic_of_other_buckets_is_under_way_during_newton_schulz(depth):
     """The order is that of plan/schedule.py."""
-    for count, (ahead, behind), log in run_ranks(4, _order_of_a_step, depth, 0).check().results:
-        assert (count, ahead, behind) == (5, *depth)
+    for count, (ahead, behind), log in run_ranks(4, _order_of_a_step, depth, 5, 0).check().results:
+        assert (count, ahead, behind) == (5, depth, depth)
         expected = [f"start gather {bucket}" for bucket in range(min(ahead, count))]
         for bucket in range(count):
             expected.append(f"wait gather {bucket}")
@@ -82,13 +80,13 @@ def test_traffic_of_other_buckets_is_under_way_during_newton_schulz(depth):
 
 
 @pytest.mark.parametrize(
-    ("depth", "num_scatters"), [((1, 1), 1), ((2, 2), 1), ((1, 3), 2)], ids=str
+    ("depth", "num_buckets", "num_scatters"), [(1, 5, 1), (2, 5, 1), (1, 3, 2)], ids=str
 )
-def test_replicas_pass_results_on_beside_the_step(depth, num_scatters):
+def test_replicas_pass_results_on_beside_the_step(depth, num_buckets, num_scatters):
     """What is passed on waits for its scatter; the step waits for it when it is applied."""
-    run = run_ranks(4, _order_of_a_step, depth, num_scatters).check()
+    run = run_ranks(4, _order_of_a_step, depth, num_buckets, num_scatters).check()
     for count, (_, behind), log in run.results:
-        assert count == 5
+        assert (count, behind) == (num_buckets, depth * num_scatters)
         ends = count * num_scatters
         expected = []
         for bucket in range(count):
@@ -112,16 +110,17 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     """Rank 0 holds a whole matrix and half of another."""
     import torch
     import torch.distributed as dist
-    from helpers.planned import assign
 
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.newton_schulz.standard import Standard
     from megatron_muon.plan import ExchangePlan
     from megatron_muon.plan.cost import CPU_RANKS
     from megatron_muon.plan.layout import whole_matrix
+    from megatron_muon.plan.owners import choose_owners
+    from megatron_muon.plan.rank_plan import RankSchedule
     from megatron_muon.plan.wire import Wire
     from megatron_muon.runtime.engine import Engine
-    from megatron_muon.runtime.plan_buckets import PlanOfRank
+    from megatron_muon.runtime.plan_runner import BoundPlan
 
     init_group()
     rank = dist.get_rank()
@@ -130,9 +129,8 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
         for name, rows in (("local", [16, 0]), ("shared", [6, 10]))
     ]
     wire = Wire.of("bf16", is_bf16=True)
-    plan = ExchangePlan.build(
-        matrices, assign(matrices, CPU_RANKS, wire), CPU_RANKS, wire, staging_bytes=2**20
-    )
+    assignment = choose_owners(matrices, CPU_RANKS, wire)
+    plan = ExchangePlan.build(matrices, assignment, CPU_RANKS, wire, staging_bytes=2**20)
     assert plan.local == (0,) and plan.buckets == ((1,),)
     log: list[str] = []
     newton_schulz = Standard.run
@@ -147,7 +145,8 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     names = {0: "local", 1: "shared"} if rank == 0 else {1: "shared"}
     parameters = {index: shards[name] for index, name in names.items()}
     engine = Engine(
-        [PlanOfRank(plan, parameters, dist.group.WORLD, dist.group.WORLD, None, {})],
+        [BoundPlan(plan, parameters, dist.group.WORLD, None, {})],
+        RankSchedule.build([plan], rank),
         settings,
         rank=rank,
         device=torch.device("cpu"),

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from helpers.device import device, kind
 from helpers.layouts import rows_cut_at
-from helpers.planned import planned_in
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import init_group, whole_matrix
 
@@ -26,14 +26,14 @@ def _owned(
     from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
     matrix = ShardedMatrix(name, rows_cut_at(sum(rows), COLS, rows), group, replicas)
-    param = torch.empty(matrix.local_shape)
+    param = torch.empty(matrix.local_shape, device=device())
     return OwnedParameter(param, matrix, None, None, None), whole_matrix(
         (sum(rows), COLS), seed, block=0
     )
 
 
 def _two_kinds(
-    num_experts: list[int], num_dense: int, num_buckets: int, num_groups: int
+    num_experts: list[int], num_dense: int, num_buckets: int, has_replicas: bool
 ) -> dict[str, Any]:
     """Orthogonalize with late, with early and with real messages; compare with whole matrices."""
     import torch
@@ -49,9 +49,9 @@ def _two_kinds(
 
     init_group()
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = init_device_mesh(kind(), (2, 2), mesh_dim_names=("outer", "inner"))
     outer, inner = mesh["outer"].get_group(), mesh["inner"].get_group()
-    if num_groups:
+    if has_replicas:
         # Ranks 0 and 2 hold the same, and 1 and 3: whole experts, and halves of dense matrices.
         domain = rank % 2
         experts = [
@@ -72,18 +72,16 @@ def _two_kinds(
             for i in range(num_dense)
         ]
     torch.set_float32_matmul_precision("highest")
-    with planned_in(num_buckets=num_buckets):
-        compute = OwnerCompute(
-            [
-                lay_out([owned for owned, _ in kind], torch.device("cpu"))
-                for kind in (experts, dense)
-            ],
-            NewtonSchulzSettings(5, "quintic", False, lambda rows, cols: (1.0,)),
-            ExchangeSettings(instance_groups=num_groups or None),
-            device=torch.device("cpu"),
-        )
+    compute = OwnerCompute(
+        [lay_out([owned for owned, _ in kind], device()) for kind in (experts, dense)],
+        NewtonSchulzSettings(5, "quintic", False, lambda rows, cols: (1.0,)),
+        ExchangeSettings(num_buckets=num_buckets),
+        device=device(),
+    )
     wrong = []
-    for when in ("at_wait", "at_launch", "as ever", "at_wait"):
+    # On a GPU only as ever: the helper's messages know no streams.
+    late = ("at_wait", "at_launch") if kind() == "cpu" else ("as ever",)
+    for when in (*late, "as ever", late[0]):
         momentum = {
             owned.param: whole[slice(*owned.matrix.local_range)].clone()
             for owned, whole in (*experts, *dense)
@@ -102,7 +100,7 @@ def _two_kinds(
     return {
         "wrong": wrong,
         "buckets": [len(plan.buckets) for plan in compute.plans],
-        "loads_s": [plan.assignment.load_s[rank] for plan in compute.plans],
+        "loads_ns": [plan.assignment.load_ns[rank] for plan in compute.plans],
         "rounds": [
             [action.plan, action.number]
             for action in compute._engine._schedule.actions
@@ -111,23 +109,23 @@ def _two_kinds(
     }
 
 
-@pytest.mark.parametrize("num_groups", [0, 1, 2], ids=["one_copy", "replicas", "in_groups"])
+@pytest.mark.parametrize("has_replicas", [False, True], ids=["one_copy", "replicas"])
 @pytest.mark.parametrize("num_buckets", [16, 1], ids=["many_buckets", "one_bucket"])
-def test_ranks_with_other_experts_share_the_schedule_of_dense_matrices(num_buckets, num_groups):
+def test_ranks_with_other_experts_share_the_schedule_of_dense_matrices(num_buckets, has_replicas):
     """Their buckets are more or fewer, and come in another order between those of all ranks.
 
     A rank that waited for another in a circle would wait for ever. Replicas pass results of both
-    kinds on in one group. In two groups of instances experts stay on their ranks.
+    kinds on in one group.
     """
-    run = run_ranks(4, _two_kinds, [3, 14], 6, num_buckets, num_groups, timeout_s=120.0)
+    run = run_ranks(4, _two_kinds, [3, 14], 6, num_buckets, has_replicas, timeout_s=120.0)
     found = run.check().results
     assert [each["wrong"] for each in found] == [[]] * 4
     assert found[0]["buckets"][1] == found[3]["buckets"][1]
-    # Dense matrices are planned on top of the experts, to the nanosecond that is sent.
+    # Dense matrices are planned on top of the experts.
     for each in found:
-        experts_s, all_s = each["loads_s"]
-        assert 0 < experts_s <= all_s + 1e-9
-    if num_buckets == 16 and num_groups < 2:
+        experts_ns, all_ns = each["loads_ns"]
+        assert 0 < experts_ns <= all_ns
+    if num_buckets == 16:
         assert found[0]["buckets"][0] != found[3]["buckets"][0]
         assert found[0]["rounds"] != found[3]["rounds"]
         for each in found:

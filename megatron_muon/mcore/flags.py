@@ -1,0 +1,111 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Command-line flags of this package."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from megatron_muon.newton_schulz.registry import BackendChoice
+from megatron_muon.plan.settings import ExchangeMode, ExchangeSettings, WireChoice
+
+# Flags of the exchange, --muon-fsdp-<name>: the defaults are those of ExchangeSettings.
+EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "exchange": {
+        "choices": get_args(ExchangeMode),
+        "help": "How whole matrices are assembled for Newton-Schulz. owner: each is sent to one "
+        "rank, orthogonalized there once, and sent back. all_gather: every rank of the shard "
+        "group receives every matrix and orthogonalizes it.",
+    },
+    "wire": {
+        "choices": get_args(WireChoice),
+        "help": "Dtype of rows on their way to owners. bf16: rows normalized by the float64 norm "
+        "of their matrix; fp32: fp32 rows, for the very bits of upstream's Muon; auto: bf16 with "
+        "--muon-fp32-matmul-prec medium, otherwise fp32.",
+    },
+    "staging_bytes": {
+        "type": int,
+        "help": "Maximum memory of messages and stacks on a rank while a step runs, bytes. "
+        "Default: 5 GB, or the least that works if that is more.",
+    },
+    "max_parts": {
+        "type": int,
+        "help": "Maximum number of ranks per matrix, a power of two; it has an effect only if "
+        "there are more ranks than matrices. 1 turns splitting off: results have the same bits on "
+        "any number of ranks.",
+    },
+    "cost_model": {
+        "help": "Rates of the machine for choosing owners, as name=value,...: tflops, "
+        "half_rate_side, gbps, gbps_between_nodes, ranks_per_node, kernel_us and others of "
+        "megatron_muon.plan.cost.CostModel. Default: those of the GPU's compute capability.",
+    },
+    "newton_schulz": {
+        "choices": get_args(BackendChoice),
+        "help": "How Newton-Schulz is computed. standard (default): upstream's steps, and bits. "
+        "symmetric: Triton kernels compute half of each symmetric product. gram: iterates on the "
+        "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
+        "gram_symmetric: the same with quack's kernels. transformer_engine: split matrices by "
+        "cuSOLVERMp. auto: for each shape the cheapest by the cost model.",
+    },
+    "log_plan": {
+        "action": "store_true",
+        "help": "Log who orthogonalizes what, and what it costs.",
+    },
+}
+# Proposed for Megatron-LM, and added where its parser does not know them.
+_SPLIT_FLAGS: Mapping[str, str] = {
+    "--muon-split-glu": "Orthogonalize gate and up of gated feed-forward layers and experts "
+    "separately.",
+    "--muon-split-mla": "Multi-latent attention: orthogonalize the parts of queries with and "
+    "without position separately, and keys and values.",
+    "--muon-split-qkv-per-head": "Orthogonalize every head of query, key and value separately.",
+    "--moe-router-skip-muon": "Step routers with --muon-scalar-optimizer.",
+}
+# Fields of OptimizerConfig that Megatron's parser may have no flags for.
+_ADAPTIVE_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "--adaptive-muon-moment2-method": {
+        "choices": ("adamuon", "normuon", "namo"),
+        "default": "adamuon",
+        "help": "Second moment of --optimizer adaptive_muon: of every element (adamuon), of every "
+        "row or column (normuon), or of the norm of the gradient (namo).",
+    },
+    "--adaptive-muon-beta2": {
+        "type": float,
+        "default": 0.95,
+        "help": "Decay rate of the second moment.",
+    },
+    "--adaptive-muon-eps": {
+        "type": float,
+        "default": 1e-8,
+        "help": "Keeps the divisor from zero.",
+    },
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of this package."""
+    # Megatron owns --muon-*; a name of their own keeps these flags out of the way of later ones.
+    group = parser.add_argument_group(title="muon under Megatron-FSDP")
+    defaults = dataclasses.asdict(ExchangeSettings())
+    defaults["exchange"] = defaults["mode"]
+    # None where it was not given: --muon-use-syrk may then choose.
+    defaults["newton_schulz"] = None
+    for name, settings in EXCHANGE_FLAGS.items():
+        flag = "--muon-fsdp-" + name.replace("_", "-")
+        group.add_argument(flag, default=defaults[name], **settings)
+    group.add_argument(
+        "--muon-fsdp-no-checksums",
+        action="store_true",
+        help="Do not compare a checkpoint with its checksums before it is loaded, for which "
+        "the ranks together read it once more.",
+    )
+    group = parser.add_argument_group(title="what Muon orthogonalizes separately")
+    for flag, text in _SPLIT_FLAGS.items():
+        if flag not in parser._option_string_actions:
+            group.add_argument(flag, action="store_true", help=text)
+    group = parser.add_argument_group(title="adaptive Muon")
+    for flag, settings in _ADAPTIVE_FLAGS.items():
+        if flag not in parser._option_string_actions:
+            group.add_argument(flag, **settings)
+    return parser

@@ -1,0 +1,297 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Check a checkpoint, and compare it with the run, before anything is loaded from it."""
+
+import functools
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
+from megatron.core.utils import log_single_rank
+
+from megatron_muon.checkpoint.folders import (
+    METADATA,
+    TRACKER,
+    CheckpointError,
+    find_checkpoint,
+    finished_iterations,
+)
+from megatron_muon.checkpoint.storage import StoredCheckpoint, read_checkpoint
+from megatron_muon.checkpoint.verify import find_problems
+from megatron_muon.mcore.fsdp_dtensor.steps import as_in_run, as_stored
+from megatron_muon.mcore.fsdp_model import current_device
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+
+logger = logging.getLogger(__name__)
+
+_NOTHING_LOADED = "Nothing was loaded."
+# Names of experts contain their global index.
+_EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
+# Names of states that differ by tensor-parallel rank (FSDPBlockMuon).
+_TENSOR_RANK = re.compile(r"(_tensor_rank_)\d+(_of_\d+)$")
+_STATE = re.compile(r"^(optimizer\.state\..+)\.([^.]+)$")
+
+
+@dataclass
+class _Load:
+    """State of one call of ``_load_base_checkpoint``."""
+
+    checkpoint: StoredCheckpoint
+    optimizer: dict[str, Any] | None = None  # the part of its state dict that is loaded
+
+
+# Upstream calls the second wrapper from within the first, without an argument to pass this by.
+_being_loaded: _Load | None = None
+
+
+def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_load_base_checkpoint`` to refuse anything but a finished checkpoint of this format.
+
+    Upstream exits with status 0 if the tracker cannot be read, and trains from random weights if it
+    is missing beside finished checkpoints. Without any checkpoint it still does: that is how a
+    first run with ``--load`` and ``--save`` on one folder begins.
+
+    Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks. Together
+        the ranks read the checkpoint once.
+    """
+
+    @functools.wraps(original)
+    def _load_base_checkpoint(
+        load_dir: str | None, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
+    ) -> Any:
+        global _being_loaded
+        # Upstream checks the formats of other strategies.
+        if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
+            return original(load_dir, args, rank0, *rest, **kwargs)
+        checkpoint, problems = _attempt(
+            lambda: _open(Path(load_dir), getattr(args, "ckpt_step", None))
+        )
+        _raise_together(problems, _NOTHING_LOADED)
+        if dist.is_initialized():
+            raise_where_ranks_differ(
+                [_identity(checkpoint)],
+                dist.group.WORLD,  # type: ignore[arg-type]
+                current_device(),
+                "checkpoint to load",
+                "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,
+            )
+        if checkpoint is None:
+            return original(load_dir, args, rank0, *rest, **kwargs)
+        # load_checkpoint calls this twice; with rank0 first, for the arguments of the saved run.
+        if rank0 and dist.is_initialized() and not getattr(args, "muon_fsdp_no_checksums", False):
+            _raise_where_damaged(checkpoint)
+        if kwargs.get("gpt_compat_layer_maps") is not None:
+            # Upstream loads a GPT's layers into a hybrid model, and translates the names later.
+            return original(load_dir, args, rank0, *rest, **kwargs)
+        _being_loaded = load = _Load(checkpoint)
+        try:
+            result = original(load_dir, args, rank0, *rest, **kwargs)
+        finally:
+            # A save calls the second wrapper too, which must not compare then.
+            _being_loaded = None
+        # DCP has filled the tensors in place, in the layout of the checkpoint.
+        if load.optimizer is not None:
+            as_in_run(load.optimizer, result[0]["optimizer"])
+        return result
+
+    return _load_base_checkpoint
+
+
+def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
+    """Call a function; return its error as a problem, which all ranks then raise together."""
+    try:
+        return call(), []
+    except CheckpointError as error:
+        return None, [str(error)]
+    except Exception as error:  # the other ranks would wait for this one
+        return None, [f"{type(error).__name__}: {error}"]
+
+
+def _identity(checkpoint: StoredCheckpoint | None) -> str:
+    """Return a text that differs between any two saves: every save uses new file names."""
+    if checkpoint is None:
+        return "none"
+    return f"{checkpoint.folder.name}, {next(iter(checkpoint.items_by_file()), 'empty')}"
+
+
+def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
+    """Open the checkpoint that upstream would load; None if it starts from random weights."""
+    tracker = folder / TRACKER
+    if (folder / METADATA).is_file():
+        raise CheckpointError(
+            f"{folder}: expected a --save folder, got that of one checkpoint. Pass the folder that "
+            "holds it, and --ckpt-step for its iteration."
+        )
+    # As for upstream, iteration 0 means "not given".
+    if not iteration and not tracker.is_file():
+        finished = finished_iterations(folder)
+        if finished:
+            raise CheckpointError(
+                f"{tracker}: expected it beside the finished checkpoints "
+                f"{', '.join(map(str, finished))}, got no such file. Write the iteration to load "
+                f"into it, or pass --ckpt-step {finished[-1]}."
+            )
+        return None
+    if iteration and tracker.is_file() and tracker.read_text().strip() == "release":
+        raise CheckpointError(
+            f"{tracker}: expected an iteration beside --ckpt-step {iteration}, got 'release', "
+            "which Megatron loads instead. Drop --ckpt-step, or write the iteration into it."
+        )
+    return read_checkpoint(find_checkpoint(folder, iteration or None))
+
+
+def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``preprocess_fsdp_dtensor_state_dict``, whose result is filled by a load or saved next.
+
+    Communication: for a load one all-reduce of an int32 over all ranks.
+    """
+
+    @functools.wraps(original)
+    def preprocess_fsdp_dtensor_state_dict(
+        args: Any, raw_state_dict: dict[str, Any], model: Any
+    ) -> dict[str, Any]:
+        state_dict = original(args, raw_state_dict, model)
+        if _being_loaded is None:
+            return state_dict
+        checkpoint = _being_loaded.checkpoint
+        if "optimizer" in state_dict:
+            state_dict["optimizer"] = as_stored(checkpoint, state_dict["optimizer"])
+            _being_loaded.optimizer = state_dict["optimizer"]
+        else:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                "%s: loading weights without optimizer state (--no-load-optim or --finetune); "
+                "momentum starts at zero",
+                checkpoint.folder,
+            )
+        differences, problems = _attempt(
+            functools.partial(find_differences, checkpoint, state_dict, args.num_experts)
+        )
+        problems += differences or []
+        # Collective on all ranks or on none: the flag is the same everywhere.
+        if args.strict_fsdp_dtensor_load:
+            _raise_together(problems, _advice(checkpoint, args))
+        elif problems:
+            logger.warning(
+                "--no-strict-fsdp-dtensor-load: these stay as they are: %s", "; ".join(problems)
+            )
+        return state_dict
+
+    return preprocess_fsdp_dtensor_state_dict
+
+
+def find_differences(
+    checkpoint: StoredCheckpoint, state_dict: Mapping[str, Any], num_experts: int | None
+) -> list[str]:
+    """Compare the tensors of the model and of the optimizer's state by name and shape.
+
+    Args:
+        checkpoint: The stored tensors.
+        state_dict: The expected tensors, nested, plain or DTensors.
+        num_experts: Global number of experts of the model.
+
+    Returns:
+        One sentence for each parameter or state that is missing, has another shape, or is stored
+        but not expected, so that loading would drop it.
+    """
+    parts = [part for part in ("model", "optimizer") if part in state_dict]
+    wanted = {
+        key: tuple(value.shape)
+        for part in parts
+        for key, value in flatten_state_dict({part: state_dict[part]}).items()
+        if isinstance(value, torch.Tensor)
+    }
+    problems = [
+        f"{key}: expected shape {shape}, got {checkpoint.tensors[key].shape}"
+        for key, shape in wanted.items()
+        if key in checkpoint.tensors and checkpoint.tensors[key].shape != shape
+    ]
+    # A rank expects only its own experts; names of the others differ in the index.
+    patterns = {_pattern(key) for key in wanted}
+    unwanted = [
+        key
+        for key in checkpoint.tensors
+        if key.partition(".")[0] in parts
+        and (_pattern(key) not in patterns or not _is_expert_of(key, num_experts))
+    ]
+    # DCP silently ignores both: missing tensors keep their random or zero values.
+    missing = [key for key in wanted if key not in checkpoint.tensors]
+    return problems + _group_states(missing, unwanted)
+
+
+def _pattern(key: str) -> str:
+    """Return a name without the indices that differ between ranks."""
+    return _TENSOR_RANK.sub(r"\1*\2", _EXPERT.sub(r"\1*", key))
+
+
+def _is_expert_of(key: str, num_experts: int | None) -> bool:
+    expert = _EXPERT.search(key)
+    return expert is None or int(expert[2]) < (num_experts or 0)
+
+
+def _group_states(missing: list[str], unwanted: list[str]) -> list[str]:
+    """Describe missing and unexpected tensors, the states of one parameter together."""
+    found: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for index, keys in enumerate((missing, unwanted)):
+        for key in keys:
+            match = _STATE.match(key)
+            parent, kind = (match[1], match[2]) if match else (key, "a tensor")
+            found[parent][index].append(kind)
+    return [
+        f"{parent}: expected {', '.join(sorted(expected)) or 'nothing'}, "
+        f"got {', '.join(sorted(got)) or 'nothing'}"
+        for parent, (expected, got) in found.items()
+    ]
+
+
+def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
+    # Best effort: this text accompanies an error, and must not raise another one.
+    saved, _ = _attempt(lambda: checkpoint.read_object("args"))
+    return (
+        f"{checkpoint.folder} was saved with --optimizer {getattr(saved, 'optimizer', 'unknown')}, "
+        f"this run has --optimizer {args.optimizer}. Load it with the model and optimizer that "
+        "saved it; if only the optimizer differs, --no-load-optim or --finetune loads the "
+        f"weights and starts momentum at zero. {_NOTHING_LOADED}"
+    )
+
+
+def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
+    """Read every byte of a checkpoint, about as many on each rank."""
+    # All bytes on every rank would overload the file system of a large job.
+    found, problems = _attempt(
+        lambda: list(find_problems(checkpoint, dist.get_rank(), dist.get_world_size()))
+    )
+    problems += found or []
+    _raise_together(
+        problems,
+        "The checkpoint is damaged; load an earlier one with --ckpt-step, or restore the files. "
+        + _NOTHING_LOADED,
+    )
+
+
+def _raise_together(problems: list[str], advice: str) -> None:
+    """Raise on all ranks if one has a problem; on this rank if there is no process group yet."""
+    if dist.is_initialized():
+        raise_where_any_rank_fails(problems, None, current_device(), advice)
+    elif problems:
+        raise CheckpointError("\n  ".join([*problems, advice]))
+
+
+def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``get_load_checkpoint_path_by_args``: --pretrained-checkpoint works without --load."""
+
+    @functools.wraps(original)
+    def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> str:
+        if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
+            load_arg = "pretrained_checkpoint"
+        return original(args, load_arg)
+
+    return get_load_checkpoint_path_by_args

@@ -1,0 +1,201 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Repairs of ``fsdp_dtensor`` checkpoints in megatron-core 0.19.2, and one for later releases.
+
+Without them Muon's state cannot be saved if layers are gated (SwiGLU), nor any state if weights are
+fp32 or unsharded; and Adam's save hangs if a rank holds an empty shard.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local_key
+from megatron.core.utils import get_model_config
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.mcore.fsdp_dtensor.state import agree_on_step, complete_state
+from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_wrapped
+
+# By parameter name, then by kind of state.
+type _States = dict[str, dict[str, Any]]
+
+_IS_REPLICATED = "_megatron_muon_is_replicated"
+
+
+def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``handle_swiglu_in_state_dict``, which only splits Adam's two states.
+
+    It splits a gated ``linear_fc1`` into its halves ``_w`` and ``_v``, so that tensor-parallel
+    ranks can reshard it, and reads the rows of this rank from an attribute. Without a buffer of
+    model weights (fp32, ``no_shard``) the attribute is missing; under HFSDP it describes another
+    buffer than that of main weights and optimizer state. So it is set anew, from the latter.
+
+    Communication: as the original: one collective or more for every tensor that is split, in the
+        order of names, which is the same on all ranks.
+    """
+
+    def split_states(model: Any, located: "_LocatedParameters", whole: _States) -> _States:
+        # The original accepts one tensor per name, so it is called once per kind of state.
+        num_experts = get_model_config(model).num_moe_experts
+        # Sorted: Adam's state is in the order of its creation, which differs between ranks if some
+        # have empty shards.
+        global_names = dict(sorted((expert_param_local_key(n, num_experts), n) for n in whole))
+        kinds = dict.fromkeys(
+            kind
+            for states in whole.values()
+            for kind, value in states.items()
+            if _is_sharded(value)
+        )
+        split: dict[str, dict[str, Any]] = {}
+        for kind in kinds:
+            of_kind = {
+                local: whole[name][kind]
+                for local, name in global_names.items()
+                if _is_sharded(whole[name].get(kind))
+            }
+            located.states = {bare_name(name): state for name, state in of_kind.items()}
+            for local, tensor in original(located, of_kind, None)[0].items():
+                parent, half = (local, "") if local in of_kind else (local[:-2], local[-2:])
+                name = global_names[parent]
+                split.setdefault(name + half, dict(whole[name]))[kind] = tensor
+        return split
+
+    return _handler(original, split_states)
+
+
+def split_fused_latent_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``handle_mla_down_proj_in_state_dict`` of later releases, for every state.
+
+    It writes the fused down-projection of latent attention as the two matrices it consists of, and
+    only handles Adam's states.
+
+    Communication: as :func:`split_every_state`.
+    """
+
+    def split_states(model: Any, located: "_LocatedParameters", whole: _States) -> _States:
+        split: dict[str, dict[str, Any]] = {}
+        # Sorted, as every split is collective.
+        for name, states in sorted(whole.items()):
+            if ".linear_qkv_down_proj." not in name:
+                split[name] = states
+                continue
+            others = {kind: value for kind, value in states.items() if not _is_sharded(value)}
+            for kind in sorted(states.keys() - others.keys()):
+                located.states = {bare_name(name): states[kind]}
+                for part, tensor in original(located, {name: states[kind]}, None)[0].items():
+                    split.setdefault(part, dict(others))[kind] = tensor
+        return split
+
+    return _handler(original, split_states)
+
+
+def _handler(
+    original: Callable[..., Any],
+    split_states: Callable[[Any, "_LocatedParameters", _States], _States],
+) -> Callable[..., Any]:
+    """Return a handler that splits the model by the original, and states by ``split_states``.
+
+    Args:
+        original: The handler of megatron-core.
+        split_states: Splits all states, given the model, its parameters for the original, and the
+            states by name of the parameter.
+    """
+
+    @functools.wraps(original)
+    def handle(
+        model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        located = _LocatedParameters(model)
+        model_state_dict, _ = original(located, model_state_dict, None)
+        if optimizer_state_dict is None:
+            return model_state_dict, None
+        states = split_states(model, located, optimizer_state_dict["state"])
+        return model_state_dict, {**optimizer_state_dict, "state": states}
+
+    return handle
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, DTensor)
+
+
+class _LocatedParameters:
+    """A Megatron-FSDP model with the element range of every parameter that this rank holds.
+
+    Upstream's lookup expects the wrapper of bf16 models, and finds nothing in fp32.
+
+    Args:
+        model: A Megatron-FSDP model.
+    """
+
+    states: dict[str, DTensor]  # the states to split, by parameter name; empty for weights
+
+    def __init__(self, model: Any) -> None:
+        self.states = {}
+        self._model = model.module if is_wrapped(model) else model
+        buffers = self._model.param_and_grad_buffer
+        is_replicated = buffers.ddp_config.data_parallel_sharding_strategy == "no_shard"
+        setattr(buffers.dist_index, _IS_REPLICATED, is_replicated)
+        self._parameters = {bare_name(name): p for name, p in buffers.optimizer_named_parameters}
+        self._elements: dict[str, tuple[int, int]] = {}
+        for group in buffers.parameter_groups:
+            buffer = group.main_weight_buffer or group.model_weight_buffer
+            for index, orig_param in enumerate(group.params):
+                if is_replicated or buffer is None:
+                    start, stop = 0, orig_param.numel()
+                else:
+                    start, stop = buffer._get_item_slice_in_shard(index)
+                self._elements[bare_name(buffers.param_to_name[orig_param])] = (start, stop)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> DTensor:
+        """Return a parameter by its name, with or without the prefixes of wrappers."""
+        param = self._parameters[bare_name(name)]
+        start, stop = self._elements[bare_name(name)]
+        state = self.states.get(bare_name(name))
+        # A state may have fewer columns, such as a moment per row. Shards hold whole rows.
+        if state is not None and state._local_tensor.shape != param._local_tensor.shape:
+            num_cols = param._local_tensor.shape[1]
+            state_cols = state._local_tensor.shape[1]
+            start, stop = start // num_cols * state_cols, stop // num_cols * state_cols
+        param.megatron_fsdp_slice = slice(start, stop)
+        return param
+
+
+def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the ``make_fsdp_dtensor`` of checkpoints, which assumes that all tensors are sharded."""
+
+    @functools.wraps(original)
+    def make_fsdp_dtensor(
+        local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
+    ) -> DTensor:
+        if getattr(dist_index, _IS_REPLICATED, False):
+            kwargs["is_sharded_param"] = False
+        return original(local_tensor, param, dist_index=dist_index, **kwargs)
+
+    return make_fsdp_dtensor
+
+
+def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DistributedOptimizer.sharded_param_state_fsdp_dtensor`` for all variants of Adam.
+
+    Upstream's optimizer has no state for empty shards, so ranks save different sets of tensors, and
+    hang. For loading, upstream creates state by a step with zero gradients, which decays the
+    weights of a run that then finds no checkpoint.
+
+    Communication: see :func:`agree_on_step`.
+    """
+
+    @functools.wraps(original)
+    def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict[str, Any]:
+        if "Adam" not in type(self.optimizer).__name__:
+            return original(self, is_loading)
+        complete_state(self)
+        agree_on_step(self, current_device())
+        return original(self, False)
+
+    return sharded_param_state_fsdp_dtensor

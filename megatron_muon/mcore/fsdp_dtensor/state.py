@@ -1,0 +1,237 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer state by parameter name, as checkpoints of Megatron-FSDP hold it.
+
+=======================  =======================================================================
+``state``                parameter name -> state name -> tensor; DTensors sharded as the parameter
+``param_to_group_meta``  parameter name -> settings of its parameter group
+=======================  =======================================================================
+
+Names are those of the model, experts with their global index. Upstream's ``DistributedOptimizer``
+writes the same layout, so its tools can read it.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+    update_uneven_dtensor_chunk_metadata,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import log_single_rank
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.dtensor_layout import local_tensor
+
+logger = logging.getLogger(__name__)
+
+# Settings of a parameter group that training changes; the others come from flags.
+MOVING_SETTINGS = ("lr", "weight_decay", "step")
+
+
+def complete_state(child: DistributedOptimizer) -> None:
+    """Create all state of an optimizer, for every parameter on every rank, empty shards included.
+
+    Saving runs one collective per tensor, and hangs if ranks hold different sets of tensors;
+    loading fills existing tensors. Torch's Adam creates no state for empty shards, Megatron's
+    initializer creates it without ``step``, and fused Adams keep ``step`` in groups, from the first
+    step on.
+    """
+    # Megatron's own initializer, so that names and dtypes are those of its checkpoints.
+    child.init_state_fn(child.optimizer, child.config)
+    if isinstance(child.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        for state in child.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+    elif type(child.optimizer).__name__ == "FusedAdam":
+        for group in child.optimizer.param_groups:
+            group.setdefault("step", 0)
+
+
+def record_offsets(
+    child: DistributedOptimizer, main_weights: Mapping[torch.Tensor, DTensor]
+) -> None:
+    """Record for ``torch.distributed.checkpoint`` that states hold the rows of their weight.
+
+    Without a record torch silently assumes even shards for any DTensor.
+
+    Args:
+        child: Optimizer with complete state.
+        main_weights: By parameter, the DTensor on which Megatron-FSDP recorded its rows.
+
+    Communication: for every state whose shape differs from its parameter's, on all ranks, an
+        all-gather of shapes as objects over each sharded axis.
+    """
+    for param, states in child.optimizer.state.items():
+        recorded = main_weights[param]._local_tensor
+        for value in states.values():
+            if not isinstance(value, DTensor) or not hasattr(recorded, "__create_chunk_list__"):
+                continue
+            if value.shape != param.shape:
+                # It has the same rows, but other columns.
+                update_uneven_dtensor_chunk_metadata(value)
+                continue
+            for name in ("__create_chunk_list__", "__create_write_items__"):
+                setattr(value._local_tensor, name, getattr(recorded, name))
+
+
+def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Increment the step counters of empty shards, which Adam skips.
+
+    A checkpoint keeps the counter of an arbitrary rank, so it must be equal on all ranks.
+    """
+    for param, states in optimizer.state.items():
+        if param.grad is None and "step" in states:
+            states["step"] += 1
+
+
+def agree_on_step(child: DistributedOptimizer, device: torch.device) -> None:
+    """Set the step counters of empty shards, which Adam did not increment, to those of other ranks.
+
+    Only upstream's own Adam needs it, as it does not call :func:`count_step_of_empty_shards`.
+
+    Args:
+        child: Optimizer that exists on every rank, and steps all its parameters together.
+        device: Device of the reduction.
+
+    Communication: one all-reduce of a float64 over all ranks.
+    """
+    counters = [states["step"] for states in child.optimizer.state.values() if "step" in states]
+    # The counters of empty shards lag behind: the maximum is right.
+    highest = max((float(step) for step in counters), default=0.0)
+    agreed = torch.tensor(highest, dtype=torch.float64, device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    for step in counters:
+        step.fill_(agreed.item())
+
+
+def pack(
+    children: Sequence[DistributedOptimizer], names: Mapping[torch.Tensor, str]
+) -> dict[str, dict[str, Any]]:
+    """Return the state and settings of all parameters by name.
+
+    Args:
+        children: Optimizers with complete state.
+        names: Names of the parameters in checkpoints.
+
+    Returns:
+        ``state`` and ``param_to_group_meta``; the tensors are the optimizers' own, the dictionaries
+        are not.
+    """
+    state, settings = {}, {}
+    for child in children:
+        for group in child.optimizer.param_groups:
+            for param in group["params"]:
+                state[names[param]] = dict(child.optimizer.state[param])
+                settings[names[param]] = {k: v for k, v in group.items() if k != "params"}
+    return {"state": state, "param_to_group_meta": settings}
+
+
+def raise_where_state_does_not_fit(
+    children: Sequence[DistributedOptimizer],
+    names: Mapping[torch.Tensor, str],
+    state_dict: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Check on all ranks together that a state dict has the layout of :func:`pack` on this rank.
+
+    Args:
+        children: Optimizers with complete state.
+        names: Names of the parameters in checkpoints.
+        state_dict: ``state`` and ``param_to_group_meta``.
+        device: Device of the reduction of a flag.
+
+    Raises:
+        RuntimeError: On all ranks, naming rank and key, if a parameter or one of its states is
+            missing, unknown, or has another shape on any of them.
+
+    Communication: one all-reduce of a single int32 over all ranks of the job.
+    """
+    # Before anything is copied: training would silently continue from half a loaded state.
+    problems = []
+    found_states = state_dict.get("state", {})
+    found_settings = state_dict.get("param_to_group_meta", {})
+    for child in children:
+        for param, expected in child.optimizer.state.items():
+            name = names[param]
+            found = found_states.get(name, {})
+            if found.keys() != expected.keys():
+                problems.append(
+                    f"state.{name}: expected {sorted(expected)}, got {sorted(found) or 'nothing'}"
+                )
+                continue
+            if name not in found_settings:
+                problems.append(f"param_to_group_meta.{name}: expected group settings, got nothing")
+            problems += [
+                f"state.{name}.{key}: expected {_describe(expected[key])}, got {_describe(value)}"
+                for key, value in found.items()
+                if _describe(value) != _describe(expected[key])
+            ]
+    raise_where_any_rank_fails(
+        problems,
+        None,
+        device,
+        "Load the state of the same optimizer and model, resharded by torch.distributed.checkpoint "
+        "if the ranks differ. Nothing was loaded.",
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, DTensor):
+        shape, rows = tuple(value.shape), tuple(value._local_tensor.shape)
+        return f"DTensor of shape {shape}, here {rows}"
+    if isinstance(value, torch.Tensor):
+        return f"tensor of shape {tuple(value.shape)}"
+    return type(value).__name__
+
+
+@torch.no_grad()
+def unpack(
+    children: Sequence[DistributedOptimizer],
+    names: Mapping[torch.Tensor, str],
+    state_dict: Mapping[str, Any],
+    *,
+    with_schedule: bool,
+) -> None:
+    """Fill the optimizers from a state dict that passed :func:`raise_where_state_does_not_fit`.
+
+    Tensors are copied into the existing ones, unless they are the same: those of :func:`pack`,
+    which ``torch.distributed.checkpoint`` loads in place. Only the group settings that training
+    changes are loaded (learning rate, weight decay, step count). The others come from the flags of
+    this run; a warning names those that differ in the checkpoint.
+
+    Args:
+        children: Optimizers with complete state.
+        names: Names of the parameters in checkpoints.
+        state_dict: ``state`` and ``param_to_group_meta``; not changed.
+        with_schedule: Load ``max_lr`` and ``min_lr`` too.
+    """
+    loaded = (*MOVING_SETTINGS, *(("max_lr", "min_lr") if with_schedule else ()))
+    overridden: dict[str, str] = {}
+    for child in children:
+        for param, states in child.optimizer.state.items():
+            for key, value in state_dict["state"][names[param]].items():
+                if not isinstance(value, torch.Tensor):
+                    states[key] = value
+                elif value is not states[key]:
+                    local_tensor(states[key]).copy_(local_tensor(value))
+        for group in child.optimizer.param_groups:
+            for param in group["params"]:
+                for key, value in state_dict["param_to_group_meta"][names[param]].items():
+                    # A group has one value: that of its first parameter.
+                    if key in loaded and param is group["params"][0]:
+                        group[key] = value
+                    elif group.get(key, value) != value:
+                        overridden.setdefault(
+                            key, f"{key} {group[key]} (checkpoint: {value}, for {names[param]})"
+                        )
+    if overridden:
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            "optimizer settings of this run differ from the checkpoint's and hold: %s",
+            "; ".join(overridden.values()),
+        )

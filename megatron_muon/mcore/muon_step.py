@@ -1,0 +1,155 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""One step of Muon: momentum on row shards, Newton-Schulz on whole matrices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from emerging_optimizers.utils import fp32_matmul_precision
+
+from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+from megatron_muon.runtime.all_gather_compute import AllGatherCompute
+from megatron_muon.runtime.owned_parameters import lay_out
+from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.user_errors import naming_flags
+
+
+class MuonStep:
+    """Step the Muon optimizers of a model together.
+
+    Under expert parallelism experts have an optimizer of their own, as in Megatron. All matrices
+    share one schedule, so that some are in transit while others are orthogonalized.
+
+    Args:
+        optimizers: Those of experts, of dense matrices, or one for both.
+        exchange: Settings of the exchange; None for the defaults.
+
+    Raises:
+        ValueError: bf16 on the wire was asked for with Newton-Schulz in fp32, or ``all_gather``
+            with an optimizer that scales its results later.
+        RuntimeError: On all ranks, when one has a parameter without a layout, not a float32
+            DTensor, or of another local shape than its layout's; or when ranks hold different
+            parameters or layouts, or came to different plans.
+
+    Communication: at construction a flag and a hash over all ranks, and that of
+        :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. :meth:`step`: that of
+        ``orthogonalize`` of :attr:`compute`, and of ``finish`` of the optimizers.
+    Memory: momentum, see the optimizers; while a step runs, what
+        :class:`~megatron_muon.runtime.engine.Engine` stages.
+    """
+
+    compute: OwnerCompute | AllGatherCompute
+
+    def __init__(
+        self,
+        optimizers: Sequence[FSDPZeROTensorParallelMuon],
+        exchange: ExchangeSettings | None = None,
+    ) -> None:
+        # Experts first, which decides the order of the collectives of finish().
+        self.optimizers = sorted(
+            optimizers, key=lambda muon: not muon.params_of_kind(is_expert=True)
+        )
+        exchange = exchange or ExchangeSettings()
+        raise_where_any_rank_fails(
+            [problem for muon in self.optimizers for problem in muon.parameter_problems()],
+            None,
+            self._device,
+            "No optimizer was built.",
+        )
+        self._raise_where_ranks_differ(exchange)
+        if exchange.mode == "owner":
+            self.compute = self._owner_compute(exchange)
+        else:
+            self.compute = self._all_gather_compute()
+        # For every parameter on every rank, empty shards included: ranks that hold different sets
+        # of optimizer state hang Megatron-FSDP's save.
+        for muon in self.optimizers:
+            for group in muon.param_groups:
+                muon._init_group(group, skip_non_grad_params=False)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.optimizers[0].device
+
+    def _raise_where_ranks_differ(self, exchange: ExchangeSettings) -> None:
+        """Compare what decides which collectives follow."""
+        entries = [f"{[type(muon).__name__ for muon in self.optimizers]}, {exchange}"]
+        for muon in self.optimizers:
+            # A rank without experts would miss the collectives of their plan.
+            has_experts, is_dense = (bool(muon.params_of_kind(is_expert=x)) for x in (True, False))
+            entries += [
+                f"experts {has_experts}, dense matrices {is_dense}",
+                f"{muon.newton_schulz.steps} steps of {muon.newton_schulz.coefficient_type} "
+                f"coefficients, precision {muon.fp32_matmul_prec}",
+            ]
+        raise_where_ranks_differ(
+            entries,
+            dist.group.WORLD,  # type: ignore[arg-type]
+            self._device,
+            "kinds of Muon parameters, and settings",
+        )
+
+    def _owner_compute(self, exchange: ExchangeSettings) -> OwnerCompute:
+        """Plan experts first: most are whole on one rank, and dense matrices balance the load.
+
+        Without expert parallelism both kinds are in one optimizer, over groups of their own.
+        """
+        kinds = [
+            [muon.owned(param) for param in params]
+            for is_expert in (True, False)
+            for muon in self.optimizers
+            if (params := muon.params_of_kind(is_expert=is_expert))
+        ]
+        # Kernels are checked here, in the precision of a step.
+        with naming_flags(), self._precision():
+            return OwnerCompute(
+                [lay_out(parameters, self._device) for parameters in kinds],
+                self.optimizers[0].newton_schulz,
+                exchange,
+                device=self._device,
+            )
+
+    def _all_gather_compute(self) -> AllGatherCompute:
+        for muon in self.optimizers:
+            if not muon.scales_results:
+                raise ValueError(
+                    f"{type(muon).__name__}: expected --muon-fsdp-exchange owner, got all_gather, "
+                    "which scales results before they can be normalized. Leave it out, or use "
+                    "--adaptive-muon-moment2-method adamuon."
+                )
+        muon_of = {param: muon for muon in self.optimizers for param in muon.params}
+        return AllGatherCompute(
+            {param: muon.matrices[param] for param, muon in muon_of.items()},
+            lambda param, momentum: muon_of[param].orthogonalize_whole(param, momentum),
+            self._device,
+        )
+
+    def _precision(self) -> Any:
+        return fp32_matmul_precision(self.optimizers[0].fp32_matmul_prec)
+
+    def parameter_changes(self) -> list[str]:
+        """List what has changed about the parameters since construction, as sentences."""
+        return [change for muon in self.optimizers for change in muon.parameter_changes()]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update parameters and momentum by their gradients; called by all ranks together.
+
+        Gradients must be complete, and are not checked. They are overwritten.
+        """
+        momentum: dict[Any, torch.Tensor] = {}
+        results: dict[Any, torch.Tensor] = {}
+        for muon in self.optimizers:
+            of_momentum, of_results = muon.advance()
+            momentum |= of_momentum
+            results |= of_results
+        with self._precision():
+            for params in self.compute.orthogonalize(momentum, results):
+                for muon in self.optimizers:
+                    muon.apply(params)
+            for muon in self.optimizers:
+                muon.finish()

@@ -1,0 +1,313 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The owners of every matrix: one function of the layouts, the same on every rank.
+
+A rank is busy for as long as it computes, or for as long as the rows and results of what it owns
+need on its link if that is longer. Two passes go over all matrices, those with most owners and then
+the longest first:
+
+1. Every matrix goes to the rank that finishes it first. No rank has to be busy for longer than the
+   busiest one of this pass.
+2. Again, but a rank that holds rows of a matrix gets it as long as its load stays below a capacity,
+   1.025 times the highest load of pass 1. Of several such ranks it is the one with the quietest
+   link. Otherwise it goes to the rank that finishes first.
+
+A matrix that alone exceeds the fair share of a rank is split over several owners first.
+
+Rejected: the largest holder owns. It moves the fewest bytes, but a layout repeats in every layer,
+so the largest holders are the same few ranks in all of them.
+"""
+
+import functools
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.wire import Wire
+
+# Pass 2 may load a rank by this factor more than pass 1: estimates are not more exact.
+_CAPACITY = 1.025
+# A matrix is split while it alone exceeds the fair share of a rank by this factor, and while that
+# shortens it to at most this fraction. 8B on 512 ranks without splitting: five times as long.
+_LONGER_THAN_FAIR = 1.05
+_WORTH_SPLITTING = 0.9
+# It is split over more ranks than there are free ones only while the mean load is below this
+# fraction of it: other matrices then fit beside its parts (70B on 256 ranks: 42 %).
+_SPARSE = 0.75
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Owners of a list of matrices.
+
+    Args:
+        owners: Of every matrix, ranks of the job; more than one where it is split.
+        load_ns: By rank, Newton-Schulz of what it owns and element-wise passes of what it holds,
+            the initial load included.
+        ideal_ns: Mean of the loads if no matrix were split.
+    """
+
+    owners: tuple[tuple[int, ...], ...]
+    load_ns: Mapping[int, int]
+    ideal_ns: int
+
+
+def choose_owners(
+    matrices: Sequence[MatrixLayout],
+    cost: CostModel,
+    wire: Wire,
+    *,
+    max_parts: int = 8,
+    initial_load_ns: Mapping[int, int] | None = None,
+) -> Assignment:
+    """Choose the owners of matrices.
+
+    Args:
+        matrices: Layouts, in the same order on every rank.
+        cost: Rates of the machine.
+        wire: Bytes per element.
+        max_parts: Maximum number of owners per matrix, a power of two; 1 keeps every matrix whole.
+        initial_load_ns: What ranks spend on other matrices.
+    """
+    ranks = sorted(set().union(*{matrix.ranks for matrix in matrices}))
+    load_ns = {rank: (initial_load_ns or {}).get(rank, 0) for rank in ranks}
+    for rank, elements in _held(matrices).items():
+        load_ns[rank] += cost.pass_ns(elements)
+    whole_ns = [matrix_ns(matrix, cost) for matrix in matrices]
+    before_ns = sum(load_ns.values()) // max(1, len(ranks))
+    ideal_ns = before_ns + sum(whole_ns) // max(1, len(ranks))
+    room_ns = int(_LONGER_THAN_FAIR * ideal_ns) - before_ns
+    num_parts = _choose_parts(matrices, whole_ns, room_ns, cost, max_parts)
+    on_node_gbps = cost.on_node_gbps(ranks)
+    # One object for all matrices with the same shards, as those of all layers have.
+    shards: dict[int, _Shards] = {}
+    tasks = []
+    for index, (matrix, parts) in enumerate(zip(matrices, num_parts, strict=True)):
+        held = matrix.elements_by_rank
+        if id(held) not in shards:
+            shards[id(held)] = _Shards(held, matrix.num_elements, cost, wire, on_node_gbps)
+        tasks.append(_Task(index, matrix, parts, matrix_ns(matrix, cost, parts), shards[id(held)]))
+    # Those that one rank holds whole come first: only there they cause no traffic. Then those with
+    # most owners: later there might be no set of consecutive ranks that are all idle.
+    tasks.sort(
+        key=lambda t: (len(t.matrix.elements_by_rank) > 1, -t.num_parts, -t.load_ns, t.index)
+    )
+    first = _Placing(load_ns, capacity_ns=0)
+    first.place(tasks)
+    placing = _Placing(load_ns, capacity_ns=int(_CAPACITY * max(first.load_ns.values())))
+    placing.place(tasks)
+    return Assignment(
+        tuple(placing.owners[i] for i in range(len(tasks))), placing.load_ns, ideal_ns
+    )
+
+
+def matrix_ns(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> int:
+    """Estimate the Newton-Schulz time of all blocks of a matrix on each of its owners.
+
+    Owners that share a matrix are consecutive ranks of its domain. Where one such set spans nodes,
+    as under tensor parallelism, all sets are assumed to span nodes.
+    """
+    on_node = num_parts == 1 or _are_on_nodes(matrix.ranks, num_parts, cost.ranks_per_node)
+    return sum(cost.newton_schulz_ns(*shape, num_parts, on_node=on_node) for shape in matrix.blocks)
+
+
+def _held(matrices: Sequence[MatrixLayout]) -> dict[int, int]:
+    """Count the elements of all matrices that each rank holds."""
+    # Matrices of all layers share one mapping, of thousands of ranks: it is walked once.
+    count: dict[int, int] = {}
+    mappings: dict[int, Mapping[int, int]] = {}
+    for matrix in matrices:
+        key = id(matrix.elements_by_rank)
+        mappings[key] = matrix.elements_by_rank
+        count[key] = count.get(key, 0) + 1
+    held: dict[int, int] = {}
+    for key, by_rank in mappings.items():
+        for rank, elements in by_rank.items():
+            held[rank] = held.get(rank, 0) + count[key] * elements
+    return held
+
+
+class _Shards:
+    """Traffic of one matrix over the link of an owner.
+
+    Args:
+        held: Elements by rank; every replica counts.
+        num_elements: Elements of the matrix.
+        cost: Rates of the machine.
+        wire: Bytes per element.
+        on_node_gbps: Bandwidth of a rank to its node.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[int, int],
+        num_elements: int,
+        cost: CostModel,
+        wire: Wire,
+        on_node_gbps: float,
+    ) -> None:
+        self._held = held
+        self._cost = cost
+        self._on_node_gbps = on_node_gbps
+        self._total = sum(held.values())
+        # One of several replicas sends, and one gets results: the nearest, here assumed to be an
+        # average one.
+        self._element_bytes = (wire.gather_bytes + wire.scatter_bytes) * num_elements / self._total
+        self._by_node: dict[int, int] = {}
+        for rank, elements in held.items():
+            node = cost.node(rank)
+            self._by_node[node] = self._by_node.get(node, 0) + elements
+        self._known: dict[int, int] = {}
+
+    def traffic_ns(self, owner: int) -> int:
+        """Estimate the time of rows that the owner lacks, and of their results."""
+        if owner not in self._known:
+            in_node = self._by_node.get(self._cost.node(owner), 0)
+            self._known[owner] = self._cost.messages_ns(
+                round((in_node - self._held.get(owner, 0)) * self._element_bytes),
+                round((self._total - in_node) * self._element_bytes),
+                self._on_node_gbps,
+            )
+        return self._known[owner]
+
+
+@dataclass(frozen=True)
+class _Task:
+    index: int
+    matrix: MatrixLayout
+    num_parts: int
+    load_ns: int  # on each owner
+    shards: _Shards
+
+
+class _Placing:
+    """One pass: owners so far, and the load that they cause.
+
+    Args:
+        load_ns: Load of every rank before any matrix is placed.
+        capacity_ns: Load up to which a rank that holds rows of a matrix gets it; 0 in pass 1.
+    """
+
+    def __init__(self, load_ns: Mapping[int, int], *, capacity_ns: int) -> None:
+        self.owners: dict[int, tuple[int, ...]] = {}
+        self.load_ns = dict(load_ns)
+        self._link_ns = dict.fromkeys(load_ns, 0)  # rows and results over the link of each owner
+        self._capacity_ns = capacity_ns
+        self._idlest: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def place(self, tasks: Sequence[_Task]) -> None:
+        """Choose owners for all tasks, in order."""
+        for task in tasks:
+            owners = self._below_capacity(task) or self._first_done(task)
+            for rank in owners:
+                self.load_ns[rank] += task.load_ns
+                self._link_ns[rank] += self._traffic_ns(task, rank)
+            self.owners[task.index] = owners
+
+    def _traffic_ns(self, task: _Task, rank: int) -> int:
+        return task.shards.traffic_ns(rank) // task.num_parts
+
+    def _busy_ns(self, rank: int) -> int:
+        return max(self.load_ns[rank], self._link_ns[rank])
+
+    def _below_capacity(self, task: _Task) -> tuple[int, ...]:
+        """Return owners below the capacity, of holders the one with the quietest link, or ().
+
+        Few ranks hold the matrices of a shape. By traffic alone all of these would go to the same
+        ones. Llama-3-70B with 8 tensor-parallel ranks on 128 ranks in two instances: a predicted
+        step of 35 ms, 75 by traffic alone.
+        """
+        found = []
+        for owners in _candidates(task) if self._capacity_ns else ():
+            if max(self.load_ns[rank] for rank in owners) + task.load_ns <= self._capacity_ns:
+                traffic_ns = sum(self._traffic_ns(task, rank) for rank in owners)
+                if task.num_parts == 1:
+                    traffic_ns += self._link_ns[owners[0]]
+                found.append((traffic_ns, owners))
+        return min(found)[1] if found else ()
+
+    def _first_done(self, task: _Task) -> tuple[int, ...]:
+        """Return the owners that would be done first."""
+        others = [] if task.num_parts > 1 else [(self._idlest_rank(task.matrix.ranks),)]
+
+        def key(owners: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+            traffic_ns = [self._traffic_ns(task, rank) for rank in owners]
+            done_ns = max(
+                max(self.load_ns[rank] + task.load_ns, self._link_ns[rank] + extra_ns)
+                for rank, extra_ns in zip(owners, traffic_ns, strict=True)
+            )
+            return done_ns, sum(traffic_ns), owners
+
+        return min([*_candidates(task), *others], key=key)
+
+    def _idlest_rank(self, ranks: tuple[int, ...]) -> int:
+        """Return the rank that is busy for the shortest time so far."""
+        if ranks not in self._idlest:
+            self._idlest[ranks] = [(self._busy_ns(rank), rank) for rank in ranks]
+            heapq.heapify(self._idlest[ranks])
+        heap = self._idlest[ranks]
+        # Times only grow: an outdated entry comes too early, never too late.
+        while heap[0][0] != self._busy_ns(heap[0][1]):
+            heapq.heapreplace(heap, (self._busy_ns(heap[0][1]), heap[0][1]))
+        return heap[0][1]
+
+
+def _candidates(task: _Task) -> Sequence[tuple[int, ...]]:
+    """Return the holders; of a split matrix sets of consecutive ranks, which tile nodes."""
+    if task.num_parts == 1:
+        return [(rank,) for rank in task.matrix.elements_by_rank]
+    return _sets_of_ranks(task.matrix.ranks, task.num_parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _sets_of_ranks(ranks: tuple[int, ...], number: int) -> list[tuple[int, ...]]:
+    return [ranks[i : i + number] for i in range(0, len(ranks) - number + 1, number)]
+
+
+# Most matrices have one tuple of ranks, which may be thousands.
+@functools.lru_cache(maxsize=256)
+def _are_on_nodes(ranks: tuple[int, ...], num_parts: int, ranks_per_node: int) -> bool:
+    """Return whether every set of that many consecutive ranks is within a node."""
+    return all(
+        owners[0] // ranks_per_node == owners[-1] // ranks_per_node
+        for owners in _sets_of_ranks(ranks, num_parts)
+    )
+
+
+def _choose_parts(
+    matrices: Sequence[MatrixLayout],
+    whole_ns: Sequence[int],
+    room_ns: int,
+    cost: CostModel,
+    max_parts: int,
+) -> list[int]:
+    """Choose the number of owners of every matrix: one, unless it exceeds the room of a rank.
+
+    The longest is split first. It is split while all parts fit on ranks of their own, or while it
+    is so much longer than the mean load that others fit beside its parts. Every part repeats the
+    cubic term of its matrix, so splitting more would cost more than it balances.
+    """
+    num_parts = [1] * len(matrices)
+    num_ranks = len(set().union(*{matrix.ranks for matrix in matrices}))
+    total_ns, total_parts = sum(whole_ns), len(matrices)
+    longest = [(-time_ns, index) for index, time_ns in enumerate(whole_ns)]
+    heapq.heapify(longest)
+    while longest and -longest[0][0] > room_ns:
+        now_ns, index = -longest[0][0], heapq.heappop(longest)[1]
+        parts = num_parts[index]
+        # Parts double, so that sets of owners tile a node. Of a matrix with copies one copy might
+        # be split and another not, and then their results would have other last bits.
+        most_parts = 1 if matrices[index].has_copies else min(max_parts, len(matrices[index].ranks))
+        if 2 * parts > most_parts:
+            continue
+        half_ns = matrix_ns(matrices[index], cost, 2 * parts)
+        added_ns = parts * (2 * half_ns - now_ns)
+        has_free_ranks = total_parts + parts <= num_ranks
+        is_sparse = total_ns + added_ns <= num_ranks * now_ns * _SPARSE
+        if half_ns <= _WORTH_SPLITTING * now_ns and (has_free_ranks or is_sparse):
+            num_parts[index] = 2 * parts
+            total_ns, total_parts = total_ns + added_ns, total_parts + parts
+            heapq.heappush(longest, (-half_ns, index))
+    return num_parts

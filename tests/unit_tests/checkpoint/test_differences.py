@@ -1,0 +1,87 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors of a run and of a checkpoint differ, by name and shape."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_muon.checkpoint.storage import StoredCheckpoint, StoredTensor
+
+WORDS, HALF = "embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight_w"
+SHAPES = {WORDS: (96, 32), HALF: (56, 32)} | {
+    f"decoder.layers.{layer}.mlp.linear_fc2.weight": (32, 56) for layer in (0, 1)
+}
+ADAM = ("exp_avg", "exp_avg_sq", "step")
+type Shapes = dict[str, tuple[int, ...]]
+
+
+def _saved(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
+    """Return keys and shapes of weights, of Muon's momentum, and of Adam's state of the words."""
+    found: Shapes = {f"model.{name}": shape for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        for kind in ADAM if name == WORDS else ("momentum_buffer",):
+            found[f"optimizer.state.{name}.{kind}"] = () if kind == "step" else shape
+    return found
+
+
+def _differences(wanted: Shapes, num_experts: int | None = None, **more: tuple[int, ...]) -> str:
+    """Compare what a run wants with the checkpoint, which holds ``more`` under these keys."""
+    from megatron_muon.mcore.fsdp_dtensor.loading import find_differences
+
+    stored = {
+        key: StoredTensor(shape, torch.float32, ())
+        for key, shape in (_saved(SHAPES) | more).items()
+    }
+    nested: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
+    for key, shape in wanted.items():
+        part, _, name = key.partition(".")
+        nested[part][name] = torch.empty(shape, device="meta")
+    checkpoint = StoredCheckpoint(Path(), stored, {})
+    return "; ".join(find_differences(checkpoint, nested, num_experts))
+
+
+def test_same_model_has_no_differences():
+    """What was saved is what is wanted."""
+    assert _differences(_saved(SHAPES)) == ""
+
+
+def test_other_shapes_are_named():
+    """Another --ffn-hidden-size, or a vocabulary padded to another multiple."""
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    found = _differences(_saved(SHAPES | {name: (32, 64), WORDS: (128, 32)}))
+    assert f"model.{name}: expected shape (32, 64), got (32, 56)" in found
+    assert f"model.{WORDS}: expected shape (128, 32), got (96, 32)" in found
+
+
+def test_layers_that_are_missing_or_would_be_dropped_are_named():
+    """A model with fewer layers, or with more."""
+    fewer = {name: shape for name, shape in SHAPES.items() if "layers.1." not in name}
+    name = "model.decoder.layers.1.mlp.linear_fc2.weight"
+    assert f"{name}: expected nothing, got a tensor" in _differences(_saved(fewer))
+    more = SHAPES | {"decoder.layers.2.mlp.linear_fc2.weight": (32, 56)}
+    name = "model.decoder.layers.2.mlp.linear_fc2.weight"
+    assert f"{name}: expected a tensor, got nothing" in _differences(_saved(more))
+
+
+def test_other_states_are_named():
+    """Lion keeps fewer states than Adam, and Adam others than Muon."""
+    saved = _saved(SHAPES)
+    lion = {k: shape for k, shape in saved.items() if not k.endswith((".exp_avg_sq", ".step"))}
+    assert f"{WORDS}: expected nothing, got exp_avg_sq, step" in _differences(lion)
+    adam = {k.replace("momentum_buffer", kind): s for k, s in saved.items() for kind in ADAM}
+    text = f"{HALF}: expected exp_avg, exp_avg_sq, step, got momentum_buffer"
+    assert text in _differences(adam)
+
+
+@pytest.mark.parametrize(("num_experts", "is_refused"), [(4, False), (2, True), (None, True)])
+def test_experts_of_other_ranks_are_no_differences(num_experts, is_refused):
+    """A rank wants its own, by their numbers among all ranks; more than the model has are named."""
+    name = "decoder.layers.0.mlp.experts.linear_fc2.weight"
+    wanted = _saved(SHAPES) | {f"model.{name}0": (32, 56), f"model.{name}1": (32, 56)}
+    stored = {f"model.{name}{number}": (32, 56) for number in range(4)}
+    found = _differences(wanted, num_experts, **stored)
+    assert (f"model.{name}3: expected nothing, got a tensor" in found) == is_refused
+    assert bool(found) == is_refused

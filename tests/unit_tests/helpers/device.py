@@ -1,0 +1,210 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tests compute: on CPU ranks over gloo, or with ``--device cuda`` on GPUs over NCCL.
+
+With a GPU for every rank of a world, ranks are placed as torchrun places them. Otherwise ranks
+share the GPUs. NCCL refuses two ranks on one GPU of one host, and takes ``NCCL_HOSTID`` for the
+host (``src/init.cc`` and ``src/misc/utils.cc`` of NCCL 2.28.9): with a different one on every rank
+it connects them by sockets, as it connects nodes. That is slow and says nothing about speed, but
+streams, buffers and messages are NCCL's. If it does not start so, ranks that share a GPU use gloo.
+
+Tests ask :func:`device` for tensors, :func:`kind` for meshes and :func:`init_group` for the ranks'
+group. References are computed on the same device, so exact digits are compared within it.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+BACKEND = "MEGATRON_MUON_TEST_BACKEND"
+# Every rank is a node of its own, reached by sockets of this machine.
+_SHARED_BY_NCCL = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    # Kernels of several ranks wait for each other on one GPU: few multiprocessors are enough.
+    "NCCL_MAX_CTAS": "2",
+}
+_ON_CUDA = {
+    # Megatron compiles functions as it starts, whatever its flags say: a minute a run.
+    "TORCHDYNAMO_DISABLE": "1",
+    # The same products have the same bits in every stream.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # What Triton has chosen for a shape is kept for the next process.
+    "TRITON_CACHE_AUTOTUNING": "1",
+}
+
+# What --piece runs, the largest questions first: files below tests/unit_tests. With -m "not slow"
+# a piece is meant to end within eight minutes on one GPU.
+PIECES: dict[str, tuple[str, ...]] = {
+    # Upstream's bits on whole matrices, over NCCL.
+    "optimizer": ("mcore/test_muon.py",),
+    # Streams, the allocator, reads of the host; bytes and faults of the exchange.
+    "engine": (
+        "runtime/test_on_gpu.py",
+        "runtime/test_two_plans.py",
+        "runtime/test_engine.py",
+        "runtime/test_exchange.py",
+        "runtime/test_norms.py",
+        "runtime/test_local_rows.py",
+        "runtime/test_owner_compute.py",
+        "runtime/test_domain.py",
+        "runtime/test_agreement.py",
+    ),
+    # Losses of upstream's Muon under DDP.
+    "parity": ("mcore/test_parity.py",),
+    # All optimizers of a model under Megatron-FSDP.
+    "model": (
+        "mcore/test_fsdp_model.py",
+        "mcore/test_chained_optimizer.py",
+        "mcore/test_expert_parallel.py",
+        "mcore/test_splits.py",
+        "mcore/test_lion.py",
+    ),
+    "fsdp2": (
+        "fsdp2/test_layouts.py",
+        "fsdp2/test_optimizer.py",
+        "fsdp2/test_megatron_fsdp.py",
+        "fsdp2/test_checkpoints.py",
+        "fsdp2/test_script.py",
+    ),
+    "newton_schulz": (
+        "newton_schulz/test_backends_on_gpu.py",
+        "newton_schulz/test_standard.py",
+    ),
+    # Scripts, runs that are saved and resumed, adaptive Muon.
+    "training": (
+        "repository/test_train_megatron_core.py",
+        "checkpoint/test_resume.py",
+        "mcore/test_other_optimizers.py",
+        "mcore/test_adaptive_muon.py",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank of a world computes.
+
+    Args:
+        kind: ``cpu`` or ``cuda``.
+        local_rank: Index of its GPU; on CPU ranks its rank.
+        backend: Of its process groups, ``gloo`` or ``nccl``.
+        variables: Environment variables that it needs.
+    """
+
+    kind: str
+    local_rank: int
+    backend: str
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def place_ranks(
+    world_size: int, kind: str, num_gpus: int = 0, *, shares_by_nccl: bool = True
+) -> list[Place]:
+    """Place the ranks of a world.
+
+    Args:
+        world_size: Number of ranks.
+        kind: ``cpu`` or ``cuda``.
+        num_gpus: GPUs of this machine.
+        shares_by_nccl: Whether NCCL starts on ranks that share a GPU.
+    """
+    if kind == "cpu":
+        return [Place(kind, rank, "gloo") for rank in range(world_size)]
+    if world_size <= num_gpus:
+        return [Place(kind, rank, "nccl", dict(_ON_CUDA)) for rank in range(world_size)]
+    if not shares_by_nccl:
+        return [Place(kind, rank % num_gpus, "gloo", dict(_ON_CUDA)) for rank in range(world_size)]
+    shared = {**_ON_CUDA, **_SHARED_BY_NCCL}
+    return [
+        Place(kind, rank % num_gpus, "nccl", {**shared, "NCCL_HOSTID": f"rank{rank}"})
+        for rank in range(world_size)
+    ]
+
+
+def kind() -> str:
+    """Return ``cpu`` or ``cuda``: of this process, which is a test's or a rank's."""
+    return os.environ.get("MEGATRON_MUON_DEVICE", "cpu")
+
+
+def device() -> Any:
+    """Return the ``torch.device`` of this process."""
+    import torch
+
+    if kind() == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def init_group(**options: Any) -> None:
+    """Start the group of all ranks of a world.
+
+    On GPUs plans are then made as on CPU ranks, so that what tests expect of plans of small
+    matrices holds, and nothing is stacked unless a test asks for it. Runs through the launcher plan
+    as on any GPU.
+    """
+    import torch.distributed as dist
+
+    if kind() == "cuda":
+        _plan_as_on_cpu_ranks()
+    dist.init_process_group(os.environ.get(BACKEND, "gloo"), **options)
+
+
+def has_stacks(cost_model: str) -> bool:
+    """Return whether a cost model lets matrices of one shape share a product on a GPU.
+
+    Batched products of cuBLAS round otherwise than single ones do.
+    """
+    return kind() == "cuda" and "stack_tiles" in cost_model
+
+
+def claim_gpu() -> None:
+    """Use this rank's GPU, in a process that was forked or spawned.
+
+    Raises:
+        RuntimeError: The process that this one was forked from has used CUDA.
+    """
+    import torch
+
+    torch.cuda.set_device(device())
+    torch.zeros(1, device=device())
+
+
+def _plan_as_on_cpu_ranks() -> None:
+    import torch
+
+    from megatron_muon.runtime import machine_cost
+
+    rates = machine_cost._rates
+
+    def rates_of_cpu_ranks(*args: Any) -> Any:
+        return rates(*args[:-1], torch.device("cpu"))
+
+    machine_cost._rates = rates_of_cpu_ranks
+
+
+def complete_gloo() -> None:
+    """Add what gloo lacks of NCCL, for ranks that share a GPU without NCCL."""
+    from megatron_muon import cpu_ranks
+    from megatron_muon.cpu_ranks.table import TORCH_REPLACEMENTS
+
+    for row in TORCH_REPLACEMENTS:
+        if row.target.startswith("torch.distributed.") and "device_mesh" not in row.target:
+            cpu_ranks._apply(row)
+
+
+def summary(places: Sequence[Place], num_gpus: int, reason: str) -> str:
+    """Return how ranks of the largest world communicated, for the last lines of pytest.
+
+    Args:
+        places: Of the largest world.
+        num_gpus: GPUs of this machine.
+        reason: Why NCCL did not start on ranks that share a GPU; empty where it did.
+    """
+    if len(places) <= num_gpus:
+        return f"{len(places)} ranks on {num_gpus} GPUs, over NCCL"
+    if reason:
+        return f"{len(places)} ranks shared {num_gpus} GPUs over gloo: NCCL did not start, {reason}"
+    return f"{len(places)} ranks shared {num_gpus} GPUs over NCCL, by NCCL_HOSTID"
