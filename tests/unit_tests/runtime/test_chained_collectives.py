@@ -76,7 +76,7 @@ def test_thread_has_ended_when_its_collective_has():
             time.sleep(0.2)
 
     work = Kept([], "first")
-    relayed, ended = ThreadRelay().after(work, lambda: None), work.ended
+    relayed, ended = ThreadChain().after(work, lambda: None), work.ended
     del work
     ended.set()
     relayed.wait()
