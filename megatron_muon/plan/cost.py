@@ -8,6 +8,7 @@ do not depend on their order, and ranks of one job agree on them.
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class CostModel:
             value = getattr(self, name)
             # Costs may be 0, to leave them out of an estimate. A rate of 0 would divide by it.
             is_allowed = value >= 0 if name in _MAY_BE_ZERO else value > 0
-            if not is_allowed:
+            if not is_allowed or not math.isfinite(value):
                 raise ValueError(
                     f"cost model: expected a positive {name}, got {value}. Pass the rates of "
                     "your machine, such as tflops=900,gbps=450."

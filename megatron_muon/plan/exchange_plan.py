@@ -247,8 +247,10 @@ def staging_problem(
         return None
     largest = max(plans, key=lambda plan: plan.staging_bytes)
     matrix = max(largest.matrices, key=lambda matrix: matrix.num_elements)
-    # Every plan gets at least an equal share of a limit, so this one is certain to be kept.
+    # Every plan gets at least an equal share of a limit. Buffers of several plans may leave gaps
+    # between them, for which a tenth is added.
     enough = max(needed, len(plans) * largest.staging_bytes)
+    enough += enough // 10 if len(plans) > 1 else 0
     return (
         f"staging memory: expected at most {staging_bytes:,} bytes a rank, got {needed:,} for "
         f"messages and stacks of {len(plans)} {'plans' if len(plans) > 1 else 'plan'}; the largest "

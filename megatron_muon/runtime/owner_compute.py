@@ -116,15 +116,19 @@ class OwnerCompute:
             loads_ns, most_staged, position = _planned_before(
                 given.domain, (load_ns, staged_bytes, number), device
             )
-            plan = plan_matrices(
-                given.matrices,
-                cost,
-                settings,
-                wire,
-                load_ns=loads_ns,
-                staging_bytes=settings.share_of_staging(most_staged, max_num_plans - position),
-            )
-            differences += _differences(plan, newton_schulz, settings, given.domain, device)
+            # Costs decide the sizes of stacks and which replica is the nearest.
+            entries = [f"{settings} {newton_schulz.steps} steps {wire} {cost}"]
+            share = settings.share_of_staging(most_staged, max_num_plans - position)
+            try:
+                plan = plan_matrices(
+                    given.matrices, cost, settings, wire, load_ns=loads_ns, staging_bytes=share
+                )
+            except ValueError as error:
+                # Others wait for the entries of this rank, and stop with it.
+                differences += [first_line(error), *_differences(entries, given.domain, device)]
+                continue
+            entries += plan.entries()
+            differences += _differences(entries, given.domain, device)
             plans.append(plan)
             load_ns = plan.assignment.load_ns[self._rank]
             staged_bytes += plan.staging_bytes
@@ -241,24 +245,13 @@ def _planned_before(
     return dict(zip(domain.ranks, loads_ns, strict=True)), max(staged), max(positions)
 
 
-def _differences(
-    plan: ExchangePlan,
-    newton_schulz: NewtonSchulzSettings,
-    settings: ExchangeSettings,
-    domain: Domain,
-    device: torch.device,
-) -> list[str]:
+def _differences(entries: list[str], domain: Domain, device: torch.device) -> list[str]:
     """Compare the plans that the ranks of a domain have built.
 
     A difference would hang the first step.
     """
     if domain.group is None:
         return []
-    entries = [
-        # Costs decide the sizes of stacks and which replica is the nearest.
-        f"{settings} {newton_schulz.steps} steps {plan.wire} {plan.cost}",
-        *plan.entries(),
-    ]
     difference = difference_between_ranks(entries, domain.group, device, "Muon exchange plan")
     return [] if difference is None else [difference]
 
