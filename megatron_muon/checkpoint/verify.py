@@ -12,14 +12,6 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-from torch.distributed.checkpoint.default_planner import _validate_global_plan
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
 from megatron_muon.checkpoint.folders import CheckpointError
 from megatron_muon.checkpoint.storage import (
     Item,
@@ -109,14 +101,28 @@ def _item_problem(checkpoint: StoredCheckpoint, item: Item) -> str | None:
 
 def _is_tiled(tensor: StoredTensor) -> bool:
     """Return whether chunks are inside of the shape, fill it, and do not overlap."""
+    # Torch checks the same in a save, by a private function whose result differs by release.
     if any({len(c.offsets), len(c.sizes or ())} != {len(tensor.shape)} for c in tensor.chunks):
         return False
     if sum(math.prod(c.sizes or ()) for c in tensor.chunks) != math.prod(tensor.shape):
         return False
-    # Torch's own check of a save: bounds and overlaps, with chunks sorted along one dimension.
-    stored = TensorStorageMetadata(
-        TensorProperties(tensor.dtype),
-        torch.Size(tensor.shape),
-        list(tensor.chunks),  # type: ignore[arg-type]
+    boxes = sorted(
+        tuple((start, start + size) for start, size in zip(c.offsets, c.sizes or (), strict=True))
+        for c in tensor.chunks
     )
-    return _validate_global_plan([], Metadata({"": stored}))
+    active: list[tuple[tuple[int, int], ...]] = []
+    for box in boxes:
+        is_inside = all(
+            start >= 0 and stop <= bound
+            for (start, stop), bound in zip(box, tensor.shape, strict=True)
+        )
+        # Boxes are sorted by their first row: those that end before it cannot overlap.
+        active = [other for other in active if other and other[0][1] > box[0][0]]
+        if not is_inside or any(_overlap(box, other) for other in active):
+            return False
+        active.append(box)
+    return True
+
+
+def _overlap(box: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True))

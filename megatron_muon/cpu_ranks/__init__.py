@@ -31,12 +31,12 @@ import logging
 import os
 import pkgutil
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from megatron_muon.cpu_ranks.table import Replacement
 
-__all__ = ["disable", "enable", "is_enabled"]
+__all__ = ["disable", "enable", "end_process", "is_enabled"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,12 +130,27 @@ def disable() -> None:
     _mode = _undo = None
 
 
-def _leave_groups() -> None:
-    """Destroy the process groups before the interpreter exits.
+def end_process(status: int) -> NoReturn:
+    """End this process as ``sys.exit(status)`` does, without tearing the interpreter down.
 
-    Megatron leaves them, and now and then a gloo thread that still runs at exit aborts the process
-    ("terminate called without an active exception") after all its work is done. After an error
-    nothing is destroyed: peers may still wait for this rank, and destroying would wait for them.
+    Megatron keeps references to process groups, so that gloo's threads outlive their destruction. A
+    thread that lets go of a tensor needs the GIL. If it waits for the GIL when the teardown begins,
+    Python ends it in a destructor of C++, which aborts the process ("terminate called without an
+    active exception") after all its work is done.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        # Nobody may read it any more.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def _leave_groups() -> None:
+    """Destroy the process groups. The threads of those that nothing refers to end with them.
+
+    After an error nothing is done: peers may still wait for this rank, and destroying would wait
+    for them.
     """
     import torch.distributed as dist
 

@@ -19,13 +19,13 @@ type SplitSizes = int | tuple[int, ...] | None
 
 @dataclass(frozen=True, eq=False)
 class MatrixRows:
-    """This rank's rows of one matrix: where they lie in the local tensor of a parameter.
+    """This rank's rows of one matrix, as a range of the local tensor of a parameter.
 
     Args:
         param: The parameter.
-        index: Position in the batch of the local tensor; None where the parameter is no batch.
+        index: Position in the batch of the local tensor; None if the parameter is no batch.
         start: First of its local rows.
-        stop: The row behind the last one.
+        stop: The row after the last one.
     """
 
     param: torch.Tensor
@@ -40,12 +40,12 @@ class MatrixRows:
 
 
 class Segment(NamedTuple):
-    """Consecutive rows of each matrix of a parameter that are orthogonalized apart.
+    """Consecutive rows of the matrices of a parameter that are orthogonalized separately.
 
     Args:
-        rows: Where they lie.
-        blocks: Rows of one group that go to each block, such as query, key and value, where groups
-            repeat; None for one block.
+        rows: The rows.
+        blocks: For groups that repeat, the rows of one group by block, such as query, key and
+            value; None for one block.
     """
 
     rows: RowRange
@@ -53,18 +53,18 @@ class Segment(NamedTuple):
 
 
 def segments_of(num_rows: int, split_sizes: SplitSizes) -> list[Segment]:
-    """Return what is orthogonalized apart.
+    """Return the segments that are orthogonalized separately.
 
-    Blocks that follow one another once become matrices with owners of their own. Those of repeating
-    groups are many short pieces; they stay with one owner.
+    Consecutive blocks become matrices with owners of their own. The blocks of repeating groups are
+    many short pieces, which stay with one owner.
 
     Args:
         num_rows: Rows of the parameter.
-        split_sizes: A number of equal blocks; rows of each block, of all rows or of one group; None
-            for one block.
+        split_sizes: A number of equal blocks; the rows of the blocks, which add up to all rows or
+            to those of one group; None for one block.
 
     Raises:
-        ValueError: They are no integers, or do not divide the rows.
+        ValueError: They are not integers, or do not divide the rows.
     """
     whole = RowRange(0, num_rows)
     if split_sizes is None:
@@ -105,12 +105,12 @@ def matrices_of(
     is_transposed: bool,
     rank: int,
 ) -> Iterator[tuple[MatrixLayout, MatrixRows | None]]:
-    """Yield the matrices of a parameter that a domain exchanges, with this rank's rows of each.
+    """Yield the matrices of a parameter that a domain exchanges, with this rank's rows of them.
 
     Args:
         name: Of the parameter.
         param: 2-D, or 3-D for a batch of matrices along dimension 0.
-        boxes: What each rank of its mesh holds.
+        boxes: The rectangles that the ranks of its mesh hold.
         domain: Ranks that exchange its matrices, ascending.
         split_sizes: See :func:`segments_of`.
         is_transposed: Whether matrices are stored as (inputs, outputs).
@@ -119,8 +119,8 @@ def matrices_of(
     rows, cols = param.shape[-2:]
     own = boxes[rank]
     segments = segments_of(rows, split_sizes)
-    # By the matrices of the batch that they hold: where rows and columns of ranks lie, the last two
-    # dimensions. Matrices that the same ranks hold share one tiling, worked out once.
+    # By matrices of the batch: the ranks that hold them, with their rows and columns. Matrices that
+    # the same ranks hold share one tiling, computed once.
     held: dict[tuple[int, int], list[tuple[int, Box]]] = defaultdict(list)
     for each in domain:
         of_batch = boxes[each][0] if param.ndim == 3 else (0, 1)
@@ -129,7 +129,7 @@ def matrices_of(
         of_batch: [_tiling(cols, segment, tuple(ranks)) for segment in segments]
         for of_batch, ranks in held.items()
     }
-    # In the order of the batch. Matrices that only ranks of other domains hold are theirs.
+    # In the order of the batch. Matrices that only other domains hold are left to them.
     found = sorted((number, held_by) for held_by in held for number in range(*held_by))
     for number, held_by in found:
         index = number if param.ndim == 3 else None
@@ -158,9 +158,9 @@ def _name(name: str, index: int | None, segment: Segment, num_segments: int) -> 
 def _own_rows(
     param: torch.Tensor, own: Box, index: int | None, rows: RowRange
 ) -> MatrixRows | None:
-    """Return this rank's rows of a segment, or None where it holds none of it."""
+    """Return this rank's rows of a segment, or None if it holds none."""
     (first, last), (left, right) = own[-2:]
-    # A segment may begin or end inside of a shard, or miss it.
+    # A segment may begin or end inside a shard, or miss it.
     start, stop = max(rows.start, first), min(rows.stop, last)
     if start >= stop or left == right:
         return None
@@ -168,7 +168,7 @@ def _own_rows(
     return MatrixRows(param, position, start - first, stop - first)
 
 
-# Equal layers share regions, and what the planner works out from them.
+# Equal layers share regions, and what the planner derives from them.
 @functools.lru_cache(maxsize=256)
 def _tiling(
     num_cols: int, segment: Segment, held: tuple[tuple[int, Box], ...]
@@ -178,7 +178,7 @@ def _tiling(
     Args:
         num_cols: Columns of the matrix.
         segment: Its rows.
-        held: Rows and columns that each rank holds, by rank.
+        held: Rows and columns that ranks hold.
     """
     top, bottom = segment.rows
     # Ranks with equal boxes are replicas, whichever axes of the mesh make them so: hybrid sharding,
@@ -190,7 +190,7 @@ def _tiling(
     regions: list[Region] = []
     for block, runs in enumerate(block_rows(bottom - top, segment.blocks)):
         row = 0
-        # Rows of a block follow one another, though in the parameter other blocks lie between them.
+        # Rows of a block are consecutive, though other blocks are between them in the parameter.
         for run in runs:
             for ((first, last), (left, right)), ranks in sorted(holders.items()):
                 # Rows of the segment that these ranks hold.

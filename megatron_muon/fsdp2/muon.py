@@ -19,11 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.batches import MatrixRows
 from megatron_muon.fsdp2.gradients import parameters_without_gradient
-from megatron_muon.fsdp2.plan_inputs import (
-    DTensorPlanInput,
-    NamedParameter,
-    find_plan_inputs,
-)
+from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput, NamedParameter, find_plan_inputs
 from megatron_muon.fsdp2.problems import (
     Settings,
     parameter_problem,
@@ -47,11 +43,11 @@ _PLANNED = {"split_sizes": None, "transposed": False}
 
 
 class Muon(WholeMatrixMuon):
-    """Step matrices that ``fully_shard`` has sharded, each orthogonalized by one rank.
+    """Step matrices that ``fully_shard`` has sharded; one rank orthogonalizes a matrix.
 
     A step equals that of emerging-optimizers' ``Muon`` on the unsharded model: to the bit with
     ``exchange.wire`` fp32 and ``exchange.max_parts`` 1, otherwise but for rounding
-    (docs/numerics.md). The mesh and the placements of each parameter say where it lies; parameters
+    (docs/numerics.md). The shards of a parameter are read from its mesh and placements; parameters
     of several meshes may be mixed. Step all else, such as embeddings, norms and biases, with AdamW.
 
     It is built by all ranks of the job together, once parameters are DTensors: before the first
@@ -62,9 +58,9 @@ class Muon(WholeMatrixMuon):
         params: Parameters, pairs of name and parameter, or groups of either. A matrix is
             ``(outputs, inputs)``; three dimensions are a batch of them. Groups may have, besides
             ``lr``, ``momentum`` and ``weight_decay``: ``split_sizes``, rows of blocks that are
-            orthogonalized apart (a number of equal blocks; rows of each block; or rows of each
-            block of a group that repeats, such as query, key and value), and ``transposed``, for
-            matrices stored as ``(inputs, outputs)``, as which they are scaled.
+            orthogonalized separately (a number of equal blocks, the rows of the blocks, or the rows
+            of the blocks of a group that repeats, such as query, key and value), and
+            ``transposed``, for matrices that are stored and scaled as ``(inputs, outputs)``.
         lr: Learning rate.
         momentum: Weight of the momentum's past.
         weight_decay: Coefficient.
@@ -76,7 +72,7 @@ class Muon(WholeMatrixMuon):
         scale_mode: How results are scaled by shape.
         extra_scale_factor: Another factor of results; 0.2 is the update size of AdamW.
         use_syrk: Must be False; ``exchange.newton_schulz`` chooses kernels.
-        exchange: Who orthogonalizes what, and what travels; None for the defaults.
+        exchange: How matrices are exchanged; None for the defaults.
         group: Ranks that step together; None for all ranks that have parameters.
 
     Raises:
@@ -88,7 +84,7 @@ class Muon(WholeMatrixMuon):
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: see
         :func:`~megatron_muon.fsdp2.gradients.parameters_without_gradient` and
         :class:`~megatron_muon.runtime.engine.Engine`.
-    Memory: one float32 for each local element of a parameter; while a step runs another one, for
+    Memory: one float32 per local element of a parameter; while a step runs another one, for
         results, and what the engine stages.
     """
 
@@ -98,7 +94,7 @@ class Muon(WholeMatrixMuon):
 
     compute: OwnerCompute
     _inputs: list[DTensorPlanInput]
-    _num_matrices: Counter[torch.Tensor]  # of which this rank has rows, by parameter
+    _num_matrices: Counter[torch.Tensor]  # with rows on this rank, by parameter
     _is_built: bool = False
 
     def __init__(
@@ -180,10 +176,7 @@ class Muon(WholeMatrixMuon):
         """
         parameters = list(self._parameters())
         problems = problems + subclass_problems(self) + repeated_problems(parameters)
-        for parameter in parameters:
-            problem = parameter_problem(parameter, self._device)
-            if problem is not None:
-                problems.append(problem)
+        problems += filter(None, (parameter_problem(each, self._device) for each in parameters))
         raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
         if dist.is_initialized():
             # What follows is collective, and which collectives depends on these.
@@ -198,17 +191,16 @@ class Muon(WholeMatrixMuon):
                 self._device,
                 "Muon settings",
             )
-        self._inputs, max_num_plans, self._group = find_plan_inputs(
-            parameters, self._group, self._device
-        )
-        # Shapes may be timed here, which has to be done as a step does it.
+        found = find_plan_inputs(parameters, self._group, self._device)
+        self._inputs, self._group = found.inputs, found.group
+        # Kernels are checked here, in the precision of a step.
         with fp32_matmul_precision(self.fp32_matmul_prec):
             self.compute = OwnerCompute(
                 [each.plan_input for each in self._inputs],
                 newton_schulz,
                 self.exchange,
                 device=self._device,
-                max_num_plans=max_num_plans,
+                max_num_plans=found.max_num_plans,
             )
         self._num_matrices = Counter(rows.param for rows in self._all_rows())
 
@@ -316,7 +308,7 @@ class Muon(WholeMatrixMuon):
         A parameter that has no gradient on any rank keeps its value and momentum.
 
         Args:
-            closure: Computes the loss again, and gradients; None where they are there.
+            closure: Computes the loss and gradients; None if gradients are there.
 
         Returns:
             The loss of the closure.
@@ -329,12 +321,12 @@ class Muon(WholeMatrixMuon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # A rank without parameters has nothing to do, and nothing to agree on.
+        # A rank without parameters has nothing to step, and nothing to agree on.
         if not self._inputs:
             return loss
         if hasattr(self, "found_inf"):
-            # GradScaler sets both, also where it has unscaled gradients before, and would only take
-            # them off after the step.
+            # GradScaler sets both, even if it has unscaled gradients before, and would only remove
+            # them after the step.
             del self.found_inf, self.grad_scale
             raise RuntimeError(
                 "step: expected gradients that are not scaled, got a GradScaler. Compute in "
@@ -384,7 +376,7 @@ class Muon(WholeMatrixMuon):
                 # Gradients are the user's: a logger may read them after the step.
                 overwrites_gradients=False,
             )
-            # The exchange is planned for all: what is not stepped travels in vain.
+            # The exchange is planned for all parameters, including those that are not stepped.
             momentum |= {**buffers, **dict(zip(stepped, advanced, strict=True))}
             results |= {
                 # With Nesterov the memory is new, and takes the result.

@@ -276,8 +276,8 @@ def _domain(
 ) -> tuple[int, ...]:
     """Return the ranks that exchange matrices of a parameter, ascending.
 
-    An axis of the mesh that deals out whole matrices of a batch, equally many to each rank, needs
-    no exchange: its ranks plan apart. That keeps plans small where experts are many.
+    An axis of the mesh that shards whole matrices of a batch evenly needs no exchange: its ranks
+    plan separately. That keeps plans small if there are many experts.
     """
     # Of a mesh of thousands of ranks only the slice through this rank is looked at.
     coordinate = mesh.get_coordinate()

@@ -104,7 +104,7 @@ def subclass_problems(optimizer: WholeMatrixMuon) -> list[str]:
 
 
 def repeated_problems(parameters: Sequence[NamedParameter]) -> list[str]:
-    """List what is there twice: parameters, and names, by which errors tell parameters apart."""
+    """List parameters and names that occur twice: errors identify parameters by name."""
     params = Counter(each.param for each in parameters)
     names = Counter(each.name for each in parameters)
     twice = {each.name for each in parameters if params[each.param] > 1}

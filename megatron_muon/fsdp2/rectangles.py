@@ -25,12 +25,12 @@ type Box = tuple[tuple[int, int], ...]
 
 
 class Rectangles(NamedTuple):
-    """Where the elements of one tensor lie.
+    """The parts of one tensor on the ranks of its mesh.
 
     Args:
-        boxes: What each rank of the mesh holds, by rank of the job.
+        boxes: What the ranks of the mesh hold, by rank of the job.
         replicas: Ranks that differ in replicated axes alone, ascending, by rank of the job. Ranks
-            with an empty box have replicas like all others.
+            with an empty box have replicas too.
     """
 
     boxes: dict[int, Box]
@@ -55,7 +55,7 @@ def placement_problem(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> st
             return f"expected a reduced tensor, got placements {placements}. Reduce it first"
         if not is_strided(placement):
             continue
-        # What lies further right was sharded first; the factor says by how many.
+        # Axes further right were sharded first; the factor is the product of their sizes.
         first = math.prod(
             mesh.size(other)
             for other in range(axis + 1, len(placements))
@@ -82,7 +82,7 @@ def is_cut_by_torch(param: torch.Tensor) -> bool:
 
 
 def rectangles_of(param: torch.Tensor, shapes: tuple[tuple[int, ...], ...] = ()) -> Rectangles:
-    """Return where a parameter lies; a plain tensor lies on this rank.
+    """Return the rectangles of a parameter; a plain tensor is whole on this rank.
 
     Args:
         param: Parameter whose placements have no :func:`placement_problem`.
@@ -147,11 +147,11 @@ def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
 def rectangles(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> Rectangles:
-    """Return where a tensor of a shape lies, with placements that FSDP2 makes."""
+    """Return the rectangles of a tensor with placements that FSDP2 makes."""
     axes = [cutting_axes(placements, dim) for dim in range(len(shape))]
     boxes: dict[int, Box] = {}
     # By coordinate on the axes that are not replicated. Not by box: all empty shards have one.
-    alike: dict[tuple[int, ...], list[int]] = {}
+    by_shard: dict[tuple[int, ...], list[int]] = {}
     # Read once: it is a property that makes a tensor.
     ranks_of_mesh = mesh.mesh
     for coordinate in itertools.product(*map(range, mesh.shape)):
@@ -165,8 +165,8 @@ def rectangles(
             for index, placement in zip(coordinate, placements, strict=True)
             if not placement.is_replicate()
         )
-        alike.setdefault(sharded, []).append(rank)
-    groups = [tuple(sorted(ranks)) for ranks in alike.values()]
+        by_shard.setdefault(sharded, []).append(rank)
+    groups = [tuple(sorted(ranks)) for ranks in by_shard.values()]
     return Rectangles(boxes, {rank: ranks for ranks in groups for rank in ranks})
 
 

@@ -189,7 +189,7 @@ def requested_splits(config: Any, args: Any = None) -> Splits:
     """Read from flags and optimizer configuration which blocks of a parameter are split.
 
     Args:
-        config: Optimizer configuration, of which ``muon_split_qkv`` is read.
+        config: Optimizer configuration; its ``muon_split_qkv`` is read.
         args: The parsed command line; None for the global one, if there is any.
 
     Raises:

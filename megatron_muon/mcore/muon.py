@@ -58,9 +58,23 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         **muon_kwargs: Any,
     ) -> None:
         super().__init__(params, **muon_kwargs)
-        self.newton_schulz = _newton_schulz_settings(muon_kwargs, is_scaled=self.scales_results)
+        # Upstream keeps these in a closure.
+        parameters = inspect.signature(TensorParallelMuon.__init__).parameters
+        values = {name: muon_kwargs.get(name, given.default) for name, given in parameters.items()}
+        self._scale_mode, self._extra_factor = values["scale_mode"], values["extra_scale_factor"]
+        self.newton_schulz = NewtonSchulzSettings(
+            steps=values["num_ns_steps"],
+            coefficient_type=values["coefficient_type"],
+            is_bf16=values["fp32_matmul_prec"] == "medium",
+            scale=self.scale if self.scales_results else _unscaled,
+        )
         self.matrices = matrices
         self.params = self._all_params()
+
+    def scale(self, num_rows: int, num_cols: int) -> tuple[float, float]:
+        """Return the two factors of a result. Upstream multiplies with them in turn."""
+        factor = get_muon_scale_factor(num_rows, num_cols, mode=self._scale_mode)
+        return factor, self._extra_factor
 
     def params_of_kind(self, *, is_expert: bool) -> list[Any]:
         """Return the parameters of experts, or the dense ones."""
@@ -240,33 +254,5 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         )
 
 
-def scale_settings(muon_kwargs: Mapping[str, Any]) -> tuple[str, float]:
-    """Return scale mode and extra factor among arguments of Muon, with upstream's defaults."""
-    parameters = inspect.signature(TensorParallelMuon.__init__).parameters
-    mode, factor = (
-        muon_kwargs.get(name, parameters[name].default)
-        for name in ("scale_mode", "extra_scale_factor")
-    )
-    return mode, factor
-
-
-def _newton_schulz_settings(
-    muon_kwargs: Mapping[str, Any], *, is_scaled: bool
-) -> NewtonSchulzSettings:
-    """Read what upstream keeps in a closure, with its defaults."""
-    parameters = inspect.signature(TensorParallelMuon.__init__).parameters
-    values = {name: muon_kwargs.get(name, given.default) for name, given in parameters.items()}
-    mode, extra_factor = scale_settings(muon_kwargs)
-
-    def scale(num_rows: int, num_cols: int) -> tuple[float, float]:
-        """Return the two factors, which upstream multiplies with in turn."""
-        if not is_scaled:
-            return 1.0, 1.0
-        return get_muon_scale_factor(num_rows, num_cols, mode=mode), extra_factor
-
-    return NewtonSchulzSettings(
-        steps=values["num_ns_steps"],
-        coefficient_type=values["coefficient_type"],
-        is_bf16=values["fp32_matmul_prec"] == "medium",
-        scale=scale,
-    )
+def _unscaled(num_rows: int, num_cols: int) -> tuple[float, float]:
+    return 1.0, 1.0

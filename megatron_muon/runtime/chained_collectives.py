@@ -105,16 +105,23 @@ class ThreadChain(CollectiveChain):
 
         # One thread per call, which ends by itself. A daemon: a rank that fails must end instead of
         # waiting for messages that never come.
-        threading.Thread(target=wait_and_start, daemon=True).start()
-        return _Started(started)
+        thread = threading.Thread(target=wait_and_start, daemon=True)
+        thread.start()
+        return _Started(started, thread)
 
 
 class _Started:
-    def __init__(self, started: Future[dist.Work | None]) -> None:
+    def __init__(self, started: Future[dist.Work | None], thread: threading.Thread) -> None:
         self._started = started
+        self._thread = thread
 
     def wait(self) -> None:
-        """Wait until the collective has been launched, and for it."""
+        """Wait until the collective has been launched, for it, and for the end of its thread.
+
+        If a daemon thread waits for the GIL in C++ when the interpreter ends, the process aborts.
+        The last thing this one does is to let go of the collectives, whose destructors wait so.
+        """
         work = self._started.result()
+        self._thread.join()
         if work is not None:
             work.wait()

@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if not torch.cuda.is_available():
             raise pytest.UsageError("--device cuda: expected a GPU that torch can use, got none")
         os.environ["MEGATRON_MUON_DEVICE"] = "cuda"
+    elif config.getoption("--piece"):
+        raise pytest.UsageError("--piece: expected --device cuda, of which it is a part, got cpu")
     if config.getoption("--piece"):
         ranks.ends_at = _STARTED_AT + _LAST_END_S
 
@@ -65,30 +67,37 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no time is left in this piece")
 
 
-def _leave_out_other_devices(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what runs on a GPU, if that is asked for: the largest questions first."""
-    if config.getoption("--device") == "cpu":
-        return
-    piece = config.getoption("--piece")
-    files = [
-        file for name in device.PIECES if piece in (None, name) for file in device.PIECES[name]
-    ]
-    kept = [
-        item for item in items if _file(item) in files and not item.get_closest_marker("cpu_only")
-    ]
+def _files_on_gpu(config: pytest.Config) -> list[str]:
+    """Return the files that run with ``--device cuda``, the largest questions first."""
+    pieces = [config.getoption("--piece")] if config.getoption("--piece") else device.PIECES
+    return [file for piece in pieces for file in device.PIECES[piece]]
+
+
+def _below_tests(path: Path) -> str:
+    return os.path.relpath(path, Path(__file__).parent)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that do not run on a GPU, if that is asked for."""
+    if config.getoption("--device") == "cpu" or collection_path.suffix != ".py":
+        return None
+    return _below_tests(collection_path) not in _files_on_gpu(config) or None
+
+
+def _choose_for_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put tests into the order of the pieces, without those of CPU ranks."""
+    files = _files_on_gpu(config)
+    kept = [item for item in items if not item.get_closest_marker("cpu_only")]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = sorted(kept, key=lambda item: files.index(_file(item)))
-
-
-def _file(item: pytest.Item) -> str:
-    return os.path.relpath(item.path, Path(__file__).parent)
+    items[:] = sorted(kept, key=lambda item: files.index(_below_tests(item.path)))
 
 
 # After others have left out what was not asked for.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the commands that other tests leave time for, and run these others first."""
-    _leave_out_other_devices(config, items)
+    if config.getoption("--device") == "cuda":
+        _choose_for_gpu(config, items)
     waiting = {item: list(_idle_commands(item)) for item in items}
     for commands in waiting.values():
         idle_commands.start(commands)

@@ -62,7 +62,7 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
                 yield param, block, rows
 
     def _scaled(self, block: HeldBlock, rows: torch.Tensor) -> torch.Tensor:
-        factor, extra = self._factors(*block.shape)
+        factor, extra = self.scale(*block.shape)
         return rows * factor * extra
 
     def apply(self, params: Sequence[Any]) -> None:

@@ -351,6 +351,47 @@ def test_gloo_ranks_do_what_nccl_does():
     assert output.count("rank done") == 2
 
 
+@pytest.mark.parametrize("end", ["return 0", "sys.exit()"])
+def test_thread_that_waits_for_the_gil_does_not_abort_a_run_at_its_end(end):
+    """A worker of gloo waited so to let a tensor go, and a rank whose work was done got SIGABRT.
+
+    If the machine is too busy for the thread to wait by then, the run ends well all the same.
+    """
+    last_at_exit = """
+import atexit, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+
+def keep_the_gil():
+    sys.setswitchinterval(1000)
+    while time.monotonic() < begin + 1.5:
+        pass
+
+atexit.register(keep_the_gil)
+"""
+    code = f"""
+        import runpy
+        from megatron_muon import launcher
+
+        def wait_in_cpp():
+            try:
+                dist.HashStore().wait(["nothing"], timedelta(seconds=1.0))
+            except dist.DistStoreError:
+                pass
+
+        def run(argv):
+            global begin
+            atexit.register(print, "at exit")
+            begin = time.monotonic()
+            threading.Thread(target=wait_in_cpp, daemon=True).start()
+            {end}
+
+        launcher.run = run
+        runpy.run_module("megatron_muon", run_name="__main__")
+        """
+    assert run_python(code, prelude=last_at_exit + WITHOUT_MEGATRON) == "at exit\n"
+
+
 def test_transformer_engine_is_absent_to_cpu_ranks_and_comes_back(tmp_path, monkeypatch):
     """Installed as a whole it imports without a GPU, and its kernels then failed on CPU tensors."""
     from megatron_muon.cpu_ranks.hidden import without_transformer_engine

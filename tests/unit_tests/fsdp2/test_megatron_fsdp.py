@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from helpers.device import init_group
+from helpers.device import device, init_group
 from helpers.device import kind as device_kind
 from helpers.ranks import run_ranks
 
@@ -71,7 +71,7 @@ class Model:
                 layers[-1].weight.tensor_model_parallel = True
                 layers[-1].weight.partition_dim = tensor_dim
                 layers[-1].weight.partition_stride = 1
-        module = torch.nn.Sequential(*layers)
+        module = torch.nn.Sequential(*layers).to(self.wholes[0].device)
         self.model = (self._shard if generation == 1 else self._shard_2)(module, unit)
         self.params = list(self.model.parameters())
         self._first_rows = [self._first_row(i) for i in range(len(self.params))]
@@ -323,7 +323,7 @@ def _load(folder: str, names: list[str]) -> dict[str, list[list[str]]]:
         dcp.load(state, checkpoint_id=f"{folder}/{kind}")
         model.model.load_state_dict(state["model"])
         muon.load_state_dict(state["optimizer"])
-        expected = torch.load(f"{folder}/{kind}/expected")
+        expected = torch.load(f"{folder}/{kind}/expected", map_location=device())
         loaded = _differences(model, muon, expected[0])
         model.set_grads(1)
         muon.step(sync_grad_before_optimizer_step=False)

@@ -23,9 +23,7 @@ _TOY_GPT = (
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall".split()
 
 ZERO = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
-# By the cost model, replicas on a CPU need not share matrices as small as these.
-SHARED = ("--muon-fsdp-instance-groups", "1")
-HSDP = ("--num-distributed-optimizer-instances", "2", *SHARED)
+HSDP = ("--num-distributed-optimizer-instances", "2")
 HFSDP = (*HSDP, "--outer-dp-sharding-strategy", "optim")
 TP = ("--tensor-model-parallel-size", "2")
 EP = (*MOE, "--expert-model-parallel-size", "2")

@@ -21,9 +21,9 @@ REFUSALS = [
     (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
     (("--use-precision-aware-optimizer",), "--use-precision-aware-optimizer: it keeps gradients"),
     (("--optimizer-cpu-offload",), "--optimizer-cpu-offload: Newton-Schulz runs where"),
-    (("--no-use-layer-wise-param-layout",), "the layer-wise distributed optimizer"),
+    (("--no-use-layer-wise-param-layout",), "optimizer, got --no-use-layer-wise-param-layout"),
     (("--optimizer", "dist_muon"), "it is Muon with the layer-wise distributed optimizer"),
-    (("--optimizer", "soap"), "--optimizer soap --use-megatron-fsdp cannot run with"),
+    (("--optimizer", "soap"), "--optimizer soap or rekls, got soap: their state"),
     (
         (
             *("--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", "normuon"),
@@ -31,13 +31,13 @@ REFUSALS = [
         ),
         "scales results before they can be normalized; use --muon-fsdp-exchange owner",
     ),
-    (("--pipeline-model-parallel-size", "2"), "--pipeline-model-parallel-size above 1"),
-    (("--ckpt-format", "torch_dist"), "--ckpt-format other than fsdp_dtensor"),
+    (("--pipeline-model-parallel-size", "2"), "-parallel-size above 1, got 2: "),
+    (("--ckpt-format", "torch_dist"), "other than fsdp_dtensor, got torch_dist: "),
     (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),
     (("--muon-fp32-matmul-prec", "low"), "torch has no such precision"),
     (
         ("--qk-clip", *TP),
-        "upstream's clip divides the sizes of all ranks by the query groups of one",
+        "got --tensor-model-parallel-size 2: upstream's clip divides the sizes of all ranks by the",
     ),
     (("--qk-clip", *TP, "--optimizer", "adam"), "--optimizer adam --use-megatron-fsdp cannot run"),
     (("--qk-clip", "--attention-output-gate"), "leaves the gate out of linear_qkv"),
@@ -48,10 +48,10 @@ REFUSALS = [
     (("--optimizer-cuda-graph",), "the step checks gradients on the host"),
     (("--use-torch-fsdp2",), "--use-torch-fsdp2: the optimizer reads Megatron-FSDP's shards"),
     (("--async-save",), "--async-save: upstream's asynchronous writer"),
-    (("--non-persistent-ckpt-type", "global"), "writes these checkpoints for Megatron-FSDP, and"),
-    (("--ckpt-convert-format", "torch_dist"), "a Megatron-FSDP model writes no other format"),
+    (("--non-persistent-ckpt-type", "global"), "--non-persistent-ckpt-type, got global: "),
+    (("--ckpt-convert-format", "torch_dist"), "--ckpt-convert-format, got torch_dist: "),
     (("--load-main-params-from-ckpt",), "checkpoints hold the main parameters"),
-    (("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"), "need float32 main parameters"),
+    (("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"), "than fp32, got bf16: "),
     (("--bf16", "--megatron-fsdp-main-params-dtype", "auto"), "need float32 main parameters"),
     (("--muon-fsdp-exchange", "nobody"), "invalid choice: 'nobody' (choose from 'owner', "),
     (
@@ -140,7 +140,10 @@ def refusals() -> dict[tuple[str, ...], str]:
 
 @pytest.mark.parametrize(("flags", "message"), REFUSALS, ids=lambda value: str(value)[:40])
 def test_refusal_names_the_flag_the_reason_and_the_way_out(flags, message):
-    """Megatron's parser and checks, with ours in them, say what cannot work and why."""
+    """Megatron's parser and checks, with ours in them, say what was given, and why it cannot work.
+
+    A user whose launch script sets the flag somewhere did not know what to look for.
+    """
     assert message in refusals()[tuple(fsdp_toy_gpt(ZERO_3, *flags))]
 
 
@@ -203,12 +206,14 @@ def test_repeated_layer_with_fused_accumulation_is_refused():
 
 def test_hsdp_without_overlap_is_refused():
     """Upstream then never reduces gradients over the outer ranks, and says nothing."""
-    assert "HSDP without --overlap-grad-reduce" in refusals()[NO_OVERLAP]
+    given = "HSDP without --overlap-grad-reduce, got --num-distributed-optimizer-instances 2: "
+    assert given in refusals()[NO_OVERLAP]
     assert "add --overlap-grad-reduce" in refusals()[NO_OVERLAP]
 
 
 def test_outer_sharding_without_full_inner_sharding_is_refused():
     """Megatron-FSDP raises for it late, while it builds buffers."""
+    assert "optim_grads_params, got --outer-dp-sharding-strategy optim" in refusals()[OUTER]
     assert "add --data-parallel-sharding-strategy optim_grads_params" in refusals()[OUTER]
 
 

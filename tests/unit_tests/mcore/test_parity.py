@@ -31,7 +31,6 @@ from helpers.toy_gpt import (
     LATENT,
     MOE,
     NUM_ITERATIONS,
-    SHARED,
     TP,
     ZERO,
     fsdp_toy_gpt,
@@ -79,16 +78,14 @@ def test_every_zero_stage_trains_like_ddp(world_size, zero):
 
     The functional cases have ZeRO-1 to ZeRO-3 on two ranks, with the same tolerance.
     """
-    shared = SHARED if zero == 0 else ()
-    check_parity(world_size, zero, HIGH, shared, HIGH_TOLERANCE, num_microbatches=2)
+    check_parity(world_size, zero, HIGH, (), HIGH_TOLERANCE, num_microbatches=2)
 
 
-@pytest.mark.parametrize(("zero", "groups"), [(0, "1"), (2, "1"), (2, "2")])
+@pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.slow
-def test_hsdp_trains_like_ddp(zero, groups):
-    """Two replicas of two shards each, which share the work, or do it both."""
-    flags = (*HSDP, "--muon-fsdp-instance-groups", groups)
-    check_parity(4, zero, HIGH, flags, HIGH_TOLERANCE, num_microbatches=2)
+def test_hsdp_trains_like_ddp(zero):
+    """Two replicas of two shards, which share the work."""
+    check_parity(4, zero, HIGH, HSDP, HIGH_TOLERANCE, num_microbatches=2)
 
 
 @pytest.mark.parametrize("world_size", [2, SLOW_4])
@@ -104,7 +101,7 @@ def test_tensor_parallel_modes_train_like_ddp(mode):
 
     The bf16 wire has ZeRO-3, and Newton-Schulz spread over both ranks, as all_gather with ZeRO-0.
     """
-    check_parity(4, 0, (*HIGH, *TP, "--muon-tp-mode", mode), SHARED, HIGH_TOLERANCE)
+    check_parity(4, 0, (*HIGH, *TP, "--muon-tp-mode", mode), (), HIGH_TOLERANCE)
 
 
 def _step_replicas_by_the_parent() -> None:
@@ -211,9 +208,7 @@ LITTLE_MEMORY = "--muon-fsdp-staging-bytes"
             3, 1, (*FP32_WIRE, LITTLE_MEMORY, "27000"), MEDIUM_TOLERANCE, id="fp32_wire_buckets"
         ),
         pytest.param(4, 3, (*HSDP, LITTLE_MEMORY, "12000"), MEDIUM_TOLERANCE, id="bf16_wire_hsdp"),
-        pytest.param(
-            4, 0, (*SHARED, LITTLE_MEMORY, "8000"), MEDIUM_TOLERANCE, id="bf16_wire_replicas"
-        ),
+        pytest.param(4, 0, (LITTLE_MEMORY, "8000"), MEDIUM_TOLERANCE, id="bf16_wire_replicas"),
     ],
 )
 @pytest.mark.slow

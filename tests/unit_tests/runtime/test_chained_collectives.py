@@ -3,6 +3,7 @@
 """One collective starts when another one has ended, while the rank goes on."""
 
 import threading
+import time
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -58,6 +59,28 @@ def test_thread_starts_each_behind_what_it_waits_for_in_their_order():
         "started after nothing",
         "waited for passed on",
     ]
+
+
+def test_thread_has_ended_when_its_collective_has():
+    """It let go of collectives while the interpreter ended, in C++, which aborted the process."""
+    threads: list[threading.Thread] = []
+
+    class Kept(_Work):
+        """The last reference to it is the thread's, which needs a while to let go."""
+
+        def wait(self) -> None:
+            threads.append(threading.current_thread())
+            super().wait()
+
+        def __del__(self) -> None:
+            time.sleep(0.2)
+
+    work = Kept([], "first")
+    relayed, ended = ThreadChain().after(work, lambda: None), work.ended
+    del work
+    ended.set()
+    relayed.wait()
+    assert [thread.is_alive() for thread in threads] == [False]
 
 
 def test_error_of_a_thread_is_raised_in_the_step_and_stops_what_follows():
