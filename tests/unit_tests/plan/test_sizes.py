@@ -51,17 +51,17 @@ def test_stacks_of_every_owner_are_those_that_it_orthogonalizes(plan):
 
 
 @given(plans(max_replicas=1))
-def test_copies_of_a_rank_are_the_rectangles_that_it_packs_and_unpacks(plan):
+def test_pieces_of_a_rank_are_the_rectangles_that_it_packs_and_unpacks(plan):
     """Rows and results of messages, and those that stay; the host has work for each of them."""
     for number, indices in enumerate(plan.buckets):
-        copies = plan.sizes.traffic(indices).num_copies()
+        pieces = plan.sizes.traffic(indices).num_pieces()
         for rank in plan.ranks:
             bucket = RankPlan.build(plan, rank).buckets[number]
             (scatter,) = bucket.scatters
             messages = [bucket.sends, bucket.receives, scatter.sends]
             routes = sum(len(routes) for sides in messages for routes in sides.values())
             routes += len(scatter.arrivals) + 2 * len(bucket.owned.kept)
-            assert copies.get(rank, 0) == routes
+            assert pieces.get(rank, 0) == routes
 
 
 @pytest.mark.parametrize("rows", [[8, 4, 2, 2], [0, 16, 0, 16]])
