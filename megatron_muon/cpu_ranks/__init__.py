@@ -29,6 +29,7 @@ import importlib
 import logging
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -174,6 +175,8 @@ def end_process(status: int) -> NoReturn:
     Python ends it in a destructor of C++, which aborts the process ("terminate called without an
     active exception") after all its work is done.
     """
+    # As the interpreter and multiprocessing do: other threads first, then handlers.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         # Nobody may read it any more.
