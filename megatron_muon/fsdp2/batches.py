@@ -19,7 +19,7 @@ type SplitSizes = int | tuple[int, ...] | None
 
 @dataclass(frozen=True, eq=False)
 class MatrixRows:
-    """This rank's rows of one matrix: where they lie in the local tensor of a parameter.
+    """This rank's rows of one matrix, as a range of rows of a parameter's local tensor.
 
     Args:
         param: The parameter.
@@ -40,10 +40,10 @@ class MatrixRows:
 
 
 class Segment(NamedTuple):
-    """Consecutive rows of each matrix of a parameter that are orthogonalized apart.
+    """Consecutive rows of each matrix of a parameter that are orthogonalized separately.
 
     Args:
-        rows: Where they lie.
+        rows: Their range.
         blocks: Rows of one group that go to each block, such as query, key and value, where groups
             repeat; None for one block.
     """
@@ -53,10 +53,10 @@ class Segment(NamedTuple):
 
 
 def segments_of(num_rows: int, split_sizes: SplitSizes) -> list[Segment]:
-    """Return what is orthogonalized apart.
+    """Return the segments of rows that are orthogonalized separately.
 
-    Blocks that follow one another once become matrices with owners of their own. Those of repeating
-    groups are many short pieces; they stay with one owner.
+    Consecutive blocks become matrices with their own owners. Blocks of repeating groups consist of
+    many short pieces, and stay with one owner.
 
     Args:
         num_rows: Rows of the parameter.
@@ -119,8 +119,8 @@ def matrices_of(
     rows, cols = param.shape[-2:]
     own = boxes[rank]
     segments = segments_of(rows, split_sizes)
-    # By the matrices of the batch that they hold: where rows and columns of ranks lie, the last two
-    # dimensions. Matrices that the same ranks hold share one tiling, worked out once.
+    # Rows and columns of ranks, by the matrices of the batch that they hold. Matrices that the same
+    # ranks hold share a tiling, which is computed once.
     held: dict[tuple[int, int], list[tuple[int, Box]]] = defaultdict(list)
     for each in domain:
         of_batch = boxes[each][0] if param.ndim == 3 else (0, 1)
@@ -190,7 +190,7 @@ def _tiling(
     regions: list[Region] = []
     for block, runs in enumerate(block_rows(bottom - top, segment.blocks)):
         row = 0
-        # Rows of a block follow one another, though in the parameter other blocks lie between them.
+        # In the parameter other blocks separate the rows of a block, which are consecutive here.
         for run in runs:
             for ((first, last), (left, right)), ranks in sorted(holders.items()):
                 # Rows of the segment that these ranks hold.

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that share a plan: those of one domain that are replicated alike."""
+"""Parameters that share a plan: those of one domain with the same replicas."""
 
 import functools
 import zlib
@@ -77,14 +77,14 @@ class _Key(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What a rank tells all others at construction.
+    """What all ranks learn of a rank at construction.
 
     Args:
         num_ranks_on_node: Ranks that the launcher started beside it.
         kinds: A checksum of each of its kinds.
         groups: Names of the process groups that it knows, by a checksum of their ranks.
         steps_with: A checksum of the ranks that it steps together with; None for all of them.
-        shapes: Of shards that torch has not cut, by parameter.
+        shapes: Shapes of the shards that torch has not cut, by parameter.
     """
 
     num_ranks_on_node: int
@@ -131,7 +131,9 @@ def find_kinds(
     known = _known_groups(parameters)
     facts = _gather_facts(parameters, keys, known, group)
     # Before any collective of a kind: a rank that lacks it would never join.
-    problems = _missing_kinds(parameters, keys, facts) + _apart(parameters, keys, group, facts)
+    problems = _missing_kinds(parameters, keys, facts) + _stepping_separately(
+        parameters, keys, group, facts
+    )
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
     by_key: dict[_Key, list[tuple[NamedParameter, Rectangles]]] = defaultdict(list)
     for number, (key, parameter) in enumerate(zip(keys, parameters, strict=True)):
@@ -189,7 +191,7 @@ def _gather_facts(
 
 @functools.lru_cache(maxsize=256)
 def _checksum(key: tuple[Any, ...]) -> int:
-    # Not what it is of, which may name thousands of ranks, to each of them.
+    # Keys may name thousands of ranks: ranks exchange checksums of them.
     return zlib.crc32(repr(tuple(key)).encode())
 
 
@@ -214,7 +216,7 @@ def _missing_kinds(
     return problems
 
 
-def _apart(
+def _stepping_separately(
     parameters: Sequence[NamedParameter],
     keys: Sequence[_Key],
     group: dist.ProcessGroup | None,
@@ -274,8 +276,8 @@ def _domain(
 ) -> tuple[int, ...]:
     """Return the ranks that exchange matrices of a parameter, ascending.
 
-    An axis of the mesh that deals out whole matrices of a batch, equally many to each rank, needs
-    no exchange: its ranks plan apart. That keeps plans small where experts are many.
+    An axis of the mesh that gives each rank the same number of whole matrices of a batch needs no
+    exchange: its ranks make separate plans. That keeps plans small if there are many experts.
     """
     # Of a mesh of thousands of ranks only the slice through this rank is looked at.
     coordinate = mesh.get_coordinate()
@@ -387,7 +389,7 @@ def _kind(
             parameter.is_transposed,
             own_rank(),
         ):
-            # By position in the list that all ranks of the domain build alike.
+            # By position in the list, which is the same on all ranks of the domain.
             if rows is not None:
                 handles[len(matrices)] = rows
             matrices.append(matrix)

@@ -47,8 +47,9 @@ class Muon(WholeMatrixMuon):
 
     A step equals that of emerging-optimizers' ``Muon`` on the unsharded model: to the bit with
     ``exchange.wire`` fp32 and ``exchange.max_parts`` 1, otherwise but for rounding
-    (docs/numerics.md). The mesh and the placements of each parameter say where it lies; parameters
-    of several meshes may be mixed. Step all else, such as embeddings, norms and biases, with AdamW.
+    (docs/numerics.md). Mesh and placements of a parameter, or Megatron-FSDP, say which rows a rank
+    holds; parameters may be on different meshes. Step the rest, such as embeddings, norms and
+    biases, with AdamW.
 
     It is built by all ranks of the job together, once parameters are DTensors: before the first
     forward pass, or after a backward pass. A rank without parameters, as a pipeline stage may be,
@@ -58,7 +59,7 @@ class Muon(WholeMatrixMuon):
         params: Parameters, pairs of name and parameter, or groups of either. A matrix is
             ``(outputs, inputs)``; three dimensions are a batch of them. Groups may have, besides
             ``lr``, ``momentum`` and ``weight_decay``: ``split_sizes``, rows of blocks that are
-            orthogonalized apart (a number of equal blocks; rows of each block; or rows of each
+            orthogonalized separately (a number of equal blocks; rows of each block; or rows of each
             block of a group that repeats, such as query, key and value), and ``transposed``, for
             matrices stored as ``(inputs, outputs)``, as which they are scaled.
         lr: Learning rate.

@@ -25,12 +25,12 @@ type Box = tuple[tuple[int, int], ...]
 
 
 class Rectangles(NamedTuple):
-    """Where the elements of one tensor lie.
+    """Which part of a tensor each rank holds.
 
     Args:
-        boxes: What each rank of the mesh holds, by rank of the job.
-        replicas: Ranks that differ in replicated axes alone, ascending, by rank of the job. Ranks
-            with an empty box have replicas like all others.
+        boxes: Held by each rank of the mesh, by rank of the job.
+        replicas: Ranks that differ only along replicated axes, ascending, by rank of the job. Ranks
+            with an empty box have replicas too.
     """
 
     boxes: dict[int, Box]
@@ -38,7 +38,7 @@ class Rectangles(NamedTuple):
 
 
 def is_strided(placement: Placement) -> bool:
-    """Return whether a placement is what FSDP2 makes of an axis left of a tensor-parallel one."""
+    """Return whether FSDP2 has sharded a dimension that tensor parallelism had sharded before."""
     # No subclass of Shard: in torch 2.11 is_shard() is False for it.
     return isinstance(placement, _StridedShard)
 
@@ -55,7 +55,7 @@ def placement_problem(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> st
             return f"expected a reduced tensor, got placements {placements}. Reduce it first"
         if not is_strided(placement):
             continue
-        # What lies further right was sharded first; the factor says by how many.
+        # Axes further right have sharded before; the split factor is the number of their shards.
         first = math.prod(
             mesh.size(other)
             for other in range(axis + 1, len(placements))
@@ -82,7 +82,7 @@ def is_cut_by_torch(param: torch.Tensor) -> bool:
 
 
 def rectangles_of(param: torch.Tensor, shapes: tuple[tuple[int, ...], ...] = ()) -> Rectangles:
-    """Return where a parameter lies; a plain tensor lies on this rank.
+    """Return which part of a parameter each rank holds; this rank holds all of a plain tensor.
 
     Args:
         param: Parameter whose placements have no :func:`placement_problem`.
@@ -132,26 +132,25 @@ def _boxes_in_order(
 
 
 def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
-    """Return the axes of the mesh that cut a dimension, in the order in which they do.
+    """Return the axes of the mesh that torch shards a dimension over, in the order of sharding.
 
-    Plain axes cut from left to right. A strided axis, left of them, cuts what they have left: FSDP2
-    shards what tensor parallelism has sharded before.
+    Plain axes shard from left to right. A strided axis, left of them, shards the resulting shards:
+    FSDP2 shards after tensor parallelism.
     """
     cutting = [axis for axis, each in enumerate(placements) if sharded_dim(each) == dim]
     return sorted(cutting, key=lambda axis: (is_strided(placements[axis]), axis))
 
 
-# Layers have parameters of the same shapes: a mesh of thousands of ranks is gone through once for
-# each.
+# Layers have parameters of the same shapes: the ranks of a large mesh are visited once per shape.
 @functools.lru_cache(maxsize=256)
 def rectangles(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> Rectangles:
-    """Return where a tensor of a shape lies, with placements that FSDP2 makes."""
+    """Return which part each rank holds of a tensor with placements that FSDP2 makes."""
     axes = [cutting_axes(placements, dim) for dim in range(len(shape))]
     boxes: dict[int, Box] = {}
-    # By coordinate on the axes that are not replicated. Not by box: all empty shards have one.
-    alike: dict[tuple[int, ...], list[int]] = {}
+    # By coordinate on the axes that shard. Not by box: all empty shards have the same box.
+    replicas: dict[tuple[int, ...], list[int]] = {}
     # Read once: it is a property that makes a tensor.
     ranks_of_mesh = mesh.mesh
     for coordinate in itertools.product(*map(range, mesh.shape)):
@@ -165,13 +164,13 @@ def rectangles(
             for index, placement in zip(coordinate, placements, strict=True)
             if not placement.is_replicate()
         )
-        alike.setdefault(sharded, []).append(rank)
-    groups = [tuple(sorted(ranks)) for ranks in alike.values()]
+        replicas.setdefault(sharded, []).append(rank)
+    groups = [tuple(sorted(ranks)) for ranks in replicas.values()]
     return Rectangles(boxes, {rank: ranks for ranks in groups for rank in ranks})
 
 
 def _cut(size: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return what is left of a range.
+    """Return one part of a range that is cut repeatedly.
 
     Args:
         size: Of the range, which starts at 0.
@@ -186,7 +185,7 @@ def _cut(size: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
 
 
 def own_box(param: DTensor) -> Box | None:
-    """Return what torch says that this rank holds, as checkpoints are written; None for nothing."""
+    """Return what this rank holds according to torch's checkpoints; None for nothing."""
     for chunk in param.__create_chunk_list__():
         if 0 not in chunk.sizes:
             return tuple(
