@@ -31,6 +31,7 @@ import logging
 import os
 import pkgutil
 import sys
+import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ def end_process(status: int) -> NoReturn:
     Python ends it in a destructor of C++, which aborts the process ("terminate called without an
     active exception") after all its work is done.
     """
+    # As the interpreter and multiprocessing do: other threads first, then handlers.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         # Nobody may read it any more.

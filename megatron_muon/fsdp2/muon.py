@@ -47,8 +47,9 @@ class Muon(WholeMatrixMuon):
 
     A step equals that of emerging-optimizers' ``Muon`` on the unsharded model: to the bit with
     ``exchange.wire`` fp32 and ``exchange.max_parts`` 1, otherwise but for rounding
-    (docs/numerics.md). The shards of a parameter are read from its mesh and placements; parameters
-    of several meshes may be mixed. Step all else, such as embeddings, norms and biases, with AdamW.
+    (docs/numerics.md). Mesh and placements of a parameter, or Megatron-FSDP, say which rows a rank
+    holds; parameters may be on different meshes. Step the rest, such as embeddings, norms and
+    biases, with AdamW.
 
     It is built by all ranks of the job together, once parameters are DTensors: before the first
     forward pass, or after a backward pass. A rank without parameters, as a pipeline stage may be,

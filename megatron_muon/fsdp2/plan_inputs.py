@@ -85,7 +85,7 @@ class _Facts(NamedTuple):
         keys: Checksums of the keys of its plans.
         groups: Names of the process groups that it knows, by a checksum of their ranks.
         steps_with: A checksum of the ranks that it steps together with; None for all of them.
-        shapes: Of shards that torch has not cut, by parameter.
+        shapes: Shapes of the shards that torch has not cut, by parameter.
     """
 
     num_ranks_on_node: int
@@ -191,7 +191,7 @@ def _gather_facts(
 
 @functools.lru_cache(maxsize=256)
 def _checksum(key: tuple[Any, ...]) -> int:
-    # Not what it is of, which may name thousands of ranks, to each of them.
+    # Keys may name thousands of ranks: ranks exchange checksums of them.
     return zlib.crc32(repr(tuple(key)).encode())
 
 

@@ -197,20 +197,19 @@ def _layout_problem(param: torch.Tensor) -> str | None:
                 "expected a mesh whose ranks ascend along each axis that shards, got "
                 f"{mesh}. Build the mesh so"
             )
-    # Then its rows depend on the shards of all ranks; that they tile the parameter is checked once
-    # these are known.
+    # If torch has not cut it, its rows follow from the shards of all ranks. That these tile the
+    # parameter is checked once they are known.
     if not is_cut_by_torch(param):
         return None
     plain = [sharded_dim(placement) for placement in placements if not is_strided(placement)]
     if hasattr(mesh, "_shard_order") and any(plain.count(dim) > 1 for dim in range(param.ndim)):
         return (
-            f"expected a parameter of the model on a mesh that Megatron-FSDP shards, got a copy, "
-            f"which does not tell in which order the axes of {placements} have cut. Pass the "
-            "parameter itself"
+            "expected a parameter of the model on a mesh of Megatron-FSDP, got a copy, which does "
+            f"not say in which order the axes of {placements} have cut it. Pass the parameter"
         )
     box = rectangles_of(param).boxes[own_rank()]
     sizes, shape = tuple(stop - start for start, stop in box), tuple(param._local_tensor.shape)
-    # Of an empty shard torch and FSDP2 make other sizes 0 or not.
+    # FSDP2 sometimes makes the other sizes of an empty shard 0, too.
     if 0 in sizes and 0 in shape:
         return None
     # Twice: by the shard that is there, and by what torch writes into checkpoints.

@@ -38,7 +38,7 @@ class Rectangles(NamedTuple):
 
 
 def is_strided(placement: Placement) -> bool:
-    """Return whether a placement is what FSDP2 makes of an axis left of a tensor-parallel one."""
+    """Return whether FSDP2 has sharded a dimension that tensor parallelism had sharded before."""
     # No subclass of Shard: in torch 2.11 is_shard() is False for it.
     return isinstance(placement, _StridedShard)
 
@@ -132,17 +132,16 @@ def _boxes_in_order(
 
 
 def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
-    """Return the axes of the mesh that cut a dimension, in the order in which they do.
+    """Return the axes of the mesh that torch shards a dimension over, in the order of sharding.
 
-    Plain axes cut from left to right. A strided axis, left of them, cuts what they have left: FSDP2
-    shards what tensor parallelism has sharded before.
+    Plain axes shard from left to right. A strided axis, left of them, shards the resulting shards:
+    FSDP2 shards after tensor parallelism.
     """
     cutting = [axis for axis, each in enumerate(placements) if sharded_dim(each) == dim]
     return sorted(cutting, key=lambda axis: (is_strided(placements[axis]), axis))
 
 
-# Layers have parameters of the same shapes: a mesh of thousands of ranks is gone through once for
-# each.
+# Layers have parameters of the same shapes: the ranks of a large mesh are visited once per shape.
 @functools.lru_cache(maxsize=256)
 def rectangles(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
@@ -171,7 +170,7 @@ def rectangles(
 
 
 def _cut(size: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return what is left of a range.
+    """Return one part of a range that is cut repeatedly.
 
     Args:
         size: Of the range, which starts at 0.
@@ -186,7 +185,7 @@ def _cut(size: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
 
 
 def own_box(param: DTensor) -> Box | None:
-    """Return what torch says that this rank holds, as checkpoints are written; None for nothing."""
+    """Return what this rank holds according to torch's checkpoints; None for nothing."""
     for chunk in param.__create_chunk_list__():
         if 0 not in chunk.sizes:
             return tuple(

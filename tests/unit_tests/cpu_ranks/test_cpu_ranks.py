@@ -384,12 +384,13 @@ atexit.register(keep_the_gil)
             atexit.register(print, "at exit")
             begin = time.monotonic()
             threading.Thread(target=wait_in_cpp, daemon=True).start()
+            threading.Timer(0.1, print, ["other thread"]).start()
             {end}
 
         launcher.run = run
         runpy.run_module("megatron_muon", run_name="__main__")
         """
-    assert run_python(code, prelude=last_at_exit + WITHOUT_MEGATRON) == "at exit\n"
+    assert run_python(code, prelude=last_at_exit + WITHOUT_MEGATRON) == "other thread\nat exit\n"
 
 
 def test_transformer_engine_is_absent_to_cpu_ranks_and_comes_back(tmp_path, monkeypatch):

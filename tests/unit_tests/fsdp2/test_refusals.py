@@ -192,7 +192,7 @@ SHARD = "expected a shard of ranges"
         ("turned_mesh", "w: expected a mesh whose ranks ascend along each axis that shards, got"),
         (
             "copy_of_megatron_fsdp",
-            "w: expected a parameter of the model on a mesh that Megatron-FSDP",
+            "w: expected a parameter of the model on a mesh of Megatron-FSDP",
         ),
         ("nothing_in_it", "w: expected elements, got shape (6, 0)"),
         ("twice", "b: expected each parameter once, got it twice"),
