@@ -50,7 +50,7 @@ LAYERS = {
         frozenset({"plan", "patching", "cpu_ranks", "mcore", "launcher"}),
         frozenset({TORCH, MEGATRON}),
     ),
-    "__main__": Layer(frozenset({"launcher"})),
+    "__main__": Layer(frozenset({"cpu_ranks", "launcher"})),
 }
 
 
