@@ -214,9 +214,10 @@ def _spread_local(
     before_ns = 0
     for plan, rank_plan in enumerate(rank_plans):
         for number, time_ns in enumerate(rank_plan.local_ns):
-            # The slot in which the middle of the stack falls if all slots are equally long.
-            slot = (2 * before_ns + time_ns) * num_slots // max(1, 2 * total_ns)
-            slots[min(slot, num_slots - 1)].append(LocalStack(plan, number))
+            # The slot in which the middle of the stack falls if all slots are equally long; between
+            # two of them the first, which fills the time of a gather.
+            slot = ((2 * before_ns + time_ns) * num_slots - 1) // max(1, 2 * total_ns)
+            slots[min(max(slot, 0), num_slots - 1)].append(LocalStack(plan, number))
             before_ns += time_ns
     return tuple(tuple(stacks) for stacks in slots)
 
