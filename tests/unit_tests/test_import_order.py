@@ -52,7 +52,7 @@ LAYERS = {
         frozenset({"plan", "patching", "cpu_ranks", "mcore", "launcher"}),
         frozenset({TORCH, MEGATRON}),
     ),
-    "__main__": Layer(frozenset({"launcher"})),
+    "__main__": Layer(frozenset({"cpu_ranks", "launcher"})),
 }
 # The command of report/ has the name of what users ask for: ``python -m megatron_muon.plan``.
 EXCEPTIONS = {("plan/__main__.py", "megatron_muon.report.command")}
