@@ -163,23 +163,23 @@ def count_step() -> dict[str, Any]:
         (model, "start_param_sync", FSDP),
         (optimizer, "prepare_grads", "check of gradients"),
         (optimizer, "get_grad_norm", "gradient norm"),
-        *((child.optimizer, "step", _name(child)) for child in optimizer.chained_optimizers),
+        (optimizer.muon_step, "step", "Muon"),
+        *(
+            (child.optimizer, "step", type(child.optimizer).__name__)
+            for child in optimizer.chained_optimizers
+            if child.optimizer not in optimizer.muon_step.optimizers
+        ),
     ):
         setattr(owner, name, counter.within(part, getattr(owner, name)))
     with counter.counting():
         optimizer.step()
-    (muon,) = (child for child in optimizer.chained_optimizers if _name(child) == "Muon")
-    matrices = muon.get_parameters()
+    matrices = [param for muon in optimizer.muon_step.optimizers for param in muon.params]
     return {
         "ranks": dist.get_world_size(),
         "matrices": len(matrices),
         "elements": sum(param._local_tensor.numel() for param in matrices),
         "parts": {part or "clipping": counts.as_json() for part, counts in counter.parts.items()},
     }
-
-
-def _name(child: Any) -> str:
-    return "Muon" if hasattr(child.optimizer, "compute") else type(child.optimizer).__name__
 
 
 def figures(counted: dict[str, Any], parts: list[str]) -> dict[str, float]:

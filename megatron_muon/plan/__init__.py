@@ -54,7 +54,8 @@ How a plan is made, once, at construction
             owner[m] = (the one of fits with the quietest link) or (the rank that is done first)
     local, exchanged = matrices that only their owner holds, all others
 
-    n = round(Newton-Schulz of exchanged on the busiest owner / the longest of them), 1 to 16
+    shortest = max(longest exchanged matrix, ten times the two collectives of a bucket)
+    n = round(Newton-Schulz of exchanged on the busiest owner / shortest), 1 to 16
     for n, scatters, depth in (n, 1, 3), (n, 1, 2), (n, 1, 1), (more buckets, ...):  # buckets.py
         for m in exchanged, longest first:
             put m into the bucket in which its owners have least to do

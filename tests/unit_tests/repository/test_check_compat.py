@@ -21,9 +21,9 @@ def test_source_tree_without_a_wheel_is_in_the_table_and_said_to_be_one():
     text = next(line for line in versions.table_text().splitlines() if "0.19.1" in line)
     assert "works (source tree, no wheel: Megatron-LM's tag core_v0.19.0)" in text
     assert row is not versions.TABLE[0], "the first row is what the errors say to install"
-    page = (ROOT / "docs" / "compatibility.md").read_text()
-    assert "| 0.19.1 | 0.3.0 | 2.11.0 | works; a source tree" in page
-    assert f"| 0.20.0 | 0.3.0 | 2.11.0 | works, tried at commit {main.commit}" in page
+    page = (ROOT / "docs" / "support.md").read_text()
+    assert "| 0.19.1 | 0.3.0 | 2.11.0 | works; Megatron-LM's tag `core_v0.19.0`" in page
+    assert f"| 0.20.0 | 0.3.0 | 2.11.0 | works at commit {main.commit}" in page
 
 
 def test_smoke_tests_are_there():
@@ -45,7 +45,7 @@ def idle_commands(name, params):
 
 @pytest.mark.slow
 def test_check_here_trains():
-    """The command of docs/compatibility.md, in the environment of the tests."""
+    """The command of docs/support.md, in the environment of the tests."""
     done = ended(HERE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("| as it is | ok | yes |")
