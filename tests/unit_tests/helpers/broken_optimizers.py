@@ -58,17 +58,20 @@ def skip_newton_schulz() -> None:
     Standard.run = normalized
 
 
-def orthogonalize_local_rows() -> None:
-    """Owners see zeros in place of the rows of other ranks."""
+def flip_rows_of_other_ranks() -> None:
+    """Owners see the rows of other ranks with the other sign.
+
+    Zeros in their place would leave most matrices nearly as they are: owners hold most of them.
+    """
     from megatron_muon.runtime.plan_runner import PlanRunner
 
     original = PlanRunner.orthogonalize
 
-    def without_arrivals(self: Any, index: int) -> Any:
-        """Clear what arrived."""
+    def flipped(self: Any, index: int) -> Any:
+        """Flip what arrived."""
         for route, rows in self._arrived_rows[index]:
             if route.source != route.owner:
-                rows.zero_()
+                rows.neg_()
         return original(self, index)
 
-    PlanRunner.orthogonalize = without_arrivals
+    PlanRunner.orthogonalize = flipped

@@ -75,14 +75,6 @@ REFUSALS = [
         ("--muon-fsdp-wire", "bf16", "--muon-fp32-matmul-prec", "high"),
         "--muon-fsdp-wire: expected fp32 for Newton-Schulz in fp32, got bf16",
     ),
-    (
-        ("--muon-fsdp-overlap-within-matrices", "--muon-fp32-matmul-prec", "high"),
-        "--muon-fsdp-overlap-within-matrices: expected --muon-fsdp-wire bf16, got fp32, on which",
-    ),
-    (
-        ("--muon-fsdp-overlap-within-matrices", "--muon-fsdp-exchange", "all_gather"),
-        "--muon-fsdp-overlap-within-matrices: expected --muon-fsdp-exchange owner, got all_gather",
-    ),
 ]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.broken_optimizers import orthogonalize_local_rows, skip_newton_schulz
+from helpers.broken_optimizers import flip_rows_of_other_ranks, skip_newton_schulz
 from helpers.toy_gpt import (
     BF16,
     EP,
@@ -308,7 +308,7 @@ def test_skipped_iterations_and_zero_counts_match_ddp():
 
 @pytest.mark.parametrize(
     "break_it",
-    [skip_newton_schulz, pytest.param(orthogonalize_local_rows, marks=pytest.mark.slow)],
+    [skip_newton_schulz, pytest.param(flip_rows_of_other_ranks, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize(
     ("flags", "fsdp_flags", "tolerance"),
@@ -319,7 +319,7 @@ def test_skipped_iterations_and_zero_counts_match_ddp():
     ],
 )
 def test_broken_newton_schulz_fails_these_tolerances(break_it, flags, fsdp_flags, tolerance):
-    """A run whose matrices are not orthogonalized, or only by shards, is told from a right one."""
+    """A run without Newton-Schulz, or with wrong rows of other ranks, is told from a right one."""
     run = train(2, fsdp_toy_gpt(ZERO[3], *flags, *fsdp_flags), before=break_it)
     assert max(relative_differences(run.losses, ddp_losses(2, *flags))) > 3 * tolerance
 
