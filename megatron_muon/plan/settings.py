@@ -34,8 +34,8 @@ class ExchangeSettings:
         staging_bytes: Maximum memory of messages and stacks on a rank while a step runs; results
             of one bucket and the workspace of Newton-Schulz are not in it. None: 5 GB, or the least
             that works if that is more.
-        max_parts: Maximum number of owners per matrix, a power of two. It has an effect only where
-            a matrix takes longer than the mean load of a rank. 1 keeps every matrix whole, and
+        max_parts: Maximum number of owners per matrix, a power of two. A matrix is split
+            only if it alone exceeds the fair share of a rank. 1 keeps every matrix whole, and
             results the same bits on any number of ranks.
         cost_model: Rates of the machine, as ``name=value,...`` for
             :meth:`~megatron_muon.plan.cost.CostModel.parse`.
