@@ -32,8 +32,8 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "max_parts": {
         "type": int,
         "help": "Maximum number of ranks per matrix, a power of two. A matrix is split only "
-        "if it alone exceeds the fair share of a rank. 1 turns splitting off: results have the same "
-        "bits on any number of ranks.",
+        "if it alone exceeds the fair share of a rank. 1 turns splitting off: results have the "
+        "same bits on any number of ranks.",
     },
     "cost_model": {
         "help": "Rates of the machine for choosing owners, as name=value,...: tflops, "
