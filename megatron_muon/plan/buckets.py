@@ -26,14 +26,13 @@ _MAX_BUCKETS = 16
 # The two collectives of a bucket may cost this fraction of its work. Measured on 4 CPU ranks with
 # small matrices (hidden 128): 147 ms in one bucket, 198 ms in 16.
 _MAX_OVERHEAD = 0.1
-# Gathers in flight beside the bucket in work, and as many scatters. 70B on 64 ranks: 18 % with 2.
+# Gathers in flight beside the bucket in work, and as many scatters. With two, a plan of 70B on 64
+# ranks was predicted to take 18 % longer.
 _DEPTH = 3
-# Replicas pass one scatter on while another comes in: at least this many in a step.
+# Replicas pass one scatter on while another arrives: at least this many in a step.
 _MIN_SCATTERS = 4
 # Memory may ask for up to this many buckets, and scatters in a step.
 _MAX_FOR_MEMORY = 64
-# Twice as many scatters have to lower the memory to this fraction.
-_WORTH_SCATTERS = 0.98
 
 
 @dataclass(frozen=True)
@@ -130,39 +129,39 @@ class _Chooser:
         self._bounds: dict[int, int] = {}
 
     def bound(self, count: int) -> int:
-        """Return bytes that some rank needs at least with this number of buckets."""
+        """Return the bytes that some rank needs at least with this number of buckets."""
         if count not in self._bounds:
-            # Rows that have arrived and the stacks that they are copied to.
-            of_buckets = map(self._counter.largest_rows, self._buckets(count, False))
-            self._bounds[count] = max(of_buckets) * self._stacking.wire.gather_bytes
+            # Rows that have arrived, and the stacks that they are copied to.
+            elements = min(
+                max(map(self._counter.largest_rows, self._buckets(count, is_mixed)))
+                for is_mixed in (True, False)
+            )
+            self._bounds[count] = elements * self._stacking.wire.gather_bytes
         return self._bounds[count]
 
     def least(self, count: int, staging_bytes: int) -> Buckets:
         """Return the first order that fits into memory, or the one that needs least."""
         found: Buckets | None = None
+        for order in self._orders(count):
+            buckets = self._buckets(count, order.depth.ahead > 1)
+            needed, order = self._needed(buckets, order)
+            if found is None or needed < found.staging_bytes:
+                found = Buckets(tuple(buckets), order, needed)
+            if needed <= staging_bytes:
+                break
+        assert found is not None
+        return found
+
+    def _orders(self, count: int) -> Iterator[PlanOrder]:
         scatters = -(-_MIN_SCATTERS // count) if self._has_replicas else 1
         while True:
-            before = found.staging_bytes if found is not None else None
-            for order in self._orders(count, scatters):
-                buckets = self._buckets(count, order.depth.ahead > 1)
-                needed, order = self._needed(buckets, order)
-                if found is None or needed < found.staging_bytes:
-                    found = Buckets(tuple(buckets), order, needed)
-                if needed <= staging_bytes:
-                    return found
-            assert found is not None
-            # Once gathers and stacks are nearly all of it, more scatters do not help.
-            is_done = before is not None and found.staging_bytes > _WORTH_SCATTERS * before
+            for ahead in range(self._depth, 0, -1):
+                yield PlanOrder(count, scatters, Depth(ahead, ahead * scatters), self._has_replicas)
+            if scatters > 1:
+                yield PlanOrder(count, scatters, Depth(1, 1), self._has_replicas)
             scatters *= 2
-            is_most = not self._has_replicas or count * scatters > _MAX_FOR_MEMORY
-            if is_done or is_most:
-                return found
-
-    def _orders(self, count: int, scatters: int) -> Iterator[PlanOrder]:
-        for ahead in range(self._depth, 0, -1):
-            yield PlanOrder(count, scatters, Depth(ahead, ahead * scatters), self._has_replicas)
-        if scatters > 1:
-            yield PlanOrder(count, scatters, Depth(1, 1), self._has_replicas)
+            if not self._has_replicas or count * scatters > _MAX_FOR_MEMORY:
+                return
 
     def _buckets(self, count: int, is_mixed: bool) -> list[tuple[int, ...]]:
         # At depth 1 nothing hides that ranks wait for each other: buckets by length end together.
@@ -229,7 +228,8 @@ def _fill_buckets(
         draft.num_same_layout[matrix.layout_key] += 1
         for owner in matrix.owners:
             draft.load_ns[owner] += matrix.load_ns
-    # The shortest first, so that work starts early. By length the longest two are first and last.
+    # The shortest bucket first, so that work starts early. If matrices were assigned by length, the
+    # two longest buckets are first and last: each then waits for one neighbor alone.
     found = [tuple(sorted(draft.matrices)) for draft in drafts if draft.matrices]
     return found[::-1] if is_mixed or len(found) < 3 else [found[0], *found[2:], found[1]]
 

@@ -62,10 +62,10 @@ class CostModel:
         ValueError: A rate is not positive, or segments are of another number of steps.
     """
 
-    # A GPU of the H100 class. Products of 8192 x 8192 ran at 770 to 798 TFLOP/s on an H100 and an
-    # H200; the curve meets that, and estimates of 620 to 700 at 4096, 500 to 600 at 2048, 300 to
-    # 400 at 768 and 200 to 300 at 512 (stacked). 450 GB/s each way is NVLink 4 (18 links of
-    # 25 GB/s). Source: NVIDIA H100 Tensor Core GPU datasheet.
+    # A GPU of the H100 class; nothing here was measured by this project. Others saw 770 to 798
+    # TFLOP/s in products of 8192 x 8192. The curve meets that, and estimates of 620 to 700 at 4096,
+    # 500 to 600 at 2048, 300 to 400 at 768 and 200 to 300 at 512 (stacked). 450 GB/s each way is
+    # NVLink 4 (18 links of 25 GB/s). Source: NVIDIA H100 Tensor Core GPU datasheet.
     tflops: float = 900.0
     half_rate_side: float = 1350.0
     gbps: float = 450.0
@@ -79,7 +79,7 @@ class CostModel:
     all_reduce_us: float = 20.0
     # 85 % of the 3,350 GB/s of the H100's datasheet.
     memory_gbps: float = 2850.0
-    # Python of one routed rectangle, and of one collective: measured on a CPU, without arithmetic.
+    # Python for one rectangle, and for one collective, on one core. Estimates.
     piece_us: float = 25.0
     collective_us: float = 150.0
     num_ns_steps: int = 5
@@ -102,7 +102,7 @@ class CostModel:
             is_allowed = value >= 0 if name in _MAY_BE_ZERO else value > 0
             if not is_allowed or not math.isfinite(value):
                 raise ValueError(
-                    f"cost model: expected a positive {name}, got {value}. Pass the rates of "
+                    f"cost model: expected a positive, finite {name}, got {value}. Pass rates of "
                     "your machine, such as tflops=900,gbps=450."
                 )
 

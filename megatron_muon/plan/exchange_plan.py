@@ -232,6 +232,17 @@ def plan_matrices(
     )
 
 
+def staging_share(settings: ExchangeSettings, staged_bytes: int, num_plans: int) -> int:
+    """Return the staging memory of the next plan of a rank, in bytes.
+
+    Args:
+        settings: With the limit of all plans.
+        staged_bytes: What the plans before it need.
+        num_plans: Plans that are still to be made, this one included.
+    """
+    return max(0, settings.wanted_staging_bytes - staged_bytes) // num_plans
+
+
 def staging_problem(
     plans: Sequence[ExchangePlan], needed: int, staging_bytes: int | None
 ) -> str | None:

@@ -110,15 +110,6 @@ class ExchangeSettings:
         """Staging memory that a rank stays within if it can."""
         return _WANTED_STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
 
-    def share_of_staging(self, staged_bytes: int, num_plans: int) -> int:
-        """Return the staging memory of the next plan of a rank.
-
-        Args:
-            staged_bytes: What the plans before it need.
-            num_plans: Plans that are still to be made, this one included.
-        """
-        return max(0, self.wanted_staging_bytes - staged_bytes) // num_plans
-
     def wire_for(self, is_bf16: bool) -> Wire:
         """Return the wire for Newton-Schulz in bf16 or in fp32.
 

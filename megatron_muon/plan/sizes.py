@@ -8,7 +8,6 @@ reports. Matrices of all layers share their shards, so those are walked once per
 per matrix.
 """
 
-import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -191,8 +190,7 @@ class BucketTraffic:
         found = Counter(self.pieces)
         for _, pieces, owners in self.flows:
             num_matrices, num_pieces = sum(owners.values()), sum(pieces.values())
-            # Rows are read and results are written by holders; owners unpack the ones, and pack the
-            # others.
+            # Holders pack rows and unpack results; owners do the reverse.
             for rank, number in pieces.items():
                 found[rank] += 2 * number * num_matrices
             for owner, number in owners.items():
@@ -242,6 +240,7 @@ class SizeCounter:
         self._has_replicas = has_replicas
         self._cells: dict[tuple[int, int], list[_Cell]] = {}
         self._held: dict[tuple[int, int, int], tuple[dict[int, int], dict[int, int]]] = {}
+        self._sizes: dict[tuple[tuple[int, ...], int], dict[int, RankSizes]] = {}
 
     def traffic(self, indices: Iterable[int], *, counts_pieces: bool = False) -> BucketTraffic:
         """Return rows and results of a bucket of some matrices.
@@ -327,9 +326,15 @@ class SizeCounter:
             for owner, stacks in self._stacking.stacks(indices).items()
         )
 
-    @functools.cache  # noqa: B019 - a counter lives as long as its plan
     def sizes(self, indices: tuple[int, ...], num_scatters: int) -> dict[int, RankSizes]:
         """Return what every rank stages for a bucket of some matrices."""
+        # Several depths are tried with the same buckets.
+        key = indices, num_scatters
+        if key not in self._sizes:
+            self._sizes[key] = self._count_sizes(indices, num_scatters)
+        return self._sizes[key]
+
+    def _count_sizes(self, indices: Sequence[int], num_scatters: int) -> dict[int, RankSizes]:
         traffic = self.traffic(indices)
         sent, received = traffic.gather(self._stacking.cost)
         stacks = self._stacking.stacks(indices)

@@ -3,8 +3,8 @@
 """Memory of messages and stacks: the lifetime of every buffer, and its offset in one arena.
 
 Buffers share memory if they are not alive at the same action of a step, see
-:mod:`megatron_muon.plan.schedule`. A ring of slots, each as
-large as the largest buffer, would need twice the memory.
+:mod:`megatron_muon.plan.schedule`. A ring of slots, each as large as the largest buffer, would need
+twice the memory.
 """
 
 import functools
@@ -159,7 +159,7 @@ def _of_bucket(
 ) -> tuple[_Lifetime, ...]:
     packed = position[Action("start_gather", plan, bucket)]
     arrived = position[Action("wait_for_gather", plan, bucket)]
-    # Newton-Schulz writes its first step elsewhere; upstream refuses to take none.
+    # Newton-Schulz writes its first step elsewhere, and upstream refuses to run without steps.
     orthogonalized = position[Action("orthogonalize", plan, bucket)]
     return (
         _Lifetime(packed, arrived),

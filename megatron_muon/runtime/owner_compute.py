@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.plan.exchange_plan import ExchangePlan, plan_matrices, staging_problem
+from megatron_muon.plan.exchange_plan import (
+    ExchangePlan,
+    plan_matrices,
+    staging_problem,
+    staging_share,
+)
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import ExchangeSettings
@@ -118,7 +123,7 @@ class OwnerCompute:
             )
             # Costs decide the sizes of stacks and which replica is the nearest.
             entries = [f"{settings} {newton_schulz.steps} steps {wire} {cost}"]
-            share = settings.share_of_staging(most_staged, max_num_plans - position)
+            share = staging_share(settings, most_staged, max_num_plans - position)
             try:
                 plan = plan_matrices(
                     given.matrices, cost, settings, wire, load_ns=loads_ns, staging_bytes=share

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.exchange_plan import ExchangePlan, plan_matrices, staging_problem
+from megatron_muon.plan.exchange_plan import (
+    ExchangePlan,
+    plan_matrices,
+    staging_problem,
+    staging_share,
+)
 from megatron_muon.plan.layout import (
     MatrixLayout,
     RowLayout,
@@ -200,8 +205,8 @@ def _plan_all(
                 settings,
                 machine.wire,
                 load_ns=load_ns,
-                staging_bytes=settings.share_of_staging(
-                    max(staged[rank] for rank in ranks), len(domains) - number
+                staging_bytes=staging_share(
+                    settings, max(staged[rank] for rank in ranks), len(domains) - number
                 ),
             )
             new.append(plan)

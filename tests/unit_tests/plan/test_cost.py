@@ -115,7 +115,7 @@ def test_gpus_that_are_not_known_count_as_the_nearest():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gbps": 0.0}, "cost model: expected a positive gbps, got 0.0"),
+        ({"gbps": 0.0}, "cost model: expected a positive, finite gbps, got 0.0"),
         ({"segments": (1, 2)}, r"cost model: expected segments of 5 steps, got \(1, 2\)"),
     ],
 )

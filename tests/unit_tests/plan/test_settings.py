@@ -4,6 +4,7 @@
 
 import pytest
 
+from megatron_muon.plan.exchange_plan import staging_share
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.wire import Wire
 from megatron_muon.user_errors import naming_flags
@@ -35,7 +36,7 @@ from megatron_muon.user_errors import naming_flags
         ),
         ({"cost_model": "tflops=fast"}, "got 'tflops=fast'"),
         ({"cost_model": "num_ns_steps=7"}, "Set num_ns_steps"),
-        ({"cost_model": "gbps=0"}, "cost model: expected a positive gbps, got 0"),
+        ({"cost_model": "gbps=0"}, "cost model: expected a positive, finite gbps, got 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
@@ -70,7 +71,7 @@ def test_bytes_of_an_element_on_each_wire(wire, is_bf16, expected):
 )
 def test_next_plan_has_an_equal_share_of_what_is_left(limit, staged, num_plans, expected):
     """Of a limit, or of 5 GB; what earlier plans left over is for the last one."""
-    assert ExchangeSettings(staging_bytes=limit).share_of_staging(staged, num_plans) == expected
+    assert staging_share(ExchangeSettings(staging_bytes=limit), staged, num_plans) == expected
 
 
 def test_errors_name_flags_to_who_set_flags():

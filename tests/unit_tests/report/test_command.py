@@ -156,7 +156,7 @@ def test_limit_that_is_kept_is_not_refused(capsys):
             "hsdp: expected dp to be a multiple of 2 instances, got dp 9",
         ),
         (["--preset", "llama3-8b", "--tp", "3"], "to be a multiple of 3 tensor-parallel ranks"),
-        (["--preset", "llama3-8b", "--tflops", "0"], "expected a positive tflops, got 0.0"),
+        (["--preset", "llama3-8b", "--tflops", "0"], "expected a positive, finite tflops, got 0.0"),
         (["--preset", "llama3-8b", "--max-parts", "3"], "max-parts: expected a power of two"),
         (["--shards", "/nowhere.json"], "No such file"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_muon.plan import ExchangePlan, ExchangeSettings
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.exchange_plan import plan_matrices
+from megatron_muon.plan.exchange_plan import plan_matrices, staging_share
 from megatron_muon.plan.owners import choose_owners
 from megatron_muon.plan.rank_plan import RankPlan
 from megatron_muon.report.preview.model_shape import PRESETS
@@ -54,7 +54,7 @@ def test_preview_plans_what_a_run_plans(limit):
             settings,
             expected.wire,
             load_ns=dict.fromkeys(expected.ranks, 0),
-            staging_bytes=settings.share_of_staging(0, 2),
+            staging_bytes=staging_share(settings, 0, 2),
         )
         assert plan.entries() == expected.entries()
         for rank in plan.ranks:
@@ -66,7 +66,7 @@ def test_preview_plans_what_a_run_plans(limit):
         settings,
         dense.wire,
         load_ns=load_ns,
-        staging_bytes=settings.share_of_staging(max(staged.values()), 1),
+        staging_bytes=staging_share(settings, max(staged.values()), 1),
     )
     assert plan.entries() == dense.entries()
 
