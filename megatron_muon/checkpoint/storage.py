@@ -190,6 +190,7 @@ def load_object(data: bytes, key: str) -> StoredObject:
     """
 
     def load() -> StoredObject:
+        """Unpickle the object; its torch part is never executed."""
         # torch.load would refuse the object or run its code, depending on weights_only.
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))

@@ -76,6 +76,7 @@ def _in_fp32(original: Any, product: Any) -> Callable[..., torch.Tensor]:  # noq
         out: torch.Tensor | None = None,
         **scalars: float,
     ) -> torch.Tensor:
+        """Compute the product in fp32, and round the result to bf16."""
         target = args[0] if original is not product and out is None else out
         written = () if out is None else (out,)
         if any(tensor.dtype is not torch.bfloat16 for tensor in (*args, *written)):

@@ -70,6 +70,7 @@ def averaging(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def reduction(*args: object, **kwargs: object) -> Work:
+        """Replace an average by a sum of shares."""
         bound = signature.bind(*args, **kwargs)
         given: dict[str, Any] = bound.arguments
         if given.get("op") == dist.ReduceOp.AVG:
@@ -113,6 +114,7 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
+        """Gather padded tensors if their sizes differ."""
         if not _is_uneven(tensor_list):
             return original(tensor_list, tensor, group=group, async_op=async_op)
         numel = max(output.numel() for output in tensor_list)
@@ -142,6 +144,7 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Work:
+        """Scatter padded tensors if their sizes differ."""
         if not _is_uneven(input_list):
             return averaged(output, input_list, op=op, group=group, async_op=async_op)
         numel = max(tensor.numel() for tensor in input_list)
@@ -178,6 +181,7 @@ def mesh_from_group_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     def from_group(
         group: ProcessGroups, device_type: str, *args: object, **kwargs: object
     ) -> DeviceMesh:
+        """Make a mesh of CPU ranks for one of GPUs."""
         return original(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     return from_group

@@ -32,6 +32,7 @@ def compile_where_missing_from(original: Callable[[], None]) -> Callable[[], Non
 
     @functools.wraps(original)
     def compile_helpers() -> None:
+        """Compile the helpers if they cannot be imported."""
         if importlib.util.find_spec(module) is None:
             _compile(module, Path(inspect.getfile(original)).parent)
 

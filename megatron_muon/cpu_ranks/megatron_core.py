@@ -47,6 +47,7 @@ def preprocessing_without_premul_from(original: Callable[..., Any]) -> Callable[
         scaling_factor: float | None,
         ddp_config: "DistributedDataParallelConfig",
     ) -> "torch.distributed.ReduceOp.RedOpType":
+        """Average gradients without a fused division."""
         config = SimpleNamespace(
             average_in_collective=ddp_config.average_in_collective, gradient_reduce_div_fusion=False
         )
@@ -71,6 +72,7 @@ def attention_from(original: Callable[..., Any]) -> Callable[..., Any]:
         v_channels: int | None = None,
         **kwargs: object,
     ) -> None:
+        """Accept keys and values of different head dimensions, and record logits."""
         original(self, *args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
@@ -101,6 +103,7 @@ def release_of_qk_clip_from(original: Callable[..., bool]) -> Callable[..., bool
 
     @functools.wraps(original)
     def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+        """Answer as if Transformer Engine 2.9 were there."""
         return version == "2.9.0" or original(version, check_equality)
 
     return is_te_min_version
@@ -137,6 +140,7 @@ def without_warning_of_shared_generator() -> Iterator[None]:
     """
 
     def is_another(record: logging.LogRecord) -> bool:
+        """Return whether a record is not the expected warning."""
         return "CPU RNG state changed" not in record.getMessage()
 
     logger = logging.getLogger("megatron.core.tensor_parallel.random")
@@ -153,6 +157,7 @@ def model_parallel_without_context_from(original: Callable[..., Any]) -> Callabl
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: object, **kwargs: object) -> None:
+        """Refuse context parallelism."""
         size = signature.bind(*args, **kwargs).arguments.get("context_parallel_size", 1)
         if size > 1:
             raise SettingsError(

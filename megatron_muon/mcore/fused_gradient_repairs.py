@@ -34,6 +34,7 @@ def overwrite_only_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_and_wait_parameters_ready(
         self: Any, params: Sequence[Any], *args: Any, **kwargs: Any
     ) -> None:
+        """Gather parameters, then let gradients accumulate."""
         original(self, params, *args, **kwargs)
         # Unset after each call, as upstream marks in every forward and backward pass.
         if self.data_parallel_sharding_strategy == "optim":
@@ -79,6 +80,7 @@ def fuse_only_into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(ctx: Any, input: Any, weight: Any, bias: Any, is_fused: bool, *rest: Any) -> Any:
+        """Fuse the accumulation only if its target may be overwritten."""
         is_deferred = rest[2] is not None  # grad_output_buffer
         # Other wrappers than Megatron-FSDP initialize ``main_grad``.
         if hasattr(weight, "__fsdp_param__") and not is_deferred:

@@ -84,6 +84,7 @@ def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
 
     @functools.wraps(original)
     def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
+        """Clip query and key weights of a model that Megatron-FSDP wraps."""
         if not is_wrapped(model[0]):
             return original(model, log_max_only)
         return largest_logit(model, log_max_only)

@@ -96,6 +96,7 @@ class TransformerEngine(Standard):
         destroy_process_group = dist.destroy_process_group
 
         def destroy(group: "dist.ProcessGroup | None" = None) -> None:
+            """Destroy contexts, then one process group or all of them."""
             self.disconnect(group)
             destroy_process_group(group)
 

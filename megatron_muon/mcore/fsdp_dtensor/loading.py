@@ -157,6 +157,7 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_fsdp_dtensor_state_dict(
         args: Any, raw_state_dict: dict[str, Any], model: Any
     ) -> dict[str, Any]:
+        """Rename the state to the keys of the checkpoint, and check it against the checkpoint."""
         state_dict = original(args, raw_state_dict, model)
         if _being_loaded is None:
             return state_dict
@@ -290,6 +291,7 @@ def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> str:
+        """Return the path of --pretrained-checkpoint where --load is not given."""
         if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
             load_arg = "pretrained_checkpoint"
         return original(args, load_arg)

@@ -37,6 +37,7 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def split_states(model: Any, located: "_LocatedParameters", whole: _States) -> _States:
+        """Split the state of all optimizers' parameters."""
         # The original accepts one tensor per name, so it is called once per kind of state.
         num_experts = get_model_config(model).num_moe_experts
         # Sorted: Adam's state is in the order of its creation, which differs between ranks if some
@@ -75,6 +76,7 @@ def split_fused_latent_states(original: Callable[..., Any]) -> Callable[..., Any
     """
 
     def split_states(model: Any, located: "_LocatedParameters", whole: _States) -> _States:
+        """Split every state of latent attention's down-projections."""
         split: dict[str, dict[str, Any]] = {}
         # Sorted, as every split is collective.
         for name, states in sorted(whole.items()):
@@ -107,6 +109,7 @@ def _handler(
     def handle(
         model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Rename and split what is saved, or loaded."""
         located = _LocatedParameters(model)
         model_state_dict, _ = original(located, model_state_dict, None)
         if optimizer_state_dict is None:
@@ -173,6 +176,7 @@ def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_fsdp_dtensor(
         local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
     ) -> DTensor:
+        """Make a DTensor that is replicated if the parameter is."""
         if getattr(dist_index, _IS_REPLICATED, False):
             kwargs["is_sharded_param"] = False
         return original(local_tensor, param, dist_index=dist_index, **kwargs)
@@ -192,6 +196,7 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict[str, Any]:
+        """Return Adam's state, complete and with one step count."""
         if "Adam" not in type(self.optimizer).__name__:
             return original(self, is_loading)
         complete_state(self)
