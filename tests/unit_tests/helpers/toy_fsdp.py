@@ -161,6 +161,13 @@ def main_weights(model: Any) -> dict[str, Any]:
     }
 
 
+def are_equal(first: dict[str, Any], second: dict[str, Any]) -> list[bool]:
+    """Compare the tensors of ``first`` with those of the same names, bit for bit."""
+    import torch
+
+    return [torch.equal(first[name], second[name]) for name in first]
+
+
 def model_weights(model: Any) -> list[Any]:
     """Copy the bits of this rank's part of the weights that the next forward pass gathers.
 

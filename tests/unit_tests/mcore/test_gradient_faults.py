@@ -1,0 +1,209 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that are missing, not finite or too large, and the norm they are clipped by."""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.toy_fsdp import (
+    are_equal,
+    build_model,
+    build_optimizer,
+    main_weights,
+    model_weights,
+    run_backward,
+)
+
+pytestmark = pytest.mark.ranks
+
+MATRIX = ("FSDPZeROTensorParallelMuon", "embedding.position_embeddings.weight")
+OUTPUT_LAYER = ("AdamW", "output_layer.weight")
+FAULTS = ("missing", "frozen", "nan", "inf")
+
+
+def _keep_norm_on_device() -> None:
+    """Stand in for Transformer Engine's kernel, with which upstream reads no norm on the host."""
+    from megatron.core.optimizer import clip_grads
+
+    def scale(chunk_size: int, overflow: Any, tensors: Any, factor: Any) -> None:
+        for source, target in zip(*tensors, strict=True):
+            target.copy_(source * factor)
+
+    clip_grads.multi_tensor_scale_tensor_impl = scale
+
+
+def _break_gradients(norm_is_on_device: bool) -> dict[str, Any]:
+    """Step with each fault in a gradient of rank 1, then once without."""
+    if norm_is_on_device:
+        _keep_norm_on_device()
+    model = build_model()
+    optimizer = build_optimizer(model)
+    found: dict[str, Any] = {}
+    for fault in FAULTS:
+        for kind, name in (MATRIX, OUTPUT_LAYER):
+            optimizer.zero_grad()
+            run_backward(model)
+            model.finish_grad_sync()
+            found[f"{fault} {name}"] = _step_with(fault, kind, name, model, optimizer)
+    optimizer.zero_grad()
+    run_backward(model)
+    found["success"], *_ = optimizer.step()
+    return found
+
+
+def _step_with(fault: str, kind: str, name: str, model: Any, optimizer: Any) -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    owner = next(
+        child for child in optimizer.chained_optimizers if type(child.optimizer).__name__ == kind
+    )
+    for param in owner.get_parameters():
+        if dist.get_rank() == 1 and optimizer._fqns[param] == name:
+            assert param.grad is not None
+            param.requires_grad_(fault != "frozen")
+            if fault in ("missing", "frozen"):
+                param.grad = None
+            else:
+                param.grad._local_tensor[-1, -1] = float(fault)
+    before, installed = main_weights(model), model_weights(model)
+    state = _states(optimizer)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return [
+            str(error),
+            all(are_equal(before, main_weights(model)))
+            and all(map(torch.equal, state, _states(optimizer))),
+            all(map(torch.equal, installed, model_weights(model))),
+        ]
+    return ["no error", False, False]
+
+
+def _states(optimizer: Any) -> list[Any]:
+    """Copy this rank's part of every state tensor of all optimizers."""
+    from torch.distributed.tensor import DTensor
+
+    return [
+        (value._local_tensor if isinstance(value, DTensor) else value).clone()
+        for child in optimizer.chained_optimizers
+        for state in child.optimizer.state.values()
+        for value in state.values()
+    ]
+
+
+@functools.cache
+def steps_with_faults(norm_is_on_device: bool) -> list[dict[str, Any]]:
+    """Run all faults in one world."""
+    return run_ranks(2, _break_gradients, norm_is_on_device).check().results
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("missing", "expected a gradient on a shard"),
+        ("frozen", "expected a gradient on a shard"),
+        ("nan", "expected a finite gradient, got NaN"),
+        ("inf", "expected a finite gradient, got NaN or Inf"),
+    ],
+)
+@pytest.mark.parametrize("name", [MATRIX[1], OUTPUT_LAYER[1]])
+@pytest.mark.parametrize("norm_is_on_device", [False, True])
+def test_faulty_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(
+    norm_is_on_device, fault, message, name
+):
+    """Neither Muon nor Adam moves when one rank lost a gradient of either, or has a NaN in it.
+
+    Clipping by a norm that is NaN would carry it into every parameter. Where it is launched before
+    the host knows, the message still names the gradient that was at fault.
+    """
+    for found in steps_with_faults(norm_is_on_device):
+        text, same, unchanged = found[f"{fault} {name}"]
+        assert f"rank 1: {name}: {message}" in text
+        assert same and unchanged
+
+
+def test_step_after_faults_trains():
+    """Whoever drops the faulty gradients may go on with the same optimizer."""
+    for norm_is_on_device in (False, True):
+        assert all(found["success"] for found in steps_with_faults(norm_is_on_device))
+
+
+def _step_with_fewer_parameters() -> list[Any]:
+    import torch.distributed as dist
+
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    model.finish_grad_sync()
+    (muon,) = optimizer.muon_step.optimizers
+    if dist.get_rank() == 1:
+        muon.param_groups[0]["params"].pop()
+    before = main_weights(model)
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return [str(error.value), all(are_equal(before, main_weights(model)))]
+
+
+def test_parameters_that_changed_on_one_rank_raise_on_all():
+    """The exchange was planned for those of construction."""
+    for text, same in run_ranks(2, _step_with_fewer_parameters).check().results:
+        assert "rank 1: param_groups: expected the 9 parameters of construction, got 8" in text
+        assert "Nothing was updated" in text and same
+
+
+def _norm_and_clipping() -> list[bool]:
+    import torch
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    from megatron_muon.mcore.gradient_norm import clip
+
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    optimizer.prepare_grads()
+    norm = optimizer.get_grad_norm()
+    is_same_norm = norm == ChainedOptimizer.get_grad_norm(optimizer)
+    gradients = optimizer._local_gradients()
+    before = [gradient.clone() for gradient in gradients]
+    ours = [gradient.clone() for gradient in gradients]
+    clip(ours, norm, norm / 3)
+    params = [param for child in optimizer.chained_optimizers for param in child.get_parameters()]
+    clip_grads.clip_grad_by_total_norm_fp32(params, norm / 3, norm)
+    is_clipped = before[0].any() and not torch.equal(ours[0], before[0])
+    has_upstreams_bits = bool(is_clipped) and all(map(torch.equal, ours, gradients))
+    unclipped = [gradient.clone() for gradient in gradients]
+    clip(unclipped, norm, 10 * norm)
+    return [is_same_norm, has_upstreams_bits, all(map(torch.equal, unclipped, gradients))]
+
+
+def test_norm_and_clipping_have_upstreams_bits():
+    """One fused call each, where upstream takes two for each gradient."""
+    assert run_ranks(2, _norm_and_clipping).check().results == [[True, True, True]] * 2
+
+
+def _finite_gradients_of_a_norm_beyond_float32() -> list[Any]:
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    model.finish_grad_sync()
+    gradients = optimizer._local_gradients()
+    largest = max(gradient.numel() for gradient in gradients)
+    for gradient in gradients:
+        gradient.fill_(math.sqrt(2e38 / largest))
+    before = main_weights(model)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return [str(error), all(are_equal(before, main_weights(model)))]
+    return ["no error", False]
+
+
+def test_norm_beyond_float32_raises_and_changes_nothing():
+    """Each gradient is finite, and so is its own norm; the square of the norm of all is not."""
+    for text, same in run_ranks(2, _finite_gradients_of_a_norm_beyond_float32).check().results:
+        assert "gradient norm: expected a finite one, got inf" in text and same
