@@ -3,13 +3,13 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Sourced by scripts/*.sh and .ci/run: changes to the repository root and makes .venv there from
-# requirements.lock (Python 3.12 or MEGATRON_MUON_PYTHON, every file checked against its hash), with
-# this package installed editable. A stamp inside .venv lets the next call start at once; it is written last, so an
-# interrupted installation never looks complete.
+# requirements.lock (every file checked against its hash), with this package installed editable. The
+# Python is 3.12, or of the version MEGATRON_MUON_PYTHON_VERSION. A stamp inside .venv lets the next
+# call start at once; it is written last, so an interrupted installation never looks complete.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-python_version=${MEGATRON_MUON_PYTHON:-3.12}
+python_version=${MEGATRON_MUON_PYTHON_VERSION:-3.12}
 
 environment_stamp() {
     # The path is part of it: an editable install points at its folder, so a copied .venv is synced.

@@ -3,7 +3,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Runs the tests, building the environment first: bash scripts/test.sh [pytest arguments].
-# Paths are relative to the repository root; without one, all of tests/unit_tests runs.
+# Paths are relative to the repository root; without one, all of tests/unit_tests runs, file by file
+# in several processes where pytest-xdist is installed.
 set -euo pipefail
 
 # MEGATRON_MUON_PYTHON names another Python than that of .venv, which is then not built.
@@ -20,6 +21,12 @@ for argument in "$@"; do
     # A node id (file.py::test) counts; the value of an option such as -k is no file.
     [[ -e "${argument%%::*}" ]] && has_path=true
 done
-$has_path || set -- tests/unit_tests "$@"
+python=${MEGATRON_MUON_PYTHON:-.venv/bin/python}
+if ! $has_path; then
+    if "$python" -c "import xdist" 2>/dev/null; then
+        set -- --numprocesses auto --dist loadfile "$@"
+    fi
+    set -- tests/unit_tests "$@"
+fi
 
-exec "${MEGATRON_MUON_PYTHON:-.venv/bin/python}" -m pytest "$@"
+exec "$python" -m pytest "$@"

@@ -4,11 +4,11 @@
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import device, idle_commands, ranks
+from helpers import device, ranks
 
 try:
     import hypothesis
@@ -67,6 +67,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no time is left in this piece")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many processes run tests: one more than cores, since ranks wait for each other.
+
+    Each holds a server that has imported megatron. On GPUs one process runs all, in their order.
+    """
+    is_on_gpu = config.getoption("--device") == "cuda"
+    return 0 if is_on_gpu else min(len(os.sched_getaffinity(0)) + 1, 8)
+
+
 def _files_on_gpu(config: pytest.Config) -> list[str]:
     """Return the files that run with ``--device cuda``, the largest questions first."""
     pieces = [config.getoption("--piece")] if config.getoption("--piece") else device.PIECES
@@ -95,26 +105,9 @@ def _choose_for_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
 # After others have left out what was not asked for.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the commands that other tests leave time for, and run these others first."""
+    """Leave out what does not run on a GPU, if that is asked for."""
     if config.getoption("--device") == "cuda":
         _choose_for_gpu(config, items)
-    waiting = {item: list(_idle_commands(item)) for item in items}
-    for commands in waiting.values():
-        idle_commands.start(commands)
-    items.sort(key=lambda item: bool(waiting[item]))
-
-
-def _idle_commands(item: pytest.Item) -> Iterable[idle_commands.IdleCommand]:
-    """Return the commands that a test asks for."""
-    commands = getattr(item.module, "idle_commands", None)
-    call = getattr(item, "callspec", None)
-    name = getattr(item, "originalname", item.name)
-    return commands(name, call.params if call is not None else {}) if commands else ()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Leave out commands that no test has asked for."""
-    idle_commands.stop()
 
 
 @pytest.fixture(autouse=True)

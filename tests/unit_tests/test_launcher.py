@@ -9,49 +9,37 @@ import subprocess
 import sys
 
 import pytest
-from helpers.idle_commands import ended, torchrun_command
-from helpers.ranks import PRETRAIN_GPT, ROOT, launch
+from helpers.ranks import ROOT, launch
 from helpers.toy_gpt import fsdp_toy_gpt
 
 from megatron_muon import launcher
 from megatron_muon.user_errors import SettingsError
 
-TWO_ITERATIONS = torchrun_command(
-    2,
-    str(PRETRAIN_GPT),
-    *fsdp_toy_gpt("optim_grads_params", "--train-iters", "2", "--lr-warmup-iters", "0"),
-)
 
-
-def idle_commands(name, params):
-    """Yield the command of docs/flags.md."""
-    if name == test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0.__name__:
-        yield TWO_ITERATIONS
-
-
-@pytest.mark.slow
-def test_torchrun_trains_and_logs_one_line_for_all_patches_on_rank_0():
-    """The command of docs/flags.md; versions, device and the number of patches are said once."""
-    done = ended(TWO_ITERATIONS)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(re.findall(r"lm loss: \d\.\d+E", done.stdout)) == 2
-    assert "--optimizer muon: Megatron's own checks" in done.stdout
-    assert re.search(r"^ *optimizer \.+ adam$", done.stdout, re.M)
+@pytest.mark.ranks
+def test_run_logs_one_line_for_all_patches_on_rank_0():
+    """Versions, device and the number of patches are said once."""
+    flags = ("--train-iters", "2", "--lr-warmup-iters", "0")
+    run = launch(2, fsdp_toy_gpt("optim_grads_params", *flags)).check()
+    output = "".join(run.outputs)
+    assert len(re.findall(r"lm loss: \d\.\d+E", output)) == 2
+    assert "--optimizer muon: Megatron's own checks" in output
+    assert re.search(r"^ *optimizer \.+ adam$", output, re.M)
     versions = re.findall(
         r"megatron-core 0\.19\.\S+, emerging-optimizers 0\.3\.\S+, torch 2\.11\.\S+ device cpu",
-        done.stdout,
+        output,
     )
     assert len(versions) == 1
     from megatron_muon.mcore.patches import PATCHES
 
-    lines = [line for line in done.stdout.splitlines() if "--list-patches" in line]
+    lines = [line for line in run.outputs[0].splitlines() if "--list-patches" in line]
     assert len(lines) == 1
     assert re.fullmatch(
         rf"\[megatron_muon\] megatron-core 0\.19\.\d patched: {len(PATCHES)} changes "
         r"\(python -m megatron_muon --list-patches shows them\)",
         lines[0],
     )
-    assert PATCHES[0].purpose not in done.stdout
+    assert PATCHES[0].purpose not in output
 
 
 def test_patches_are_listed_on_request(capsys):

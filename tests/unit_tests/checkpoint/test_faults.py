@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from helpers.checkpoint_runs import SCHEDULE
-from helpers.idle_commands import FOLDER, ended, torchrun_command
+from helpers.commands import run_torchrun
 from helpers.ranks import PRETRAIN_GPT, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 
@@ -303,24 +303,12 @@ runpy.run_path({str(PRETRAIN_GPT)!r}, run_name="__main__")
 """
 
 
-FAILING_RUN = torchrun_command(
-    2,
-    f"{FOLDER}/script.py",
-    *fsdp_toy_gpt(ZERO[3], *FLAGS),
-    files=(("script.py", FAILING_SCRIPT),),
-)
-
-
-def idle_commands(name, params):
-    """Yield the run that fails."""
-    if name == test_torchrun_ends_with_the_traceback_of_the_first_error.__name__:
-        yield FAILING_RUN
-
-
 @pytest.mark.slow
-def test_torchrun_ends_with_the_traceback_of_the_first_error():
+def test_torchrun_ends_with_the_traceback_of_the_first_error(tmp_path):
     """The summary at the end shows the rank that failed first, and its error, not its victims'."""
-    done = ended(FAILING_RUN)
+    script = tmp_path / "script.py"
+    script.write_text(FAILING_SCRIPT)
+    done = run_torchrun(2, str(script), *fsdp_toy_gpt(ZERO[3], *FLAGS))
     assert done.returncode == 1
     summary = done.stderr[done.stderr.rindex("Root Cause (first observed failure)") :]
     assert "rank      : 1" in summary

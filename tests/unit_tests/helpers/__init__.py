@@ -24,6 +24,6 @@ forked_losses       short runs with whatever megatron is first on the path
 fsdp2_models        matrices in every layout that FSDP2 makes
 triton_interpreter  Triton's interpreter, mended so that it multiplies bf16
 documents           the documents, and the commands in them
-idle_commands       commands that run in the time that other tests leave idle
+commands            commands that tests run as users do
 ==================  ============================================================================
 """

@@ -7,9 +7,11 @@ touched CUDA all the same, ranks cannot use a GPU, and are spawned from then on.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import faulthandler
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,7 +22,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -374,10 +376,22 @@ def _record_history(path: Path) -> None:
     training.training_log = training_log
 
 
+@functools.cache
+def _ports() -> Iterator[int]:
+    """Return ports that the kernel hands out to nobody, others than those of other test processes.
+
+    A port that it hands out may be another socket's when rank 0 listens on it.
+    """
+    first = 10_000 + 1000 * (os.getpid() % 20)
+    return itertools.cycle(range(first, first + 1000))
+
+
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+    for port in _ports():
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("localhost", port))
+            return port
+    raise AssertionError("cycles do not end")
 
 
 def _read(folder: str, name: str) -> str:

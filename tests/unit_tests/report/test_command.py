@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.idle_commands import IdleCommand, ended
+from helpers.commands import run_command
 
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.report.command import main
@@ -188,26 +188,20 @@ def test_files_that_are_no_shard_map_are_refused(content, message, tmp_path, cap
     assert message in capsys.readouterr().err
 
 
-MANY_RANKS = IdleCommand(
-    (sys.executable, "-c")
-    + (
-        "import sys; from megatron_muon.report.command import main; code = main(sys.argv[1:]); "
-        "assert 'torch' not in sys.modules; sys.exit(code)",
-    )
-    + ("--preset", "qwen3-235b-a22b", "--dp", "256", "--ep", "8", "--json")
-)
-
-
-def idle_commands(name, params):
-    """Yield the plan that takes long."""
-    if name == test_plan_of_many_ranks_imports_no_torch.__name__:
-        yield MANY_RANKS
+WITHOUT_TORCH = """
+import sys
+from megatron_muon.report.command import main
+code = main(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
 
 
 @pytest.mark.slow
 def test_plan_of_many_ranks_imports_no_torch():
     """A mixture of 235 B parameters; docs/performance.md has it on 2,048 ranks."""
-    done = ended(MANY_RANKS)
+    flags = ("--preset", "qwen3-235b-a22b", "--dp", "256", "--ep", "8", "--json")
+    done = run_command(sys.executable, "-c", WITHOUT_TORCH, *flags)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["world_size"] == 256 and len(report["matrices"]) == 94 * (128 * 2 + 3)

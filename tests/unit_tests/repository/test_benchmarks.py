@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers.idle_commands import FOLDER, IdleCommand, ended
+from helpers.commands import run_command
 from helpers.ranks import ROOT, launch
 from training_log import TrainingLog
 
@@ -32,22 +32,6 @@ STEP_COST = {
         "host_reads": 1,
     },
 }
-
-
-FSDP2_STEP = IdleCommand(
-    (
-        sys.executable,
-        str(ROOT / "benchmarks" / "fsdp2_step.py"),
-        *"--ranks 2 --hidden 16 --layers 1 --rounds 1 --layouts even experts".split(),
-        *("--json", f"{FOLDER}/step.json"),
-    )
-)
-
-
-def idle_commands(name, params):
-    """Yield the benchmark of a test: none looks at a time."""
-    if name == test_fsdp2_step_counts_bytes_and_says_who_fails.__name__:
-        yield FSDP2_STEP
 
 
 @pytest.mark.ranks
@@ -202,12 +186,15 @@ def test_newton_schulz_times_each_backend_beside_its_operations(tmp_path, monkey
     assert 3 < float(found["standard"]) < 5
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-def test_fsdp2_step_counts_bytes_and_says_who_fails():
+def test_fsdp2_step_counts_bytes_and_says_who_fails(tmp_path):
     """What travels is the plan's, on even shapes that of an all-to-all; who fails has a row."""
-    run = ended(FSDP2_STEP)
+    script, path = str(ROOT / "benchmarks" / "fsdp2_step.py"), tmp_path / "step.json"
+    flags = "--ranks 2 --hidden 16 --layers 1 --rounds 1 --layouts even experts".split()
+    run = run_command(sys.executable, script, *flags, "--json", str(path))
     assert run.returncode == 0, run.stderr
-    layouts = json.loads((run.folder / "step.json").read_text())["layouts"]
+    layouts = json.loads(path.read_text())["layouts"]
     assert list(layouts) == ["even", "experts"]
     for layout, rows in layouts.items():
         ours, fp32, adamw = (

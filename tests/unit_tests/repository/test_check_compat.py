@@ -6,7 +6,7 @@ import sys
 
 import compat_steps
 import pytest
-from helpers.idle_commands import IdleCommand, ended
+from helpers.commands import run_command
 from helpers.ranks import ROOT
 
 from megatron_muon.patching import versions
@@ -32,20 +32,10 @@ def test_smoke_tests_are_there():
         assert (ROOT / "tests" / "unit_tests" / f"{name}.py").is_file(), name
 
 
-HERE = IdleCommand(
-    (sys.executable, str(ROOT / "scripts" / "check_compat.py"), "--here", "--steps", "train")
-)
-
-
-def idle_commands(name, params):
-    """Yield the check of the environment of the tests."""
-    if name == test_check_here_trains.__name__:
-        yield HERE
-
-
 @pytest.mark.slow
 def test_check_here_trains():
     """The command of docs/support.md, in the environment of the tests."""
-    done = ended(HERE)
+    script = str(ROOT / "scripts" / "check_compat.py")
+    done = run_command(sys.executable, script, "--here", "--steps", "train")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("| as it is | ok | yes |")

@@ -49,6 +49,14 @@ def test_lock_pins_and_hashes_every_package() -> None:
         assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", value.strip()) for value in hashes), pin
 
 
+def test_workflow_asks_for_a_version_of_python_where_the_environment_is_built() -> None:
+    """It set the variable that names an interpreter instead: "3.12: command not found"."""
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    (variable,) = re.findall(r"^ +(\w+): \$\{\{ matrix\.python \}\}$", workflow, re.M)
+    script = (ROOT / "scripts" / "environment.sh").read_text()
+    assert f"\npython_version=${{{variable}:-3.12}}\n" in script
+
+
 def test_lock_names_no_host_and_no_path() -> None:
     """The lock works with any registry: it holds no URL, index option, or folder."""
     assert "://" not in LOCK

@@ -5,16 +5,14 @@
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import byte_dataset
 import comparison_report
 import learning_rate_sweep
 import pytest
 import quickstart
-from helpers.idle_commands import FOLDER, IdleCommand, ended
+from helpers.commands import run_command
 from training_log import TrainingLog
 from training_run import RunConfig
 
@@ -153,35 +151,24 @@ def test_sweep_widens_one_grid_for_all_until_every_optimum_is_inside() -> None:
     assert learning_rate_sweep.is_bracketed(losses)
 
 
-# Held to AVX2: any CPU then lacks bf16 instructions.
-QUICKSTART = IdleCommand(
-    (sys.executable, quickstart.__file__)
-    + ("--iterations", "2", "--max-megabytes", "0.5", "--output", FOLDER),
-    env=(("ONEDNN_MAX_CPU_ISA", "AVX2"),),
-)
-
-
-def idle_commands(name: str, params: Mapping[str, Any]) -> Iterator[IdleCommand]:
-    """Yield the quickstart for the test that asks for it."""
-    if name == test_quickstart_trains_with_both_optimizers_and_reports.__name__:
-        yield QUICKSTART
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_quickstart_trains_with_both_optimizers_and_reports() -> None:
+def test_quickstart_trains_with_both_optimizers_and_reports(tmp_path: Path) -> None:
     """The script itself, two iterations each.
 
     It took ten minutes on CPUs without bf16 instructions, where a product of bf16 was fifty times
     slower than of fp32.
     """
-    done = ended(QUICKSTART)
+    flags = ("--iterations", "2", "--max-megabytes", "0.5", "--output", str(tmp_path))
+    # Held to AVX2: any CPU then lacks bf16 instructions.
+    env = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = run_command(sys.executable, quickstart.__file__, *flags, env=env)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "Took" in done.stdout
-    numbers = json.loads((done.folder / "results.json").read_text())
+    numbers = json.loads((tmp_path / "results.json").read_text())
     assert [run["config"]["optimizer"] for run in numbers["runs"]] == ["muon", "adam"]
     first = [run["log"]["losses"]["1"] for run in numbers["runs"]]
     # Before the first update both are one model: the bytes and the seed are the same.
     assert first[0] == first[1]
     assert all(math.isfinite(x) for run in numbers["runs"] for x in run["log"]["losses"].values())
-    assert (done.folder / "results.svg").exists()
+    assert (tmp_path / "results.svg").exists()

@@ -1,0 +1,49 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that tests run as users do."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from helpers.ranks import ROOT
+
+_LIMIT_S = 1800  # against a hang alone
+
+
+def run_command(
+    *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of the repository to its end.
+
+    Args:
+        *arguments: The program and its arguments.
+        cwd: Folder to run it in.
+        env: Variables to set beside those of this process.
+    """
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+        arguments,
+        cwd=cwd,
+        env={**os.environ, **own, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+    )
+
+
+def run_torchrun(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script and its arguments through the launcher, on CPU ranks."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    ranks = ("--nproc-per-node", str(num_ranks), "-m", "megatron_muon")
+    return run_command(*torchrun, *ranks, *arguments, env={"MEGATRON_MUON_DEVICE": "cpu"})
+
+
+def run_plan(*flags: str) -> str:
+    """Return what ``python -m megatron_muon.plan`` prints."""
+    done = run_command(sys.executable, "-m", "megatron_muon.plan", *flags)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
