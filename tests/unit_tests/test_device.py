@@ -53,17 +53,7 @@ def test_files_of_the_pieces_place_their_tensors_on_the_device():
             assert wrong not in text, f"{file}: expected helpers.device, got {wrong}"
 
 
-def test_tests_of_a_gpu_are_collected_and_skipped_without_one():
-    """In one line."""
-    files = [str(UNIT_TESTS / file) for file in sum(device.PIECES.values(), ()) if "_gpu" in file]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *files], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (reason,) = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
-    assert len(files) == 2 and reason.endswith("needs a GPU: --device cuda")
-
-
+@pytest.mark.slow
 def test_piece_asks_for_a_gpu():
     """In one line, where there is none."""
     if torch.cuda.is_available():
@@ -73,23 +63,6 @@ def test_piece_asks_for_a_gpu():
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--device cuda: expected a GPU that torch can use, got none" in done.stderr
-
-
-def _where() -> list[Any]:
-    """Return where a rank computes, and a sum over all of them."""
-    import torch.distributed as dist
-
-    device.init_group()
-    total = torch.ones(1, device=device.device())
-    dist.all_reduce(total)
-    return [device.kind(), dist.get_backend(), total.item()]
-
-
-@pytest.mark.ranks
-def test_ranks_that_are_spawned_end_as_forked_ones_do(monkeypatch):
-    """On GPUs that is the way where the server has used CUDA."""
-    monkeypatch.setattr(ranks, "start_method", "spawn")
-    assert run_ranks(2, _where).check().results == [["cpu", "gloo", 2.0]] * 2
 
 
 def _step() -> list[str]:
@@ -111,17 +84,23 @@ def test_test_that_runs_on_a_gpu_runs_where_a_cpu_stands_in_for_it(monkeypatch):
     assert run_ranks(4, _step).check().results == [[]] * 4
 
 
-def _end_in_a_fork() -> str:
-    """End as a rank does that cannot use its GPU, if the server has imported megatron for it."""
+def _where_if_spawned() -> list[Any]:
+    """Return where a rank computes, and a sum; in a fork end as if it could not use its GPU."""
+    import torch.distributed as dist
+
     if "helpers.preloaded" in sys.modules:
         os._exit(ranks._CANNOT_USE_GPU)
-    return "spawned"
+    device.init_group()
+    total = torch.ones(1, device=device.device())
+    dist.all_reduce(total)
+    return [device.kind(), dist.get_backend(), total.item()]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_forked_ranks_that_cannot_use_their_gpu_are_spawned(monkeypatch):
     """As where importing megatron has used CUDA; later worlds are spawned at once."""
     monkeypatch.setattr(ranks, "start_method", "forkserver")
     with pytest.warns(UserWarning, match="forked ranks cannot use their GPUs: ranks are spawned"):
-        run = run_ranks(1, _end_in_a_fork)
-    assert run.check().results == ["spawned"] and ranks.start_method == "spawn"
+        run = run_ranks(2, _where_if_spawned)
+    assert run.check().results == [["cpu", "gloo", 2.0]] * 2 and ranks.start_method == "spawn"

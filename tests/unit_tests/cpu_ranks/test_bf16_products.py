@@ -224,6 +224,7 @@ def test_kernels_are_replaced_where_the_cpu_needs_it_and_restored():
     assert done.stdout.strip() == "reverted"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or os.uname().machine != "x86_64", reason="x86-64 only"
 )

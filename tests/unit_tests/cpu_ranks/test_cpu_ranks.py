@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of ``megatron_muon.cpu_ranks``.
 
-What enables it runs in an interpreter of its own: what megatron binds on import outlives
-``disable``. One interpreter serves all tests that need megatron, and the others leave it out:
-importing it takes many times as long as any test.
+What megatron binds on import outlives ``disable``: ranks of the tests, which are forked from a
+server that has enabled it and imported megatron, show what it does. What happens before that is
+shown by interpreters of their own.
 """
 
 import importlib
@@ -12,89 +12,78 @@ import os
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
-from helpers.ranks import ROOT
+from helpers.ranks import ROOT, run_ranks
 
 
-def run_python(code: str, num_ranks: int = 0, prelude: str = "") -> str:
-    """Return what ``code`` prints, run by a fresh interpreter or by ``num_ranks`` of torchrun's."""
+def run_python(code: str) -> str:
+    """Return what ``code`` prints, run by a fresh interpreter."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env.pop("TORCHDYNAMO_DISABLE", None)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-    code = prelude + textwrap.dedent(code)
-    if not num_ranks:
-        command = [sys.executable, "-c", code]
-    else:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        # "--no-python" lets torchrun start any program, hence "python -c".
-        command = [
-            *launcher,
-            f"--nproc-per-node={num_ranks}",
-            "--no-python",
-            sys.executable,
-            "-c",
-            code,
-        ]
+    command = [sys.executable, "-c", textwrap.dedent(code)]
     result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
 
-# Enables CPU ranks without importing megatron.
-WITHOUT_MEGATRON = """
-from megatron_muon import cpu_ranks
-from megatron_muon.cpu_ranks import table
-table.MEGATRON_REPLACEMENTS = ()
-cpu_ranks.enable()
-"""
+def _raw(row: Any) -> Any:
+    from megatron_muon import cpu_ranks
 
-WITH_MEGATRON = """
-import logging, traceback
-import torch
-from torch.overrides import _get_current_function_mode
-from megatron_muon import cpu_ranks
-from megatron_muon.cpu_ranks.table import REPLACEMENTS, TORCH_REPLACEMENTS
-
-def raw(row):
     owner, name = cpu_ranks._resolve(row.target)
     return vars(owner).get(name)
 
-def every_row_applies_and_reverts():
-    # Every row has a reason, takes effect, and is undone by disable() to the raw attribute.
+
+def _every_row_applies_and_reverts() -> None:
+    from torch.overrides import _get_current_function_mode
+
+    from megatron_muon import cpu_ranks
+    from megatron_muon.cpu_ranks.table import REPLACEMENTS, TORCH_REPLACEMENTS
+
     targets = [row.target for row in REPLACEMENTS]
     assert len(set(targets)) == len(targets), "a name is replaced twice"
     assert all(len(row.reason) > 5 for row in REPLACEMENTS)
-    before = {row.target: raw(row) for row in TORCH_REPLACEMENTS}
+    cpu_ranks.disable()
     cpu_ranks.disable()  # not enabled: nothing to do
+    before = {row.target: _raw(row) for row in TORCH_REPLACEMENTS}
 
-    cpu_ranks.enable()
-    cpu_ranks.enable()  # idempotent
+    cpu_ranks.enable(force=True)
+    cpu_ranks.enable(force=True)  # idempotent
     assert cpu_ranks.is_enabled()
     for row in REPLACEMENTS:
-        value = raw(row)
+        value = _raw(row)
         value = value.__func__ if isinstance(value, staticmethod) else value
         assert row.wraps or value is row.replacement, row.target
-    applied = {row.target: raw(row) for row in REPLACEMENTS}
+    applied = {row.target: _raw(row) for row in REPLACEMENTS}
 
     cpu_ranks.disable()
     assert not cpu_ranks.is_enabled() and _get_current_function_mode() is None
     for row in REPLACEMENTS:
-        assert raw(row) is not applied[row.target], row.target
+        assert _raw(row) is not applied[row.target], row.target
     for row in TORCH_REPLACEMENTS:
-        assert raw(row) is before[row.target], row.target
-    cpu_ranks.enable()  # megatron is loaded by now, but by us
+        assert _raw(row) is before[row.target], row.target
 
-def rng_tracker_draws_as_upstream_without_warning():
-    # Forks draw the same again from equal seeds, nested too, and warn of nothing while enabled.
+
+@pytest.mark.ranks
+def test_every_row_applies_and_reverts():
+    """Every row has a reason, takes effect, and is undone by disable() to the raw attribute."""
+    run_ranks(1, _every_row_applies_and_reverts).check()
+
+
+def _rng_tracker_draws_as_upstream() -> None:
+    import logging
+
+    import torch
     from megatron.core.tensor_parallel import random
 
-    records = []
+    records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append
     logging.getLogger().addHandler(handler)
 
-    def draw():
+    def draw() -> Any:
         torch.manual_seed(1)
         tracker = random.CudaRNGStatesTracker()
         tracker.add("outer", 11)
@@ -119,25 +108,27 @@ def rng_tracker_draws_as_upstream_without_warning():
     draw()
     assert all("CPU RNG state changed" in record.getMessage() for record in records) and records
 
-def context_parallelism_is_refused():
-    # Its attention needs a GPU: it is refused by name before any group is made.
-    from megatron.core import parallel_state
 
-    for args, kwargs in (((1, 1), {"context_parallel_size": 2}), ((1, 1, None, None, "nccl"), {})):
-        try:
-            parallel_state.initialize_model_parallel(*args, **kwargs)
-        except ValueError as error:
-            assert kwargs and "--context-parallel-size: expected 1" in str(error), error
-        except AssertionError:
-            assert not kwargs  # upstream's own: torch.distributed is not initialised
-        else:
-            raise AssertionError("took context parallelism")
+@pytest.mark.ranks
+def test_rng_tracker_draws_as_upstream_without_warning():
+    """Forks draw the same again from equal seeds, nested too, and warn of nothing while enabled."""
+    run_ranks(1, _rng_tracker_draws_as_upstream).check()
 
-def norm_is_plain_and_marked_under_sequence_parallelism():
-    # Torch's norms pass as sequence parallel, their parameters marked, the config untouched.
+
+def _megatron_finds_what_it_expects() -> None:
     from types import SimpleNamespace
+
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    # The attention of context parallelism needs a GPU: it is refused before any group is made.
+    with pytest.raises(ValueError, match="--context-parallel-size: expected 1"):
+        parallel_state.initialize_model_parallel(1, 1, context_parallel_size=2)
+    with pytest.raises(AssertionError):  # upstream's own: torch.distributed is not initialised
+        parallel_state.initialize_model_parallel(1, 1, None, None, "nccl")
+    # Torch's norms pass as sequence parallel, their parameters marked, the config untouched.
     config = SimpleNamespace(
         layernorm_zero_centered_gamma=False,
         persist_layer_norm=True,
@@ -148,37 +139,17 @@ def norm_is_plain_and_marked_under_sequence_parallelism():
     norm = WrappedTorchNorm(config, 8)
     assert isinstance(norm, torch.nn.RMSNorm) and norm.weight.sequence_parallel
     assert config.sequence_parallel and config.persist_layer_norm
-
-def gradient_is_scaled_before_sum():
     # Megatron-FSDP's fused scaling, which gloo lacks, happens before the sum instead.
-    from types import SimpleNamespace
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
-
     config = SimpleNamespace(average_in_collective=False, gradient_reduce_div_fusion=True)
     grad = torch.ones(3)
     op = param_and_grad_buffer.gradient_reduce_preprocessing(grad, 0.25, config)
     assert op == torch.distributed.ReduceOp.SUM and grad.tolist() == [0.25] * 3
 
-for check in (
-    every_row_applies_and_reverts,
-    rng_tracker_draws_as_upstream_without_warning,
-    context_parallelism_is_refused,
-    norm_is_plain_and_marked_under_sequence_parallelism,
-    gradient_is_scaled_before_sum,
-):
-    try:
-        check()
-        print("passed", check.__name__)
-    except Exception:
-        print("failed", check.__name__, traceback.format_exc())
-"""
 
-
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_replacements_do_what_megatron_expects():
-    """All checks of ``WITH_MEGATRON`` pass, in one interpreter."""
-    output = run_python(WITH_MEGATRON)
-    assert "failed" not in output and output.count("passed ") == 5, output
+    """Of context parallelism, norms and the scaling of gradients."""
+    run_ranks(1, _megatron_finds_what_it_expects).check()
 
 
 def test_import_changes_nothing():
@@ -201,28 +172,26 @@ def test_import_changes_nothing():
     )
 
 
+def _enable_beside_a_usable_gpu() -> None:
+    import torch
+
+    from megatron_muon import cpu_ranks
+
+    cpu_ranks.disable()
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 3
+    stream = torch.cuda.Stream
+    with pytest.raises(RuntimeError, match=r"got 3\. .* MEGATRON_MUON_DEVICE=cpu"):
+        cpu_ranks.enable()
+    assert not cpu_ranks.is_enabled() and torch.cuda.Stream is stream
+    cpu_ranks.enable(force=True)
+    assert torch.cuda.Stream is not stream
+
+
+@pytest.mark.ranks
 def test_enable_refuses_when_gpu_is_usable():
     """A machine whose GPU works is left alone, unless the caller insists."""
-    run_python(
-        """
-        import torch
-        from megatron_muon import cpu_ranks
-        from megatron_muon.cpu_ranks import table
-        table.MEGATRON_REPLACEMENTS = ()
-        torch.cuda.is_available = lambda: True
-        torch.cuda.device_count = lambda: 3
-        stream = torch.cuda.Stream
-        try:
-            cpu_ranks.enable()
-        except RuntimeError as error:
-            assert "got 3" in str(error) and "MEGATRON_MUON_DEVICE=cpu" in str(error), error
-        else:
-            raise AssertionError("enabled beside a usable GPU")
-        assert not cpu_ranks.is_enabled() and torch.cuda.Stream is stream
-        cpu_ranks.enable(force=True)
-        assert torch.cuda.Stream is not stream
-        """
-    )
+    run_ranks(1, _enable_beside_a_usable_gpu).check()
 
 
 def test_enable_refuses_when_megatron_is_imported():
@@ -243,135 +212,130 @@ def test_enable_refuses_when_megatron_is_imported():
     )
 
 
+def _call_cuda() -> None:
+    import time
+
+    import torch
+
+    cpu = torch.device("cpu")
+    assert torch.device("cuda") == torch.device("cuda:1") == torch.device(0) == cpu
+    assert torch.device("meta").type == "meta"
+    for device in ("cuda", "cuda:0", 0, torch.cuda.current_device(), torch.device("cuda", 0)):
+        assert torch.empty(2, device=device).device == cpu
+        assert torch.empty(2).to(device).device == cpu
+        assert torch.nn.Linear(2, 2, device=device).to(device).weight.device == cpu
+    assert torch.empty(2, device="meta").is_meta
+    half = torch.ones(2).to("cuda", torch.bfloat16, True)
+    assert half.dtype is torch.bfloat16 and half.type() == "torch.cuda.BFloat16Tensor"
+    assert torch.ones(2).type(torch.float64).dtype is torch.float64
+    assert half.cuda(non_blocking=True).pin_memory() is half
+
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        start.record()
+        time.sleep(0.02)
+        end.record()
+    assert 15 < start.elapsed_time(end) < 5000
+
+    torch.cuda.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(4, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(4, device="cuda"), first)
+
+    loader = torch.utils.data.DataLoader([torch.ones(2)] * 4, batch_size=2, pin_memory=True)
+    assert [tuple(batch.shape) for batch in loader] == [(2, 2), (2, 2)]
+    with pytest.raises(RuntimeError, match="CUDA graphs: expected a CUDA device"):
+        torch.cuda.CUDAGraph()
+
+
+@pytest.mark.ranks
 def test_cuda_calls_act_on_cpu():
     """Devices, streams, random states and pinned loaders behave as Megatron expects, on the CPU."""
-    run_python(
-        """
-        import sys, time
-        import torch
-        assert "megatron.core" not in sys.modules
+    run_ranks(1, _call_cuda).check()
 
-        cpu = torch.device("cpu")
-        assert torch.device("cuda") == torch.device("cuda:1") == torch.device(0) == cpu
-        assert torch.device("meta").type == "meta"
-        for device in ("cuda", "cuda:0", 0, torch.cuda.current_device(), torch.device("cuda", 0)):
-            assert torch.empty(2, device=device).device == cpu
-            assert torch.empty(2).to(device).device == cpu
-            assert torch.nn.Linear(2, 2, device=device).to(device).weight.device == cpu
-        assert torch.empty(2, device="meta").is_meta
-        half = torch.ones(2).to("cuda", torch.bfloat16, True)
-        assert half.dtype is torch.bfloat16 and half.type() == "torch.cuda.BFloat16Tensor"
-        assert torch.ones(2).type(torch.float64).dtype is torch.float64
-        assert half.cuda(non_blocking=True).pin_memory() is half
 
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            start.record()
-            time.sleep(0.02)
-            end.record()
-        assert 15 < start.elapsed_time(end) < 5000
+def _communicate_as_over_nccl() -> None:
+    import datetime
 
-        torch.cuda.manual_seed(3)
-        state = torch.cuda.get_rng_state()
-        first = torch.rand(4, device="cuda")
-        torch.cuda.set_rng_state(state)
-        assert torch.equal(torch.rand(4, device="cuda"), first)
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _coalescing_manager
 
-        loader = torch.utils.data.DataLoader([torch.ones(2)] * 4, batch_size=2, pin_memory=True)
-        assert [tuple(batch.shape) for batch in loader] == [(2, 2), (2, 2)]
-        try:
-            torch.cuda.CUDAGraph()
-        except RuntimeError as error:
-            assert "CUDA graphs: expected a CUDA device" in str(error)
-        else:
-            raise AssertionError("made a CUDA graph")
-        """,
-        prelude=WITHOUT_MEGATRON,
-    )
+    dist.init_process_group(backend="nccl", timeout=datetime.timedelta(seconds=60))
+    rank = dist.get_rank()
+    subgroup = dist.new_group([0, 1], backend="nccl")
+    assert dist.get_backend() == dist.get_backend(subgroup) == "gloo"
+    mesh = torch.distributed.DeviceMesh.from_group(subgroup, "cuda")
+    assert mesh.device_type == "cpu"
+
+    for dtype in (torch.float32, torch.bfloat16):
+        value = torch.full((3,), float(rank + 1), dtype=dtype)
+        dist.all_reduce(value, op=dist.ReduceOp.AVG)
+        assert value.tolist() == [1.5] * 3
+        source, output = torch.arange(4.0).to(dtype) * (rank + 1), torch.empty(2, dtype=dtype)
+        kept = source.clone()
+        dist.reduce_scatter_tensor(output, source, op=dist.ReduceOp.AVG, group=subgroup)
+        assert output.tolist() == [3.0 * rank, 3.0 * rank + 1.5] and torch.equal(source, kept)
+
+    values = [torch.full((2,), float(rank + 1)), torch.full((3,), 2.0 * rank)]
+    with _coalescing_manager(subgroup, async_ops=True) as manager:
+        for value in values:
+            dist.all_reduce(value, op=dist.ReduceOp.AVG, group=subgroup)
+    manager.wait()
+    assert [value.tolist() for value in values] == [[1.5] * 2, [1.0] * 3]
+
+    for sizes in ((3, 1), (0, 2), (2, 2), (5, 0)):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            shards = [torch.arange(2 * n).view(n, 2).to(dtype) + n for n in sizes]
+            for async_op in (False, True):
+                outputs = [torch.empty_like(shard) for shard in shards]
+                work = dist.all_gather(outputs, shards[rank], group=subgroup, async_op=async_op)
+                assert (work is not None) == async_op
+                if work is not None:
+                    work.wait()
+                assert all(torch.equal(a, b) for a, b in zip(outputs, shards, strict=True))
+                output = torch.empty_like(shards[rank])
+                inputs = [shard * (rank + 1) for shard in shards]
+                work = dist.reduce_scatter(output, inputs, group=subgroup, async_op=async_op)
+                if work is not None:
+                    work.wait()
+                assert torch.equal(output, shards[rank] * 3), (sizes, dtype, output)
+    output = torch.empty(1 + rank)
+    dist.reduce_scatter(output, [torch.ones(1), torch.full((2,), 3.0)], op=dist.ReduceOp.AVG)
+    assert output.tolist() == ([1.0] if rank == 0 else [3.0, 3.0])
+
+
+@pytest.mark.ranks
+def test_gloo_ranks_do_what_nccl_does():
+    """Groups asked of NCCL are gloo's; averages, coalesced too, and uneven lists come out right."""
+    run_ranks(2, _communicate_as_over_nccl).check()
 
 
 @pytest.mark.slow
-def test_gloo_ranks_do_what_nccl_does():
-    """Groups asked of NCCL are gloo's; averages, coalesced too, and uneven lists come out right."""
-    output = run_python(
-        """
-        import datetime
-        import torch
-        import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _coalescing_manager
-
-        dist.init_process_group(backend="nccl", timeout=datetime.timedelta(seconds=60))
-        rank = dist.get_rank()
-        subgroup = dist.new_group([0, 1], backend="nccl")
-        assert dist.get_backend() == dist.get_backend(subgroup) == "gloo"
-        mesh = torch.distributed.DeviceMesh.from_group(subgroup, "cuda")
-        assert mesh.device_type == "cpu"
-
-        for dtype in (torch.float32, torch.bfloat16):
-            value = torch.full((3,), float(rank + 1), dtype=dtype)
-            dist.all_reduce(value, op=dist.ReduceOp.AVG)
-            assert value.tolist() == [1.5] * 3
-            source, output = torch.arange(4.0).to(dtype) * (rank + 1), torch.empty(2, dtype=dtype)
-            kept = source.clone()
-            dist.reduce_scatter_tensor(output, source, op=dist.ReduceOp.AVG, group=subgroup)
-            assert output.tolist() == [3.0 * rank, 3.0 * rank + 1.5] and torch.equal(source, kept)
-
-        values = [torch.full((2,), float(rank + 1)), torch.full((3,), 2.0 * rank)]
-        with _coalescing_manager(subgroup, async_ops=True) as manager:
-            for value in values:
-                dist.all_reduce(value, op=dist.ReduceOp.AVG, group=subgroup)
-        manager.wait()
-        assert [value.tolist() for value in values] == [[1.5] * 2, [1.0] * 3]
-
-        for sizes in ((3, 1), (0, 2), (2, 2), (5, 0)):
-            for dtype in (torch.float32, torch.bfloat16, torch.int64):
-                shards = [torch.arange(2 * n).view(n, 2).to(dtype) + n for n in sizes]
-                for async_op in (False, True):
-                    outputs = [torch.empty_like(shard) for shard in shards]
-                    work = dist.all_gather(outputs, shards[rank], group=subgroup, async_op=async_op)
-                    assert (work is not None) == async_op
-                    if work is not None:
-                        work.wait()
-                    assert all(torch.equal(a, b) for a, b in zip(outputs, shards))
-                    output = torch.empty_like(shards[rank])
-                    inputs = [shard * (rank + 1) for shard in shards]
-                    work = dist.reduce_scatter(output, inputs, group=subgroup, async_op=async_op)
-                    if work is not None:
-                        work.wait()
-                    assert torch.equal(output, shards[rank] * 3), (sizes, dtype, output)
-        output = torch.empty(1 + rank)
-        dist.reduce_scatter(output, [torch.ones(1), torch.full((2,), 3.0)], op=dist.ReduceOp.AVG)
-        assert output.tolist() == ([1.0] if rank == 0 else [3.0, 3.0])
-        dist.barrier()
-        print("rank done")
-        """,
-        num_ranks=2,
-        prelude=WITHOUT_MEGATRON,
-    )
-    assert output.count("rank done") == 2
-
-
 @pytest.mark.parametrize("end", ["return 0", "sys.exit()"])
 def test_thread_that_waits_for_the_gil_does_not_abort_a_run_at_its_end(end):
     """A worker of gloo waited so to let a tensor go, and a rank whose work was done got SIGABRT.
 
     If the machine is too busy for the thread to wait by then, the run ends well all the same.
     """
-    last_at_exit = """
-import atexit, sys, threading, time
-from datetime import timedelta
-import torch.distributed as dist
-
-def keep_the_gil():
-    sys.setswitchinterval(1000)
-    while time.monotonic() < begin + 1.5:
-        pass
-
-atexit.register(keep_the_gil)
-"""
     code = f"""
-        import runpy
-        from megatron_muon import launcher
+        import atexit, runpy, sys, threading, time
+        from datetime import timedelta
+        import torch.distributed as dist
+        from megatron_muon import cpu_ranks, launcher
+        from megatron_muon.cpu_ranks import table
+
+        def keep_the_gil():
+            sys.setswitchinterval(1000)
+            while time.monotonic() < begin + 1.5:
+                pass
+
+        atexit.register(keep_the_gil)
+
+        # Last at exit, as handlers run in reverse. Megatron is not needed.
+        table.MEGATRON_REPLACEMENTS = ()
+        cpu_ranks.enable()
 
         def wait_in_cpp():
             try:
@@ -390,7 +354,7 @@ atexit.register(keep_the_gil)
         launcher.run = run
         runpy.run_module("megatron_muon", run_name="__main__")
         """
-    assert run_python(code, prelude=last_at_exit + WITHOUT_MEGATRON) == "other thread\nat exit\n"
+    assert run_python(code) == "other thread\nat exit\n"
 
 
 def test_transformer_engine_is_absent_to_cpu_ranks_and_comes_back(tmp_path, monkeypatch):

@@ -73,72 +73,69 @@ def _state(model: Any, optimizers: list[Any], is_flat: bool) -> dict[str, Any]:
     return {"model": of_model, "optimizers": of_optimizers}
 
 
-def _save(folder: str, is_flat: bool, muon_class: str) -> None:
-    """Train and save, then train on and keep what comes out."""
+# Form of the state, class of Muon that saves it, and the one that loads it.
+FORMS = {
+    "nested": (False, "named", "named"),
+    "flat": (True, "named", "named"),
+    "of torch": (False, "torch", "unnamed"),
+}
+
+
+def _save(folder: str) -> None:
+    """Train and save in each form, then train on and keep what comes out."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
     init_group()
-    model, optimizers = _model([dist.get_world_size()], muon_class)
-    _step(model, optimizers, range(2))
-    dcp.save(_state(model, optimizers, is_flat), checkpoint_id=f"{folder}/saved")
-    at_save = _whole(model, optimizers[0])
-    _step(model, optimizers, range(2, 4))
-    if dist.get_rank() == 0:
-        torch.save([at_save, _whole(model, optimizers[0])], f"{folder}/expected")
-    else:
-        _whole(model, optimizers[0])
+    for form, (is_flat, muon_class, _) in FORMS.items():
+        model, optimizers = _model([dist.get_world_size()], muon_class)
+        _step(model, optimizers, range(2))
+        dcp.save(_state(model, optimizers, is_flat), checkpoint_id=f"{folder}/{form}")
+        expected = [_whole(model, optimizers[0])]
+        _step(model, optimizers, range(2, 4))
+        expected.append(_whole(model, optimizers[0]))
+        if dist.get_rank() == 0:
+            torch.save(expected, f"{folder}/{form} expected")
 
 
-def _load(folder: str, mesh_shape: list[int], is_flat: bool, muon_class: str) -> list[list[bool]]:
-    """Load on other ranks, train on, and compare."""
+def _load(folder: str, mesh_shape: list[int], forms: list[str]) -> list[list[list[bool]]]:
+    """Load each form on other ranks, train on, and compare."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
     init_group()
-    model, optimizers = _model(mesh_shape, muon_class)
-    state = _state(model, optimizers, is_flat)
-    dcp.load(state, checkpoint_id=f"{folder}/saved")
-    set_state_dict(
-        model,
-        optimizers,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizers"],
-        options=StateDictOptions(flatten_optimizer_state_dict=is_flat),
-    )
-    expected = torch.load(f"{folder}/expected", map_location=device())
-    found = [_whole(model, optimizers[0])]
-    _step(model, optimizers, range(2, 4))
-    found.append(_whole(model, optimizers[0]))
-    return [
-        list(map(torch.equal, ours, theirs)) for ours, theirs in zip(found, expected, strict=True)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("mesh_shapes", "is_flat", "muon_class"),
-    [([[2], [2, 2]], False, "named"), ([[3]], True, "named")],
-    ids=["nested", "flat"],
-)
-def test_state_of_four_ranks_loads_on_others(mesh_shapes, is_flat, muon_class, tmp_path: Path):
-    """Values and momentum are equal, and so are two more steps, to the bit."""
-    run_ranks(4, _save, str(tmp_path), is_flat, muon_class).check()
-    for mesh_shape in mesh_shapes:
-        run = run_ranks(
-            math.prod(mesh_shape), _load, str(tmp_path), mesh_shape, is_flat, muon_class
+    equal = []
+    for form in forms:
+        is_flat, _, muon_class = FORMS[form]
+        model, optimizers = _model(mesh_shape, muon_class)
+        state = _state(model, optimizers, is_flat)
+        dcp.load(state, checkpoint_id=f"{folder}/{form}")
+        set_state_dict(
+            model,
+            optimizers,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizers"],
+            options=StateDictOptions(flatten_optimizer_state_dict=is_flat),
         )
-        for loaded, trained in run.check().results:
-            assert all(loaded) and len(loaded) == 11, mesh_shape
-            assert all(trained), mesh_shape
+        at_save, at_end = torch.load(f"{folder}/{form} expected", map_location=device())
+        loaded = list(map(torch.equal, _whole(model, optimizers[0]), at_save))
+        _step(model, optimizers, range(2, 4))
+        equal.append([loaded, list(map(torch.equal, _whole(model, optimizers[0]), at_end))])
+    return equal
 
 
-def test_run_with_torchs_muon_can_be_taken_over(tmp_path: Path):
-    """Its state has the same name and the same average."""
-    run_ranks(2, _save, str(tmp_path), False, "torch").check()
-    run = run_ranks(3, _load, str(tmp_path), [3], False, "unnamed")
-    for loaded, trained in run.check().results:
-        assert all(loaded) and len(loaded) == 11
-        # It rounds before its norm, so that its steps are others.
-        assert not all(trained)
+def test_state_of_four_ranks_loads_on_others(tmp_path: Path):
+    """Values and momentum are equal, and so are two more steps, to the bit.
+
+    A run with torch's Muon can be taken over: its state has the same name and the same average. It
+    rounds before its norm, so that its steps are others.
+    """
+    run_ranks(4, _save, str(tmp_path)).check()
+    for mesh_shape, forms in (([2, 2], ["nested"]), ([3], ["flat", "of torch"])):
+        run = run_ranks(math.prod(mesh_shape), _load, str(tmp_path), mesh_shape, forms)
+        for results in run.check().results:
+            for form, (loaded, trained) in zip(forms, results, strict=True):
+                assert all(loaded) and len(loaded) == len(trained) == 11, form
+                assert all(trained) == (form != "of torch"), form

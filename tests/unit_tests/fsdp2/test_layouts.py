@@ -17,9 +17,7 @@ from helpers.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 # Wire, and precision of Newton-Schulz.
-SETTINGS = (("fp32", "medium"), ("fp32", "high"), ("bf16", "medium"))
-# Of three steps in bf16, whose learning rate is 0.02; 1.2e-3 was seen on hand-made shards.
-PORTIONED_ATOL = 5e-3
+SETTINGS = (("fp32", "high"), ("bf16", "medium"))
 # This scale tells outputs from inputs.
 MUON = {"lr": 0.02, "weight_decay": 0.1, "nesterov": True, "scale_mode": "unit_rms_norm"}
 
@@ -207,7 +205,7 @@ def differences(world_size: int) -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize(
     ("world_size", "case"),
     [
-        pytest.param(size, case.__name__, marks=[pytest.mark.slow] if size == 3 else [])
+        pytest.param(size, case.__name__, marks=[pytest.mark.slow] if size == 2 else [])
         for size, cases in CASES.items()
         for case in cases
     ],

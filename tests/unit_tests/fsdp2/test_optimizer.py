@@ -14,6 +14,7 @@ from helpers.ranks import ROOT, run_ranks
 from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
 
+@pytest.mark.slow
 def test_import_and_step_need_no_megatron():
     """Who uses plain FSDP2 installs neither megatron-core nor einops."""
     program = """

@@ -9,7 +9,7 @@ import sys
 import pytest
 from helpers.ranks import ROOT, run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 SCRIPT = ROOT / "scripts" / "train_fsdp2.py"
 

@@ -234,8 +234,9 @@ def expert_slices() -> list[Sharded]:
 
 
 def several_meshes() -> list[Sharded]:
-    """Hybrid, one axis, experts and a fused weight in one optimizer."""
-    return [*hybrid(), *uneven(), *expert_parallel(), *fused()]
+    """Hybrid, one axis, experts and fused weights in one optimizer."""
+    fused_weights = _one_axis((8 * 3, 4), split_sizes=8)
+    return [*hybrid(), *_one_axis((10, 12), (2, 5)), *expert_parallel()[2:5], *fused_weights]
 
 
 def stages() -> list[Sharded]:
@@ -249,7 +250,7 @@ def stages() -> list[Sharded]:
     return [shard((9, 5), 0, shards), shard((4, 6, 5), 1, shards), shard((7, 5), 2, shards)]
 
 
-# By number of ranks. Two and three have what needs no second axis.
+# By number of ranks. Four have what needs two axes.
 ONE_AXIS: Sequence[Case] = (
     uneven,
     columns,
@@ -265,7 +266,6 @@ CASES: Mapping[int, Sequence[Case]] = {
     2: (*ONE_AXIS, stages),
     3: ONE_AXIS,
     4: (
-        *ONE_AXIS,
         hybrid,
         tensor_parallel,
         hybrid_tensor_parallel,

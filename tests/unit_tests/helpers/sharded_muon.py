@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon on hand-made row shards, beside upstream's Muon on the whole matrices."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -240,6 +240,12 @@ def _sharded_parameter(whole: Any, rows: slice, mesh: Any) -> Any:
             stride=whole.stride(),
         )
     )
+
+
+def each_of(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
+    """Start the group of all ranks, and return what a function returns for each case."""
+    init_group()
+    return [function(*case) for case in cases]
 
 
 def step_both(optimizers: Optimizers, wire: str, num_steps: int = 3) -> None:

@@ -9,6 +9,7 @@ and one test compares with theirs as it is.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -30,20 +31,13 @@ CASES = {
         *((48, [4, 4]), (16, [40, 8]), (24, [7, 25])),
     ],
     3: [(24, [0, 47, 1]), (48, [8, 8, 8]), (32, [0, 0, 32]), (24, [0, 9, 23])],
-    4: [(24, [1, 0, 46, 1]), (48, [7, 5, 0, 12]), (20, [3, 0, 0, 1]), (24, [1, 10, 0, 21])],
 }
-GRIDS = [
-    pytest.param(2, {}, id="2"),
-    pytest.param(3, {}, id="3"),
-    pytest.param(4, {}, id="4", marks=pytest.mark.slow),
-    pytest.param(1, {"num_replicas": 2}, id="zero0"),
-    pytest.param(2, {"num_replicas": 2}, id="hsdp", marks=pytest.mark.slow),
-    pytest.param(2, {"num_tensor_ranks": 2}, id="tp2"),
-]
-
-
-def _size(num_shards: int, grid: dict[str, int]) -> int:
-    return num_shards * grid.get("num_replicas", 1) * grid.get("num_tensor_ranks", 1)
+# By number of ranks: ranks that rows are sharded over, and what shares the work besides.
+GRIDS: dict[int, list[tuple[int, dict[str, int]]]] = {
+    2: [(2, {}), (1, {"num_replicas": 2})],
+    3: [(3, {})],
+    4: [(2, {"num_replicas": 2}), (2, {"num_tensor_ranks": 2})],
+}
 
 
 def _step_adamuon(
@@ -65,7 +59,6 @@ def _step_adamuon(
             self.scale_mode = kwargs["scale_mode"]
             self.extra_scale_factor = kwargs["extra_scale_factor"]
 
-    init_group()
     built = build_optimizers(
         num_shards,
         {"scale_mode": "spectral", "extra_scale_factor": 0.2, "beta2": 0.9, **(settings or {})},
@@ -82,34 +75,6 @@ def _step_adamuon(
         if not torch.equal(found, expected):
             different.append(f"{matrix.fqn}: second moment")
     return different
-
-
-@pytest.mark.parametrize(
-    "exchange",
-    [
-        {"mode": "owner", "wire": "fp32"},
-        {"mode": "owner", "wire": "bf16"},
-        pytest.param({"mode": "all_gather"}, marks=pytest.mark.slow),
-    ],
-    ids=lambda exchange: "-".join(exchange.values()),
-)
-@pytest.mark.parametrize(("num_shards", "grid"), GRIDS)
-def test_adamuon_equals_upstreams_class_on_whole_matrices(num_shards, grid, exchange):
-    """Parameters, momentum and second moments are the same bits after three steps."""
-    world_size = _size(num_shards, grid)
-    run = run_ranks(world_size, _step_adamuon, num_shards, grid, exchange).check()
-    assert run.results == [[]] * world_size
-
-
-def test_adamuon_of_blocks_of_tensor_parallel_ranks():
-    """As upstream, updates are scaled by the shape that a tensor-parallel rank has.
-
-    Not in mode distributed: upstream multiplies parts of a matrix there, and its rounding decides
-    the sign of small elements, which a second moment makes large.
-    """
-    grid, exchange = {"num_tensor_ranks": 2}, {"mode": "owner", "wire": "fp32"}
-    run = run_ranks(4, _step_adamuon, 2, grid, exchange, {"tp_mode": "blockwise"}).check()
-    assert run.results == [[]] * 4
 
 
 @contextmanager
@@ -191,7 +156,6 @@ def _step_by_block(
 
     settings = dict(settings)
     is_exact = settings.pop("is_exact", True)
-    init_group()
     built = build_optimizers(
         num_shards,
         {"extra_scale_factor": 0.2, **settings},
@@ -243,78 +207,101 @@ def _step_by_block(
     ]
 
 
-@pytest.mark.parametrize("wire", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-@pytest.mark.parametrize("method", ["normuon", "namo"])
-@pytest.mark.parametrize(("num_shards", "grid"), GRIDS)
-def test_blocks_equal_parameters_of_emerging_optimizers(num_shards, grid, method, wire):
-    """The same bits after three steps, for long, square and wide blocks, and query, key, value."""
-    world_size = _size(num_shards, grid)
-    run = run_ranks(world_size, _step_by_block, method, num_shards, grid, {}, wire).check()
-    for differences in run.results:
-        assert differences == [0.0] * len(differences)
+def _step_all(world_size: int) -> list[str]:
+    """Step each method on each grid and wire, and list what differs."""
+    init_group()
+    different = []
+    for num_shards, grid in GRIDS[world_size]:
+        for exchange in ({"wire": "fp32"}, {"wire": "bf16"}, {"mode": "all_gather"}):
+            found = _step_adamuon(num_shards, grid, exchange)
+            different += [f"adamuon, {grid}, {exchange}: {each}" for each in found]
+        for method, wire in itertools.product(("normuon", "namo"), ("fp32", "bf16")):
+            found = _step_by_block(method, num_shards, grid, {}, wire)
+            if any(found):
+                different.append(f"{method}, {grid}, {wire}: {found}")
+    return different
 
 
-@pytest.mark.parametrize("method", ["normuon", "namo"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"tp_mode": "blockwise"},
-        pytest.param({"tp_mode": "distributed", "nesterov": False}, marks=pytest.mark.slow),
-    ],
-    ids=lambda settings: settings["tp_mode"],
-)
-def test_blocks_under_each_tensor_parallel_mode(method, settings):
-    """A block is what Newton-Schulz sees: of one tensor-parallel rank, or of all of them."""
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_steps_equal_those_of_upstreams_classes_on_whole_matrices(world_size):
+    """The same bits after three steps, of adamuon's momentum and second moments too.
+
+    For long, square and wide matrices and blocks, and query, key and value.
+    """
+    assert run_ranks(world_size, _step_all, world_size).check().results == [[]] * world_size
+
+
+def _step_in_each_tensor_parallel_mode() -> list[str]:
+    init_group()
     grid = {"num_tensor_ranks": 2}
-    run = run_ranks(4, _step_by_block, method, 2, grid, settings, "fp32").check()
-    for differences in run.results:
-        assert differences == [0.0] * len(differences)
+    return _step_adamuon(2, grid, {"wire": "fp32"}, {"tp_mode": "blockwise"}) + [
+        f"{method}, {settings}: {found}"
+        for method in ("normuon", "namo")
+        for settings in ({"tp_mode": "blockwise"}, {"tp_mode": "distributed", "nesterov": False})
+        if any(found := _step_by_block(method, 2, grid, settings, "fp32"))
+    ]
 
 
-@pytest.mark.parametrize("method", ["normuon", "namo"])
-def test_sums_in_float64_change_rounding_alone(method):
+def test_blocks_under_each_tensor_parallel_mode():
+    """A block is what Newton-Schulz sees: of one tensor-parallel rank, or of all of them.
+
+    As upstream, adamuon scales by the shape that a tensor-parallel rank has. Not in mode
+    distributed: upstream multiplies parts of a matrix there, and its rounding decides the sign of
+    small elements, which a second moment makes large.
+    """
+    assert run_ranks(4, _step_in_each_tensor_parallel_mode).check().results == [[]] * 4
+
+
+def _step_beside_sums_in_fp32() -> list[list[float]]:
+    init_group()
+    inexact = {"is_exact": False}
+    return [_step_by_block(method, 2, {}, inexact, "fp32") for method in ("normuon", "namo")]
+
+
+def test_sums_in_float64_change_rounding_alone():
     """Beside emerging-optimizers as it is: fp32 sums of at most 2304 squares.
 
     Three steps of 0.02 on at most 1536 elements of a rank; each may differ by a few units in the
     last place of a weight of size 3, 2.4e-7. A moment of another step would give 1e-2 an element.
     """
-    settings = {"is_exact": False}
-    run = run_ranks(2, _step_by_block, method, 2, {}, settings, "fp32").check()
-    for differences in run.results:
+    for differences in itertools.chain(*run_ranks(2, _step_beside_sums_in_fp32).check().results):
         assert max(differences) <= 1536 * 2 * 2.4e-7
 
 
-def _state_names(method: str, tp_mode: str) -> dict[str, list[int]]:
+def _state_shapes() -> list[dict[str, list[int]]]:
     from megatron_muon.mcore.adaptive.methods import METHODS
 
     init_group()
-    built = build_optimizers(
-        2,
-        {"tp_mode": tp_mode},
-        sharded=METHODS[method],
-        cases=CASES[2],
-        num_tensor_ranks=2,
-    )
-    return {
-        f"{matrix.fqn}.{key}": list(value.shape)
-        for param, _, matrix in built.params
-        for key, value in built.sharded.state[param].items()
-        if key != "momentum_buffer"
-    }
+    found = []
+    for method, mode in (
+        ("normuon", "duplicated"),
+        ("normuon", "blockwise"),
+        ("namo", "duplicated"),
+    ):
+        built = build_optimizers(
+            2, {"tp_mode": mode}, sharded=METHODS[method], cases=CASES[2], num_tensor_ranks=2
+        )
+        found.append(
+            {
+                f"{matrix.fqn}.{key}": list(value.shape)
+                for param, _, matrix in built.params
+                for key, value in built.sharded.state[param].items()
+                if key != "momentum_buffer"
+            }
+        )
+    return found
 
 
 def test_state_of_whole_blocks_has_one_name_on_all_ranks_that_share_it():
     """Tensor-parallel ranks with blocks of their own name them apart: a checkpoint keeps one."""
-    joined = run_ranks(4, _state_names, "normuon", "duplicated").check().results
+    joined, apart, namo = zip(*run_ranks(4, _state_shapes).check().results, strict=True)
     assert joined[0] == joined[1] == joined[2] == joined[3]
     assert joined[0]["layer.1.weight.moment2_cols"] == [1, 96]
     assert joined[0]["layer.5.weight.moment2_cols"] == [2, 24]
-    apart = run_ranks(4, _state_names, "normuon", "blockwise").check().results
     assert apart[0]["layer.1.weight.moment2_cols_tensor_rank_0_of_2"] == [1, 48]
     assert apart[1]["layer.1.weight.moment2_cols_tensor_rank_1_of_2"] == [1, 48]
     # Replicated by tensor parallelism: equal on both.
     assert apart[0]["layer.2.weight.moment2_rows"] == [32, 1]
-    namo = run_ranks(4, _state_names, "namo", "duplicated").check().results
     assert namo[0]["layer.5.weight.moment2_buffer"] == [3]
 
 

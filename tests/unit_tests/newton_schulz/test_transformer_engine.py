@@ -52,7 +52,10 @@ def _steps(wire: str, precision: str) -> list[Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("wire", "precision"), [("bf16", "medium"), ("fp32", "highest")])
+@pytest.mark.parametrize(
+    ("wire", "precision"),
+    [("bf16", "medium"), pytest.param("fp32", "highest", marks=pytest.mark.slow)],
+)
 def test_split_matrices_go_through_one_call(wire, precision):
     """With upstream's bits; contexts live from construction to the end of their groups."""
     for differences, num_own, num_groups, calls in (

@@ -101,7 +101,7 @@ def test_replicas_need_less_memory_in_more_scatters():
     assert less.staging_bytes < plan.staging_bytes // 3
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(matrix_lists(), st.sampled_from([5000, 10_000, 20_000, 2**31]))
 def test_plans_fit_into_the_memory_that_there_is_or_need_the_least(matrices, staging_bytes):
     """What is named for a limit that cannot be kept is enough."""

@@ -18,6 +18,7 @@ from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.plan.owners import Assignment
 
 
+@settings(max_examples=30)
 @given(matrix_lists(), st.sampled_from([1, 5000, 2**31]), st.sampled_from([1, 8]))
 def test_plan_is_the_same_whatever_ranks_share_of_their_layouts(matrices, limit, max_parts):
     """A rank builds its plan from its own objects, be they one for all layers or one for each."""
@@ -108,7 +109,7 @@ def test_copies_are_left_to_torch(backends, expected):
     assert all(line.endswith(f"by {name}") for name, line in zip(expected, who, strict=True))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(matrix_lists(), matrix_lists())
 def test_refusal_names_a_limit_that_works(first, second):
     """Two plans share a limit: what the first one leaves is for the second one."""

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from helpers.layouts import matrix_lists, plan_of, rows_cut_at
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan import RankPlan, Route
@@ -26,6 +26,7 @@ def _elements(route: Route) -> list[tuple[int, int, int, int]]:
     ]
 
 
+@settings(max_examples=50)
 @given(matrix_lists(max_matrices=4), st.sampled_from([1, 2]), st.sampled_from([1, 2**31]))
 def test_every_holder_gets_the_result_of_every_element_once(matrices, num_buckets, staging_bytes):
     """Messages are delivered by sender, and chunks are passed on; little memory: more scatters."""

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from helpers.layouts import plans
-from hypothesis import given
+from hypothesis import given, settings
 
 from megatron_muon.plan import ExchangePlan, Route
 from megatron_muon.plan.cost import CostModel
@@ -42,6 +42,7 @@ def _local(shard: np.ndarray, route: Route) -> np.ndarray:
     ]
 
 
+@settings(max_examples=50)
 @given(plans(max_matrices=4))
 def test_every_element_reaches_its_owner_once_and_returns_to_where_it_was(plan):
     """Routes fill each part exactly once, and restore every shard of every holder."""

@@ -6,13 +6,14 @@ from collections import Counter
 
 import pytest
 from helpers.layouts import one_matrix, plan_of, plans
-from hypothesis import given
+from hypothesis import given, settings
 
 from megatron_muon.plan import RankPlan
 from megatron_muon.plan.sizes import OnOffNode, RankSizes
 from megatron_muon.plan.staging import StagingLayout
 
 
+@settings(max_examples=50)
 @given(plans())
 def test_sizes_of_every_rank_are_those_of_its_rank_plan(plan):
     """To the element: with and without replicas, split matrices, blocks, and several scatters."""
@@ -27,6 +28,7 @@ def test_sizes_of_every_rank_are_those_of_its_rank_plan(plan):
             assert sizes.get(rank, nothing) == expected
 
 
+@settings(max_examples=50)
 @given(plans())
 def test_staging_bytes_of_a_plan_are_those_of_its_fullest_rank(plan):
     """To the byte: it is what the engine of that rank allocates."""
@@ -36,6 +38,7 @@ def test_staging_bytes_of_a_plan_are_those_of_its_fullest_rank(plan):
     assert plan.staging_bytes == max(layout.num_bytes for layout in layouts)
 
 
+@settings(max_examples=50)
 @given(plans(max_matrices=12))
 def test_stacks_of_every_owner_are_those_that_it_orthogonalizes(plan):
     """As many, of the same shapes, with as many matrices: each is one call of Newton-Schulz."""
@@ -50,6 +53,7 @@ def test_stacks_of_every_owner_are_those_that_it_orthogonalizes(plan):
             )
 
 
+@settings(max_examples=50)
 @given(plans(max_replicas=1))
 def test_pieces_of_a_rank_are_the_rectangles_that_it_packs_and_unpacks(plan):
     """Rows and results of messages, and those that stay; the host has work for each of them."""

@@ -3,7 +3,7 @@
 """A report says of every rank what its plan makes it do."""
 
 from helpers.layouts import one_matrix, plan_of, plans
-from hypothesis import given
+from hypothesis import given, settings
 
 from megatron_muon.plan import ExchangePlan, RankBucket
 from megatron_muon.plan.cost import CostModel
@@ -26,44 +26,32 @@ def _bytes(plan: ExchangePlan, bucket: RankBucket, rank: int) -> tuple[int, int]
     return sent, received
 
 
+@settings(max_examples=50)
 @given(plans())
-def test_report_counts_what_messages_hold(plan):
-    """Bytes in the report are those of the messages, rank by rank."""
-    report = build_report(range(1 + max(plan.ranks)), [plan])
-    for rank in plan.ranks:
-        schedule = RankSchedule.build([plan], rank)
-        buckets = schedule.rank_plans[0].buckets
-        both = [_bytes(plan, bucket, rank) for bucket in buckets]
-        found = report.ranks[rank]
-        assert found.bytes_sent == sum(sent for sent, _ in both)
-        assert found.bytes_received == sum(received for _, received in both)
-    sent = sum(rank.bytes_sent for rank in report.ranks)
-    assert sent == sum(rank.bytes_received for rank in report.ranks)
-    if all("owner" in matrix for matrix in report.matrices):
-        assert sent >= report.lower_bound_bytes
+def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
+    """Bytes of messages, staging memory and calls, without a plan of every rank.
 
-
-@given(plans())
-def test_report_knows_the_memory_and_the_calls_of_every_rank(plan):
-    """What the engine stages and runs, without a plan of every rank."""
+    Every schedule ends, and no step is shorter than the work and the traffic of any rank.
+    """
     report = build_report(range(1 + max(plan.ranks)), [plan])
     for rank in plan.ranks:
         schedule = RankSchedule.build([plan], rank)
         (rank_plan,) = schedule.rank_plans
+        both = [_bytes(plan, bucket, rank) for bucket in rank_plan.buckets]
         owned = [*rank_plan.local, *(bucket.owned for bucket in rank_plan.buckets)]
         found = report.ranks[rank]
+        assert found.bytes_sent == sum(sent for sent, _ in both)
+        assert found.bytes_received == sum(received for _, received in both)
         assert found.staging_bytes == schedule.staging.num_bytes
         assert found.num_calls == sum(len(each.stacks) for each in owned)
-
-
-@given(plans())
-def test_step_is_no_shorter_than_the_work_and_the_traffic_of_any_rank(plan):
-    """And every schedule ends."""
-    report = build_report(range(1 + max(plan.ranks)), [plan])
     for rank in report.ranks:
         # Times of several scatters, or rounds, are rounded down.
         assert report.gpu_step_ns >= rank.load_ns + rank.passes_ns - 100
         assert rank.step_ns <= report.gpu_step_ns
+    sent = sum(rank.bytes_sent for rank in report.ranks)
+    assert sent == sum(rank.bytes_received for rank in report.ranks)
+    if all("owner" in matrix for matrix in report.matrices):
+        assert sent >= report.lower_bound_bytes
 
 
 def test_load_counts_launches_of_stacks_that_exist():

@@ -2,14 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owner compute on gloo ranks: bytes on the wire, memory, cut matrices, faults."""
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.device import device
 from helpers.ranks import run_ranks
-from helpers.sharded_muon import build_optimizers, init_group, split_always, step_both
+from helpers.sharded_muon import (
+    build_optimizers,
+    each_of,
+    init_group,
+    split_always,
+    step_both,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +30,6 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
 
     from megatron_muon.report.rank_report import build_report
 
-    init_group()
     num_shards = 2 if grid else 4
     exchange = {**OWNER, "wire": wire, "num_buckets": 3}
     optimizers = build_optimizers(num_shards, {}, exchange, **grid)
@@ -48,10 +55,14 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
         counted["reduced" if tensor.is_floating_point() else "flags"] += tensor.nbytes
         return all_reduce(tensor, **kw)
 
-    dist.all_to_all_single, dist.all_reduce = counting_all_to_all, counting_all_reduce
-    dist.all_gather_into_tensor = counting_all_gather
     optimizers.set_gradients(0)
-    optimizers.sharded.step()
+    with mock.patch.multiple(
+        dist,
+        all_to_all_single=counting_all_to_all,
+        all_gather_into_tensor=counting_all_gather,
+        all_reduce=counting_all_reduce,
+    ):
+        optimizers.sharded.step()
     owner_compute = optimizers.sharded.compute
     (plan,) = owner_compute.plans
     report = build_report(range(4), [plan])
@@ -67,14 +78,12 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "grid", [{}, {"num_replicas": 2}, {"num_tensor_ranks": 2}], ids=["zero3", "hsdp", "tp2"]
-)
-@pytest.mark.parametrize("wire", ["bf16", "fp32"])
-def test_bytes_at_the_collectives_are_those_of_the_plan(wire, grid):
+def test_bytes_at_the_collectives_are_those_of_the_plan():
     """Wire bf16: 2 bytes an element there, 2 back, 8 a block; no padding on either wire."""
-    run = run_ranks(4, _count_bytes, wire, grid).check()
-    for counted in run.results:
+    grids = ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2})
+    cases = list(itertools.product(("bf16", "fp32"), grids))
+    by_rank = run_ranks(4, each_of, _count_bytes, cases).check().results
+    for counted, (wire, grid) in zip(itertools.chain(*by_rank), 4 * cases, strict=True):
         assert counted["moved"] == counted["planned"]
         assert counted.get("reduced", 0) == counted["norms"]
         assert counted["buckets"] > 1
@@ -88,14 +97,28 @@ def test_bytes_at_the_collectives_are_those_of_the_plan(wire, grid):
             assert counted["norms"] == 8 * counted["blocks"]
         else:
             assert counted["norms"] == 0
-    assert sum(counted["moved"] for counted in run.results) > 0
+    for of_ranks in zip(*by_rank, strict=True):
+        assert sum(counted["moved"] for counted in of_ranks) > 0
 
 
-def _step_with_cut_matrices(
-    wire: str, precision: str, backend: str, atol: float, grid: dict[str, int]
-) -> list[Any]:
+# What shares the work of four ranks.
+SHARING = ({"num_replicas": 4}, {"num_replicas": 2}, {"num_tensor_ranks": 2})
+# Wire, precision, backend and atol.
+ROUNDING = {
+    # fp32 sums in another order, through 15 products.
+    "fp32": ("fp32", "highest", "standard", 1e-5),
+    # Gram matrices have the squares of singular values, and so twice the digits of an error.
+    "fp32_gram": ("fp32", "highest", "gram", 1e-4),
+    # Gram matrices are added in bf16, which keeps 8 bits: 3 steps of 0.02 times a result with
+    # elements below 1, scaled by at most 7, are off by a few hundredths of that.
+    "bf16": ("bf16", "medium", "standard", 2e-2),
+    "bf16_gram": ("bf16", "medium", "gram", 2e-2),
+}
+
+
+def _step_with_cut_matrices(name: str, grid: dict[str, int]) -> list[Any]:
     """Cut every matrix, whether it pays or not."""
-    init_group()
+    wire, precision, backend, atol = ROUNDING[name]
     settings = {"fp32_matmul_prec": precision}
     exchange = {"mode": "owner", "wire": wire, "newton_schulz": backend}
     num_shards = 4 // math.prod(grid.values())
@@ -103,54 +126,39 @@ def _step_with_cut_matrices(
         optimizers = build_optimizers(num_shards, settings, exchange, **grid)
     plan = optimizers.sharded.compute.plans[0]
     step_both(optimizers, wire)
-    whole = build_optimizers(num_shards, settings, {**exchange, "max_parts": 1}, **grid)
-    step_both(whole, wire)
-    return [
-        optimizers.differences(atol=atol),
-        [
-            len(owners)
-            for matrix, owners in zip(plan.matrices, plan.owners, strict=True)
-            if not matrix.has_copies
-        ],
-        whole.differences(atol=0.0 if backend == "standard" else atol),
-    ]
+    different = optimizers.differences(atol)
+    if backend == "gram":
+        whole = build_optimizers(num_shards, settings, {**exchange, "max_parts": 1}, **grid)
+        step_both(whole, wire)
+        different += whole.differences(atol)
+    owners = zip(plan.matrices, plan.owners, strict=True)
+    return [different, [len(ranks) for matrix, ranks in owners if not matrix.has_copies]]
 
 
 @pytest.mark.parametrize(
-    ("wire", "precision", "backend", "atol"),
+    "cases",
     [
-        # fp32 sums in another order, through 15 products.
-        pytest.param("fp32", "highest", "standard", 1e-5, id="fp32"),
-        # Gram matrices have the squares of singular values, and so twice the digits of an error.
-        pytest.param("fp32", "highest", "gram", 1e-4, id="fp32_gram"),
-        # Gram matrices are added in bf16, which keeps 8 bits: 3 steps of 0.02 times a result with
-        # elements below 1, scaled by at most 7, are off by a few hundredths of that.
-        pytest.param("bf16", "medium", "standard", 2e-2, id="bf16"),
-        pytest.param("bf16", "medium", "gram", 2e-2, id="bf16_gram", marks=pytest.mark.slow),
+        [*((name, {}) for name in ROUNDING), *(("bf16", grid) for grid in SHARING)],
+        pytest.param(
+            list(itertools.product(("fp32", "fp32_gram"), SHARING)), marks=pytest.mark.slow
+        ),
     ],
+    ids=["bf16", "fp32"],
 )
-@pytest.mark.parametrize(
-    "grid",
-    [
-        pytest.param({}, id="zero3"),
-        # A matrix cut over just the ranks that hold copies of it was once never stepped.
-        pytest.param({"num_replicas": 4}, id="zero0"),
-        pytest.param({"num_replicas": 2}, id="hsdp"),
-        pytest.param({"num_tensor_ranks": 2}, id="tp2"),
-    ],
-)
-def test_cut_matrices_agree_with_whole_ones_up_to_rounding(wire, precision, backend, atol, grid):
-    """Parts on several ranks that all-reduce Gram matrices give the same update; uncut, bits."""
-    run = run_ranks(4, _step_with_cut_matrices, wire, precision, backend, atol, grid).check()
-    for different, num_owners, different_uncut in run.results:
-        assert different == [] and different_uncut == []
-        assert max(num_owners) == 4 and min(num_owners) >= 2
+def test_cut_matrices_agree_with_whole_ones_up_to_rounding(cases):
+    """Parts on several ranks that all-reduce Gram matrices give the same update.
+
+    A matrix cut over just the ranks that hold copies of it was once never stepped.
+    """
+    by_rank = run_ranks(4, each_of, _step_with_cut_matrices, cases).check().results
+    for (different, num_owners), case in zip(itertools.chain(*by_rank), 4 * cases, strict=True):
+        assert different == [], case
+        assert max(num_owners) == 4 and min(num_owners) >= 2, case
 
 
 def _memory_of_steps(staging_bytes: int | None) -> list[int]:
     import torch
 
-    init_group()
     exchange = {"mode": "owner", "wire": "bf16", "staging_bytes": staging_bytes}
     optimizers = build_optimizers(2, {}, exchange, cases=[(64, [40, 24])] * 9)
     owner_compute = optimizers.sharded.compute
@@ -171,15 +179,13 @@ def _memory_of_steps(staging_bytes: int | None) -> list[int]:
     return [between_steps, in_step, owner_compute.staging_bytes]
 
 
-@pytest.mark.parametrize("limit", [None, 30_000])
-def test_staging_memory_lives_in_a_step_alone_and_stays_within_the_limit(limit):
+def test_staging_memory_lives_in_a_step_alone_and_stays_within_the_limit():
     """Between steps the allocator has it, and in a step it is what the report says."""
-    run = run_ranks(2, _memory_of_steps, limit).check()
-    for between_steps, in_step, staging_bytes in run.results:
-        assert between_steps == 0
-        assert 0 < in_step == staging_bytes
+    run = run_ranks(2, each_of, _memory_of_steps, [[None], [30_000]]).check()
+    for (before, free, free_bytes), (after, limited, limited_bytes) in run.results:
+        assert before == after == 0
         # Without a limit it takes more: otherwise this would test nothing.
-        assert (staging_bytes > 30_000) == (limit is None)
+        assert 0 < limited == limited_bytes <= 30_000 < free == free_bytes
 
 
 def _nan_in_one_matrix() -> list[str]:
@@ -201,7 +207,6 @@ def test_nan_in_one_matrix_does_not_reach_another():
 
 
 def _zero_gradients(wire: str) -> list[float]:
-    init_group()
     settings = {"weight_decay": 0.0}
     optimizers = build_optimizers(3, settings, {"mode": "owner", "wire": wire})
     before = optimizers.state()
@@ -216,11 +221,11 @@ def _zero_gradients(wire: str) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp32"])
-def test_zero_gradients_give_a_zero_update(wire):
+def test_zero_gradients_give_a_zero_update():
     """Nothing is divided by a norm of zero."""
-    run = run_ranks(3, _zero_gradients, wire).check()
-    assert all(change == 0.0 for changes in run.results for change in changes)
+    run = run_ranks(3, each_of, _zero_gradients, [["bf16"], ["fp32"]]).check()
+    changes = [change for of_wires in run.results for wire in of_wires for change in wire]
+    assert changes and not any(changes)
 
 
 def _different_settings() -> str:
@@ -264,7 +269,6 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
     """Abandon a step whose gathers, or what replicas pass on, are under way, and step again."""
     from helpers.collective_timing import collectives_run
 
-    init_group()
     exchange = {"mode": "owner", "wire": "bf16", "num_buckets": 4}
     cases = [*[(12, [12, 12])] * 8, (12, [16, 16])]
     if grid:
@@ -285,11 +289,11 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("grid", [{}, {"num_replicas": 2}], ids=["gathers", "spreads"])
-def test_messages_of_an_abandoned_step_are_waited_for_before_their_memory_is_used(grid):
-    """They may still read and write it."""
-    run = run_ranks(2, _step_after_messages_were_left, grid).check()
-    for under_way, different, breaches in run.results:
+def test_messages_of_an_abandoned_step_are_waited_for_before_their_memory_is_used():
+    """Gathers, and what replicas pass on, may still read and write it."""
+    grids = [[{}], [{"num_replicas": 2}]]
+    by_rank = run_ranks(2, each_of, _step_after_messages_were_left, grids).check().results
+    for under_way, different, breaches in itertools.chain(*by_rank):
         assert under_way > 0 and different == [] and breaches == []
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.ranks import run_ranks
-from helpers.sharded_muon import build_optimizers, init_group
+from helpers.sharded_muon import build_optimizers, each_of, init_group
 
 pytestmark = pytest.mark.ranks
 
@@ -95,7 +95,8 @@ def _random_layouts(seed: int) -> dict[str, Any]:
     init_group()
     draw = random.Random(seed)
     wrong, seen = [], []
-    for grid, wire, kind in itertools.product(GRIDS, WIRES, KINDS):
+    # Each kind and each grid meet both wires.
+    for (grid, kind), wire in zip(itertools.product(GRIDS, KINDS), itertools.cycle(WIRES)):
         case = _random_case(draw, grid, wire, kind)
         optimizers = build_optimizers(**case)
         found = _compare(optimizers)
@@ -221,31 +222,25 @@ def _one_place_for_all_buckets(
 
 
 def _share_a_place(in_buckets: Sequence[str], in_scatters: Sequence[str]) -> dict[str, Any]:
-    init_group()
     with _one_place_for_all_buckets(in_buckets, in_scatters):
         optimizers = build_optimizers(**BUCKETS)
     return _compare(optimizers, reference=build_optimizers(**BUCKETS))
 
 
-@pytest.mark.parametrize(
-    ("in_buckets", "in_scatters"),
-    [(["gather_send"], ["send"]), (["gather_receive"], [])],
-    ids=["sends", "receives"],
-)
-def test_memory_that_is_used_again_too_early_is_seen(in_buckets, in_scatters):
+def test_memory_that_is_used_again_too_early_is_seen():
     """A gather starts while the scatter before travels, and before rows that arrived are copied.
 
     In one place, one spoils the other. A message that was read at once has left when its place is
     written again, so its results are right; the breach is found all the same. Two messages into one
     place spoil results always.
     """
-    are_sends = bool(in_scatters)
-    for found in run_ranks(2, _share_a_place, in_buckets, in_scatters).check().results:
-        assert not found["at_wait"][0]
-        assert found["at_launch"][0] == are_sends
-        if are_sends:
-            for when in ("at_wait", "at_launch"):
-                assert any("its send buffer was written before wait()" in x for x in found[when][1])
+    places = [(["gather_send"], ["send"]), (["gather_receive"], [])]
+    for sends, receives in run_ranks(2, each_of, _share_a_place, places).check().results:
+        for found, is_right_if_read_at_once in ((sends, True), (receives, False)):
+            assert not found["at_wait"][0]
+            assert found["at_launch"][0] == is_right_if_read_at_once
+        for when in ("at_wait", "at_launch"):
+            assert any("its send buffer was written before wait()" in x for x in sends[when][1])
 
 
 def _each_collective(when: str) -> list[str]:
@@ -254,7 +249,6 @@ def _each_collective(when: str) -> list[str]:
     import torch.distributed as dist
     from helpers.collective_timing import collectives_run
 
-    init_group()
     rank = dist.get_rank()
     pair = torch.tensor([1.0 + rank, 10.0 + rank])
     calls = {
@@ -293,7 +287,7 @@ def _each_collective(when: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("when", ["at_wait", "at_launch"])
-def test_collectives_that_are_delayed_give_the_same_and_breaches_are_named(when):
+def test_collectives_that_are_delayed_give_the_same_and_breaches_are_named():
     """The helper itself: results, NaN meanwhile, and each way to touch a buffer too early."""
-    assert run_ranks(2, _each_collective, when).check().results == [[], []]
+    modes = [["at_wait"], ["at_launch"]]
+    assert run_ranks(2, each_of, _each_collective, modes).check().results == [[[], []]] * 2
