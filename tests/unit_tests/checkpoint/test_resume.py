@@ -9,9 +9,9 @@ two runs that never stopped do. Tolerances are relative; what is seen, ``pytest 
 ==============  =========  =====================================================================
 setting         tolerance  largest difference seen
 ==============  =========  =====================================================================
-bf16            1.5e-4     5.6e-5
-fp32            4e-5       8.7e-6, with Newton-Schulz in bf16
-experts         4e-3       5.2e-5; a token that is routed to another expert makes it far more
+bf16            1.5e-4     8.7e-6
+fp32            4e-5       1.9e-7, with Newton-Schulz in bf16
+experts         4e-3       8.6e-7; a token that is routed to another expert makes it far more
 ==============  =========  =====================================================================
 """
 
@@ -40,13 +40,15 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 BF16_TOLERANCE, FP32_TOLERANCE, MOE_TOLERANCE = 1.5e-4, 4e-5, 4e-3
 SEQUENCE = ("--sequence-parallel", "--expert-tensor-parallel-size")
-# Muon of whole matrices, which does not depend on the tensor-parallel size.
-WHOLE = ("--muon-tp-mode", "duplicated")
 ADAMUON, NORMUON, NAMO = (
     ("--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", method)
     for method in ("adamuon", "normuon", "namo")
 )
-GATED = ("--swiglu",)
+# Of whole matrices, which does not depend on the tensor-parallel size.
+WHOLE = (*NORMUON, "--muon-tp-mode", "duplicated")
+LION = ("--muon-scalar-optimizer", "lion")
+# One dense layer, and one of experts.
+MIXED = (*MOE, "--moe-layer-freq", "[0,1]")
 # Of attention. Hidden dropout draws from CUDA's
 # default generator, on CPU ranks the one that a new data loader draws its seed from.
 DROPOUT = ("--attention-dropout", "0.1")
@@ -74,20 +76,19 @@ def _remove_folders():
         folder.cleanup()
 
 
+ADAMUON_EP = (*ADAMUON, *EP, *HFSDP)
+NORMUON_TP = (*NORMUON, *TP, *DROPOUT)
 SAME_WORLD = [
     slow(2, 0, (), id="zero0_fp32"),
     pytest.param(2, 1, BF16, id="zero1_bf16"),
-    slow(2, 2, MOE, id="zero2_fp32_moe"),
+    slow(2, 2, MIXED, id="zero2_fp32_moe"),
     slow(4, 3, BF16_ON[4], id="zero3_bf16"),
     slow(4, 3, (*HSDP, *BF16), id="hsdp_bf16"),
     slow(4, 3, (*HFSDP, *BF16), id="hfsdp_bf16"),
-    slow(4, 3, (*EP, *HFSDP), id="hfsdp_fp32_ep2"),
-    slow(4, 1, (*TP, *DROPOUT), id="zero1_fp32_tp2_dropout"),
-    slow(4, 3, (*EP, *TP, *SEQUENCE, "1", *BF16), id="zero3_bf16_tp2_ep2"),
-    slow(2, 3, ("--muon-scalar-optimizer", "lion"), id="zero3_lion"),
-    pytest.param(2, 3, (*NORMUON, *GATED), id="zero3_normuon"),
-    slow(4, 1, (*NORMUON, *GATED, *TP), id="normuon_tp2"),
-    slow(4, 3, (*NAMO, *EP, *TP, *SEQUENCE, "1"), id="namo"),
+    slow(4, 3, ADAMUON_EP, id="hfsdp_fp32_adamuon_ep2"),
+    slow(4, 1, NORMUON_TP, id="zero1_fp32_normuon_tp2_dropout"),
+    slow(4, 3, (*NAMO, *EP, *TP, *SEQUENCE, "1", *BF16), id="zero3_bf16_namo_tp2_ep2"),
+    slow(2, 3, (*NORMUON, *LION), id="zero3_fp32_normuon_lion"),
 ]
 
 
@@ -105,35 +106,22 @@ def test_resumed_run_is_the_run_that_never_stopped(world_size, zero, flags, tmp_
 
 
 Z3 = (4, 3, BF16_ON[4])
+TP_MIXED = (*MIXED, *TP, *SEQUENCE, "2")
+OTHER_BLOCKS = ("--muon-split-glu", "--muon-no-split-qkv")
 OTHER_WORLD = [
-    slow(Z3, (2, 3, BF16_ON[2]), BF16_TOLERANCE, id="4_to_2"),
-    slow((2, 1, BF16), (4, 1, BF16), BF16_TOLERANCE, id="2_to_4"),
     slow(Z3, (3, 3, BF16_ON[3]), BF16_TOLERANCE, id="4_to_3"),
-    slow(Z3, (2, 1, BF16_ON[2]), BF16_TOLERANCE, id="zero3_to_zero1"),
+    slow(Z3, (2, 1, BF16_ON[2]), BF16_TOLERANCE, id="4_to_2_zero3_to_zero1"),
     pytest.param((2, 1, BF16), (2, 3, BF16), BF16_TOLERANCE, id="zero1_to_zero3"),
-    slow((2, 0, ()), (4, 2, ()), FP32_TOLERANCE, id="zero0_to_zero2"),
+    slow((2, 0, ()), (4, 2, ()), FP32_TOLERANCE, id="2_to_4_zero0_to_zero2"),
     slow((4, 3, (*HSDP, *BF16)), (2, 3, BF16), BF16_TOLERANCE, id="hsdp_to_plain"),
-    slow((4, 3, (*HFSDP, *BF16)), (4, 1, BF16), BF16_TOLERANCE, id="hfsdp_to_plain"),
+    slow((4, 3, (*HFSDP, *BF16)), (2, 1, BF16), BF16_TOLERANCE, id="hfsdp_to_plain"),
     slow((2, 1, BF16), (4, 3, (*HFSDP, *BF16)), BF16_TOLERANCE, id="plain_to_hfsdp"),
-    slow((4, 3, (*EP, *HFSDP)), (2, 1, MOE), MOE_TOLERANCE, id="ep2_to_ep1_zero1"),
-    slow((2, 2, MOE), (4, 3, EP), MOE_TOLERANCE, id="ep1_to_ep2"),
-    slow((4, 3, (*TP, *WHOLE)), (2, 1, WHOLE), FP32_TOLERANCE, id="tp2_to_tp1"),
-    slow(
-        (4, 3, (*NORMUON, *GATED, *TP, *WHOLE)),
-        (2, 1, (*NORMUON, *GATED, *WHOLE)),
-        FP32_TOLERANCE,
-        id="normuon_tp2_to_tp1",
-    ),
+    slow((4, 3, ADAMUON_EP), (2, 1, (*ADAMUON, *MOE)), MOE_TOLERANCE, id="adamuon_ep2_to_ep1"),
+    slow((2, 2, MIXED), (4, 3, (*EP, *MIXED)), MOE_TOLERANCE, id="ep1_to_ep2"),
+    slow((4, 3, (*WHOLE, *TP)), (2, 1, WHOLE), FP32_TOLERANCE, id="normuon_tp2_to_tp1"),
     slow((2, 1, NAMO), (4, 3, (*NAMO, *HSDP)), FP32_TOLERANCE, id="namo"),
-    slow((4, 3, (*ADAMUON, *EP)), (2, 2, (*ADAMUON, *MOE)), MOE_TOLERANCE, id="adamuon_ep2_to_ep1"),
-    slow(
-        (2, 0, GATED),
-        (2, 1, (*GATED, "--muon-split-glu", "--muon-no-split-qkv")),
-        None,
-        id="to_other_blocks",
-    ),
-    slow((2, 0, ()), (4, 3, TP), None, id="tp1_to_tp2_blockwise"),
-    slow((2, 2, MOE), (4, 3, (*MOE, *TP, *SEQUENCE, "2")), None, id="etp1_to_etp2_blockwise"),
+    slow((2, 0, ()), (2, 1, OTHER_BLOCKS), None, id="to_other_blocks"),
+    slow((2, 2, MIXED), (4, 3, TP_MIXED), None, id="tp1_to_tp2_etp2_blockwise"),
 ]
 
 
@@ -157,7 +145,7 @@ def test_checkpoint_loads_on_other_ranks(before, after, tolerance, tmp_path):
     differences = relative_differences(resumed.losses, first.losses[SAVED_AT:])
     print(f"largest relative difference of losses: {max(differences):.1e}")
     if tolerance is None:
-        assert resumed.losses[-1] < resumed.losses[0] - 0.15
+        assert resumed.losses[-1] < first.losses[SAVED_AT - 1] - 0.15
     else:
         assert max(differences) <= tolerance, differences
 
@@ -165,8 +153,8 @@ def test_checkpoint_loads_on_other_ranks(before, after, tolerance, tmp_path):
 @pytest.mark.slow
 def test_moments_of_a_tensor_parallel_rank_are_refused_on_another_number_of_them(tmp_path):
     """Of blocks that one rank has for itself, before anything is loaded."""
-    _, folder = saved(4, 1, *NORMUON, *GATED, *TP)
-    run = resumed_run(2, folder, tmp_path / "resumed", ZERO[1], *NORMUON, *GATED)
+    _, folder = saved(4, 1, *NORMUON_TP)
+    run = resumed_run(2, folder, tmp_path / "resumed", ZERO[1], *NORMUON)
     assert run.exit_codes == [1, 1]
     assert "got moment2_cols_tensor_rank_0_of_2, moment2_cols_tensor_rank_1_of_2" in run.outputs[0]
     assert "Nothing was loaded." in run.outputs[0]
@@ -196,7 +184,7 @@ torch.save({**state, **iteration}, output)
     ("world_size", "zero", "flags"),
     [
         pytest.param(4, 3, (*HFSDP, *BF16), id="hfsdp"),
-        pytest.param(4, 3, (*EP, *HFSDP), id="hfsdp_ep2"),
+        pytest.param(4, 3, ADAMUON_EP, id="hfsdp_adamuon_ep2"),
     ],
 )
 @pytest.mark.slow

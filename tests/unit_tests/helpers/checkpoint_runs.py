@@ -16,7 +16,7 @@ from helpers.toy_gpt import fsdp_toy_gpt
 # Shape of the whole tensor, index at which the shard begins in it, and the shard.
 type Shard = tuple[torch.Size, torch.Size, torch.Tensor]
 
-SAVED_AT, LAST = 5, 8
+SAVED_AT, LAST = 5, 7
 SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT}".split()
 
 

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of the toy GPT that the run-level tests train."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gpt_flags
@@ -27,6 +28,7 @@ HSDP = ("--num-distributed-optimizer-instances", "2")
 HFSDP = (*HSDP, "--outer-dp-sharding-strategy", "optim")
 TP = ("--tensor-model-parallel-size", "2")
 EP = (*MOE, "--expert-model-parallel-size", "2")
+EXPERT_TP = "--expert-tensor-parallel-size"
 # A lower learning rate, because rounding of weights adds up with the way they go.
 BF16 = ("--bf16", "--lr", "2e-3", "--min-lr", "1e-4")
 FP32_GRADIENTS = tuple(gpt_flags.FP32_GRADIENTS.split())
@@ -75,6 +77,46 @@ def train(world_size: int, flags: Sequence[str], num_microbatches: int = 1, **op
     """Train on the same samples on any number of ranks."""
     batches = microbatches(num_microbatches, world_size, flags)
     return launch(world_size, without_query_groups([*flags, *batches]), **options).check()
+
+
+def reference(
+    *flags: str,
+    compared_with: int = 4,
+    num_microbatches: int = 1,
+    before: Callable[[], None] | None = None,
+) -> Run:
+    """Train upstream's optimizer under DDP on the fewest ranks that the flags allow.
+
+    One run serves all that train on the same samples, on any number of ranks.
+
+    Args:
+        *flags: Of the model and its optimizer.
+        compared_with: Ranks of the other run; with its microbatches they decide on the samples.
+        num_microbatches: Of the other run.
+        before: Called on every rank before the launcher.
+    """
+    _, num_samples, _, size = microbatches(num_microbatches, compared_with, flags)
+    # Even the first loss of a model with experts depends on how samples are cut.
+    return _reference(flags, int(num_samples), int(size) if MOE[0] in flags else None, before)
+
+
+@functools.cache
+def _reference(
+    flags: tuple[str, ...],
+    num_samples: int,
+    size: int | None,
+    before: Callable[[], None] | None,
+) -> Run:
+    num_tensor, num_expert_tensor, num_expert = (
+        int(flags[flags.index(flag) + 1]) if flag in flags else 1
+        for flag in (TP[0], EXPERT_TP, EP[-2])
+    )
+    # Experts draw their first weights by their rank: without EP they would have others.
+    num_ranks = max(num_tensor, num_expert * num_expert_tensor)
+    batches = ("--global-batch-size", str(num_samples), "--micro-batch-size")
+    arguments = toy_gpt(*flags, *batches, str(size or num_samples * num_tensor // num_ranks))
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if num_tensor > 1 else None
+    return launch(num_ranks, without_query_groups(arguments), before=before, env=env).check()
 
 
 def relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:

@@ -117,7 +117,7 @@ def _differences(kind: str, settings: dict[str, Any]) -> dict[str, list[float]]:
     [
         pytest.param(TE, {}, {"optim"}, id="transformer_engine"),
         pytest.param(EXPERTS, {}, {"optim"}, id="grouped_experts", marks=pytest.mark.slow),
-        pytest.param(MEGATRON, {}, {"no_shard", "optim"}, id="megatron"),
+        pytest.param(MEGATRON, {}, {"no_shard", "optim"}, id="megatron", marks=pytest.mark.slow),
         pytest.param(
             *(MEGATRON, {"is_tied": True}, set(ZERO.values())),
             id="tied_embedding",
