@@ -56,6 +56,11 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
         get_device_properties=constant(_PROPERTIES),
         get_device_capability=constant((_PROPERTIES.major, _PROPERTIES.minor)),
     ),
+    Replacement(
+        "torch.accelerator.is_available",
+        constant(False),
+        "torch.optim asks an accelerator's stream, which needs a driver, from torch 2.15 on",
+    ),
     *_in_cuda(
         "there is no driver to initialise",
         _lazy_init=constant(None),

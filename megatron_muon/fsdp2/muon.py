@@ -36,6 +36,7 @@ from megatron_muon.runtime.agreement import (
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.momentum import advance_momentum
 from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.runtime.torch_symbols import torch_problems
 
 # Of a parameter group: they decide the plan, so those of construction stay. A group without them
 # gets none: a checkpoint of torch.optim.Muon has no such keys.
@@ -118,14 +119,17 @@ class Muon(WholeMatrixMuon):
     ) -> None:
         self.exchange = exchange or ExchangeSettings()
         self._group = group
-        problems = Settings(
-            weight_decay_method,
-            fp32_matmul_prec,
-            coefficient_type,
-            scale_mode,
-            use_syrk,
-            self.exchange,
-        ).problems()
+        problems = (
+            torch_problems()
+            + Settings(
+                weight_decay_method,
+                fp32_matmul_prec,
+                coefficient_type,
+                scale_mode,
+                use_syrk,
+                self.exchange,
+            ).problems()
+        )
         # torch refuses an empty list, which a pipeline stage may have.
         given = list(params)
         try:

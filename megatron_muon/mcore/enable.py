@@ -33,6 +33,12 @@ def enable() -> None:
     if is_enabled():
         return
     check_packages()
+    # Only now: it imports torch.
+    from megatron_muon.runtime.torch_symbols import torch_problems
+
+    # Before megatron is imported, which may fail on what torch lacks.
+    if problems := torch_problems():
+        raise IncompatibleMegatronError(problems)
     try:
         from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES
         from megatron_muon.mcore.requirements import REQUIREMENTS

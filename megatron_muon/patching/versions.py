@@ -26,12 +26,13 @@ from megatron_muon.user_errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Also the dependencies of pyproject.toml. Minor versions are not interchangeable: the patches rely
-# on internals of Megatron-FSDP, the optimizer on those of DTensor and of emerging-optimizers.
+# Also the dependencies of pyproject.toml. Minor versions of megatron-core and emerging-optimizers
+# are not interchangeable: patches rely on their internals. torch has no upper bound: containers
+# bring builds of their own. What is relied on is checked by symbol (runtime/torch_symbols.py).
 ACCEPTED_VERSIONS: dict[str, SpecifierSet] = {
     "megatron-core": SpecifierSet(">=0.19,<0.20"),
     "emerging-optimizers": SpecifierSet(">=0.3,<0.4"),
-    "torch": SpecifierSet(">=2.10,<2.13"),
+    "torch": SpecifierSet(">=2.10"),
 }
 
 
@@ -175,9 +176,14 @@ def _is_in_table(name: str, found: str) -> bool:
 def is_tested(versions: Mapping[str, str | None]) -> bool:
     """Return whether these versions are a row of the table that works.
 
-    Local parts are only compared if the row names a commit.
+    Builds of torch before a release count as that release. Local parts are only compared if the row
+    names a commit.
     """
-    found = {name: Version(version or "0").public for name, version in versions.items()}
+    parsed = {name: Version(version or "0") for name, version in versions.items()}
+    found = {
+        name: version.base_version if name == "torch" else version.public
+        for name, version in parsed.items()
+    }
     commit = Version(versions.get("megatron-core") or "0").local or ""
     return any(
         row.versions == found and not row.refusal and _is_commit(commit, row.commit)

@@ -4,6 +4,7 @@
 
 Files, each importing only those above it::
 
+    torch_symbols       what is relied on in torch, by symbol
     agreement           ranks compare what they know, and fail together
     sharded_matrix      the row shards of one parameter
     groups              process groups by their ranks

@@ -3,12 +3,14 @@
 """Muon's state through ``torch.distributed.checkpoint``, beside AdamW's, on other ranks."""
 
 import math
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.device import device, init_group, kind
 from helpers.ranks import run_ranks
+from packaging.version import Version
 
 pytestmark = pytest.mark.ranks
 
@@ -77,8 +79,10 @@ def _state(model: Any, optimizers: list[Any], is_flat: bool) -> dict[str, Any]:
 FORMS = {
     "nested": (False, "named", "named"),
     "flat": (True, "named", "named"),
-    "of torch": (False, "torch", "unnamed"),
 }
+# From 2.15 on torch's Muon refuses shards: "in-place operations that require placement changes".
+if Version(version("torch")).release < (2, 15):
+    FORMS["of torch"] = (False, "torch", "unnamed")
 
 
 def _save(folder: str) -> None:
@@ -133,7 +137,8 @@ def test_state_of_four_ranks_loads_on_others(tmp_path: Path):
     rounds before its norm, so that its steps are others.
     """
     run_ranks(4, _save, str(tmp_path)).check()
-    for mesh_shape, forms in (([2, 2], ["nested"]), ([3], ["flat", "of torch"])):
+    others = [form for form in FORMS if form != "nested"]
+    for mesh_shape, forms in (([2, 2], ["nested"]), ([3], others)):
         run = run_ranks(math.prod(mesh_shape), _load, str(tmp_path), mesh_shape, forms)
         for results in run.check().results:
             for form, (loaded, trained) in zip(forms, results, strict=True):

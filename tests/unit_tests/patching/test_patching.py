@@ -165,7 +165,7 @@ def test_revert_refuses_when_somebody_wrapped_the_patch(stub):
         ("emerging-optimizers", "0.4.0"),
         ("emerging-optimizers", None),
         ("torch", "2.9.1"),
-        ("torch", "2.13.0+cu130"),
+        ("torch", "2.9.1+cu130"),
         ("torch", None),
     ],
 )
@@ -203,7 +203,9 @@ def test_enable_refuses_a_misfit_of_any_package_with_the_table(monkeypatch, pack
         ({"emerging-optimizers": "0.3.1"}, True),
         ({"torch": "2.11.1"}, True),
         ({"torch": "2.12.0", "megatron-core": "0.19.0"}, True),
-        ({"torch": "2.11.0a0+eb65b36914.nv26.02"}, True),
+        ({"torch": "2.11.0a0+eb65b36914.nv26.02"}, False),
+        ({"torch": "2.13.0a0+8145d630e8"}, True),
+        ({"torch": "3.0.0"}, True),
     ],
 )
 def test_versions_in_the_ranges_are_accepted_and_named_where_untested(caplog, changes, is_warned):
