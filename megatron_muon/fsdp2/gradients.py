@@ -28,8 +28,8 @@ def parameters_without_gradient(
 
     Raises:
         RuntimeError: On all ranks of the group, naming rank and parameter, when a gradient is not
-            finite, is of another dtype, placement or shape than its parameter, or is missing on
-            some ranks that hold the parameter and not on others.
+            finite, is of another dtype (but bfloat16), placement or shape than its parameter, or
+            is missing on some ranks that hold the parameter and not on others.
 
     Communication: one all-reduce of two int32 over the group, read by the host once. Where a
         gradient is missing: one more of two int32 a parameter over each domain, and a flag.
@@ -117,8 +117,9 @@ def _is_alike(param: torch.Tensor, grad: torch.Tensor) -> bool:
     own, other = local_tensor(param), local_tensor(grad)
     # Attributes, not texts: it runs for each parameter in each step.
     return (
-        (own.dtype, own.shape, own.device, own.layout)
-        == (other.dtype, other.shape, other.device, other.layout)
+        # FSDP2 may leave gradients in bfloat16 (reduce_dtype, from torch 2.15 on grad_dtype).
+        other.dtype in (own.dtype, torch.bfloat16)
+        and (own.shape, own.device, own.layout) == (other.shape, other.device, other.layout)
         and isinstance(grad, DTensor) == isinstance(param, DTensor)
         and getattr(grad, "placements", None) == getattr(param, "placements", None)
     )

@@ -87,7 +87,7 @@ class Muon(WholeMatrixMuon):
         :func:`~megatron_muon.fsdp2.gradients.parameters_without_gradient` and
         :class:`~megatron_muon.runtime.engine.Engine`.
     Memory: one float32 per local element of a parameter; while a step runs another one, for
-        results, and what the engine stages.
+        results, one for each gradient in bfloat16, and what the engine stages.
     """
 
     # torch.amp.GradScaler then calls step() whatever it has found, so that it can be refused. It
@@ -374,7 +374,8 @@ class Muon(WholeMatrixMuon):
             advanced = advance_momentum(
                 group,
                 [local_tensor(param) for param in stepped],
-                [local_tensor(param.grad) for param in stepped],
+                # No copy, but of bfloat16.
+                [local_tensor(param.grad).to(torch.float32) for param in stepped],
                 [buffers[param] for param in stepped],
                 weight_decay_method=self.weight_decay_method,
                 nesterov=self.nesterov,

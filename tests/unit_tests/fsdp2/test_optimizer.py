@@ -80,6 +80,29 @@ def test_one_rank_without_a_process_group_steps_like_emerging_optimizers(setting
         assert torch.equal(ours.grad, kept) == (settings.get("weight_decay_method") != "l2")
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_gradients_in_bfloat16_step_like_the_same_numbers_in_float32(nesterov):
+    """FSDP2 leaves gradients in the dtype that reduces them where it is told to."""
+    ours, theirs, muon, whole = _pair(nesterov=nesterov, weight_decay_method="l2", weight_decay=0.3)
+    ours.grad_dtype = torch.bfloat16
+    grad = torch.linspace(-1, 1, 12, device=device()).view(3, 4).bfloat16()
+    ours.grad, theirs.grad = grad.clone(), grad.float()
+    muon.step()
+    whole.step()
+    assert torch.equal(ours, theirs)
+    assert torch.equal(muon.state[ours]["momentum_buffer"], whole.state[theirs]["momentum_buffer"])
+    assert torch.equal(ours.grad, grad)
+
+
+def test_gradients_in_float16_are_refused():
+    """They are scaled, or about to overflow."""
+    ours, _, muon, _ = _pair()
+    ours.grad_dtype = torch.float16
+    ours.grad = torch.ones(3, 4, dtype=torch.float16, device=device())
+    with pytest.raises(RuntimeError, match="expected a gradient like the parameter"):
+        muon.step()
+
+
 def test_closure_computes_gradients_and_its_loss_is_returned():
     """It runs with gradients on, though the step does not."""
     ours, theirs, muon, reference = _pair()
