@@ -65,6 +65,9 @@ class Combination:
 
 TABLE: tuple[Combination, ...] = (
     Combination("0.19.2", "0.3.0", "2.11.0"),
+    Combination("0.19.2", "0.3.0", "2.15.0"),
+    Combination("0.19.2", "0.3.0", "2.14.1"),
+    Combination("0.19.2", "0.3.0", "2.13.0"),
     Combination("0.19.2", "0.3.0", "2.12.0"),
     Combination("0.19.2", "0.3.0", "2.10.0"),
     Combination("0.19.0", "0.3.0", "2.11.0"),
