@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 ACCEPTED_VERSIONS: dict[str, SpecifierSet] = {
     "megatron-core": SpecifierSet(">=0.19,<0.20"),
     "emerging-optimizers": SpecifierSet(">=0.3,<0.4"),
-    "torch": SpecifierSet(">=2.10"),
+    "torch": SpecifierSet(">=2.9"),
 }
 
 
@@ -70,6 +70,7 @@ TABLE: tuple[Combination, ...] = (
     Combination("0.19.2", "0.3.0", "2.13.0"),
     Combination("0.19.2", "0.3.0", "2.12.0"),
     Combination("0.19.2", "0.3.0", "2.10.0"),
+    Combination("0.19.2", "0.3.0", "2.9.1"),
     Combination("0.19.0", "0.3.0", "2.11.0"),
     Combination("0.19.1", "0.3.0", "2.11.0", tree="Megatron-LM's tag core_v0.19.0"),
     Combination("0.20.0", "0.3.0", "2.11.0", tree="Megatron-LM's main", commit="d98e8a64"),

@@ -80,6 +80,13 @@ def test_one_rank_without_a_process_group_steps_like_emerging_optimizers(setting
         assert torch.equal(ours.grad, kept) == (settings.get("weight_decay_method") != "l2")
 
 
+has_grad_dtype = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"),
+    reason="from torch 2.10 on",
+)
+
+
+@has_grad_dtype
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_gradients_in_bfloat16_step_like_the_same_numbers_in_float32(nesterov):
     """FSDP2 leaves gradients in the dtype that reduces them where it is told to."""
@@ -94,6 +101,7 @@ def test_gradients_in_bfloat16_step_like_the_same_numbers_in_float32(nesterov):
     assert torch.equal(ours.grad, grad)
 
 
+@has_grad_dtype
 def test_gradients_in_float16_are_refused():
     """They are scaled, or about to overflow."""
     ours, _, muon, _ = _pair()

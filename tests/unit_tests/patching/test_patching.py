@@ -165,8 +165,8 @@ def test_revert_refuses_when_somebody_wrapped_the_patch(stub):
         ("emerging-optimizers", "0.2.0"),
         ("emerging-optimizers", "0.4.0"),
         ("emerging-optimizers", None),
-        ("torch", "2.9.1"),
-        ("torch", "2.9.1+cu130"),
+        ("torch", "2.8.0"),
+        ("torch", "2.8.0+cu130"),
         ("torch", None),
     ],
 )
