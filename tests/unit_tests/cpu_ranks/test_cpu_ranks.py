@@ -235,7 +235,7 @@ def _call_cuda() -> None:
         start.record()
         time.sleep(0.02)
         end.record()
-    assert 15 < start.elapsed_time(end) < 5000
+    assert start.elapsed_time(end) > 15
 
     torch.cuda.manual_seed(3)
     state = torch.cuda.get_rng_state()

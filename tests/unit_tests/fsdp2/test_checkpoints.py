@@ -80,7 +80,7 @@ FORMS = {
     "nested": (False, "named", "named"),
     "flat": (True, "named", "named"),
 }
-# From 2.13 on torch's Muon refuses shards: "in-place operations that require placement changes".
+# That of torch 2.13 and later refuses shards: "in-place operations that require placement changes".
 if Version(version("torch")).release < (2, 13):
     FORMS["of torch"] = (False, "torch", "unnamed")
 

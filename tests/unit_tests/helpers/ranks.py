@@ -378,20 +378,20 @@ def _record_history(path: Path) -> None:
 
 @functools.cache
 def _ports() -> Iterator[int]:
-    """Return ports that the kernel hands out to nobody, others than those of other test processes.
+    """Return ports below those that the kernel assigns, different ones in each test process.
 
-    A port that it hands out may be another socket's when rank 0 listens on it.
+    Another socket could get a port that the kernel has assigned before rank 0 listens on it.
     """
     first = 10_000 + 1000 * (os.getpid() % 20)
     return itertools.cycle(range(first, first + 1000))
 
 
 def _free_port() -> int:
-    for port in _ports():
+    while True:
+        port = next(_ports())
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("localhost", port))
             return port
-    raise AssertionError("cycles do not end")
 
 
 def _read(folder: str, name: str) -> str:
