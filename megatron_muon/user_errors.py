@@ -18,6 +18,8 @@ _FLAGS = {
     "exchange.mode": "--muon-fsdp-exchange",
     "fp32_matmul_prec": "--muon-fp32-matmul-prec",
     "Set num_ns_steps": "Set --muon-num-ns-steps",
+    "num_ns_steps: ": "--muon-num-ns-steps: ",
+    "coefficient_type: ": "--muon-coefficient-type: ",
     "Leave the matrix whole": "Leave the matrix whole (--muon-no-split-qkv)",
 }
 _ARGUMENT = re.compile("|".join([*map(re.escape, _FLAGS), r"exchange\.\w+"]))

@@ -19,6 +19,12 @@ Files, each importing only those above it::
     muon         the optimizer
 """
 
+from megatron_muon.runtime.dependencies import missing_symbols
+
+# What follows imports these, with errors that do not say what to do.
+if _missing := missing_symbols():
+    raise ImportError("megatron_muon.fsdp2 cannot be imported:\n  " + "\n  ".join(_missing))
+
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.plan.settings import ExchangeSettings
 

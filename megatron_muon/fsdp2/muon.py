@@ -33,10 +33,10 @@ from megatron_muon.runtime.agreement import (
     raise_where_any_rank_fails,
     raise_where_ranks_differ,
 )
+from megatron_muon.runtime.dependencies import dependency_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.momentum import advance_momentum
 from megatron_muon.runtime.owner_compute import OwnerCompute
-from megatron_muon.runtime.torch_symbols import torch_problems
 
 # Of a parameter group: they decide the plan, so those of construction stay. A group without them
 # gets none: a checkpoint of torch.optim.Muon has no such keys.
@@ -120,11 +120,12 @@ class Muon(WholeMatrixMuon):
         self.exchange = exchange or ExchangeSettings()
         self._group = group
         problems = (
-            torch_problems()
+            dependency_problems()
             + Settings(
                 weight_decay_method,
                 fp32_matmul_prec,
                 coefficient_type,
+                num_ns_steps,
                 scale_mode,
                 use_syrk,
                 self.exchange,

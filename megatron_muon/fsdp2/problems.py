@@ -9,10 +9,8 @@ from typing import get_args
 
 import torch
 import torch.distributed as dist
-from emerging_optimizers.mixin import WeightDecayT
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from emerging_optimizers.orthogonalized_optimizers.muon import MuonScaleT
-from emerging_optimizers.orthogonalized_optimizers.muon_utils import NSCoeffT
 from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.distributed.tensor import DTensor
 
@@ -26,9 +24,11 @@ from megatron_muon.fsdp2.rectangles import (
     rectangles_of,
     sharded_dim,
 )
+from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.weight_decay import WEIGHT_DECAY_METHODS
 
 # Of emerging-optimizers: they see whole matrices there, and would see shards here.
 _HOOKS = (
@@ -47,6 +47,7 @@ class Settings:
         weight_decay_method: As its argument.
         fp32_matmul_prec: As its argument.
         coefficient_type: As its argument.
+        num_ns_steps: As its argument.
         scale_mode: As its argument.
         use_syrk: As its argument.
         exchange: As its argument.
@@ -55,6 +56,7 @@ class Settings:
     weight_decay_method: str
     fp32_matmul_prec: str
     coefficient_type: str
+    num_ns_steps: int
     scale_mode: str
     use_syrk: bool
     exchange: ExchangeSettings
@@ -68,10 +70,8 @@ class Settings:
         found = [
             f"{name}: expected one of {sorted(choices)}, got {getattr(self, name)!r}. Choose one"
             for name, choices in (
-                ("weight_decay_method", get_args(WeightDecayT)),
+                ("weight_decay_method", WEIGHT_DECAY_METHODS),
                 ("fp32_matmul_prec", get_args(FP32MatmulPrecT)),
-                # There is no way to pass custom ones.
-                ("coefficient_type", {*get_args(NSCoeffT)} - {"custom"}),
                 ("scale_mode", get_args(MuonScaleT)),
             )
             if getattr(self, name) not in choices
@@ -86,10 +86,14 @@ class Settings:
                 f"exchange.mode: expected owner, got {self.exchange.mode}, which is Megatron's. "
                 "Leave it out"
             )
-        try:
-            self.exchange.wire_for(self.fp32_matmul_prec == "medium")
-        except ValueError as error:
-            found.append(str(error).removesuffix("."))
+        for check in (
+            lambda: self.exchange.wire_for(self.fp32_matmul_prec == "medium"),
+            lambda: coefficients_of(self.num_ns_steps, self.coefficient_type),
+        ):
+            try:
+                check()
+            except ValueError as error:
+                found.append(str(error).removesuffix("."))
         return found
 
 

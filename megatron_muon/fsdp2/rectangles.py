@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.runtime.agreement import own_rank
 
-# Where torch lacks it, construction is refused (runtime/torch_symbols.py).
+# Where torch lacks it, construction is refused (runtime/dependencies.py).
 _STRIDED_SHARD: Any = getattr(placement_types, "_StridedShard", ())
 
 # Range (start, stop) in each dimension of the tensor.

@@ -34,10 +34,10 @@ def enable() -> None:
         return
     check_packages()
     # Only now: it imports torch.
-    from megatron_muon.runtime.torch_symbols import torch_problems
+    from megatron_muon.runtime.dependencies import dependency_problems
 
-    # Before megatron is imported, which may fail on what torch lacks.
-    if problems := torch_problems():
+    # Before megatron is imported, which may fail on what they lack.
+    if problems := dependency_problems():
         raise IncompatibleMegatronError(problems)
     try:
         from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES

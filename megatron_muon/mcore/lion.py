@@ -50,6 +50,10 @@ class FSDPLion(Lion):
         decay_weights(
             self.weight_decay_method, weights, grads, lr=lr, weight_decay=group["weight_decay"]
         )
+        for param in params:
+            # emerging-optimizers 0.4 counts steps, and does not use them in Lion.
+            if "step" in self.state[param]:
+                self.state[param]["step"] += 1
         updates = torch._foreach_lerp(averages, grads, 1 - beta1)
         torch._foreach_lerp_(averages, grads, 1 - beta2)
         torch._foreach_sign_(updates)

@@ -16,11 +16,12 @@ from emerging_optimizers.orthogonalized_optimizers import (
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.momentum import advance_momentum
 from megatron_muon.runtime.owned_parameters import OwnedParameter
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
+from megatron_muon.user_errors import in_flags
 
 
 class FSDPZeROTensorParallelMuon(TensorParallelMuon):
@@ -125,9 +126,13 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         """Where shards are."""
         return local_tensor(self.params[0]).device
 
-    def parameter_problems(self) -> list[str]:
-        """List the parameters of this rank that cannot be stepped, as sentences."""
+    def problems(self) -> list[str]:
+        """List settings that cannot work and parameters that cannot be stepped, as sentences."""
         problems = []
+        try:
+            coefficients_of(self.newton_schulz.steps, self.newton_schulz.coefficient_type)
+        except ValueError as error:
+            problems.append(in_flags(str(error)))
         for param in self._all_params():
             matrix = self.matrices.get(param)
             if matrix is None:

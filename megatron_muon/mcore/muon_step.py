@@ -55,7 +55,7 @@ class MuonStep:
         )
         exchange = exchange or ExchangeSettings()
         raise_where_any_rank_fails(
-            [problem for muon in self.optimizers for problem in muon.parameter_problems()],
+            [problem for muon in self.optimizers for problem in muon.problems()],
             None,
             self._device,
             "No optimizer was built.",

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Symbols of megatron-core and emerging-optimizers that are relied on and not replaced."""
+"""Symbols of megatron-core that are relied on and not replaced."""
 
 from megatron_muon.patching.patch import Target, names
 
@@ -33,17 +33,6 @@ REQUIREMENTS: tuple[Target, ...] = (
         ),
         # --muon-fsdp-newton-schulz replaces --muon-use-syrk.
         later_parameters=("use_syrk",),
-    ),
-    # FSDPZeROTensorParallelMuon does these three lines for all parameters of a group at once.
-    Target(
-        "emerging_optimizers.orthogonalized_optimizers.orthogonalized_optimizer",
-        "OrthogonalizedOptimizer.step",
-        parameters=names("self, closure"),
-        source_lines=(
-            'state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])',
-            'grad = grad.lerp(state["momentum_buffer"], group["momentum"])',
-            'p.add_(orth_grad, alpha=-group["lr"])',
-        ),
     ),
     # The chained optimizer keeps this order, and clips between the two lines.
     Target(

@@ -8,10 +8,6 @@ from functools import lru_cache
 
 Coefficients = tuple[float, float, float]
 
-# These sets repeat their last coefficients if there are more steps; the others start again from
-# the first. Source: emerging-optimizers 0.3.0, muon_utils.newton_schulz.
-_REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
-
 
 @dataclass(frozen=True)
 class NewtonSchulzSettings:
@@ -39,10 +35,58 @@ class NewtonSchulzSettings:
 
 @lru_cache
 def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ...]:
-    """Return ``(a, b, c)`` by step: X becomes a X + b X X^T X + c (X X^T)^2 X."""
+    """Return ``(a, b, c)`` by step: X becomes a X + b X X^T X + c (X X^T)^2 X.
+
+    If there are more steps than coefficients, some sets repeat their last ones, others start again.
+    Only emerging-optimizers' function knows which: it is asked by a matrix of two numbers.
+
+    Raises:
+        ValueError: emerging-optimizers does not have the set, does not run so many steps of it, or
+            does something else with it.
+    """
     # Imports torch.
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-    sets = muon_utils._COEFFICIENT_SETS[coefficient_type]
-    mode = "repeat_last" if coefficient_type in _REPEAT_LAST else "cycle"
-    return tuple(muon_utils.get_coefficient_iterator(steps, sets, mode=mode))
+    sets = muon_utils._COEFFICIENT_SETS.get(coefficient_type)
+    if sets is None:
+        raise ValueError(
+            f"coefficient_type: expected one of {sorted(muon_utils._COEFFICIENT_SETS)}, got "
+            f"{coefficient_type!r}. Choose one"
+        )
+    try:
+        expected = _upstream_values(steps, coefficient_type)
+    except ValueError as error:
+        raise ValueError(
+            f"num_ns_steps: expected a number for {coefficient_type} coefficients, got {steps}. "
+            f"{str(error).removesuffix('.')}"
+        ) from error
+    for mode in ("repeat_last", "cycle"):
+        found = tuple(muon_utils.get_coefficient_iterator(steps, sets, mode=mode))
+        values = [_value(x, found) for x in _SINGULAR_VALUES]
+        # fp32, of values near 1 after products of at most ten.
+        if all(abs(a - b) < 1e-3 for a, b in zip(values, expected, strict=True)):
+            return found
+    raise ValueError(
+        f"coefficient_type: expected {steps} steps of {coefficient_type} to repeat the last of "
+        f"their coefficients, or all, got the values {expected} in emerging-optimizers. Use another"
+    )
+
+
+_SINGULAR_VALUES = (0.6, 0.8)  # their norm is 1
+
+
+def _upstream_values(steps: int, coefficient_type: str) -> list[float]:
+    """Return what emerging-optimizers' function makes of the singular values."""
+    import torch
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+    from emerging_optimizers.utils import fp32_matmul_precision
+
+    matrix = torch.tensor(_SINGULAR_VALUES, dtype=torch.float32, device="cpu").diag()
+    with fp32_matmul_precision("highest"), torch.no_grad():
+        return muon_utils.newton_schulz(matrix, steps, coefficient_type).diag().tolist()
+
+
+def _value(x: float, coefficients: Sequence[Coefficients]) -> float:
+    for a, b, c in coefficients:
+        x = a * x + b * x**3 + c * x**5
+    return x

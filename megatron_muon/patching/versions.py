@@ -26,12 +26,12 @@ from megatron_muon.user_errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Also the dependencies of pyproject.toml. Minor versions of megatron-core and emerging-optimizers
-# are not interchangeable: patches rely on their internals. torch has no upper bound: containers
-# bring builds of their own. What is relied on is checked by symbol (runtime/torch_symbols.py).
+# Also the dependencies of pyproject.toml. Minor versions of megatron-core are not interchangeable:
+# patches rely on its internals. torch and emerging-optimizers have no upper bound: containers bring
+# builds of their own. What is relied on in them is checked (runtime/dependencies.py).
 ACCEPTED_VERSIONS: dict[str, SpecifierSet] = {
     "megatron-core": SpecifierSet(">=0.19,<0.20"),
-    "emerging-optimizers": SpecifierSet(">=0.3,<0.4"),
+    "emerging-optimizers": SpecifierSet(">=0.3"),
     "torch": SpecifierSet(">=2.9"),
 }
 
@@ -64,11 +64,11 @@ class Combination:
 
 
 TABLE: tuple[Combination, ...] = (
-    Combination("0.19.2", "0.3.0", "2.11.0"),
     Combination("0.19.2", "0.3.0", "2.15.0"),
     Combination("0.19.2", "0.3.0", "2.14.1"),
     Combination("0.19.2", "0.3.0", "2.13.0"),
     Combination("0.19.2", "0.3.0", "2.12.0"),
+    Combination("0.19.2", "0.3.0", "2.11.0"),
     Combination("0.19.2", "0.3.0", "2.10.0"),
     Combination("0.19.2", "0.3.0", "2.9.1"),
     Combination("0.19.0", "0.3.0", "2.11.0"),
@@ -100,14 +100,14 @@ class IncompatibleMegatronError(UserError, RuntimeError):
 
 
 def table_text() -> str:
-    """Format the table for an error message, with the command that installs its first row."""
+    """Format the table for an error, with the command for a new environment of its first row."""
     lines = ["Run together:"]
     rows = [(*row.versions.values(), _verdict(row)) for row in TABLE]
     for *cells, verdict in ((*ACCEPTED_VERSIONS, ""), *rows):
         padded = map(str.ljust, cells, map(len, ACCEPTED_VERSIONS))
         lines.append("  ".join([*padded, verdict]).rstrip())
     pins = " ".join(f"{name}=={version}" for name, version in TABLE[0].versions.items())
-    return "\n  ".join(lines) + f"\nInstall: pip install {pins}"
+    return "\n  ".join(lines) + f"\nIn a new environment: pip install {pins}"
 
 
 def _verdict(row: Combination) -> str:
@@ -157,17 +157,44 @@ def version_problems(versions: Mapping[str, str | None]) -> list[str]:
         versions: Version by package name, None if absent.
 
     Returns:
-        One sentence for each package outside of its range. Builds before a release (2.11.0a0, in
-        containers) count as that release.
+        One sentence for each package outside of its range, with the command that repairs it and
+        replaces nothing else. Builds before a release (2.11.0a0, in containers) count as that
+        release.
     """
     problems = []
     for name, accepted in ACCEPTED_VERSIONS.items():
         found = versions.get(name)
         if found is None:
-            problems.append(f"{name}: expected a version {accepted}, found none installed.")
+            problems.append(
+                f"{name}: expected a version {accepted}, found none installed. {_repair(name)}"
+            )
         elif not accepted.contains(Version(found).base_version) and not _is_in_table(name, found):
-            problems.append(f"{name}: expected a version {accepted}, found {found}.")
+            problems.append(
+                f"{name}: expected a version {accepted}, found {found}. {_repair(name)}"
+            )
     return problems
+
+
+def _repair(name: str) -> str:
+    """Return the command that installs a package beside the others, as they are."""
+    tested = f"{name}=={TABLE[0].versions[name]}"
+    if name == "torch":
+        return f"Run: pip install {tested}"
+    if name == "emerging-optimizers":
+        return f"Run: pip install --no-deps {tested} absl-py"
+    # A source tree on the path hides what pip installs.
+    tree = importlib.util.find_spec("megatron") and not _is_installed(name)
+    if tree:
+        return "Check out Megatron-LM's tag core_v0.19.0 in the source tree that is imported"
+    return f"Run: pip install --no-deps {tested} einops"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _is_in_table(name: str, found: str) -> bool:

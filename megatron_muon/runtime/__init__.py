@@ -4,7 +4,6 @@
 
 Files, each importing only those above it::
 
-    torch_symbols       what is relied on in torch, by symbol
     agreement           ranks compare what they know, and fail together
     sharded_matrix      the row shards of one parameter
     groups              process groups by their ranks
@@ -26,4 +25,5 @@ Files, each importing only those above it::
     momentum            weight decay, momentum and Nesterov, all parameters at once
     finite              which gradients are not finite
     dtensor_layout      the local rows of a DTensor
+    dependencies        what is relied on in torch and emerging-optimizers
 """

@@ -4,7 +4,7 @@
 
 import datetime
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -72,11 +72,11 @@ def new_groups(sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.Pr
     rank = dist.get_rank()
     wanted: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(wanted, [ranks for ranks in sets if ranks[0] == rank])
-    made = {}
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for ranks in sorted({ranks for sets_of_rank in wanted for ranks in sets_of_rank}):
         group = dist.new_group(list(ranks), timeout=_job_timeout())
         if rank in ranks:
-            made[ranks] = group
+            made[ranks] = cast(dist.ProcessGroup, group)
     return made
 
 

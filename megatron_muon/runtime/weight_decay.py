@@ -13,6 +13,7 @@ _FACTORS: Mapping[str, Callable[[float, float], float]] = {
     "independent": lambda decay, lr: decay,
     "palm": lambda decay, lr: decay * lr * lr,
 }
+WEIGHT_DECAY_METHODS = (*_FACTORS, "l2")
 
 
 def decay_weights(
@@ -44,6 +45,6 @@ def decay_weights(
         torch._foreach_add_(list(weights), list(weights), alpha=-factor)
     else:
         raise ValueError(
-            f"weight decay: expected one of {(*_FACTORS, 'l2')}, got {method!r}. Set "
+            f"weight decay: expected one of {WEIGHT_DECAY_METHODS}, got {method!r}. Set "
             "weight_decay_method accordingly."
         )

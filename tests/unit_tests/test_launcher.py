@@ -26,7 +26,7 @@ def test_run_logs_one_line_for_all_patches_on_rank_0():
     assert "--optimizer muon: Megatron's own checks" in output
     assert re.search(r"^ *optimizer \.+ adam$", output, re.M)
     versions = re.findall(
-        r"megatron-core 0\.19\.\S+, emerging-optimizers 0\.3\.\S+, torch 2\.11\.\S+ device cpu",
+        r"megatron-core 0\.\d+\.\S+, emerging-optimizers 0\.\d+\.\S+, torch 2\.\d+\.\S+ device cpu",
         output,
     )
     assert len(versions) == 1

@@ -20,8 +20,8 @@ from megatron_muon.patching.packages import transformer_engine_problems
 from megatron_muon.patching.patch import Patch, Target, apply_all, revert_all, verify_all
 from megatron_muon.patching.versions import TABLE, version_problems, warn_where_untested
 
-GOOD_VERSIONS = {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0", "torch": "2.11.0"}
-ROW = r"\n  0.19.2 +0.3.0 +2.11.0  works\n"
+GOOD_VERSIONS = TABLE[0].versions
+ROW = r"\n  " + " +".join(GOOD_VERSIONS.values()) + r"  works\n"
 
 
 def scale(x: int, factor: int = 2) -> int:
@@ -163,7 +163,6 @@ def test_revert_refuses_when_somebody_wrapped_the_patch(stub):
         ("megatron-core", "0.20.1"),
         ("megatron-core", None),
         ("emerging-optimizers", "0.2.0"),
-        ("emerging-optimizers", "0.4.0"),
         ("emerging-optimizers", None),
         ("torch", "2.8.0"),
         ("torch", "2.8.0+cu130"),
@@ -182,8 +181,10 @@ def test_enable_refuses_a_misfit_of_any_package_with_the_table(monkeypatch, pack
     assert f"found {found or 'none installed'}" in problem
     assert re.search(ROW, str(caught.value))
     assert re.search(r"\n  0.18.2 +0.3.0 +2.11.0  no: ", str(caught.value))
-    install = "pip install megatron-core==0.19.2 emerging-optimizers==0.3.0 torch==2.11.0"
-    assert str(caught.value).endswith(install)
+    repair = f"Run: pip install {'' if package == 'torch' else '--no-deps '}{package}=="
+    assert f"{repair}{GOOD_VERSIONS[package]}" in problem
+    pins = " ".join(f"{name}=={version}" for name, version in GOOD_VERSIONS.items())
+    assert str(caught.value).endswith(f"In a new environment: pip install {pins}")
     assert not enabling.is_enabled()
 
 
@@ -192,16 +193,17 @@ def test_enable_refuses_a_misfit_of_any_package_with_the_table(monkeypatch, pack
     [
         ({}, False),
         ({"megatron-core": "0.19.2+abc1234", "torch": "2.11.0+cu130"}, False),
-        ({"megatron-core": "0.19.0"}, False),
+        ({"megatron-core": "0.19.0", "torch": "2.11.0"}, False),
         ({"megatron-core": "0.19.3"}, True),
         ({"megatron-core": "0.19.0rc3"}, True),
         # Main has this version at every commit; one was tried.
-        ({"megatron-core": "0.20.0+d98e8a64dd"}, False),
-        ({"megatron-core": "0.20.0+d98e8a6"}, False),
+        ({"megatron-core": "0.20.0+d98e8a64dd", "torch": "2.11.0"}, False),
+        ({"megatron-core": "0.20.0+d98e8a6", "torch": "2.11.0"}, False),
         ({"megatron-core": "0.20.0+abc1234"}, True),
         ({"megatron-core": "0.20.0"}, True),
         ({"megatron-core": "0.20.0rc1"}, True),
         ({"emerging-optimizers": "0.3.1"}, True),
+        ({"emerging-optimizers": "0.6.0"}, True),
         ({"torch": "2.11.1"}, True),
         ({"torch": "2.12.0", "megatron-core": "0.19.0"}, True),
         ({"torch": "2.11.0a0+eb65b36914.nv26.02"}, False),

@@ -1,0 +1,185 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Releases that lack what is relied on are refused with the name; others work."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
+from helpers.device import init_group
+from helpers.fsdp2_models import uneven
+from helpers.later_releases import pretend_emerging_optimizers_0_5
+from helpers.ranks import ROOT, run_ranks
+from torch.distributed.tensor import placement_types
+
+from megatron_muon import enable, is_enabled
+from megatron_muon.newton_schulz.settings import coefficients_of
+from megatron_muon.patching import IncompatibleMegatronError
+from megatron_muon.runtime.dependencies import dependency_problems
+
+
+def test_this_environment_has_everything():
+    """Symbols exist, and calls have the results that a step relies on; under any default."""
+    assert dependency_problems() == []
+    with torch.device("meta"):
+        assert dependency_problems() == []
+
+
+def _without_momentum(self: Any, closure: Any = None) -> None:
+    for group in self.param_groups:
+        for param in group["params"]:
+            param.data.add_(param.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "said"),
+    [
+        (
+            placement_types,
+            "_StridedShard",
+            None,
+            "placement_types._StridedShard: expected it for FSDP2 beside tensor parallelism, got "
+            "none in torch ",
+        ),
+        (torch, "_foreach_lerp_", None, "got module 'torch' has no attribute '_foreach_lerp_'"),
+        (torch, "_foreach_copy_", lambda copies, _: copies, "got another result in torch "),
+        (
+            muon_utils,
+            "newton_schulz_step",
+            None,
+            "muon_utils.newton_schulz_step: expected it for Newton-Schulz of bf16 matrices, got "
+            "none in emerging-optimizers ",
+        ),
+        (
+            Muon,
+            "step",
+            _without_momentum,
+            "Muon.step: expected it as in the tested releases, got another result in "
+            "emerging-optimizers ",
+        ),
+    ],
+)
+def test_what_is_missing_or_other_is_named(owner, name, value, said, monkeypatch):
+    """Also by enable(), which then changes nothing."""
+    if value is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, value)
+    # A step of Muon may need it too.
+    problem = dependency_problems()[0]
+    assert said in problem and "Install a release of docs/support.md" in problem
+    with pytest.raises(IncompatibleMegatronError, match="nothing was changed") as caught:
+        enable()
+    assert problem in str(caught.value) and not is_enabled()
+
+
+def test_import_names_all_that_is_missing():
+    """Python alone would name the first symbol, and neither its package nor what to install."""
+    program = """
+from emerging_optimizers.orthogonalized_optimizers import muon, muon_utils
+del muon_utils.batched_newton_schulz_step, muon.MuonScaleT
+import megatron_muon.fsdp2
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 1
+    for name in ("muon.MuonScaleT", "muon_utils.batched_newton_schulz_step"):
+        assert f"orthogonalized_optimizers.{name}: expected it for" in done.stderr
+
+
+def _build_on_a_torch_without(name: str) -> str:
+    from megatron_muon.fsdp2 import Muon
+
+    torch.distributed.init_process_group("gloo")
+    if torch.distributed.get_rank() == 1:
+        delattr(placement_types, name)
+    try:
+        Muon([torch.nn.Parameter(torch.ones(2, 2))])
+    except RuntimeError as error:
+        return str(error)
+    return "built"
+
+
+@pytest.mark.ranks
+def test_construction_is_refused_on_all_ranks():
+    """Even if one node alone has another torch."""
+    for said in run_ranks(2, _build_on_a_torch_without, "_StridedShard").check().results:
+        assert "rank 1: torch.distributed.tensor.placement_types._StridedShard: expected" in said
+        assert "No optimizer was built." in said
+
+
+def _step_later_release() -> tuple[list[bool], str]:
+    """Compare rows with those of the later release's Muon, and build with too few steps."""
+    pretend_emerging_optimizers_0_5()
+    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+
+    from megatron_muon.fsdp2 import ExchangeSettings, Muon
+
+    init_group()
+    settings: dict[str, Any] = {
+        "lr": 0.02,
+        "coefficient_type": "cubic5",
+        "fp32_matmul_prec": "highest",
+    }
+    exchange = ExchangeSettings(wire="fp32", max_parts=1)
+    sharded = uneven()
+    params = [each.param for each in sharded]
+    wholes = [torch.nn.Parameter(each.whole.clone()) for each in sharded]
+    ours = Muon(params, exchange=exchange, **settings)
+    theirs = WholeMatrixMuon(wholes, **settings)
+    for each, whole in zip(sharded, wholes, strict=True):
+        whole.grad = whole.detach().square()
+        each.param.grad = each.like_param(each.own(whole.grad).clone())
+    ours.step()
+    theirs.step()
+    equal = [
+        torch.equal(each.param._local_tensor, each.own(whole.detach()))
+        for each, whole in zip(sharded, wholes, strict=True)
+    ]
+    try:
+        Muon(params, num_ns_steps=4, exchange=exchange, **settings)
+    except RuntimeError as error:
+        return equal, str(error)
+    return equal, "built"
+
+
+@pytest.mark.ranks
+def test_later_emerging_optimizers_has_its_own_coefficients_and_limits():
+    """Images of Megatron's main may bring 0.4, whose cubic5 takes five steps and no others."""
+    for equal, said in run_ranks(2, _step_later_release).check().results:
+        assert len(equal) > 1 and all(equal)
+        assert "num_ns_steps: expected a number for cubic5 coefficients, got 4" in said
+        assert "No optimizer was built." in said
+
+
+def _step_lion() -> int:
+    pretend_emerging_optimizers_0_5()
+    from megatron_muon.mcore.lion import FSDPLion
+
+    param = torch.nn.Parameter(torch.ones(3))
+    lion = FSDPLion([param])
+    for _ in range(3):
+        param.grad = torch.ones(3)
+        lion.step()
+    return int(lion.state[param]["step"])
+
+
+@pytest.mark.ranks
+def test_later_lion_counts_its_steps():
+    """Checkpoints of 0.4 hold the count; without it a run would go on from step 0."""
+    assert run_ranks(1, _step_lion).check().results == [3]
+
+
+def test_order_of_coefficients_is_asked_of_the_installed_release(monkeypatch):
+    """A later release may add a set that repeats its last coefficients; ours must follow."""
+    coefficients_of.cache_clear()
+    sets = muon_utils._COEFFICIENT_SETS
+    monkeypatch.setitem(sets, "cans", sets["quintic"])
+    monkeypatch.setitem(sets, "aol", sets["polar_express"])
+    assert coefficients_of(7, "cans")[5:] == (sets["quintic"][-1],) * 2
+    assert coefficients_of(10, "aol")[8:] == tuple(sets["polar_express"][:2])
+    coefficients_of.cache_clear()
