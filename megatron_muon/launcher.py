@@ -127,10 +127,13 @@ def _list_patches() -> int:
     from megatron_muon.patching import check_packages
 
     check_packages()
-    from megatron_muon.mcore.patches import PATCHES
+    from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES
+    from megatron_muon.mcore.requirements import REQUIREMENTS
 
-    for patch in PATCHES:
-        sys.stdout.write(f"{patch.target.symbol}: {patch.purpose}\n")
+    targets = {patch.target: patch.purpose for patch in (*PATCHES, *LATER_PATCHES)}
+    targets |= dict.fromkeys(REQUIREMENTS, "relied on, not changed")
+    for target, purpose in targets.items():
+        sys.stdout.write(f"{target.symbol}: {purpose} (as in {target.proven_with})\n")
     return 0
 
 

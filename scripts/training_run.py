@@ -20,7 +20,7 @@ from training_log import TrainingLog, failure_excerpt, was_ended_by_signal
 REPOSITORY = Path(__file__).resolve().parent.parent
 SEQ_LENGTH = 128
 GLOBAL_BATCH_SIZE = 16
-EVAL_ITERS = 20
+EVAL_ITERS = 10
 MAX_RESTARTS = 2
 
 MODEL = (

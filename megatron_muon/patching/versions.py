@@ -45,8 +45,8 @@ class Combination:
         emerging_optimizers: Release.
         torch: Release.
         refusal: Why it is refused; empty if it works.
-        tree: Source tree with this version of megatron-core; empty if a wheel was released.
-        commit: Start of the tree's commit, if other commits have the same version.
+        tree: Source tree of what no registry offers; empty if wheels were released.
+        commit: Start of the commit of megatron-core, if others have the same version.
     """
 
     megatron_core: str
@@ -69,6 +69,7 @@ TABLE: tuple[Combination, ...] = (
     Combination("0.19.2", "0.3.0", "2.13.0"),
     Combination("0.19.2", "0.3.0", "2.12.0"),
     Combination("0.19.2", "0.3.0", "2.11.0"),
+    Combination("0.19.2", "0.4.0", "2.11.0", tree="Emerging-Optimizers' tag v0.4.0"),
     Combination("0.19.2", "0.3.0", "2.10.0"),
     Combination("0.19.2", "0.3.0", "2.9.1"),
     Combination("0.19.0", "0.3.0", "2.11.0"),
@@ -108,6 +109,21 @@ def table_text() -> str:
         lines.append("  ".join([*padded, verdict]).rstrip())
     pins = " ".join(f"{name}=={version}" for name, version in TABLE[0].versions.items())
     return "\n  ".join(lines) + f"\nIn a new environment: pip install {pins}"
+
+
+def megatron_of_table(*, has_commit: bool = False) -> str:
+    """Return which releases and commits of megatron the table has, as text.
+
+    Args:
+        has_commit: Whether those alone that are named by a commit, because no release has what they
+            have.
+    """
+    rows = [row for row in TABLE if not row.refusal and (row.commit or not has_commit)]
+    found = [
+        f"{row.tree} at {row.commit}" if row.commit else f"megatron-core {row.megatron_core}"
+        for row in rows
+    ]
+    return ", ".join(dict.fromkeys(found))
 
 
 def _verdict(row: Combination) -> str:

@@ -44,11 +44,18 @@ def test_run_logs_one_line_for_all_patches_on_rank_0():
 
 def test_patches_are_listed_on_request(capsys):
     """Sixteen lines at each start hid the others."""
-    from megatron_muon.mcore.patches import PATCHES
+    from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES
+    from megatron_muon.mcore.requirements import REQUIREMENTS
 
     assert launcher.main(["--list-patches"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert listed == [f"{patch.target.symbol}: {patch.purpose}" for patch in PATCHES]
+    assert len(listed) == len(PATCHES) + len(LATER_PATCHES) + len(REQUIREMENTS)
+    for patch, line in zip((*PATCHES, *LATER_PATCHES), listed, strict=False):
+        assert line.startswith(f"{patch.target.symbol}: {patch.purpose} (as in ")
+    # With which Megatron each symbol was run.
+    assert listed[0].endswith("megatron-core 0.19.1, Megatron-LM's main at d98e8a64)")
+    assert listed[len(PATCHES)].endswith(" (as in Megatron-LM's main at d98e8a64)")
+    assert "relied on, not changed (as in megatron-core 0.19.2, " in listed[-1]
 
 
 def _run_script(tmp_path, code: str, name: str = "script.py"):

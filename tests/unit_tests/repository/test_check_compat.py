@@ -14,7 +14,8 @@ from megatron_muon.patching import versions
 
 def test_source_tree_without_a_wheel_is_in_the_table_and_said_to_be_one():
     """The tag core_v0.19.0 calls itself 0.19.1: its users were warned. pip cannot install it."""
-    row, main = (row for row in versions.TABLE if row.tree)
+    later, row, main = (row for row in versions.TABLE if row.tree)
+    assert later.emerging_optimizers == "0.4.0" and versions.is_tested(later.versions)
     assert row.megatron_core == "0.19.1"
     assert versions.is_tested(row.versions)
     assert main.commit and not versions.is_tested(main.versions)
