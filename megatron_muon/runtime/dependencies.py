@@ -74,26 +74,24 @@ def _scales_by_tensors() -> bool:
 
 
 def _steps_of_muon() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield a parameter after two steps of emerging-optimizers' Muon, and of the code here.
+    """Yield a parameter after two steps of emerging-optimizers' Muon, and of the code around it.
 
     One pair for each method of weight decay. torch is asked for the highest precision, so that no
     CPU rounds to bfloat16.
     """
-    from emerging_optimizers.orthogonalized_optimizers import Muon, get_muon_scale_factor
+    from emerging_optimizers.orthogonalized_optimizers import (
+        Muon,
+        get_muon_scale_factor,
+        muon_utils,
+    )
     from emerging_optimizers.utils import fp32_matmul_precision
 
-    from megatron_muon.newton_schulz.call import Call
-    from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-    from megatron_muon.newton_schulz.standard import Standard
     from megatron_muon.runtime.momentum import advance_momentum
     from megatron_muon.runtime.weight_decay import WEIGHT_DECAY_METHODS
 
-    def scale(rows: int, cols: int) -> tuple[float, float]:
-        return get_muon_scale_factor(rows, cols, mode="spectral"), 1.0
-
     start = torch.tensor([[3.0, 1.0, -2.0], [0.5, 4.0, 1.0]], dtype=torch.float32, device="cpu")
     group = {"lr": 0.5, "momentum": 0.75, "weight_decay": 0.25}
-    call = Call(NewtonSchulzSettings(5, "quintic", False, scale), (2, 3), is_normalized=False)
+    scale = get_muon_scale_factor(2, 3, mode="spectral")
     for method in WEIGHT_DECAY_METHODS:
         param = torch.nn.Parameter(start.clone())
         muon = Muon(
@@ -121,8 +119,8 @@ def _steps_of_muon() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
                 overwrites_gradients=False,
             )
             with fp32_matmul_precision("highest"):
-                result = Standard().run(update.unsqueeze(0), call)[0]
-            own.add_(result * scale(2, 3)[0], alpha=-group["lr"])
+                result = muon_utils.newton_schulz(update, 5, "quintic")
+            own.add_(result * scale, alpha=-group["lr"])
         yield param.detach(), own
 
 
