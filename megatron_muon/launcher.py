@@ -129,11 +129,13 @@ def _list_patches() -> int:
     check_packages()
     from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES
     from megatron_muon.mcore.requirements import REQUIREMENTS
+    from megatron_muon.patching.versions import megatron_of_table
 
-    targets = {patch.target: patch.purpose for patch in (*PATCHES, *LATER_PATCHES)}
-    targets |= dict.fromkeys(REQUIREMENTS, "relied on, not changed")
-    for target, purpose in targets.items():
-        sys.stdout.write(f"{target.symbol}: {purpose} (as in {target.proven_with})\n")
+    releases, commits = megatron_of_table()
+    lines = [f"{each.target.symbol}: {each.purpose} ({releases}, {commits})" for each in PATCHES]
+    lines += [f"{each.target.symbol}: {each.purpose} ({commits})" for each in LATER_PATCHES]
+    lines += [f"{each.symbol}: relied on ({releases}, {commits})" for each in REQUIREMENTS]
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 

@@ -12,16 +12,13 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, placement_types
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_muon.runtime.agreement import own_rank
-
-# Where torch lacks it, construction is refused (runtime/dependencies.py).
-_STRIDED_SHARD: Any = getattr(placement_types, "_StridedShard", ())
 
 # Range (start, stop) in each dimension of the tensor.
 type Box = tuple[tuple[int, int], ...]
@@ -43,7 +40,7 @@ class Rectangles(NamedTuple):
 def is_strided(placement: Placement) -> bool:
     """Return whether FSDP2 has sharded a dimension that tensor parallelism had sharded before."""
     # No subclass of Shard: in torch 2.11 is_shard() is False for it.
-    return isinstance(placement, _STRIDED_SHARD)
+    return isinstance(placement, _StridedShard)
 
 
 def sharded_dim(placement: Placement) -> int | None:

@@ -355,7 +355,6 @@ LATER_PATCHES: tuple[Patch, ...] = (
                 "model_state_dict[key], model.get_parameter(f'module.{key}'), split_sizes",
                 'for subkey in ["exp_avg", "exp_avg_sq"]:',
             ),
-            is_later=True,
         ),
         "checkpoints: split every state of fused latent attention, not Adam's alone",
         checkpoint_repairs.split_fused_latent_states,

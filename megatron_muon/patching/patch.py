@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_muon.patching.versions import IncompatibleMegatronError, megatron_of_table
+from megatron_muon.patching.versions import IncompatibleMegatronError
 
 # Marks our replacements, to notice if a target was replaced again.
 _MARK = "__megatron_muon_patch__"
@@ -40,7 +40,6 @@ class Target:
         parameters: Names of its parameters in order; None for symbols that are not called.
         source_lines: Lines its source must contain, without indentation.
         later_parameters: Names that a later release adds at the end, and that do not matter.
-        is_later: Whether no release of megatron-core has the symbol yet.
     """
 
     module: str
@@ -48,12 +47,6 @@ class Target:
     parameters: tuple[str, ...] | None = None
     source_lines: tuple[str, ...] = ()
     later_parameters: tuple[str, ...] = ()
-    is_later: bool = False
-
-    @property
-    def proven_with(self) -> str:
-        """Releases and commits of megatron in which the symbol is as expected, as text."""
-        return megatron_of_table(has_commit=self.is_later)
 
     @property
     def symbol(self) -> str:
@@ -169,11 +162,7 @@ def verify_all(targets: Sequence[Target]) -> None:
     Raises:
         IncompatibleMegatronError: With all differences of all targets.
     """
-    problems = [
-        f"{problem} It is so in {target.proven_with}."
-        for target in targets
-        for problem in target.problems()
-    ]
+    problems = [problem for target in targets for problem in target.problems()]
     if problems:
         raise IncompatibleMegatronError(problems)
 

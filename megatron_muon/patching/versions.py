@@ -111,19 +111,12 @@ def table_text() -> str:
     return "\n  ".join(lines) + f"\nIn a new environment: pip install {pins}"
 
 
-def megatron_of_table(*, has_commit: bool = False) -> str:
-    """Return which releases and commits of megatron the table has, as text.
-
-    Args:
-        has_commit: Whether those alone that are named by a commit, because no release has what they
-            have.
-    """
-    rows = [row for row in TABLE if not row.refusal and (row.commit or not has_commit)]
-    found = [
-        f"{row.tree} at {row.commit}" if row.commit else f"megatron-core {row.megatron_core}"
-        for row in rows
-    ]
-    return ", ".join(dict.fromkeys(found))
+def megatron_of_table() -> tuple[str, str]:
+    """Return the releases of megatron-core that work, and the commits of its main, as texts."""
+    rows = [row for row in TABLE if not row.refusal]
+    releases = sorted({row.megatron_core for row in rows if not row.commit})
+    commits = [f"{row.tree} at {row.commit}" for row in rows if row.commit]
+    return f"megatron-core {', '.join(releases)}", ", ".join(commits)
 
 
 def _verdict(row: Combination) -> str:
@@ -199,18 +192,9 @@ def _repair(name: str) -> str:
     if name == "emerging-optimizers":
         return f"Run: pip install --no-deps {tested} absl-py"
     # A source tree on the path hides what pip installs.
-    tree = importlib.util.find_spec("megatron") and not _is_installed(name)
-    if tree:
-        return "Check out Megatron-LM's tag core_v0.19.0 in the source tree that is imported"
-    return f"Run: pip install --no-deps {tested} einops"
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return (
+        f"Run: pip install --no-deps {tested} einops; in a source tree: git checkout core_v0.19.0"
+    )
 
 
 def _is_in_table(name: str, found: str) -> bool:

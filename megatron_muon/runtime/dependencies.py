@@ -74,10 +74,11 @@ def _scales_by_tensors() -> bool:
 
 
 def _steps_of_muon() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield a parameter after two steps of emerging-optimizers' Muon, and of the code around it.
+    """Yield a parameter after two steps of emerging-optimizers' Muon, and after two steps here.
 
-    One pair for each method of weight decay. torch is asked for the highest precision, so that no
-    CPU rounds to bfloat16.
+    Momentum and weight decay are this package's, Newton-Schulz and scale are emerging-optimizers'.
+    There is one pair for each method of weight decay. The precision is "highest", as CPUs may
+    multiply in bfloat16 otherwise.
     """
     from emerging_optimizers.orthogonalized_optimizers import (
         Muon,
@@ -125,12 +126,13 @@ def _steps_of_muon() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _steps_like_muon() -> bool:
-    # Numbers of about 1, and sums of three products: a few last places.
+    # The operations are the same ones, so bits differ only where torch has another kernel for
+    # lists. Weights are about 4, and updates of the size of lr, 0.5.
     with torch.no_grad():
         return all(torch.allclose(found, own, atol=1e-4, rtol=0) for found, own in _steps_of_muon())
 
 
-# Calls of the forms that a step uses, on numbers that are exact or of known precision.
+# Calls as a step makes them.
 _CALLS: dict[str, Callable[[], bool]] = {
     "torch._foreach_copy_ from float32 to bfloat16": _copies_to_bf16,
     "torch._foreach_lerp and _foreach_lerp_ with one weight": _lerps,

@@ -8,6 +8,7 @@ import compat_steps
 import pytest
 from helpers.commands import run_command
 from helpers.ranks import ROOT
+from packaging.version import Version
 
 from megatron_muon.patching import versions
 
@@ -25,6 +26,17 @@ def test_source_tree_without_a_wheel_is_in_the_table_and_said_to_be_one():
     page = (ROOT / "docs" / "support.md").read_text()
     assert "| 0.19.1 | 0.3.0 | 2.11.0 | works; Megatron-LM's tag `core_v0.19.0`" in page
     assert f"| 0.20.0 | 0.3.0 | 2.11.0 | works at commit {main.commit}" in page
+
+
+def test_document_has_the_rows_of_the_table():
+    """And the workflow runs the oldest and the newest torch of it."""
+    lines = (ROOT / "docs" / "support.md").read_text().splitlines()
+    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")[:3]) for line in lines]
+    rows = [tuple(row.versions.values()) for row in versions.TABLE]
+    assert [each for each in cells if each in rows] == rows
+    torches = sorted(Version(row.torch) for row in versions.TABLE)
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    assert f'torch: ["{torches[0]}", "{torches[-1]}"]' in workflow
 
 
 def test_smoke_tests_are_there():
