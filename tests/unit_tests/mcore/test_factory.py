@@ -169,3 +169,23 @@ def test_parameter_that_asks_for_another_optimizer_gets_the_scalar_one():
     """``use_muon = False`` is copied to the sharded parameter, and obeyed."""
     (found,) = run_ranks(1, _parameter_that_asks_for_another_optimizer).check().results
     assert found == ["AdamW", "FSDPZeROTensorParallelMuon"]
+
+
+def _build_with_four_steps_of_cubic5() -> str:
+    from helpers.later_releases import pretend_emerging_optimizers_0_5
+    from helpers.toy_fsdp import build_model, build_optimizer
+
+    pretend_emerging_optimizers_0_5()
+    model = build_model("optim_grads_params")
+    try:
+        build_optimizer(model, muon_coefficient_type="cubic5", muon_num_ns_steps=4)
+    except RuntimeError as error:
+        return str(error)
+    return "built"
+
+
+def test_steps_that_a_set_does_not_take_are_refused_at_construction():
+    """emerging-optimizers raised in the first step; on the bf16 wire nobody did."""
+    for said in run_ranks(2, _build_with_four_steps_of_cubic5).check().results:
+        assert "ranks 0, 1: --muon-num-ns-steps: expected a number for cubic5" in said
+        assert "No optimizer was built." in said
