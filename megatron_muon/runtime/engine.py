@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
 from megatron_muon.plan.rank_plan import LocalStack, RankSchedule
 from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.arena import Arena
@@ -66,6 +66,8 @@ class Engine:
         rank: int,
         device: torch.device,
     ) -> None:
+        # emerging-optimizers is asked for them once per process: now rather than in a step.
+        coefficients_of(newton_schulz.steps, newton_schulz.coefficient_type)
         self._schedule = schedule
         self._arena = Arena(schedule.staging.num_bytes, device)
         place_of: dict[LocalStack, int] = {
