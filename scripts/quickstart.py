@@ -29,7 +29,7 @@ from training_run import (
 # From the sweep recorded in docs/quickstart.md.
 LEARNING_RATES = {"muon": 1.6e-2, "adam": 2e-3}
 SWEEP_GRID = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-ITERATIONS = 100
+ITERATIONS = 60
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
