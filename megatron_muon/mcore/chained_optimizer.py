@@ -18,8 +18,9 @@ from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
     check_model_chunks,
     copy_model_weights_to_main_weights,
+    gradients_stay,
 )
-from megatron_muon.mcore.gradient_check import missing_gradients, raise_where_gradients_fail
+from megatron_muon.mcore.gradient_check import raise_where_gradients_fail
 from megatron_muon.mcore.gradient_norm import (
     GradientNorm,
     clip,
@@ -27,12 +28,12 @@ from megatron_muon.mcore.gradient_norm import (
     norm_on_host,
     norm_stays_on_device,
 )
+from megatron_muon.mcore.local_gradients import LocalGradients
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.muon_step import MuonStep
 from megatron_muon.mcore.outer_reductions import OuterReductions
 from megatron_muon.mcore.qk_clip import clip_row_shards
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.runtime.dtensor_layout import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         # Lion has no matrices.
         muons = [child.optimizer for child in self.chained_optimizers if _is_muon(child)]
         self.muon_step = MuonStep(muons, exchange) if muons else None
+        stay = all(map(gradients_stay, self.model_chunks))
+        for muon in muons:
+            muon.gradients_stay = stay
+        self._gradients = LocalGradients(self.chained_optimizers, fqns, stay=stay)
         self._outer_reductions = [
             OuterReductions(chunk)
             for chunk in self.model_chunks
@@ -125,7 +130,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         for reduction in self._outer_reductions:
             self._problems += reduction.problems()
         self._gradient_norm = None
-        return super().prepare_grads()
+        # Upstream would look for a main_grad of every parameter; those of Megatron-FSDP have none.
+        self._gradients.collect()
+        return False
 
     @torch.no_grad()
     def get_grad_norm(self) -> float | torch.Tensor:
@@ -134,10 +141,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         Raises:
             RuntimeError: As :meth:`step_with_ready_grads`, if the host reads the norm.
         """
-        counted = [child.get_grads_for_grad_norm() for child in self.chained_optimizers]
-        ids = {id(grad) for grads in counted for grad in grads}
-        others = [grad for grad in self._local_gradients() if id(grad) not in ids]
-        num_problems = len(self._problems) + len(missing_gradients(self._fqns))
+        counted, others = self._gradients.counted, self._gradients.others
+        num_problems = len(self._problems) + len(self._gradients.missing)
         device = self.model_chunks[0].module.device
         if norm_stays_on_device():
             norm = super().get_grad_norm()
@@ -159,21 +164,14 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         self._raise_where_gradients_fail()
         return self._gradient_norm.norm
 
-    def _local_gradients(self) -> list[torch.Tensor]:
-        return [
-            local_tensor(param.grad)
-            for child in self.chained_optimizers
-            for param in child.get_parameters()
-            if param.grad is not None
-        ]
-
     def _raise_where_gradients_fail(self) -> None:
         """Raise on all ranks where one has a problem; see :meth:`step_with_ready_grads`."""
         found = self._gradient_norm
         if found is not None and int(found.num_problems) == 0:
             return
         device = self.model_chunks[0].module.device
-        raise_where_gradients_fail(self._fqns, self._problems, device)
+        problems = [*self._problems, *self._gradients.missing]
+        raise_where_gradients_fail(self._fqns, problems, device)
         if found is not None:
             raise RuntimeError(
                 f"gradient norm: expected a finite one, got {float(found.norm)}, though every "
@@ -200,7 +198,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         self.prepare_grads()
         norm = float(self.get_grad_norm())
         if clips:
-            clip(self._local_gradients(), norm, self.config.clip_grad)
+            clip(self._gradients.joined, norm, self.config.clip_grad)
         num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         if norm > self.config.grad_norm_skip_threshold:
             logger.info("step skipped: gradient norm %s above its threshold", norm)
@@ -228,6 +226,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                     # The inner step alone: the wrapper's would install weights, see above.
                     child.optimizer.step()
                     optimizer_state.count_step_of_empty_shards(child.optimizer)
+        self._gradients.end()
         with _timed(self.config, "optimizer-copy-main-to-model-params"):
             for chunk in self.model_chunks:
                 clip_row_shards(chunk.module)

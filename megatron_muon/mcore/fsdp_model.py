@@ -86,6 +86,15 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
             )
 
 
+def gradients_stay(chunk: FSDPModel) -> bool:
+    """Return whether gradients are in the same memory in every step: that of their buffers.
+
+    Megatron-FSDP copies those of another dtype than the main weights, in every step.
+    """
+    buffers = [group.main_grad_buffer for group in chunk.param_and_grad_buffer.parameter_groups]
+    return all(each is None or each.dtype == torch.float32 for each in buffers)
+
+
 def _has_unrepaired_gradients(chunk: FSDPModel) -> bool:
     """Return whether buffers are as Megatron-FSDP makes them without ``gradient_repairs``."""
     is_sharded = chunk.ddp_config.data_parallel_sharding_strategy in (

@@ -11,16 +11,6 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.finite import find_not_finite
 
 
-def missing_gradients(fqns: Mapping[Any, str]) -> list[str]:
-    """List the non-empty shards of this rank that have no gradient, as sentences."""
-    return [
-        f"{fqn}: expected a gradient on a shard of shape {tuple(param._local_tensor.shape)}, "
-        "got None"
-        for param, fqn in fqns.items()
-        if param.grad is None and param._local_tensor.numel() > 0
-    ]
-
-
 def raise_where_gradients_fail(
     fqns: Mapping[Any, str], problems: Sequence[str], device: torch.device
 ) -> None:
@@ -28,7 +18,7 @@ def raise_where_gradients_fail(
 
     Args:
         fqns: Names of the DTensor parameters.
-        problems: Other problems of this rank, as sentences.
+        problems: Those of this rank that are known, missing gradients among them, as sentences.
         device: Device of the reduction of a flag.
 
     Raises:
@@ -44,7 +34,7 @@ def raise_where_gradients_fail(
     ]
     not_finite = find_not_finite(grads, device)
     raise_where_any_rank_fails(
-        [*problems, *missing_gradients(fqns)],
+        list(problems),
         None,
         device,
         "Every trainable parameter needs a finite, reduced gradient before step(): call "

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Momentum on row shards, Newton-Schulz on whole matrices."""
 
+import functools
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,42 @@ from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
+from megatron_muon.runtime.adjacent import AdjacentViews, join_adjacent
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.momentum import advance_momentum
 from megatron_muon.runtime.owned_parameters import OwnedParameter
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 from megatron_muon.user_errors import in_flags
+
+
+class _Held(NamedTuple):
+    """Parameters of one group of which this rank holds rows.
+
+    Args:
+        group: Position of the group.
+        params: The parameters.
+        views: Of their weights, gradients and momentum.
+    """
+
+    group: int
+    params: list[Any]
+    views: AdjacentViews
+
+
+class _Batch(NamedTuple):
+    """Parameters of one group whose results arrive together.
+
+    Args:
+        group: Position of the group.
+        params: The parameters.
+        weights: Their rows, those that are adjacent in memory as one.
+        results: The same of their results.
+    """
+
+    group: int
+    params: list[Any]
+    weights: list[torch.Tensor]
+    results: list[torch.Tensor]
 
 
 class FSDPZeROTensorParallelMuon(TensorParallelMuon):
@@ -40,16 +72,28 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         matrices: The layouts of the parameters.
         **muon_kwargs: Arguments of :class:`TensorParallelMuon`.
 
-    Memory: one momentum element per local parameter element, in the parameter's dtype.
-        Gradients are overwritten: their memory serves as scratch, and holds the update in the end.
-        A copy of them would need as much memory as the momentum.
+    What a step computes element by element runs over few long tensors: Megatron-FSDP keeps the
+    weights and the gradients of a unit in one buffer each, and the momentum has the same order.
+
+    Memory: one momentum element per local parameter element, in the parameter's dtype, all of a
+        parameter group in one allocation. Gradients are overwritten: their memory serves as
+        scratch, and holds the update in the end. A copy of them would need as much memory as the
+        momentum.
     """
 
     scales_results = True  # whether Newton-Schulz does it; a subclass may do it later
     newton_schulz: NewtonSchulzSettings
     matrices: Mapping[torch.Tensor, ShardedMatrix]
     params: list[Any]  # as at construction
-    _group_of: dict[Any, dict[str, Any]]  # parameter groups by parameter, in this step
+    # Whether gradients are in the same memory in every step, so that views of it may be kept.
+    gradients_stay: bool = False
+    _held: list[_Held]
+    _number_of_group: dict[Any, int]  # by parameter
+    # In this step, or for as long as memory stays: what is orthogonalized and where results go, by
+    # parameter, and batches by the identities of the parameters that arrive.
+    _step_rows: tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]] | None
+    _batches: dict[tuple[int, ...], list[_Batch]]
+    _version: int = 0  # of the views that these were made with
 
     def __init__(
         self,
@@ -71,6 +115,40 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         )
         self.matrices = matrices
         self.params = self._all_params()
+        self._group_sizes = [len(group["params"]) for group in self.param_groups]
+        self._shards = [local_tensor(param) for param in self.params]
+        self._number_of_group = {
+            param: number
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+        }
+        self._held = [
+            _Held(number, held, AdjacentViews())
+            for number, group in enumerate(self.param_groups)
+            if (held := [param for param in group["params"] if local_tensor(param).numel()])
+        ]
+        self._step_rows, self._batches = None, {}
+
+    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
+        """Create the momentum of a group in one allocation, in the order of its parameters."""
+        new = [
+            param
+            for param in group["params"]
+            if not self.state[param] and not (skip_non_grad_params and param.grad is None)
+        ]
+        sizes = [local_tensor(param).numel() for param in new]
+        if new:
+            flat = local_tensor(new[0]).new_zeros(sum(sizes))
+            for param, rows in zip(new, flat.split(sizes), strict=True):
+                self.state[param]["momentum_buffer"] = DTensor.from_local(
+                    rows.view_as(local_tensor(param)),
+                    param.device_mesh,
+                    param.placements,
+                    # Without a check, a collective per parameter.
+                    run_check=False,
+                    shape=param.shape,
+                    stride=param.stride(),
+                )
 
     def scale(self, num_rows: int, num_cols: int) -> tuple[float, float]:
         """Return the two factors of a result. Upstream multiplies with them in turn."""
@@ -165,68 +243,108 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
         Returns:
             By parameter, the local rows that are orthogonalized, ``(local_rows, cols)`` float32,
-            and where their results go: see :meth:`Engine.orthogonalize`.
+            and where their results go: see :meth:`Engine.orthogonalize`. They are the same
+            dictionaries for as long as memory stays.
         """
-        # Groups are read in every step: schedulers change learning rates in place.
-        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
-        rows: dict[Any, torch.Tensor] = {}
-        for group in self.param_groups:
-            momentum = {p: local_tensor(self.state[p]["momentum_buffer"]) for p in group["params"]}
-            rows |= momentum
-            # Megatron-FSDP attaches no gradient to an empty shard.
-            held = [param for param in group["params"] if param.grad is not None]
-            advanced = advance_momentum(
-                group,
-                [local_tensor(param) for param in held],
-                [local_tensor(param.grad) for param in held],
-                [momentum[param] for param in held],
+        for held in self._held:
+            weights, grads, momentum = held.views.of(
+                [param._local_tensor for param in held.params],
+                [param.grad._local_tensor for param in held.params],
+                [self.state[param]["momentum_buffer"]._local_tensor for param in held.params],
+            )
+            advance_momentum(
+                # Read in every step: schedulers change learning rates in place.
+                self.param_groups[held.group],
+                weights,
+                grads,
+                momentum,
                 weight_decay_method=self.weight_decay_method,
                 nesterov=self.nesterov,
                 overwrites_gradients=True,
             )
-            rows.update(zip(held, advanced, strict=True))
+        version = sum(held.views.version for held in self._held)
+        if self._step_rows is None or version != self._version:
+            self._step_rows, self._version = self._find_rows(), version
+            self._batches.clear()
+        return self._step_rows
+
+    def _find_rows(self) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
+        """Return what is orthogonalized, and where results go, by parameter."""
+        momentum = {p: local_tensor(self.state[p]["momentum_buffer"]) for p in self.params}
         # Gradients have been read: their memory holds the results. Nobody reads them after a step;
         # the training loop zeroes them before the next backward pass.
-        return rows, {
-            # Without a gradient the shard is empty, and so is its momentum.
-            param: momentum if param.grad is None else local_tensor(param.grad)
-            for param, momentum in rows.items()
+        results = momentum | {
+            param: local_tensor(param.grad) for held in self._held for param in held.params
         }
+        return results if self.nesterov else momentum, results
+
+    def end(self) -> None:
+        """Drop the views of memory that is allocated anew in every step."""
+        if not self.gradients_stay:
+            for held in self._held:
+                held.views.forget()
+            self._step_rows = None
+            self._batches.clear()
 
     def parameter_changes(self) -> list[str]:
         """List what has changed about the parameters since construction, as sentences."""
         now = self._all_params()
-        if len(now) != len(self.params) or any(
-            a is not b for a, b in zip(now, self.params, strict=True)
+        if (
+            [len(group["params"]) for group in self.param_groups] != self._group_sizes
+            # By identity, without a loop in Python: a step does this for every parameter.
+            or not all(map(operator.is_, now, self.params))
         ):
             return [
                 f"param_groups: expected the {len(self.params)} parameters of construction, got "
                 f"{len(now)}, or others. Build a new optimizer"
             ]
+        shards = [param._local_tensor for param in now]
+        if all(map(operator.is_, shards, self._shards)):
+            return []
         return [
             f"{self.matrices[param].fqn}: expected a local shard of shape "
-            f"{self.matrices[param].local_shape}, got {tuple(param._local_tensor.shape)}. Build a "
+            f"{self.matrices[param].local_shape}, got {tuple(shard.shape)}. Build a "
             "new optimizer after the model was sharded again"
-            for param in now
-            if tuple(param._local_tensor.shape) != self.matrices[param].local_shape
+            for param, shard in zip(now, shards, strict=True)
+            if tuple(shard.shape) != self.matrices[param].local_shape
         ]
 
     def orthogonalize_whole(self, param: Any, momentum: torch.Tensor) -> torch.Tensor:
         """Orthogonalize and scale a whole matrix with upstream's own code, for ``all_gather``."""
-        group = self._group_of[param]
+        group = self.group_of(param)
         return self.orthogonalize(
             param, momentum, **{key: value for key, value in group.items() if key != "params"}
         )
 
-    def _by_group(self, params: Sequence[Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """Yield those of some parameters that this optimizer updates here, by parameter group."""
-        by_group: dict[int, list[Any]] = defaultdict(list)
-        for param in params:
-            # An empty shard has no gradient; a batch may have parameters of another optimizer.
-            if param.grad is not None and param in self._group_of:
-                by_group[id(self._group_of[param])].append(param)
-        for held in by_group.values():
-            yield self._group_of[held[0]], held
+    def group_of(self, param: Any) -> dict[str, Any]:
+        """Return the parameter group of a parameter."""
+        # By its position: loading a state may replace the dictionary.
+        return self.param_groups[self._number_of_group[param]]
+
+    def _batches_of(self, params: Sequence[Any]) -> list[_Batch]:
+        """Return those of some parameters that have rows here and are this optimizer's, by group.
+
+        The same parameters arrive together in every step: lists are made once.
+        """
+        key = tuple(map(id, params))
+        if key not in self._batches:
+            by_group: dict[int, list[Any]] = {}
+            for param in params:
+                number = self._number_of_group.get(param)
+                if number is not None and param._local_tensor.numel():
+                    by_group.setdefault(number, []).append(param)
+            self._batches[key] = [
+                _Batch(
+                    number,
+                    held,
+                    *join_adjacent(
+                        [param._local_tensor for param in held],
+                        [param.grad._local_tensor for param in held],
+                    ),
+                )
+                for number, held in by_group.items()
+            ]
+        return self._batches[key]
 
     def apply(self, params: Sequence[Any]) -> None:
         """Subtract the results of those parameters that are this optimizer's.
@@ -234,23 +352,21 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         Args:
             params: Parameters of any optimizer whose results are in the memory of their gradients.
         """
-        for group, held in self._by_group(params):
+        for batch in self._batches_of(params):
             if self._has_hooks:
-                for param in held:
+                for param in batch.params:
                     self.pre_weight_update_fn_inplace(param, param.grad)
             torch._foreach_add_(
-                [local_tensor(param) for param in held],
-                [local_tensor(param.grad) for param in held],
-                alpha=-group["lr"],
+                batch.weights, batch.results, alpha=-self.param_groups[batch.group]["lr"]
             )
             if self._has_hooks:
-                for param in held:
+                for param in batch.params:
                     self.post_weight_update_fn_inplace(param)
 
     def finish(self) -> None:
         """Do what needs the results of all parameters, which have been passed to :meth:`apply`."""
 
-    @property
+    @functools.cached_property
     def _has_hooks(self) -> bool:
         """Whether a subclass overrides upstream's hooks, which do nothing."""
         return any(

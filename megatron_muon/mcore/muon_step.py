@@ -43,6 +43,9 @@ class MuonStep:
     """
 
     compute: OwnerCompute | AllGatherCompute
+    _found: list[dict[Any, torch.Tensor]]  # of each optimizer, what these two are merged from
+    _momentum: dict[Any, torch.Tensor]
+    _results: dict[Any, torch.Tensor]
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class MuonStep:
         self.optimizers = sorted(
             optimizers, key=lambda muon: not muon.params_of_kind(is_expert=True)
         )
+        self._found, self._momentum, self._results = [], {}, {}
         exchange = exchange or ExchangeSettings()
         raise_where_any_rank_fails(
             [problem for muon in self.optimizers for problem in muon.problems()],
@@ -141,15 +145,20 @@ class MuonStep:
 
         Gradients must be complete, and are not checked. They are overwritten.
         """
-        momentum: dict[Any, torch.Tensor] = {}
-        results: dict[Any, torch.Tensor] = {}
-        for muon in self.optimizers:
-            of_momentum, of_results = muon.advance()
-            momentum |= of_momentum
-            results |= of_results
+        found = [rows for muon in self.optimizers for rows in muon.advance()]
+        # Merged anew only when an optimizer has others: they may have thousands of parameters.
+        if not self._found or any(a is not b for a, b in zip(found, self._found, strict=True)):
+            self._found = found
+            self._momentum = {key: rows for each in found[::2] for key, rows in each.items()}
+            self._results = {key: rows for each in found[1::2] for key, rows in each.items()}
         with self._precision():
-            for params in self.compute.orthogonalize(momentum, results):
+            for params in self.compute.orthogonalize(self._momentum, self._results):
                 for muon in self.optimizers:
                     muon.apply(params)
             for muon in self.optimizers:
                 muon.finish()
+        for muon in self.optimizers:
+            muon.end()
+        if not all(muon.gradients_stay for muon in self.optimizers):
+            self._found, self._momentum, self._results = [], {}, {}
+            self.compute.forget()

@@ -159,12 +159,13 @@ def _of_bucket(
 ) -> tuple[_Lifetime, ...]:
     packed = position[Action("start_gather", plan, bucket)]
     arrived = position[Action("wait_for_gather", plan, bucket)]
-    # Newton-Schulz writes its first step elsewhere, and upstream refuses to run without steps.
     orthogonalized = position[Action("orthogonalize", plan, bucket)]
+    # Results replace the rows in the stacks, and leave with the last scatter.
+    left = position[Action("start_scatter", plan, order.scatters_of(bucket)[-1])]
     return (
         _Lifetime(packed, arrived),
         _Lifetime(packed, orthogonalized),
-        _Lifetime(orthogonalized, orthogonalized),
+        _Lifetime(orthogonalized, left),
     )
 
 

@@ -66,3 +66,6 @@ class AllGatherCompute:
             start, stop = matrix.local_range
             results[param].copy_(self._orthogonalize_whole(param, rows)[start:stop])
             yield [param]
+
+    def forget(self) -> None:
+        """Drop nothing: see :meth:`Engine.forget`."""

@@ -49,8 +49,8 @@ class Engine:
         split matrix also exchange n x n matrices in Newton-Schulz, n the shorter side, as often as
         their backend says, and all-reduce its norm if rows are sent in fp32.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
-        :class:`~megatron_muon.plan.staging.StagingLayout`; beside it the results of one bucket, and
-        what Newton-Schulz needs for one stack. Between steps a few bytes a block.
+        :class:`~megatron_muon.plan.staging.StagingLayout`; beside it what Newton-Schulz needs for
+        one stack. Between steps that of :class:`~megatron_muon.runtime.row_moves.RowMoves`.
     """
 
     _schedule: RankSchedule
@@ -138,7 +138,9 @@ class Engine:
 
         Args:
             momentum: By handle, this rank's rows of what is orthogonalized, ``(local_rows,
-                cols)`` float32. They must stay as they are until the handle is yielded.
+                cols)`` float32. They must stay as they are until the handle is yielded. Views of
+                both are made again only where one is another dictionary than in the step before:
+                call :meth:`forget` to drop them.
             results: By handle, where its rows of the scaled result are written, of the same shape
                 and dtype. It may be the momentum's own memory: all rows of a handle have been read
                 when its first result comes.
@@ -158,6 +160,11 @@ class Engine:
         self._arena.free()
         for plan in self._plans:
             plan.end()
+
+    def forget(self) -> None:
+        """Drop the rows of the last step, which are memory of the caller's."""
+        for plan in self._plans:
+            plan.forget()
 
     def _run(self, action: Action) -> Iterator[list[Any]]:
         """Run one action of :mod:`megatron_muon.plan.schedule`."""

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megatron_muon.newton_schulz.normalize import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.layout import Region
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.exchange import all_reduce_norms
-from megatron_muon.runtime.stacks import in_shard
 
 # Elements that a CPU converts to float64 at once: 2 MB, which stays in its second-level cache, in
 # few calls.
@@ -66,10 +66,12 @@ class BlockNorms:
     Memory: 8 bytes a block while a step runs, and that of :class:`SumOfSquares`.
     """
 
+    values: torch.Tensor  # (num_blocks,) float32, once reduced
     _first: list[int]  # positions of the first blocks of matrices among all blocks
-    _routes: list[Route]  # whose squares this rank adds up
-    _positions: torch.Tensor  # of the blocks of these routes, int64
-    _values: torch.Tensor  # fp32, one per block, while a step runs
+    # Whose squares this rank adds up, by matrix; and the positions of their blocks, int64.
+    _regions: list[tuple[int, Region]]
+    _positions: torch.Tensor
+    _rows: list[torch.Tensor]  # of these regions
 
     def __init__(
         self,
@@ -83,52 +85,42 @@ class BlockNorms:
         self._first = [0]
         for matrix in plan.matrices:
             self._first.append(self._first[-1] + len(matrix.blocks))
-        self._routes = [
-            route
+        # Regions, not routes, which are cut at the borders of parts: the norm of a slice of columns
+        # would take a kernel of its own.
+        self._regions = [
+            (index, region)
             for index, matrix in enumerate(plan.matrices)
             if rank in matrix.elements_by_rank
-            for route in plan.routes(index, rank)
+            for region in matrix.regions
             # Replicas hold the same rows: the first of them counts.
-            if route.holders[0] == rank
+            if region.holders[0] == rank
         ]
-        positions = [self._position(route) for route in self._routes]
+        positions = [self._first[index] + region.block for index, region in self._regions]
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self._sum_of_squares = SumOfSquares(device)
+        self._rows = []
 
-    def _position(self, route: Route) -> int:
+    def position(self, route: Route) -> int:
+        """Return the position of a route's block in :attr:`values`."""
         return self._first[route.matrix] + route.block
 
-    def reduce(self, rows: Mapping[int, torch.Tensor]) -> None:
-        """Add up the squares of all ranks, and compute the norms.
+    def view(self, rows: Mapping[int, torch.Tensor]) -> None:
+        """View the rows whose norms are reduced.
 
         Args:
-            rows: By matrix, this rank's rows ``(local_rows, cols)``, float32.
+            rows: By matrix, this rank's rows ``(local_rows, cols)``, float32; none to drop them.
         """
+        self._rows = [
+            rows[index][region.local_row : region.local_row + region.num_rows]
+            for index, region in (self._regions if rows else ())
+        ]
+
+    def reduce(self) -> None:
+        """Add up the squares of all ranks, and compute the norms."""
         squares = torch.zeros(self._first[-1], dtype=torch.float64, device=self._device)
-        sums = self._sum_of_squares([in_shard(rows[r.matrix], r) for r in self._routes])
-        if self._routes:
-            squares.index_add_(0, self._positions, sums)
+        if self._rows:
+            squares.index_add_(0, self._positions, self._sum_of_squares(self._rows))
         if self._group is not None:
             all_reduce_norms(squares, self._group)
         # Clamped as emerging-optimizers does: a matrix of zeros stays zero.
-        self._values = squares.sqrt_().clamp_min_(least_norm()).float()
-
-    def are_even(self, routes: Sequence[Route]) -> bool:
-        """Return whether the blocks of some routes are one, or equally spaced in the plan."""
-        positions = [self._position(route) for route in routes]
-        distances = {
-            after - before for before, after in zip(positions, positions[1:], strict=False)
-        }
-        return len(distances) <= 1 and min(distances, default=0) >= 0
-
-    def of(self, routes: Sequence[Route]) -> torch.Tensor:
-        """Return the norms of the blocks of even routes, float32 on the device.
-
-        Returns:
-            A scalar where all are of one block, otherwise ``(num_routes, 1, 1)``.
-        """
-        first, last = self._position(routes[0]), self._position(routes[-1])
-        if first == last:
-            return self._values[first]
-        distance = (last - first) // (len(routes) - 1)
-        return self._values[first : last + 1 : distance].view(-1, 1, 1)
+        self.values = squares.sqrt_().clamp_min_(least_norm()).float()

@@ -226,6 +226,10 @@ class OwnerCompute:
         """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`."""
         return self._engine.orthogonalize(momentum, results)
 
+    def forget(self) -> None:
+        """Drop the rows of the last step; see :meth:`Engine.forget`."""
+        self._engine.forget()
+
 
 def _planned_before(
     domain: Domain, mine: tuple[int, int, int], device: torch.device

@@ -25,11 +25,11 @@ from megatron_muon.runtime.exchange import (
     BucketMessages,
     Exchange,
     ReplicaAllGather,
-    RouteView,
     consecutive_views,
     route_view,
 )
 from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows
+from megatron_muon.runtime.row_moves import RowMoves
 from megatron_muon.runtime.stacks import StackBuffers
 
 
@@ -49,6 +49,38 @@ class BoundPlan(NamedTuple):
     group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None
     parts_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
+
+
+class _Stack(NamedTuple):
+    """A stack, and how it is orthogonalized.
+
+    Args:
+        tensor: ``(num_matrices, rows, cols)``.
+        backend: What does it.
+        call: How.
+        owners: Ranks that do it together.
+    """
+
+    tensor: torch.Tensor
+    backend: Backend
+    call: Call
+    owners: tuple[int, ...]
+
+
+class _Owned(NamedTuple):
+    """What this rank orthogonalizes at once.
+
+    Args:
+        stacks: Views of its routes.
+        work: The stacks.
+        kept: Number of the read of the rows that are here already.
+        staying: Number of the write of the results that stay here.
+    """
+
+    stacks: StackBuffers
+    work: list[_Stack]
+    kept: int
+    staying: int
 
 
 class PlanRunner:
@@ -72,13 +104,15 @@ class PlanRunner:
     _gathers: Exchange  # rows, in the gather dtype
     _scatters: Exchange  # results, in the scatter dtype
     _all_gather: ReplicaAllGather | None  # results, between replicas
-    _arrivals: list[list[RouteView]]  # results for this rank's rows, by scatter
-    _arrived_rows: list[list[RouteView]]  # of what this rank owns, by bucket
-    _buckets: list[StackBuffers]
-    _local: list[StackBuffers]
-    _backends: dict[tuple[int, int], Backend]  # by matrix and block
     _rows: LocalRows
-    _results: Sequence[torch.Tensor]  # of the stacks of the bucket in work
+    _buckets: list[_Owned]
+    _local: list[_Owned]
+    # By bucket, rows to messages, and messages to stacks.
+    _packing: list[int]
+    _unpacking: list[RowMoves]
+    # By scatter, results to messages, and messages to rows.
+    _packing_results: list[RowMoves]
+    _arrivals: list[int]
     # What is in flight, by gather and by scatter; None if nothing is sent. With replicas a scatter
     # is in flight until its all-gather has ended.
     _gathering: dict[int, Waitable | None]
@@ -105,21 +139,13 @@ class PlanRunner:
             self.plan,
             newton_schulz,
             bound.handles,
-            rank_plan.num_results(),
             rank=rank,
             group=bound.group,
             device=device,
         )
+        self._device = device
         self._lay_out(bound, rank_plan, places, local_places, arena)
         self._lay_out_scatters(bound, rank_plan, places, arena)
-        # Chosen once: a step would choose before every stack, on the host.
-        self._backends = {
-            (part.matrix, part.block): BACKENDS[self.plan.backend(part.matrix, part.block)]
-            for stacks in (*self._buckets, *self._local)
-            for stack, _ in stacks.stacks
-            for part in stack
-        }
-        self._results = ()
         self._gathering, self._scattering = {}, {}
 
     def _lay_out(
@@ -138,7 +164,7 @@ class PlanRunner:
         receives = [view(at.gather_receive, size.gather_receive, row_dtype) for at, size in found]
         sends = [view(at.gather_send, size.gather_send, row_dtype) for at, size in found]
         messages = []
-        self._arrived_rows = []
+        arrived = []
         for bucket, received in zip(rank_plan.buckets, receives, strict=True):
             by_source = {
                 source: sum(route.num_elements for route in routes)
@@ -147,16 +173,42 @@ class PlanRunner:
             messages.append(BucketMessages(bucket.sends, by_source, bucket.has_gather))
             # By source: that is the order in which all_to_all_single delivers.
             routes = [r for _, routes in sorted(bucket.receives.items()) for r in routes]
-            self._arrived_rows.append(consecutive_views(routes, received))
+            arrived.append(consecutive_views(routes, received))
         self._gathers = Exchange(bound.group, messages, sends, receives)
         self._buckets = [
-            StackBuffers(bucket.owned, view(at.stacks, size.stacks, row_dtype))
+            self._own(StackBuffers(bucket.owned, view(at.stacks, size.stacks, row_dtype)))
             for bucket, (at, size) in zip(rank_plan.buckets, found, strict=True)
         ]
         self._local = [
-            StackBuffers(owned, view(at, owned.num_elements, row_dtype))
+            self._own(StackBuffers(owned, view(at, owned.num_elements, row_dtype)))
             for owned, at in zip(rank_plan.local, local_places, strict=True)
         ]
+        self._packing = [
+            self._rows.add_read(self._gathers.packing(number)) for number, _ in enumerate(found)
+        ]
+        self._unpacking = [
+            # Routes are consecutive in messages; a matrix needs them row by row.
+            RowMoves([(rows, owned.stacks.view(r)) for r, rows in received], device=self._device)
+            for owned, received in zip(self._buckets, arrived, strict=True)
+        ]
+
+    def _own(self, stacks: StackBuffers) -> _Owned:
+        """Prepare what is orthogonalized at once."""
+        kept, staying = (
+            [(route, stacks.view(route)) for route in routes]
+            for routes in (stacks.kept, stacks.staying)
+        )
+        work = [
+            # Chosen once: a step would choose before every stack, on the host.
+            _Stack(
+                tensor,
+                BACKENDS[self.plan.backend(stack[0].matrix, stack[0].block)],
+                self._call(stack[0]),
+                stack[0].owners,
+            )
+            for stack, tensor in stacks.stacks
+        ]
+        return _Owned(stacks, work, self._rows.add_read(kept), self._rows.add_write(staying))
 
     def _lay_out_scatters(
         self, bound: BoundPlan, rank_plan: RankPlan, places: PlanOffsets, arena: Arena
@@ -183,8 +235,18 @@ class PlanRunner:
         messages = [BucketMessages(each.sends, each.receives, True) for each in scatters]
         self._scatters = Exchange(bound.group, messages, sends, receives)
         self._arrivals = [
-            [route_view(route, flat, offset) for route, offset in scatter.arrivals]
+            self._rows.add_write([route_view(r, flat, offset) for r, offset in scatter.arrivals])
             for scatter, flat in zip(scatters, arrived, strict=True)
+        ]
+        self._packing_results = [
+            RowMoves(
+                [
+                    (self._buckets[number // self.plan.num_scatters].stacks.view(route), target)
+                    for route, target in self._scatters.packing(number)
+                ],
+                device=self._device,
+            )
+            for number, _ in enumerate(scatters)
         ]
 
     def connect(self) -> None:
@@ -196,22 +258,16 @@ class PlanRunner:
 
     def check_kernels(self) -> list[str]:
         """List the kernels that fail; see :meth:`Engine.check_kernels`."""
-        stacks = [each for own in (*self._buckets, *self._local) for each in own.stacks]
-        backends = [self._backends[stack[0].matrix, stack[0].block] for stack, _ in stacks]
+        work = [each for owned in (*self._buckets, *self._local) for each in owned.work]
         # By owners: a rank may be in several groups, and all must connect them in one order.
         connections = sorted(
-            {
-                (stack[0].owners, backend.name)
-                for (stack, _), backend in zip(stacks, backends, strict=True)
-                if len(stack[0].owners) > 1
-            }
+            {(each.owners, each.backend.name) for each in work if len(each.owners) > 1}
         )
         problems: list[str] = []
         for owners, name in connections:
             _attempt(problems, partial(BACKENDS[name].connect, self._parts_groups[owners]))
         checked = set()
-        for (stack, tensor), backend in zip(stacks, backends, strict=True):
-            call = self._call(stack[0])
+        for tensor, backend, call, _ in work:
             # On this rank alone if possible: if its kernel fails, others must not wait for it.
             if not backend.communicates:
                 call = dataclasses.replace(call, parts_group=None)
@@ -240,21 +296,24 @@ class PlanRunner:
             for work in under_way.values():
                 _wait(work)
             under_way.clear()
-        self._results = ()
 
     def end(self) -> None:
-        """Drop the rows, which may be memory of the caller's."""
+        """End a step."""
         self._rows.end()
+
+    def forget(self) -> None:
+        """Drop the rows, which are memory of the caller's."""
+        self._rows.forget()
 
     def orthogonalize_local(self, number: int) -> list[Handle]:
         """Orthogonalize a stack of local matrices, and return the rows that are complete."""
-        stacks = self._local[number]
-        self._rows.read([(route, stacks.view(route)) for route in stacks.kept])
-        return self._write_staying(stacks, self._orthogonalize(stacks))
+        owned = self._local[number]
+        self._orthogonalize(owned)
+        return self._rows.write(owned.staying)
 
     def start_gather(self, number: int) -> None:
         """Pack and send rows."""
-        self._rows.read(self._gathers.packing(number))
+        self._rows.read(self._packing[number])
         self._gathering[number] = self._gathers.start(number)
 
     def wait_for_gather(self, number: int) -> None:
@@ -263,26 +322,17 @@ class PlanRunner:
 
     def orthogonalize(self, number: int) -> None:
         """Orthogonalize what this rank owns of a bucket whose rows have arrived."""
-        stacks, arrived = self._buckets[number], self._arrived_rows[number]
-        if arrived:
-            # Routes are consecutive in messages; a matrix needs them row by row.
-            torch._foreach_copy_(
-                [stacks.view(route) for route, _ in arrived], [sent for _, sent in arrived]
-            )
         # Not before the gather has ended: the stacks may share memory with its messages.
-        self._rows.read([(route, stacks.view(route)) for route in stacks.kept])
-        # Results of tall matrices are transposed views. Made contiguous here, one fused kernel
-        # copies their rows into messages; strided rows would need one kernel per route.
-        self._results = [result.contiguous() for result in self._orthogonalize(stacks)]
+        self._unpacking[number].run()
+        self._orthogonalize(self._buckets[number])
 
-    def _orthogonalize(self, stacks: StackBuffers) -> list[torch.Tensor]:
-        """Return one tensor per stack, in new memory."""
-        results = []
-        for stack, tensor in stacks.stacks:
-            part = stack[0]
-            backend = self._backends[part.matrix, part.block]
-            results.append(backend.run(tensor, self._call(part)))
-        return results
+    def _orthogonalize(self, owned: _Owned) -> None:
+        """Replace stacks by their results, once the rows of other ranks are there."""
+        self._rows.read(owned.kept)
+        for stack in owned.work:
+            # One stack after the other: results of all would need as much memory again. It also
+            # makes those of tall matrices contiguous, which are transposed views.
+            stack.tensor.copy_(stack.backend.run(stack.tensor, stack.call))
 
     def start_scatter(self, number: int) -> list[Handle]:
         """Pack and send results.
@@ -291,12 +341,7 @@ class PlanRunner:
             Rows that are complete: what stays here is written while the rest is in flight.
         """
         bucket, position = divmod(number, self.plan.num_scatters)
-        stacks, packing = self._buckets[bucket], self._scatters.packing(number)
-        if packing:
-            torch._foreach_copy_(
-                [target for _, target in packing],
-                [stacks.result(self._results, route) for route, _ in packing],
-            )
+        self._packing_results[number].run()
         work = self._scatters.start(number)
         if self._all_gather is None:
             self._scattering[number] = work
@@ -306,18 +351,12 @@ class PlanRunner:
             )
         if position < self.plan.num_scatters - 1:
             return []
-        # The last scatter of the bucket: its results have left, or are written now.
-        results, self._results = self._results, ()
-        return self._write_staying(stacks, results)
+        return self._rows.write(self._buckets[bucket].staying)
 
     def finish_scatter(self, number: int) -> list[Handle]:
         """Wait for results, write them, and return the rows that are complete."""
         _wait(self._scattering.pop(number))
         return self._rows.write(self._arrivals[number])
-
-    def _write_staying(self, stacks: StackBuffers, results: Sequence[torch.Tensor]) -> list[Handle]:
-        """Write the results that are not sent."""
-        return self._rows.write([(r, stacks.result(results, r)) for r in stacks.staying])
 
 
 def _wait(work: Waitable | None) -> None:

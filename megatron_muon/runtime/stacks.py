@@ -3,7 +3,6 @@
 """Views of the parts that a rank owns, in the memory of its stacks."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -42,11 +41,6 @@ class StackBuffers:
         """View a route in the stacks, ``(num_rows, num_cols)``."""
         number, index = self._position[route.matrix, route.block]
         return _in_part(self.stacks[number][1][index], route)
-
-    def result(self, results: Sequence[torch.Tensor], route: Route) -> torch.Tensor:
-        """View a route in the orthogonalized stacks, ``(num_rows, num_cols)``."""
-        number, index = self._position[route.matrix, route.block]
-        return _in_part(results[number][index], route)
 
 
 def in_shard(rows: torch.Tensor, route: Route) -> torch.Tensor:

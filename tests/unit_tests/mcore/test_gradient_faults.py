@@ -168,7 +168,7 @@ def _norm_and_clipping() -> list[bool]:
     optimizer.prepare_grads()
     norm = optimizer.get_grad_norm()
     is_same_norm = norm == ChainedOptimizer.get_grad_norm(optimizer)
-    gradients = optimizer._local_gradients()
+    gradients = optimizer._gradients.all
     before = [gradient.clone() for gradient in gradients]
     ours = [gradient.clone() for gradient in gradients]
     clip(ours, norm, norm / 3)
@@ -191,7 +191,8 @@ def _finite_gradients_of_a_norm_beyond_float32() -> list[Any]:
     optimizer = build_optimizer(model)
     run_backward(model)
     model.finish_grad_sync()
-    gradients = optimizer._local_gradients()
+    optimizer.prepare_grads()
+    gradients = optimizer._gradients.all
     largest = max(gradient.numel() for gradient in gradients)
     for gradient in gradients:
         gradient.fill_(math.sqrt(2e38 / largest))

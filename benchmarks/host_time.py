@@ -1,0 +1,455 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Time the host in an optimizer step of large jobs, without their GPUs.
+
+    .venv/bin/python benchmarks/host_time.py
+    .venv/bin/python benchmarks/host_time.py --against DIR    # beside another commit's package
+
+One process is one rank of the job. Its process groups are torch's "fake" ones, which send nothing.
+Two parts of a step are timed apart:
+
+- **the engine**, with the plan of the real model: rows have the real shapes, and memory that is
+  never touched. The code goes the way of a GPU. The rank is the one that holds the most matrices;
+- **everything else of our step**, from ``FSDPMuonChainedOptimizer.step``: a Megatron-FSDP model
+  with as many layers, experts and ranks, whose matrices are scaled down. The engine is left out.
+  ``torch.optim.AdamW(foreach=True)`` steps the same rows, as plain tensors. What Megatron-FSDP does
+  around a step, with Adam too, is timed apart; that includes the mode which makes CPU ranks.
+
+What would be launched on a GPU is replaced by a function that does nothing, once everything is
+built: element-wise functions of ``torch``, ``_foreach_`` functions, Newton-Schulz, and the kernels
+that move rows, and in the engine collectives. What is timed is Python, and the calls of ``Tensor``
+methods that are not replaced, which are few. A launch costs a GPU's host about 5 us more, a Triton
+kernel about 15 us, a collective 100 us or more: their numbers are printed beside the time. A
+``_foreach_`` call counts as one launch.
+
+The time is the processor time of the thread, the minimum of several steps.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Job(NamedTuple):
+    """A model on a number of ranks.
+
+    Args:
+        preset: Its shape.
+        dp: Data-parallel ranks.
+        ep: Expert-parallel ranks.
+        layers: Layers of the scaled-down model.
+        experts: Experts of a layer that a rank has, in the scaled-down model; 0 for none.
+    """
+
+    preset: str
+    dp: int
+    ep: int
+    layers: int
+    experts: int
+
+
+JOBS = {
+    "llama3-8b-64": Job("llama3-8b", 64, 1, 32, 0),
+    "llama3-8b-512": Job("llama3-8b", 512, 1, 32, 0),
+    "qwen3-30b-64": Job("qwen3-30b-a3b", 64, 8, 48, 16),
+    "qwen3-30b-512": Job("qwen3-30b-a3b", 512, 8, 48, 16),
+    "deepseek-v3-64": Job("deepseek-v3", 64, 64, 61, 4),
+}
+STEPS = 15
+COLLECTIVES = ("all_reduce", "all_to_all_single", "all_gather_into_tensor")
+HIDDEN, HEADS = 128, 4
+
+
+class Launches:
+    """Replace what a GPU would run by functions that count, and do nothing."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, result: Callable[..., Any]) -> None:
+        """Replace a function by one that counts, and returns ``result`` of its arguments."""
+        self._replaced.append((owner, name, getattr(owner, name)))
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            """Count instead of computing."""
+            self.counts[name] += 1
+            return result(*args, **kwargs)
+
+        setattr(owner, name, counted)
+
+    def restore(self) -> None:
+        """Undo all replacements."""
+        for owner, name, original in reversed(self._replaced):
+            setattr(owner, name, original)
+
+
+def replace_arithmetic(launches: Launches) -> None:
+    """Replace the functions of torch that the step and AdamW call on lists and whole tensors."""
+    import torch
+
+    from megatron_muon.newton_schulz.registry import BACKENDS
+
+    numbers: dict[tuple[int, Any], Any] = {}
+
+    def norms(tensors: Sequence[Any], *_: Any, dtype: Any = None, **__: Any) -> Any:
+        """Return as many numbers as tensors."""
+        key = len(tensors), dtype or tensors[0].dtype
+        if key not in numbers:
+            device = tensors[0].device
+            numbers[key] = tuple(torch.ones((), dtype=key[1], device=device) for _ in tensors)
+        return numbers[key]
+
+    def same(first: Any, *_: Any, **kwargs: Any) -> Any:
+        """Return the result where it is given, otherwise what is as large."""
+        return kwargs.get("out", first)
+
+    for name in dir(torch):
+        if name == "_foreach_norm":
+            launches.replace(torch, name, norms)
+        elif name.startswith("_foreach_") and callable(getattr(torch, name)):
+            launches.replace(torch, name, same)
+    for name in ("div", "mul"):
+        launches.replace(torch, name, same)
+    for backend in BACKENDS.values():
+        launches.replace(type(backend), "run", lambda self, stack, call: stack)
+    try:
+        from megatron_muon.runtime import row_kernel
+    except ImportError:
+        return
+    launches.replace(row_kernel, "launch", lambda *_, **__: None)
+
+
+def take_the_way_of_a_gpu() -> None:
+    """Let rows be moved by the kernel, and norms come from one fused call."""
+    from megatron_muon.runtime import norms
+
+    norms._CHUNK_ELEMENTS = 0
+    try:
+        from megatron_muon.runtime import row_moves
+    except ImportError:
+        return
+    row_moves.uses_kernel = lambda device: True
+
+
+@contextmanager
+def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
+    """Start process groups that send nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def least_us(step: Callable[[], Any]) -> float:
+    """Return the processor time of this thread in a step, the minimum of several."""
+    times = []
+    for _ in range(STEPS):
+        start = time.thread_time()
+        step()
+        times.append(time.thread_time() - start)
+    return 1e6 * min(times)
+
+
+def engine_figures(job: Job) -> dict[str, float]:
+    """Time the engine of the rank that holds the most matrices."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.cpu_ranks.collectives import CompletedWork
+    from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+    from megatron_muon.plan.rank_plan import RankSchedule
+    from megatron_muon.plan.settings import ExchangeSettings
+    from megatron_muon.report.preview.model_shape import PRESETS
+    from megatron_muon.report.preview.simulation import Machine, Parallelism, simulate
+    from megatron_muon.runtime.engine import Engine
+    from megatron_muon.runtime.plan_runner import BoundPlan
+
+    found = simulate(
+        PRESETS[job.preset], Parallelism(job.dp, ep=job.ep), Machine(), ExchangeSettings()
+    )
+    held = Counter(
+        rank for plan in found.plans for matrix in plan.matrices for rank in matrix.elements_by_rank
+    )
+    rank = max(held, key=lambda each: held[each])
+    plans = [plan for plan in found.plans if rank in plan.ranks]
+    device = torch.device("cpu")
+    take_the_way_of_a_gpu()
+    with one_rank_of(job.dp, rank):
+        rows: dict[Any, torch.Tensor] = {}
+        bound = []
+        for number, plan in enumerate(plans):
+            handles = {}
+            for index, matrix in enumerate(plan.matrices):
+                if rank in matrix.elements_by_rank:
+                    cols = matrix.regions[0].num_cols
+                    shape = (matrix.elements_by_rank[rank] // cols, cols)
+                    handles[index] = (number, index)
+                    rows[number, index] = torch.empty(shape, device=device)
+            owners = {each for each in plan.sets_of_owners if rank in each}
+            groups = {each: dist.new_group(list(each)) for each in sorted(owners)}
+            bound.append(BoundPlan(plan, handles, dist.new_group(plan.ranks), None, groups))
+        settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.5, 1.0))
+        schedule = RankSchedule.build(plans, rank)
+        engine = Engine(bound, schedule, settings, rank=rank, device=device)
+        launches = Launches()
+        replace_arithmetic(launches)
+        # Fake process groups copy messages to oneself, and so touch the memory.
+        for name in COLLECTIVES:
+            launches.replace(dist, name, lambda *_, **__: CompletedWork())
+        try:
+            step = lambda: list(engine.orthogonalize(rows, rows))  # noqa: E731
+            step()
+            launches.counts.clear()
+            step()
+            counts = Counter(launches.counts)
+            with torch._C.DisableTorchFunction():
+                time_us = least_us(step)
+        finally:
+            launches.restore()
+    products = counts.pop("run", 0)
+    collectives = sum(counts.pop(name, 0) for name in COLLECTIVES)
+    return {
+        "matrices": len(rows),
+        "stacks": products,
+        "collectives": collectives,
+        "engine_us": time_us,
+        "engine_launches": sum(counts.values()),
+    }
+
+
+def build_scaled_model(job: Job) -> Any:
+    """Wrap a scaled-down GPT in Megatron-FSDP, as one of the ranks of the job."""
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=job.ep, create_gloo_process_groups=False
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    experts: dict[str, Any] = {}
+    if job.experts:
+        experts = {
+            "num_moe_experts": job.experts * job.ep,
+            "moe_ffn_hidden_size": HIDDEN,
+            "expert_model_parallel_size": job.ep,
+            "moe_token_dispatcher_type": "alltoall",
+            "add_bias_linear": False,
+        }
+    config = TransformerConfig(
+        num_layers=job.layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        normalization="RMSNorm",
+        **{"add_bias_linear": False, **experts},
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts.get("num_moe_experts"), normalization="RMSNorm"
+    )
+    gpt = GPTModel(
+        config,
+        spec,
+        vocab_size=512,
+        max_sequence_length=32,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    ddp_config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        gradient_reduce_div_fusion=False,
+    )
+    return FullyShardedDataParallel(config, ddp_config, gpt)
+
+
+class NoEngine:
+    """Yield all parameters of which this rank holds rows at once."""
+
+    params: Sequence[Any] = ()
+
+    def orthogonalize(self, momentum: Any, results: Any) -> Iterator[Sequence[Any]]:
+        """Return what an engine would, in one piece."""
+        yield list(self.params)
+
+
+def functions_of_fsdp(model: Any) -> dict[str, Callable[[], Any]]:
+    """Return what Megatron-FSDP does around a step, with Adam too."""
+
+    def gather() -> None:
+        """Start the gather of parameters, as if the one before had ended."""
+        model.module.all_gather_pipeline.reset()
+        model.start_param_sync()
+
+    return {
+        "finish_grad_sync": model.finish_grad_sync,
+        "install_optimized_model_weights": model.module.install_optimized_model_weights,
+        "start_param_sync": gather,
+    }
+
+
+def outer_figures(job: Job) -> dict[str, float]:
+    """Time what is not the engine, by part, and AdamW."""
+    import torch
+    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
+
+    import megatron_muon
+    from megatron_muon.mcore.muon_step import MuonStep
+
+    with one_rank_of(job.dp, 0):
+        model = build_scaled_model(job)
+        config = OptimizerConfig(
+            optimizer="muon",
+            lr=0.01,
+            weight_decay=0.1,
+            clip_grad=1e-3,
+            use_distributed_optimizer=True,
+            muon_nesterov=True,
+            muon_scalar_optimizer="lion",
+        )
+        # Plans are made from what other ranks say, and these say nothing.
+        MuonStep._owner_compute = lambda self, exchange: NoEngine()  # type: ignore[method-assign]
+        optimizer = megatron_muon.build_megatron_fsdp_emerging_optimizer(
+            config, [model], get_standard_config_overrides(config)
+        )
+        model.finish_grad_sync()
+        params = optimizer.get_parameters()
+        held = [param for param in params if param.grad is not None]
+        for param in held:
+            param.grad._local_tensor.fill_(1e-3)
+        muon_params = [param for muon in optimizer.muon_step.optimizers for param in muon.params]
+        optimizer.muon_step.compute.params = [p for p in muon_params if p.grad is not None]
+        copies = [torch.nn.Parameter(param._local_tensor.clone()) for param in held]
+        adam = torch.optim.AdamW(copies, foreach=True)
+        for copy in copies:
+            copy.grad = torch.full_like(copy, 1e-3)
+        adam.step()
+        of_fsdp = {name: least_us(function) for name, function in functions_of_fsdp(model).items()}
+        model.module.device = torch.device("cpu")
+        for owner, name in ((model, "finish_grad_sync"), (model, "start_param_sync")):
+            setattr(owner, name, lambda: None)
+        model.module.install_optimized_model_weights = lambda: None
+        launches = Launches()
+        replace_arithmetic(launches)
+        try:
+            optimizer.step()
+            # Without the mode that makes CPU ranks, through which each call of torch passes.
+            with torch._C.DisableTorchFunction():
+                launches.counts.clear()
+                optimizer.step()
+                counts = Counter(launches.counts)
+                own_us, adam_us = least_us(optimizer.step), least_us(adam.step)
+        finally:
+            launches.restore()
+        return {
+            "parameters": len(params),
+            "held": len(held),
+            "own_us": own_us,
+            "own_launches": sum(counts.values()),
+            "adamw_us": adam_us,
+            **of_fsdp,
+        }
+
+
+def measure(names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the figures of jobs, each part in a process of its own."""
+    results: dict[str, dict[str, float]] = {}
+    for name in names:
+        results[name] = {}
+        for part in ("engine", "outer"):
+            done = subprocess.run(
+                [sys.executable, "-m", "megatron_muon", __file__, "--part", part, "--jobs", name],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={"OMP_NUM_THREADS": "1", **os.environ, "MEGATRON_MUON_DEVICE": "cpu"},
+                check=True,
+            )
+            results[name] |= json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+HEADER = [
+    "job",
+    "parameters / with rows",
+    "own, a parameter (us)",
+    "matrices held",
+    "engine, a matrix (us)",
+    "launches of ours",
+    "own + engine (ms)",
+    "AdamW (ms)",
+    "ratio",
+    "Megatron-FSDP, a parameter (us)",
+]
+
+
+def table(results: dict[str, dict[str, float]]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    yield f"| {' | '.join(HEADER)} |"
+    yield f"| {' | '.join(['---'] * len(HEADER))} |"
+    for name, of in results.items():
+        whole = of["own_us"] + of["engine_us"]
+        fsdp = sum(of[part] for part in of if part.startswith(("finish", "install", "start")))
+        cells = [
+            name,
+            f"{of['parameters']} / {of['held']}",
+            f"{of['own_us'] / of['parameters']:.1f}",
+            f"{of['matrices']}",
+            f"{of['engine_us'] / of['matrices']:.1f}",
+            f"{of['own_launches'] + of['engine_launches']}",
+            f"{whole / 1e3:.2f}",
+            f"{of['adamw_us'] / 1e3:.2f}",
+            f"{whole / of['adamw_us']:.2f}",
+            f"{fsdp / of['parameters']:.0f}",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    """Measure, and print a table; with ``--against`` one for the other commit too."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another working tree")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--part", choices=["engine", "outer"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        figures = {"engine": engine_figures, "outer": outer_figures}[options.part]
+        print(json.dumps(figures(JOBS[options.jobs[0]])))
+        return 0
+    both = {}
+    trees = [Path(__file__).resolve().parents[1], *([options.against] if options.against else [])]
+    for tree in trees:
+        os.environ["PYTHONPATH"] = str(tree.resolve())
+        both[str(tree)] = measure(options.jobs)
+        print(f"\n{tree}\n")
+        print("\n".join(table(both[str(tree)])), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(both, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

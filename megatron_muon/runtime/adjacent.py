@@ -1,0 +1,68 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that lie one after the other in memory, as few long ones."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Join consecutive tensors that are adjacent in memory, in every one of several lists.
+
+    Megatron-FSDP keeps the weights and gradients of a unit in one buffer each: what is computed
+    element by element needs one call a buffer, and the host does not handle every parameter.
+
+    Args:
+        *lists: Contiguous tensors of one dtype a list; those at one position have equally many
+            elements, and none is empty.
+
+    Returns:
+        As many lists, of one-dimensional views of the same memory, in the same order.
+    """
+    joined: list[list[torch.Tensor]] = [[] for _ in lists]
+    positions = range(len(lists[0]))
+    first = 0
+    for last in positions:
+        if last + 1 in positions and all(_touch(each[last], each[last + 1]) for each in lists):
+            continue
+        num_elements = sum(lists[0][number].numel() for number in range(first, last + 1))
+        for views, each in zip(joined, lists, strict=True):
+            views.append(each[first].as_strided((num_elements,), (1,)))
+        first = last + 1
+    return joined
+
+
+class AdjacentViews:
+    """The joined views of some lists, made again only when their memory has moved.
+
+    A view keeps its memory: call :meth:`forget` where a list is allocated anew in every step.
+
+    Attributes:
+        version: How often views have been made.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._pointers: list[int] = []
+        self._views: list[list[torch.Tensor]] = []
+
+    def of(self, *lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return :func:`join_adjacent` of lists that may be empty."""
+        pointers = [tensor.data_ptr() for each in lists for tensor in each]
+        if pointers != self._pointers or len(self._views) != len(lists):
+            self._views = join_adjacent(*lists)
+            self._pointers = pointers
+            self.version += 1
+        return self._views
+
+    def forget(self) -> None:
+        """Drop the views."""
+        self._pointers, self._views = [], []
+
+
+def _touch(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return whether a tensor begins where another one ends, in the same allocation."""
+    return before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr() and bool(
+        before.storage_offset() + before.numel() == after.storage_offset()
+    )

@@ -1,0 +1,152 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Move rectangles of rows between shards, messages and stacks: all of one list at once.
+
+On a GPU one kernel moves a list, whatever its length; on a CPU torch's functions do. Both have the
+same bits.
+"""
+
+import functools
+import importlib.util
+import logging
+import math
+import os
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from megatron_muon.runtime.row_table import RowTable, build_table, on_device
+
+logger = logging.getLogger(__name__)
+
+type Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class RowMoves:
+    """Rectangles that are moved together.
+
+    Args:
+        pairs: Source and target of each, ``(rows, cols)``. All sources have one dtype and all
+            targets another one, each float32 or bfloat16. Views may be of memory that is freed
+            between steps.
+        norms: By pair, the position of the norm that it is divided by; None for none. The quotient
+            is computed in fp32, and rounded as it is written.
+        factors: By pair, factors that it is multiplied by in fp32, one after the other; None for
+            none. Their product would round differently.
+        device: Where they are.
+
+    Memory: on a GPU about 100 bytes a rectangle, and 8 for every 4,096 elements.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        *,
+        norms: Sequence[int] | None = None,
+        factors: Sequence[Sequence[float]] | None = None,
+        device: torch.device,
+    ) -> None:
+        self._sources = [source for source, _ in pairs]
+        self._targets = [target for _, target in pairs]
+        self._norms, self._device = norms, device
+        self._factors = [list(each) for each in zip(*factors, strict=True)] if factors else []
+        self._table: RowTable | None = None
+        if pairs and uses_kernel(device):
+            self._table = build_table(pairs, norms, factors, device)
+        self._addresses: list[int] = []
+        self._pointers = torch.empty(0, dtype=torch.int64)
+
+    def run(self, norms: torch.Tensor | None = None) -> None:
+        """Move all of them.
+
+        Args:
+            norms: ``(num_norms,)`` float32, where they are divided.
+        """
+        if not self._sources:
+            return
+        if self._table is not None:
+            addresses = self._table.addresses()
+            if addresses != self._addresses:
+                self._addresses = addresses
+                self._pointers = on_device(torch.tensor(addresses), self._device)
+            _kernel().launch(self._table, self._pointers, norms)
+        elif self._norms is not None:
+            assert norms is not None
+            by_position = norms.unbind()
+            for source, target, position in zip(
+                self._sources, self._targets, self._norms, strict=True
+            ):
+                torch.div(source, by_position[position], out=target)
+        else:
+            torch._foreach_copy_(self._targets, self._sources)
+            for factors in self._factors:
+                if any(factor != 1.0 for factor in factors):
+                    torch._foreach_mul_(self._targets, factors)
+
+
+@functools.cache
+def uses_kernel(device: torch.device) -> bool:
+    """Return whether the kernel moves rows on a device: a GPU, or a CPU in Triton's interpreter.
+
+    It is compared with torch first, which also compiles it. Where it differs or cannot be compiled,
+    this rank logs it and calls torch for each rectangle: the results are the same.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    difference = _difference_from_torch(device) if device.type != "meta" else None
+    if difference is not None:
+        logger.warning("the kernel that moves rows is not used on %s: %s", device, difference)
+    return difference is None
+
+
+@functools.cache
+def _kernel() -> ModuleType:
+    # Importing Triton takes a second, which CPU ranks need not wait for.
+    from megatron_muon.runtime import row_kernel
+
+    return row_kernel
+
+
+def _difference_from_torch(device: torch.device) -> str | None:
+    """Compare the kernel with torch's own functions, which also compiles it.
+
+    Returns:
+        What differs, or the error of the compiler; None where all bits are equal.
+    """
+    row_kernel = _kernel()
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(48, 100, generator=generator) * torch.logspace(-30, 30, 100)
+    wide = wide.to(device)
+    narrow = wide.bfloat16()
+    norm = torch.tensor([3.7], device=device)
+    for source, target, by in (
+        (wide, narrow, norm),
+        (narrow, wide, None),
+        (narrow, narrow, None),
+        (wide, wide, None),
+    ):
+        found = torch.zeros_like(target)
+        pair = (source[8:40, 3:53], found[8:40, 3:53])
+        factors = (0.3, 1.7) if by is None and target.dtype == torch.float32 else (1.0, 1.0)
+        try:
+            row_kernel.launch(
+                table := build_table([pair], [0], [factors], device),
+                on_device(torch.tensor(table.addresses()), device),
+                by,
+            )
+        # Compilers raise whatever they do.
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        expected = torch.zeros_like(target)
+        if by is not None:
+            torch.div(pair[0], by, out=expected[8:40, 3:53])
+        else:
+            expected[8:40, 3:53].copy_(pair[0])
+            if target.dtype == torch.float32:
+                expected.mul_(factors[0]).mul_(factors[1])
+        if not math.isfinite(float(found.float().sum())) or not torch.equal(found, expected):
+            return f"{source.dtype} to {target.dtype}: other bits than torch's"
+    return None

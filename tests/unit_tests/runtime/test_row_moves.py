@@ -1,0 +1,198 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Rectangles that are moved together: by the kernel, in Triton's interpreter, and by torch."""
+
+import json
+import logging
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from helpers.commands import run_command
+from helpers.layouts import rows_cut_at
+from helpers.ranks import ROOT
+
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.plan import ExchangePlan, Wire
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import whole_matrix
+from megatron_muon.plan.owners import choose_owners
+from megatron_muon.plan.rank_plan import RankSchedule
+from megatron_muon.runtime import row_moves
+from megatron_muon.runtime.engine import Engine
+from megatron_muon.runtime.plan_runner import BoundPlan
+from megatron_muon.runtime.row_moves import RowMoves
+
+ROWS, COLS = 16, 8
+CPU = torch.device("cpu")
+
+
+def _engine(num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> tuple[Any, Any]:
+    """Return an engine of whole local matrices, four of a shape in a stack, and its rows."""
+    cost, wire = CostModel(stack_tiles=4), Wire.of("bf16", is_bf16=True)
+    matrices = [
+        whole_matrix(f"{i}.weight", rows_cut_at(ROWS, COLS, [ROWS]), [[(0,)]],
+                     split_shapes=split_shapes)
+        for i in range(num_matrices)
+    ]  # fmt: skip
+    assignment = choose_owners(matrices, cost, wire)
+    plan = ExchangePlan.build(matrices, assignment, cost, wire, staging_bytes=2**20)
+    engine = Engine(
+        [BoundPlan(plan, {i: i for i in range(num_matrices)}, None, None, {})],
+        RankSchedule.build([plan], rank=0),
+        NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (0.3, 0.7)),
+        rank=0,
+        device=CPU,
+    )
+    generator = torch.Generator().manual_seed(0)
+    rows = {i: torch.randn(ROWS, COLS, generator=generator) for i in range(num_matrices)}
+    return engine, rows
+
+
+def _rectangles(generator: torch.Generator) -> list[tuple[Any, ...]]:
+    """Return cases of sources, targets, norms and factors: dense, column pieces, transposed."""
+    special = torch.tensor([[float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40]])
+    wide = torch.randn(70, 130, generator=generator) * torch.logspace(-30, 30, 130)
+    wide[:1, :6] = special
+    cases = []
+    for source_dtype, target_dtype in (
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+    ):
+        source = wide.to(source_dtype)
+        shapes = [
+            source,
+            source[3:40],
+            source[:, 5:77],
+            source.mT[2:9, 10:60],
+            source[:64].reshape(130, 64),
+        ]
+        divides = target_dtype == torch.bfloat16 and source_dtype == torch.float32
+        scales = target_dtype == torch.float32
+        cases.append(
+            (
+                shapes,
+                [torch.zeros(9 + each.shape[0], 5 + each.shape[1], dtype=target_dtype)
+                 [4 : 4 + each.shape[0], 5:] for each in shapes],
+                [2, 0, 1, 1, 0] if divides else None,
+                [(0.3, 1.0), (0.2, 0.7), (1.0, 1.0), (1.3, 0.1), (0.9, 3.0)] if scales else None,
+            )
+        )  # fmt: skip
+    return cases
+
+
+def _bits(*, by_kernel: bool) -> list[list[int]]:
+    """Return the bits that all rectangles, and two steps of an engine, end with."""
+    row_moves.uses_kernel = lambda device: by_kernel  # type: ignore[assignment]
+    norms = torch.tensor([3.7, 1e-7, 1.9e20])
+    found = []
+    for sources, targets, positions, factors in _rectangles(torch.Generator().manual_seed(0)):
+        moves = RowMoves(
+            list(zip(sources, targets, strict=True)), norms=positions, factors=factors, device=CPU
+        )
+        moves.run(norms if positions else None)
+        found += targets
+    for split_shapes in (None, (4, 2, 2)):
+        engine, rows = _engine(6, split_shapes)
+        for _ in range(2):
+            assert len([each for done in engine.orthogonalize(rows, rows) for each in done]) == 6
+        found += rows.values()
+    integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+    return [each.contiguous().view(integers[each.dtype]).flatten().tolist() for each in found]
+
+
+def test_kernel_has_the_bits_of_torch():
+    """Dense rectangles and column pieces, quotients, factors, NaN; and whole steps."""
+    # A process of its own: Triton reads the variable when it is imported.
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "unit_tests")])
+    run = run_command(sys.executable, __file__, env={"TRITON_INTERPRET": "1", "PYTHONPATH": paths})
+    assert run.returncode == 0, run.stderr
+    is_equal, differs_from_zeros, difference = json.loads(run.stdout.splitlines()[-1])
+    assert is_equal
+    assert differs_from_zeros
+    # What a GPU compares at construction.
+    assert difference is None
+
+
+def test_number_of_launches_does_not_grow_with_matrices(monkeypatch):
+    """A stack of four, and one of two or of four: rows in, results out."""
+    launches: Counter[int] = Counter()
+
+    class Kernel:
+        """Count launches in place of the kernel."""
+
+        def launch(self, table: Any, pointers: Any, norms: Any) -> None:
+            """Count."""
+            launches[len(table.moves)] += 1
+
+    monkeypatch.setattr(row_moves, "uses_kernel", lambda device: True)
+    monkeypatch.setattr(row_moves, "_kernel", Kernel)
+    for num_matrices, split_shapes, expected in (
+        (6, None, {4: 2, 2: 2}),
+        (8, None, {4: 4}),
+        # Query, key and value of one matrix: two rectangles each.
+        (1, (4, 2, 2), {2: 2, 4: 2}),
+    ):
+        launches.clear()
+        engine, rows = _engine(num_matrices, split_shapes)
+        list(engine.orthogonalize(rows, rows))
+        assert launches == expected
+
+
+def test_table_is_cut_where_elements_need_more_than_32_bits(monkeypatch):
+    """Rows of a large rectangle are several entries; together they are all of it."""
+    from megatron_muon.runtime import row_table
+
+    monkeypatch.setattr(row_table, "_MOST_ELEMENTS", 4 * 100)
+    source, target = torch.zeros(10, 100), torch.zeros(10, 200)[:, 100:]
+    moves = row_table.build_table([(source, target)], None, None, CPU).moves.tolist()
+    assert [(each[1], each[5], each[8], each[9]) for each in moves] == [
+        (0, 100, 4, 100),
+        (400, 900, 4, 100),
+        (800, 1700, 2, 100),
+    ]
+
+
+def test_rows_that_moved_are_viewed_again():
+    """A dictionary of other rows, in the next step; the one before may be dropped."""
+    engine, rows = _engine(3)
+    before = {number: each.clone() for number, each in rows.items()}
+    list(engine.orthogonalize(rows, rows))
+    list(engine.orthogonalize(before, before))
+    assert all(torch.equal(rows[number], before[number]) for number in rows)
+    engine.forget()
+    kept = {number: each.clone() for number, each in rows.items()}
+    results = {number: torch.zeros_like(each) for number, each in rows.items()}
+    list(engine.orthogonalize(rows, results))
+    assert all(torch.equal(rows[number], kept[number]) for number in rows)
+    assert all(bool(each.any()) for each in results.values())
+
+
+def test_kernel_that_differs_is_not_used_and_logged(monkeypatch, caplog):
+    """Another compiler must not change results: this rank calls torch instead."""
+    row_moves.uses_kernel.cache_clear()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton")
+    monkeypatch.setattr(row_moves, "_difference_from_torch", lambda device: "other bits")
+    with caplog.at_level(logging.WARNING):
+        assert not row_moves.uses_kernel(CPU)
+    assert "other bits" in caplog.text
+    row_moves.uses_kernel.cache_clear()
+
+
+if __name__ == "__main__":
+    torch_bits, kernel_bits = (_bits(by_kernel=by_kernel) for by_kernel in (False, True))
+    print(
+        json.dumps(
+            [
+                torch_bits == kernel_bits,
+                all(any(each) for each in kernel_bits),
+                row_moves._difference_from_torch(CPU),
+            ]
+        )
+    )
