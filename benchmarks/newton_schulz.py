@@ -10,8 +10,7 @@ On a CPU matrices are fp32, on a GPU bf16. Backends take turns, round after roun
 median over rounds. Beside each ratio stands that of their floating-point operations, which is what
 the cost model assumes.
 
-With --stacks only the standard steps are timed: TFLOP/s in stacks of as many matrices. The kernel
-of ``symmetric`` is tuned over a few tiles: all 180 of a shape would take minutes.
+With --stacks only the standard steps are timed: TFLOP/s in stacks of as many matrices.
 
 With --memory nothing is timed: printed is the most that is allocated at once, result included, in
 multiples of the matrix. That of the Gram form is the same in fp16, where all of it halves.
@@ -29,7 +28,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.registry import BACKENDS, usable_backends
+from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CostModel
 
@@ -51,11 +50,7 @@ def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[s
     stack /= stack.norm()
     stack = stack.bfloat16() if settings.is_bf16 else stack
     call = Call(settings, shape, is_normalized=settings.is_bf16)
-    names = [
-        name
-        for name in usable_backends("auto", settings, device)[0]
-        if BACKENDS[name].takes(*sorted(shape))
-    ]
+    names = _usable(settings, shape, device)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     # The first round chooses kernels, and compiles them.
     for number in range(rounds + 1):
@@ -101,14 +96,14 @@ def stacked_tflops(
     return found
 
 
-def _tune_over_few_tiles() -> None:
-    try:
-        from emerging_optimizers.triton_kernels import syrk
-    except ImportError:  # no Triton
-        return
-    tile = {"TILE_M": 128, "TILE_N": 256, "TILE_K": 64}
-    kept = [each for each in syrk._CONFIGS if tile.items() <= each.kwargs.items()]
-    syrk.syrk_kernel_bf16.configs = kept[:6]
+def _usable(
+    settings: NewtonSchulzSettings, shape: tuple[int, int], device: torch.device
+) -> list[str]:
+    return [
+        name
+        for name, backend in BACKENDS.items()
+        if backend.takes(*sorted(shape)) and not backend.problems(settings, device)
+    ]
 
 
 def _wait(device: torch.device) -> None:
@@ -122,9 +117,7 @@ def memory(shape: tuple[int, int]) -> dict[str, float]:
     call = Call(settings, shape, is_normalized=True)
     stack = torch.randn(1, *shape).bfloat16() / (shape[0] * shape[1]) ** 0.5
     found = {}
-    for name in usable_backends("auto", settings, stack.device)[0]:
-        if not BACKENDS[name].takes(*sorted(shape)):
-            continue
+    for name in _usable(settings, shape, stack.device):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             BACKENDS[name].run(stack, call)
         events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -190,8 +183,6 @@ def main() -> int:
             cells = (f"{n}: {r:.3g}" for n, r in zip(options.stacks, rates, strict=True))
             print(f"{shape[0]} x {shape[1]}, TFLOP/s in stacks of {', '.join(cells)}", flush=True)
         return 0
-    if device.type == "cuda":
-        _tune_over_few_tiles()
     rows = [measure(shape, options.rounds, device) for shape in shapes]
     print(table(rows))
     if options.json:

@@ -191,7 +191,9 @@ class _UnseenReads(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor):
             # One after the other: each is an item() of its own.
             found = sum(isinstance(each, torch.Tensor) for each in tree_leaves(args))
-            reads[f"torch.{name}"] += found
+            # Numbers are copied from pageable memory, for which the host waits as well.
+            is_copy = isinstance(kwargs.get("device"), torch.device)
+            reads[f"torch.{name}"] += found or is_copy
         elif func in (torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy):
             reads[f"Tensor.{name}"] += 1
         elif func is torch.Tensor.to and any(

@@ -24,7 +24,8 @@ What is counted is what ``optimizer.step()`` of rank 0 sends to torch's dispatch
   ``copy_``, ``fill_`` and ``out=`` write only. Products and collectives are left out;
 - a host read makes the host wait for a GPU: ``item()`` and its like, ``equal``, ``nonzero``, and
   what goes past the dispatcher: ``tolist()``, ``cpu()``, and ``torch.tensor`` of tensors, which
-  reads one after the other. Copies from the host are not counted.
+  reads one after the other, or of numbers on a device, for whose copy it waits too. Other copies
+  from the host are not counted.
 
 "A matrix" divides by the 32 matrices of the model, whatever rank 0 holds of them; "an element" by
 the elements of them that rank 0 holds. Both include what checks, clipping and Lion do.

@@ -45,9 +45,10 @@ def parameters_without_gradient(
             grads.append((each.name, local_tensor(each.param.grad)))
     not_finite = find_not_finite(grads, device)
     num_missing = sum(_is_missing(each) for each in parameters)
-    # One tensor for both: an all-reduce costs its latency, and the host waits once.
-    flags = torch.tensor([len(problems), num_missing], dtype=torch.int32, device=device)
-    flags[0] += not_finite.number
+    # One tensor for both: an all-reduce costs its latency, and the host waits once. Filled on the
+    # device: for a copy of the numbers the host would wait, until all of the backward pass is done.
+    flags = torch.full((2,), num_missing, dtype=torch.int32, device=device)
+    torch.add(not_finite.number, len(problems), out=flags[0])
     if dist.is_initialized():
         dist.all_reduce(flags, group=group)
     num_problems, num_missing = flags.tolist()

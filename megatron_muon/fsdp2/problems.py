@@ -27,6 +27,7 @@ from megatron_muon.fsdp2.rectangles import (
 from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import own_rank
+from megatron_muon.runtime.dependencies import environment_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.weight_decay import WEIGHT_DECAY_METHODS
 
@@ -62,12 +63,13 @@ class Settings:
     exchange: ExchangeSettings
 
     def problems(self) -> list[str]:
-        """List what cannot work, a sentence each.
+        """List what cannot work, a sentence each, with problems of the environment.
 
         Emerging-optimizers finds unknown names in a step, when weights are decayed and other ranks
         wait.
         """
-        found = [
+        found = environment_problems()
+        found += [
             f"{name}: expected one of {sorted(choices)}, got {getattr(self, name)!r}. Choose one"
             for name, choices in (
                 ("weight_decay_method", WEIGHT_DECAY_METHODS),

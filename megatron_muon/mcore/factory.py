@@ -43,6 +43,7 @@ from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_set
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.dependencies import environment_problems
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ def build_megatron_fsdp_emerging_optimizer(
             ``enable()``.
         TypeError: A model chunk is not wrapped by Megatron-FSDP.
         RuntimeError: On all ranks: a shard is not as Megatron-FSDP makes it, ranks disagree about
-            the parameters, or one of them has no memory for the exchange.
+            the parameters, or one of them chooses kernels by timing or has no memory for the
+            exchange.
 
     Communication: parameter groups and layouts are compared once across ranks.
     """
@@ -170,7 +172,7 @@ class _Children:
         self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]
     ) -> None:
         """Read the row shards of Muon's parameters, or raise on all ranks together."""
-        problems = []
+        problems = environment_problems()
         for is_expert in (True, False):
             for group in groups_by_child.get((self._config.optimizer, is_expert), ()):
                 for param in group["params"]:

@@ -46,7 +46,8 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
         "symmetric: Triton kernels compute half of each symmetric product. gram: iterates on the "
         "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
         "gram_symmetric: the same with quack's kernels. transformer_engine: split matrices by "
-        "cuSOLVERMp. auto: for each shape the cheapest by the cost model.",
+        "cuSOLVERMp. auto: for each shape the cheapest of standard, gram and gram_symmetric by the "
+        "cost model.",
     },
     "log_plan": {
         "action": "store_true",

@@ -86,6 +86,15 @@ def _has_low_precision_main_params(settings: Settings) -> bool:
     return dtype not in ("fp32", "float32")
 
 
+def _has_whole_graph(settings: Settings) -> bool:
+    # Lists of names or enums. Megatron translates the older settings after this check.
+    keys = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
+    given = [settings.get("cuda_graph_impl")]
+    for value in filter(None, map(settings.get, keys)):
+        given += value if isinstance(value, list) else str(value).split(",")
+    return "full_iteration" in [getattr(each, "name", each) for each in given]
+
+
 _REFUSED_OPTIMIZERS: tuple[Unsupported, ...] = (
     Unsupported(
         "--optimizer dist_muon",
@@ -205,6 +214,13 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: bool(s.get("optimizer_cuda_graph")),
         "the step checks gradients on the host",
         "drop it",
+    ),
+    Unsupported(
+        "--cuda-graph-impl, --cuda-graph-modules or --cuda-graph-scope full_iteration",
+        _has_whole_graph,
+        "a replay runs no Python: HSDP would raise for reductions that nobody counted, and every "
+        "step would attach all gradients once more",
+        "use --cuda-graph-impl none, or graphs of layers, which no test covers",
     ),
     Unsupported(
         "the layer-wise distributed optimizer",

@@ -24,6 +24,10 @@ _BREAK_EVEN = 4096
 # Compute capabilities on which emerging-optimizers uses the kernels. Source: emerging-optimizers
 # 0.3.0, Muon.__init__.
 _CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
+# Tiles that the kernel is tuned over. From n = 5000 on emerging-optimizers itself only tries the
+# second; the first has more tiles, which share a smaller matrix more evenly. Not measured here.
+_TILES = ((128, 128, 64), (128, 256, 64))
+_GROUP_SIZE, _NUM_WARPS = 8, 8
 
 
 class Symmetric(Standard):
@@ -57,6 +61,7 @@ class Symmetric(Standard):
         import torch
         from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
+        _limit_tuning()
         x = stack if call.is_normalized else normalize(stack, call.parts_group)
         results = []
         # The kernels have no batches.
@@ -69,3 +74,23 @@ class Symmetric(Standard):
             results.append(y.mT if call.is_tall else y)
         result = results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
         return result.to(stack.dtype)
+
+
+def _limit_tuning() -> None:
+    """Let Triton try six configurations in this process; a release that has none of them, all.
+
+    All 180 that emerging-optimizers leaves for n below 5000 take minutes to compile for a shape,
+    while other ranks wait.
+    """
+    from emerging_optimizers import triton_kernels
+
+    kernel = getattr(getattr(triton_kernels, "syrk", None), "syrk_kernel_bf16", None)
+    kept = [
+        each
+        for each in getattr(kernel, "configs", ())
+        if tuple(each.kwargs.get(f"TILE_{side}") for side in "MNK") in _TILES
+        and each.kwargs.get("GROUP_SIZE_M") == _GROUP_SIZE
+        and each.num_warps == _NUM_WARPS
+    ]
+    if kernel is not None and kept:
+        kernel.configs = kept

@@ -41,8 +41,8 @@ class ExchangeSettings:
             :meth:`~megatron_muon.plan.cost.CostModel.parse`.
         newton_schulz: How Newton-Schulz is computed. ``standard``: upstream's steps, and bits.
             ``symmetric``, ``gram``: a cheaper way, see :mod:`megatron_muon.newton_schulz`.
-            ``auto``: for every shape the one that the cost model finds cheapest, of those that this
-            machine can run.
+            ``auto``: for every shape the one of ``standard``, ``gram`` and ``gram_symmetric`` that
+            the cost model finds cheapest, of those that this machine can run.
         num_buckets: Number of buckets of a plan, if memory allows it; None for the rule of
             :mod:`megatron_muon.plan.buckets`. For measuring other numbers; it has no flag.
         depth: Gathers in flight beside the bucket in work, likewise.

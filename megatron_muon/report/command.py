@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "--muon-fsdp-newton-schulz",
         choices=get_args(BackendChoice),
         default=defaults.newton_schulz,
-        help="auto: the cheapest for each shape, as on a GPU with all kernels",
+        help="auto: the cheapest for each shape, as on a GPU with quack's kernels",
     )
     plan.add_argument("--tflops", type=float, default=rates.tflops, help="TFLOP/s of a rank")
     plan.add_argument("--gbps", type=float, default=rates.gbps, help="GB/s within a node")

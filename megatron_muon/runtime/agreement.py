@@ -42,7 +42,8 @@ def raise_where_any_rank_fails(
 
     Communication: one all-reduce of a single int32; the texts are gathered only before raising.
     """
-    num_problems = torch.tensor([len(problems)], dtype=torch.int32, device=device)
+    # Not torch.tensor, for whose copy the host would wait.
+    num_problems = torch.full((1,), len(problems), dtype=torch.int32, device=device)
     if suspects is not None:
         num_problems += suspects
     # Texts are only exchanged once somebody has one: the usual step pays for four bytes.

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is relied on in torch and emerging-optimizers, checked whatever their versions.
 
-Names that are not documented, and calls and steps with known results.
+Names that are not documented, calls and steps with known results, and how torch is set up.
 """
 
 import importlib.metadata
+import os
 import pkgutil
 from collections.abc import Callable, Iterator
 
@@ -148,6 +149,16 @@ def dependency_problems() -> list[str]:
     Memory: some matrices of six elements on the CPU.
     """
     return missing_symbols() or _other_results()
+
+
+def environment_problems() -> list[str]:
+    """List environment variables with which copies of a matrix may differ, a sentence each."""
+    if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") != "1":
+        return []
+    return [
+        "PYTORCH_TUNABLEOP_ENABLED: expected 0, with which copies of a matrix stay equal, got 1, "
+        "with which every rank chooses kernels by timing. Unset it"
+    ]
 
 
 def missing_symbols() -> list[str]:

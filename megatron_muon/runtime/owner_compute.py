@@ -57,8 +57,9 @@ class OwnerCompute:
     """Orthogonalize the matrices of an optimizer, each on one rank of its domain.
 
     It is built in four steps, by all ranks of the job together: plan, make the process groups that
-    the plans need, build the engine, and connect ranks. Each ends with a flag: all ranks go on, or
-    all of them raise.
+    the plans need, build the engine, and connect ranks. Before ranks connect, all of them go on, or
+    all of them raise. A rank that fails while it connects raises alone: the others are in the same
+    collective, until the launcher ends them or it times out.
 
     Args:
         inputs: What this rank plans, in an order that all ranks share. Ranks may have different
@@ -192,7 +193,16 @@ class OwnerCompute:
         """Check kernels, and let every rank send to those that it will send to."""
         # Owners of a split matrix may wait for each other here, so all must have an engine.
         self._on_all_ranks(self._engine.check_kernels)
+        is_logged = self._device.type == "cuda" and self._rank == 0
+        free_before = torch.cuda.mem_get_info(self._device)[0] if is_logged else 0
+        # Not on all ranks: the others would be in a collective that this rank has left. Waiting for
+        # them would only hide its error until a timeout.
         self._engine.connect()
+        if is_logged:
+            free = torch.cuda.mem_get_info(self._device)[0]
+            logger.info(
+                "connecting took %d MB, %d MB are free", (free_before - free) / 1e6, free / 1e6
+            )
 
     def _on_all_ranks[T](self, build: Callable[[], T]) -> T:
         """Call a function, or raise on all ranks if one of them lacks memory or a kernel.

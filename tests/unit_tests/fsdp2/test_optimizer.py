@@ -340,7 +340,7 @@ def test_ranks_choose_one_of_two_groups_of_the_same_ranks():
 
 
 def _operations(num_experts: list[int]) -> list[list[int]]:
-    """Count what a step sends to the dispatcher, and its matrix products, by number of experts."""
+    """Count operations, matrix products and host reads of a step, by number of experts."""
     import sys
 
     from helpers.fsdp2_models import drawn, shard
@@ -364,7 +364,8 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
         counter = OperationCounter()
         with counter.counting():
             muon.step()
-        found.append([counter.now.operations.total(), counter.now.matrix_products])
+        reads = counter.now.host_reads + counter.now.unseen_reads
+        found.append([counter.now.operations.total(), counter.now.matrix_products, reads.total()])
     return found
 
 
@@ -375,3 +376,5 @@ def test_batch_takes_as_many_calls_as_one_matrix():
         assert few == many
         assert many[1] == one[1] == 15
         assert many[0] <= one[0] + 2
+        # Two numbers went to the device by a copy for which the host waits, and came back later.
+        assert one[2] == many[2] == 1

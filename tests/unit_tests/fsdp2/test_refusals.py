@@ -93,6 +93,7 @@ def _wrong_parameters(good: Any) -> dict[str, Callable[[], Any]]:
 
 def _wrong_settings(good: Any) -> dict[str, Callable[[], Any]]:
     """Return optimizers whose settings or subclass Muon refuses."""
+    import torch.distributed as dist
     from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 
     from megatron_muon.fsdp2 import ExchangeSettings, Muon
@@ -106,6 +107,11 @@ def _wrong_settings(good: Any) -> dict[str, Callable[[], Any]]:
     class Decays(Muon):
         def _apply_weight_decay_inplace(self, *args: Any) -> None:
             pass
+
+    def build_with_tunable_kernels() -> None:
+        """Let torch time kernels on rank 1."""
+        with mock.patch.dict("os.environ", PYTORCH_TUNABLEOP_ENABLED=str(dist.get_rank())):
+            Muon([w])
 
     assert Hooked.post_weight_update_fn_inplace is not (
         WholeMatrixMuon.post_weight_update_fn_inplace
@@ -121,6 +127,7 @@ def _wrong_settings(good: Any) -> dict[str, Callable[[], Any]]:
         "scale_mode": lambda: Muon([w], scale_mode="none"),
         "syrk": lambda: Muon([w], use_syrk=True),
         "all_gather": lambda: Muon([w], exchange=ExchangeSettings(mode="all_gather")),
+        "tunable": build_with_tunable_kernels,
         "wire": lambda: Muon([w], fp32_matmul_prec="high", exchange=ExchangeSettings(wire="bf16")),
         "memory": lambda: Muon([w], exchange=ExchangeSettings(staging_bytes=8)),
     }
@@ -213,6 +220,7 @@ SHARD = "expected a shard of ranges"
         ("wire", "exchange.wire: expected fp32 for Newton-Schulz in fp32, got bf16"),
         ("memory", "staging memory: expected at most 8 bytes a rank"),
         ("hooks", "Hooked.post_weight_update_fn_inplace: expected emerging-optimizers' own, got"),
+        ("tunable", "rank 1: PYTORCH_TUNABLEOP_ENABLED: expected 0, with which copies of a matrix"),
         ("settings", "Muon settings: expected the same on all ranks of the group, got rank 1 has"),
         ("scale", 'rank 1 has "scale spectral 0.2'),
         ("exchange", "staging_bytes=1000000000"),

@@ -4,6 +4,7 @@
 
 import argparse
 import functools
+import types
 
 import pytest
 from helpers.ranks import launch, run_ranks
@@ -46,6 +47,8 @@ REFUSALS = [
         "upstream has no clip for absorbed multi-latent attention",
     ),
     (("--optimizer-cuda-graph",), "the step checks gradients on the host"),
+    (("--cuda-graph-impl", "full_iteration"), "full_iteration: a replay runs no Python"),
+    (("--cuda-graph-scope", "full_iteration"), "full_iteration: a replay runs no Python"),
     (("--use-torch-fsdp2",), "--use-torch-fsdp2: the optimizer reads Megatron-FSDP's shards"),
     (("--async-save",), "--async-save: upstream's asynchronous writer"),
     (("--non-persistent-ckpt-type", "global"), "--non-persistent-ckpt-type, got global: "),
@@ -194,6 +197,23 @@ def test_repeated_layer_with_fused_accumulation_is_refused():
         ("data_parallel_sharding_strategy", "optim"),
     ):
         assert not unsupported_settings({**settings, key: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, True),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]}, True),
+        ({"cuda_graph_modules": "full_iteration"}, True),
+        ({"cuda_graph_scope": [types.SimpleNamespace(name="full_iteration")]}, True),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": "full_iteration_inference"}, False),
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "mlp"]}, False),
+        ({"cuda_graph_impl": "none", "cuda_graph_modules": "full"}, False),
+    ],
+)
+def test_graph_of_a_whole_iteration_is_refused_by_each_of_its_names(settings, is_refused):
+    """A replay counts no reductions, so HSDP would raise in the first one; layers are captured."""
+    assert len(unsupported_settings({"optimizer": "muon", **settings})) == is_refused
 
 
 def test_hsdp_without_overlap_is_refused():

@@ -257,6 +257,28 @@ def test_model_that_was_wrapped_before_enable_is_refused(world_size, settings, m
     assert all(message in text for text in run.results)
 
 
+def _build_with_tunable_kernels() -> str:
+    """Let torch time kernels on rank 1 alone."""
+    import os
+
+    import torch.distributed as dist
+
+    model = build_model()
+    os.environ["PYTORCH_TUNABLEOP_ENABLED"] = str(dist.get_rank())
+    try:
+        build_optimizer(model)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_kernels_that_are_chosen_by_timing_are_refused_on_all_ranks():
+    """Replicated matrices are orthogonalized on each rank, and would come to differ."""
+    for text in run_ranks(2, _build_with_tunable_kernels).check().results:
+        assert "rank 1: PYTORCH_TUNABLEOP_ENABLED: expected 0" in text
+        assert "No optimizer was built." in text
+
+
 REFUSED_SETTINGS = [
     ({"optimizer": "soap"}, "their state belongs to whole matrices"),
     ({"optimizer": "dist_muon"}, "it is Muon with the layer-wise distributed optimizer"),

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every backend keeps, against the exact polynomial in float64."""
 
+import itertools
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 from emerging_optimizers import triton_kernels
 from emerging_optimizers.utils import fp32_matmul_precision
 from helpers.exact import exact as reference
@@ -37,7 +39,7 @@ from megatron_muon.plan.cost import CostModel
 
 CPU = torch.device("cpu")
 # Of split ones there is one more: test_transformer_engine.py.
-OF_WHOLE_MATRICES = requested_backends("auto")
+OF_WHOLE_MATRICES = [name for name in BACKENDS if name != "transformer_engine"]
 SHAPES = [(24, 96), (96, 24), (32, 32), (40, 67)]
 TYPES = ["quintic", "simple", "polar_express", "cans", "aol", "deepseekv4"]
 
@@ -284,7 +286,7 @@ def test_products_are_as_many_as_counted(coefficient_type):
 
 
 def test_shape_and_cost_choose_the_backend():
-    """Auto: square matrices stay standard below the kernels' break-even; long ones are gram."""
+    """Square matrices stay standard below the kernels' break-even; long ones are gram."""
     cost = CostModel(backends=("standard", "symmetric", "gram"))
     assert cost.backend_of(1024, 1024) == "standard"
     assert cost.backend_of(4096, 4096) == "symmetric"
@@ -305,6 +307,8 @@ def test_shape_and_cost_choose_the_backend():
         ("gram_symmetric", (256, 512), 2, ["gram", "gram_symmetric"]),
         ("gram_symmetric", (256, 520), 2, ["gram"]),
         ("auto", (64, 64), 1, ["standard", "gram"]),
+        # Not symmetric: tiles that are chosen by timing may change bits after a restart.
+        ("auto", (4096, 4096), 1, ["standard", "gram", "gram_symmetric"]),
     ],
 )
 def test_kernels_take_the_shapes_they_can_load(choice, shape, num_parts, expected):
@@ -320,7 +324,7 @@ def test_what_a_machine_lacks_is_said():
     assert reasons[-1] == "Newton-Schulz symmetric: expected a GPU, got cpu ranks"
     assert usable_backends("gram", settings(), CPU) == (("gram",), [])
     usable, reasons = usable_backends("auto", settings(), CPU)
-    assert usable == ("standard", "gram") and len(reasons) == 2
+    assert usable == ("standard", "gram") and len(reasons) == 1
     gpu = torch.device("cuda", 0)
     with mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)):
         assert Symmetric().problems(settings(), gpu) == []
@@ -361,8 +365,31 @@ def test_long_matrices_pay_for_square_ones():
         return sum(cost.newton_schulz_ns(*shape) for shape in shapes)
 
     assert time_ns("standard", "gram") / time_ns("standard") < 0.72
-    assert time_ns("standard", "gram", "symmetric") / time_ns("standard") < 0.63
-    assert time_ns(*OF_WHOLE_MATRICES) / time_ns("standard") < 0.46
+    assert time_ns(*requested_backends("auto")) / time_ns("standard") < 0.46
+
+
+def test_triton_is_tuned_over_six_configurations(monkeypatch):
+    """All 180 of a shape took minutes at construction, while other ranks waited."""
+    kernel = triton_kernels.syrk.syrk_kernel_bf16
+    configs = [
+        triton.Config(dict(zip(("TILE_M", "TILE_N", "TILE_K"), tile, strict=True)) | group, *rest)
+        for tile in itertools.product((64, 128, 256), repeat=3)
+        for group in ({"GROUP_SIZE_M": size} for size in (2, 4, 8))
+        for rest in itertools.product((4, 8), (2, 3, 4))
+    ]
+    monkeypatch.setattr(kernel, "configs", configs)
+    prune = triton_kernels.syrk.prune_invalid_configs
+    assert len(prune(configs, {"N": 4096})) == 180
+    stack = normalized(torch.randn(1, 16, 32))
+    found = orthogonalized(stack, "symmetric")
+    assert len(prune(kernel.configs, {"N": 4096})) == 6
+    assert len(prune(kernel.configs, {"N": 8192})) == 3
+    # Others stay: those that a test or a user has chosen, and those of a release without a tuner.
+    monkeypatch.setattr(kernel, "configs", configs[:1])
+    assert torch.equal(orthogonalized(stack, "symmetric"), found)
+    assert kernel.configs == configs[:1]
+    monkeypatch.delattr(triton_kernels.syrk, "syrk_kernel_bf16")
+    assert torch.equal(orthogonalized(stack, "symmetric"), found)
 
 
 def test_stack_that_starts_between_loads_of_the_kernels_is_copied():

@@ -26,16 +26,6 @@ STACKED = 0.05
 # Of the Frobenius norm, on the hardest spectrum: steps in bf16 have 0.15, the Gram form in fp16
 # 0.02 (docs/newton_schulz.md).
 LARGEST_ERRORS = {"standard": 0.25, "symmetric": 0.25, "gram": 0.05, "gram_symmetric": 0.05}
-NUM_CONFIGURATIONS = 6
-
-
-@pytest.fixture(autouse=True)
-def _few_configurations(monkeypatch):
-    """Let the Triton kernel be tuned over a few tiles: all take minutes a shape."""
-    syrk = pytest.importorskip("emerging_optimizers.triton_kernels.syrk")
-    tile = {"TILE_M": 128, "TILE_N": 256, "TILE_K": 64}
-    kept = [each for each in syrk._CONFIGS if tile.items() <= each.kwargs.items()]
-    monkeypatch.setattr(syrk.syrk_kernel_bf16, "configs", kept[:NUM_CONFIGURATIONS])
 
 
 def _drawn(count: int, shape: tuple[int, int]) -> torch.Tensor:

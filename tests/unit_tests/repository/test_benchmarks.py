@@ -148,6 +148,7 @@ def test_counted_operations_are_those_of_a_gpu(monkeypatch):
         total = a.sum()
         float(total), total.item(), bool(total > 0)
         torch.tensor([[total], [total]]), total.tolist(), total.cpu(), total.to("cpu")
+        torch.tensor([1, 2], device=total.device)
 
     counter = OperationCounter()
     with counter.counting():
@@ -161,7 +162,7 @@ def test_counted_operations_are_those_of_a_gpu(monkeypatch):
     assert work_counts.host_reads.total() == work_counts.unseen_reads.total() == 0
     assert read_counts.host_reads.total() == 3
     assert +read_counts.unseen_reads == {
-        "torch.tensor": 2, "Tensor.tolist": 1, "Tensor.cpu": 1, "Tensor.to": 1,
+        "torch.tensor": 3, "Tensor.tolist": 1, "Tensor.cpu": 1, "Tensor.to": 1,
     }  # fmt: skip
 
 

@@ -113,3 +113,32 @@ def test_limit_that_no_plan_keeps_names_the_largest_matrix_and_the_least_that_wo
     for used, refused in results:
         assert int(used) <= least
         assert f"Set --muon-fsdp-staging-bytes to {least} or more" in refused
+
+
+def _connect_as_on_a_gpu() -> list[str]:
+    """Connect once more, as if it took 1.5 GB of a GPU; return what is logged."""
+    import logging
+
+    import torch
+
+    init_group()
+    compute = build_optimizers(2).sharded.compute
+    # On CPU ranks torch.device("cuda") is a CPU.
+    compute._device = SimpleNamespace(type="cuda")
+    compute._on_all_ranks = lambda check: check()
+    free = iter((10_000_000_000, 8_500_000_000))
+    torch.cuda.mem_get_info = lambda device: (next(free), 80_000_000_000)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron_muon")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    compute._connect()
+    return logged
+
+
+def test_memory_of_connections_is_logged_by_rank_0():
+    """NCCL's may be gigabytes, of which torch's allocator knows nothing."""
+    expected = "connecting took 1500 MB, 8500 MB are free"
+    assert run_ranks(2, _connect_as_on_a_gpu).check().results == [[expected], []]
