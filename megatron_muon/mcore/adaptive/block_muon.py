@@ -10,10 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_muon.mcore.adaptive.equal_blocks import (
+    BlockMoments,
+    ByBlock,
+    EqualBlocks,
+    InterleavedRows,
+    Member,
+    equal_blocks,
+    interleaved_rows,
+)
 from megatron_muon.mcore.adaptive.held_blocks import HeldBlock, held_blocks
 from megatron_muon.mcore.adaptive.second_moment import FSDPAdaptiveMuon
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.norms import SumOfSquares
 
 
 class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
@@ -23,6 +31,9 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
     emerging-optimizers does with a parameter of its shape. A rank normalizes its own rows, and
     needs only a few sums over all ranks, which are reduced when all results have arrived.
 
+    A step calls torch once for all blocks of one shape. Blocks without rows on this rank are zeros
+    in the sums, and cost nothing else.
+
     It cannot be used with ``all_gather``, where upstream's code has already scaled the results.
     """
 
@@ -30,11 +41,38 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
 
     @functools.cached_property
     def _blocks(self) -> dict[Any, list[HeldBlock]]:
-        return {param: held_blocks(self.owned(param), self.device) for param in self.params}
+        return {param: held_blocks(self.owned(param)) for param in self.params}
 
     @functools.cached_property
-    def _sum_of_squares(self) -> SumOfSquares:
-        return SumOfSquares(self.device)
+    def _held(self) -> dict[Any, list[int]]:
+        """Numbers of the blocks with rows on this rank, by parameter, in the order of rows."""
+        return {
+            param: sorted(held, key=lambda number: blocks[number].rows[0].start)
+            for param, blocks in self._blocks.items()
+            if (held := [number for number, block in enumerate(blocks) if block.rows])
+        }
+
+    @functools.cached_property
+    def _interleaved(self) -> list[InterleavedRows]:
+        blocks = self._blocks
+        held = {p: [blocks[p][number] for number in of_p] for p, of_p in self._held.items()}
+        return interleaved_rows(held, self.device)
+
+    @functools.cached_property
+    def _equal_blocks(self) -> list[EqualBlocks]:
+        groups = {p: number for number, g in enumerate(self.param_groups) for p in g["params"]}
+        members = (
+            Member(param, number, groups[param], block, moments)
+            for param, blocks in self._blocks.items()
+            for number, (block, moments) in enumerate(
+                zip(blocks, self._moments_of(param), strict=True)
+            )
+        )
+        return equal_blocks(members, self.device)
+
+    @abstractmethod
+    def _moments_of(self, param: Any) -> Iterator[BlockMoments]:
+        """Yield where the second moments of each block of a parameter are."""
 
     def _shared_key(self, name: str, param: Any) -> str:
         """Return the name of a state that is replicated on all ranks that hold a block.
@@ -49,30 +87,34 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
         rank, size = dist.get_rank(tensor_group), dist.get_world_size(tensor_group)
         return f"{name}_tensor_rank_{rank}_of_{size}"
 
-    def _rows(self, param: Any) -> torch.Tensor:
-        """Return the memory of a parameter's gradient, ``(local_rows, cols)``."""
-        # Only empty shards have no gradient.
-        return local_tensor(param if param.grad is None else param.grad)
+    def _by_block(self, param: Any, rows: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Split rows, or numbers of rows, into views by held block; blocks are contiguous."""
+        numbers = self._held[param]
+        if len(numbers) == 1:
+            return {numbers[0]: rows}
+        sizes = [self._blocks[param][number].num_rows for number in numbers]
+        return dict(zip(numbers, rows.split(sizes), strict=True))
 
-    def _all_blocks(self) -> Iterator[tuple[Any, HeldBlock, torch.Tensor]]:
-        """Yield parameter, block, and the parameter's local rows of results for all blocks."""
-        for param, blocks in self._blocks.items():
-            rows = self._rows(param)
-            for block in blocks:
-                yield param, block, rows
-
-    def _scaled(self, block: HeldBlock, rows: torch.Tensor) -> torch.Tensor:
-        factor, extra = self.scale(*block.shape)
-        return rows * factor * extra
+    def _scale_results(self, equal: EqualBlocks, rows: ByBlock, factors: torch.Tensor) -> None:
+        """Multiply results by a factor of each held block, ``(num_held,)``, and scale them."""
+        held = equal.take(rows)
+        torch._foreach_mul_(held, list(factors.unbind()))
+        for factor in self.scale(*equal.like.shape):
+            torch._foreach_mul_(held, factor)
 
     def apply(self, params: Sequence[Any]) -> None:
         """Leave results in place until all have arrived."""
 
     def finish(self) -> None:
         """Normalize and apply the results of all parameters."""
-        self._normalize()
+        # Foreach calls need views: rows of query, key and value are made contiguous meanwhile.
+        for interleaved in self._interleaved:
+            interleaved.move(interleaved.order)
+        self._normalize({p: self._by_block(p, local_tensor(p.grad)) for p in self._held})
+        for interleaved in self._interleaved:
+            interleaved.move(interleaved.inverse)
         super().apply(self.params)
 
     @abstractmethod
-    def _normalize(self) -> None:
-        """Normalize and scale the results of all blocks, in the memory of gradients."""
+    def _normalize(self, rows: ByBlock) -> None:
+        """Normalize and scale the results of all blocks in place, ``(rows, cols)`` by block."""

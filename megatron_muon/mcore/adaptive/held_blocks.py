@@ -19,18 +19,17 @@ class HeldBlock:
 
     Args:
         shape: Global rows and columns of the block.
-        rows: Its rows among the local rows of the parameter: a slice, or int64 indices if they are
-            not contiguous, as those of query, key and value.
-        first_col: Column of the block that is local column 0; above 0 if tensor-parallel ranks
-            shard the columns of one block.
+        rows: Its rows among the local rows of the parameter, ascending: several ranges if they are
+            not contiguous, as those of query, key and value; empty if this rank holds none.
+        cols: Its columns that this tensor-parallel rank has.
         shard_groups: Groups over which rows of this tensor-parallel rank are sharded.
         tensor_groups: Tensor-parallel groups that hold one block together.
         has_tensor_cols: Whether those shard its columns, not its rows.
     """
 
     shape: tuple[int, int]
-    rows: slice | torch.Tensor
-    first_col: int
+    rows: tuple[range, ...]
+    cols: range
     shard_groups: tuple[dist.ProcessGroup, ...]
     tensor_groups: tuple[dist.ProcessGroup, ...]
     has_tensor_cols: bool
@@ -40,46 +39,37 @@ class HeldBlock:
         """Groups over which the elements of the block are sharded."""
         return (*self.shard_groups, *self.tensor_groups)
 
-    def take(self, local: torch.Tensor) -> torch.Tensor:
-        """Return its rows of a parameter's local rows: a view, or a copy if not contiguous."""
-        return local[self.rows]
-
-    def put(self, local: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write its rows into a parameter's local rows."""
-        local[self.rows] = rows
+    @property
+    def num_rows(self) -> int:
+        """Rows that this rank holds."""
+        return sum(len(run) for run in self.rows)
 
 
-def held_blocks(parameter: OwnedParameter, device: torch.device) -> list[HeldBlock]:
+def held_blocks(parameter: OwnedParameter) -> list[HeldBlock]:
     """Return all blocks of a parameter, including those without rows on this rank.
 
     Args:
         parameter: The parameter, with its shards and splits.
-        device: Device of its rows.
     """
     matrix, group = parameter.matrix, parameter.tensor_group
     num_tensor_ranks = dist.get_world_size(group) if group is not None else 1
     has_tensor_cols = num_tensor_ranks > 1 and parameter.partition_dim == 1
     start, stop = matrix.local_range
     num_cols = matrix.layout.num_cols
+    first_col = dist.get_rank(group) * num_cols if has_tensor_cols else 0
     blocks = []
     for ranges in block_rows(matrix.layout.num_rows, parameter.split_shapes):
-        held = [
+        held = (
             range(max(rows.start, start) - start, min(rows.stop, stop) - start) for rows in ranges
-        ]
-        runs = [run for run in held if run]
-        local_rows: slice | torch.Tensor = slice(0, 0)
-        if len(runs) == 1:
-            local_rows = slice(runs[0].start, runs[0].stop)
-        elif runs:
-            local_rows = torch.tensor([row for run in runs for row in run], device=device)
+        )
         num_rows = sum(rows.stop - rows.start for rows in ranges)
         blocks.append(
             HeldBlock(
                 (num_rows, num_cols * num_tensor_ranks)
                 if has_tensor_cols
                 else (num_rows * num_tensor_ranks, num_cols),
-                local_rows,
-                dist.get_rank(group) * num_cols if has_tensor_cols else 0,
+                tuple(run for run in held if run),
+                range(first_col, first_col + num_cols),
                 (matrix.shard_group,) if matrix.shard_group is not None else (),
                 (group,) if group is not None else (),
                 has_tensor_cols,
@@ -94,8 +84,7 @@ def add_up(
     """Sum tensors over ranks, those of one group together.
 
     Args:
-        sums: One-dimensional tensors of one dtype; their number and lengths are equal on all ranks
-            of a group.
+        sums: Tensors of one dtype; their number and sizes are equal on all ranks of a group.
         groups: By tensor, the groups to sum over, one after the other.
 
     Communication: one all-reduce per group.
@@ -104,9 +93,9 @@ def add_up(
     # In the order of parameters, which all ranks share.
     for group in dict.fromkeys(itertools.chain.from_iterable(groups)):
         numbers = [number for number, of_one in enumerate(groups) if group in of_one]
-        flat = torch.cat([sums[number] for number in numbers])
+        flat = torch.cat([sums[number].flatten() for number in numbers])
         dist.all_reduce(flat, group=group)
         parts = flat.split([sums[number].numel() for number in numbers])
         for number, part in zip(numbers, parts, strict=True):
-            sums[number] = part
+            sums[number] = part.view(sums[number].shape)
     return sums

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """NAMO: one second moment per block, of the norm of its gradient."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from megatron_muon.mcore.adaptive.block_muon import FSDPBlockMuon
+from megatron_muon.mcore.adaptive.equal_blocks import BlockMoments, ByBlock
 from megatron_muon.mcore.adaptive.held_blocks import add_up
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
@@ -27,9 +29,11 @@ class FSDPNamo(FSDPBlockMuon):
 
     Communication: at the end of a step one all-reduce of 16 bytes per block over the ranks that
         hold it.
+    Memory: the state and 8 bytes per block; while a step runs, up to 36 bytes per block, and two
+        float32 copies of interleaved query, key and value, 2**24 elements or one parameter.
     """
 
-    _squares: list[torch.Tensor]  # by block, of gradient and momentum, (2,) float64
+    _squares: list[torch.Tensor]  # by equal blocks, of gradient and momentum, (num_blocks, 2)
 
     def __init__(self, params: Any, **kwargs: Any) -> None:
         super().__init__(params, **kwargs)
@@ -47,29 +51,44 @@ class FSDPNamo(FSDPBlockMuon):
                 num_blocks = len(self._blocks[param])
                 self.state[param][key] = local_tensor(param).new_zeros(num_blocks)
 
+    def _moments_of(self, param: Any) -> Iterator[BlockMoments]:
+        key, num_blocks = self._shared_key("moment2_buffer", param), len(self._blocks[param])
+        return (BlockMoments(key, num_blocks, [number]) for number in range(num_blocks))
+
     def advance(self) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
         """Advance the momentum, and sum the squares of gradients and momentum."""
         # Gradients first, as the momentum may overwrite them.
-        gradients = self._sum_by_block({param: self._rows(param) for param in self.params})
+        gradients = self._norms({param: local_tensor(param.grad) for param in self._held})
         rows, results = super().advance()
-        self._squares = list(torch.stack([gradients, self._sum_by_block(rows)], dim=1))
+        momentum = self._norms(rows)
+        self._squares = [
+            torch.stack(both, dim=1).square_() for both in zip(gradients, momentum, strict=True)
+        ]
         return rows, results
 
-    def _sum_by_block(self, rows: dict[Any, torch.Tensor]) -> torch.Tensor:
-        """Return the sums of squares of this rank's rows, by block, float64."""
-        return self._sum_of_squares(
-            [block.take(rows[param]) for param, blocks in self._blocks.items() for block in blocks]
-        )
+    def _norms(self, rows: Mapping[Any, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the norms of this rank's rows of equal blocks, ``(num_blocks,)`` float64."""
+        by_block: dict[Any, dict[int, torch.Tensor]] = {}
+        for interleaved in self._interleaved:
+            # The norm of the norms of rows, which are put in the order of blocks at less cost.
+            params = interleaved.params
+            stack = torch.stack([rows[param] for param in params])
+            of_rows = torch.linalg.vector_norm(stack, dim=2, dtype=torch.float64)
+            of_rows = of_rows.mT.index_select(0, interleaved.order)
+            parts = [part.unbind(1) for part in self._by_block(params[0], of_rows).values()]
+            for param, *of_blocks in zip(params, *parts, strict=True):
+                by_block[param] = dict(zip(self._held[param], of_blocks, strict=True))
+        for param in self._held:
+            if param not in by_block:
+                by_block[param] = self._by_block(param, rows[param])
+        return [equal.norms(by_block) for equal in self._equal_blocks]
 
-    def _normalize(self) -> None:
-        blocks = list(self._all_blocks())
-        norms = iter(add_up(self._squares, [block.groups for _, block, _ in blocks]))
-        for param, of_param in self._blocks.items():
-            group = self._group_of[param]
-            both = torch.stack([next(norms) for _ in of_param]).sqrt().float()
-            moments = self.state[param][self._shared_key("moment2_buffer", param)]
-            moments.lerp_(both[:, 0].square(), 1 - group["beta2"])
-            factors = both[:, 1] / (moments.sqrt() + group["eps"])
-            rows = self._rows(param)
-            for block, factor in zip(of_param, factors, strict=True):
-                block.put(rows, self._scaled(block, block.take(rows) * factor))
+    def _normalize(self, rows: ByBlock) -> None:
+        of_all = add_up(self._squares, [equal.like.groups for equal in self._equal_blocks])
+        for equal, squares in zip(self._equal_blocks, of_all, strict=True):
+            group = self._group_of[equal.param]
+            gradient, momentum = squares.sqrt().float().unbind(1)
+            moments = equal.average(self.state, gradient.square(), 1 - group["beta2"])
+            if equal.held:
+                factors = momentum / (moments.sqrt() + group["eps"])
+                self._scale_results(equal, rows, factors.index_select(0, equal.positions))

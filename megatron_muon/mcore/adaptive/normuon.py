@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NorMuon: a second moment per row of the orthogonalized momentum, or per column."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.mcore.adaptive.block_muon import FSDPBlockMuon
+from megatron_muon.mcore.adaptive.equal_blocks import BlockMoments, ByBlock, EqualBlocks
 from megatron_muon.mcore.adaptive.held_blocks import HeldBlock, add_up
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
@@ -31,8 +33,9 @@ class FSDPNorMuon(FSDPBlockMuon):
     Communication: at the end of a step one all-reduce of 8 bytes per column of wide blocks, and one
         of 16 bytes per block, over the ranks that hold a block. If tensor-parallel ranks shard the
         columns of joined blocks, also 8 bytes per row of tall blocks, over these ranks.
-    Memory: the state; at the end of a step 8 bytes per element of it, and three copies of the rows
-        of one block.
+    Memory: the state, and 8 bytes per element of ``moment2_rows``; at the end of a step up to 36
+        bytes per element of the state, and a copy of some rows in float32 and in float64, 2**24
+        elements or one block.
     """
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
@@ -50,50 +53,92 @@ class FSDPNorMuon(FSDPBlockMuon):
             if wide and key not in state:
                 state[key] = local_tensor(param).new_zeros(len(wide), wide[0].shape[1])
 
-    def _normalize(self) -> None:
-        blocks = list(self._all_blocks())
+    def _moments_of(self, param: Any) -> Iterator[BlockMoments]:
+        blocks, wide_numbers = self._blocks[param], itertools.count()
+        num_rows = sum(block.num_rows for block in blocks)
+        num_wide = sum(not _has_row_moments(block) for block in blocks)
+        for block in blocks:
+            if _has_row_moments(block):
+                rows = [row for run in block.rows for row in run]
+                yield BlockMoments("moment2_rows", num_rows, rows)
+            else:
+                key = self._shared_key("moment2_cols", param)
+                yield BlockMoments(key, num_wide, [next(wide_numbers)])
+
+    def _normalize(self, rows: ByBlock) -> None:
         # Two all-reduces: the norm of the update needs the moments, which need the means first.
-        sums_of_squares = add_up(
-            [_squares(block, block.take(rows)) for _, block, rows in blocks],
-            [_mean_groups(block) for _, block, _ in blocks],
+        sums = add_up(
+            [self._sums_of_squares(equal, rows) for equal in self._equal_blocks],
+            [_mean_groups(equal.like) for equal in self._equal_blocks],
         )
-        norms = []
-        for (param, block, rows), sums, (moment, row_moments) in zip(
-            blocks, sums_of_squares, self._moments(), strict=True
-        ):
-            group = self._group_of[param]
+        squares = add_up(
+            [
+                self._divide(equal, of_equal, rows)
+                for equal, of_equal in zip(self._equal_blocks, sums, strict=True)
+            ],
+            [equal.like.groups for equal in self._equal_blocks],
+        )
+        for equal, of_equal in zip(self._equal_blocks, squares, strict=True):
+            if equal.held:
+                of_held = of_equal.index_select(0, equal.positions)
+                before, after = of_held.sqrt_().float().unbind(1)
+                ratios = before / after.clamp_min_(self._group_of[equal.param]["eps"])
+                self._scale_results(equal, rows, ratios)
+
+    def _sums_of_squares(self, equal: EqualBlocks, rows: ByBlock) -> torch.Tensor:
+        """Return this rank's sums of squares, float64.
+
+        Returns:
+            Of the rows of held blocks, one after the other, or of the columns of all blocks,
+            ``(num_blocks, cols)``.
+        """
+        has_row_moments = _has_row_moments(equal.like)
+        held = equal.take(rows)
+        sums: dict[int, torch.Tensor] = {}
+        for batch in equal.batches:
+            squares = torch.stack([held[position] for position in batch]).square_()
+            # float64, so that the rounding of a column's sum does not depend on the shards.
+            of_batch = squares.sum(dim=2 if has_row_moments else 1, dtype=torch.float64)
+            sums.update(zip(batch, of_batch.unbind(), strict=True))
+        of_held = [sums[position] for position in range(len(held))]
+        if has_row_moments and held:
+            return torch.cat(of_held)
+        shape = (0,) if has_row_moments else (equal.num_blocks, equal.like.shape[1])
+        of_all = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        if held:
+            # Zeros in the columns of other tensor-parallel ranks, as all add to one vector.
+            own = of_all[:, equal.like.cols.start : equal.like.cols.stop]
+            own.index_copy_(0, equal.positions, torch.stack(of_held))
+        return of_all
+
+    def _divide(self, equal: EqualBlocks, sums: torch.Tensor, rows: ByBlock) -> torch.Tensor:
+        """Advance second moments, and divide results by their roots.
+
+        Args:
+            equal: Blocks.
+            sums: What :meth:`_sums_of_squares` returns, over all ranks.
+            rows: Results.
+
+        Returns:
+            This rank's squared norms of results before and after, ``(num_blocks, 2)`` float64.
+        """
+        before = equal.norms(rows)
+        # Moments of columns are averaged on all ranks, also on those that hold nothing.
+        if equal.params:
+            group = self._group_of[equal.param]
             # A row of a tall block and a column of a wide one have as many elements as the shorter
             # side.
-            moment.lerp_((sums / min(block.shape)).float(), 1 - group["beta2"])
-            if row_moments is not None:
-                block.put(row_moments, moment)
-            step_size = moment.clamp_min(group["eps"]).rsqrt_()
-            before = block.take(rows)
-            update = before * _beside(block, step_size, before.shape[1])
-            # Before the rows are overwritten, of which ``before`` may be a view.
-            norms.append(self._sum_of_squares([before, update]))
-            block.put(rows, update)
-        norms = add_up(norms, [block.groups for _, block, _ in blocks])
-        for (param, block, rows), squares in zip(blocks, norms, strict=True):
-            norm_before, norm_after = squares.sqrt().float()
-            ratio = norm_before / norm_after.clamp_min(self._group_of[param]["eps"])
-            block.put(rows, self._scaled(block, block.take(rows) * ratio))
-
-    def _moments(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yield the second moments of all blocks, and where to write them back.
-
-        Moments of columns are views of the state, and need not be written. Those of rows,
-        ``(rows,)`` float32, may be copies.
-        """
-        for param, blocks in self._blocks.items():
-            state, number = self.state[param], 0
-            for block in blocks:
-                if _has_row_moments(block):
-                    rows = local_tensor(state["moment2_rows"])[:, 0]
-                    yield block.take(rows), rows
-                else:
-                    yield state[self._shared_key("moment2_cols", param)][number], None
-                    number += 1
+            means = (sums / min(equal.like.shape)).float()
+            moments = equal.average(self.state, means, 1 - group["beta2"])
+            if equal.held:
+                step_sizes = _of_held(equal, moments).clamp_min_(group["eps"]).rsqrt_()
+                parts = (
+                    step_sizes.split(equal.num_rows)
+                    if _has_row_moments(equal.like)
+                    else step_sizes.unbind()
+                )
+                torch._foreach_mul_(equal.take(rows), list(parts))
+        return torch.stack([before, equal.norms(rows)], dim=1).square_()
 
 
 def _has_row_moments(block: HeldBlock) -> bool:
@@ -109,25 +154,12 @@ def _mean_groups(block: HeldBlock) -> tuple[dist.ProcessGroup, ...]:
     return block.tensor_groups if block.has_tensor_cols else ()
 
 
-def _squares(block: HeldBlock, rows: torch.Tensor) -> torch.Tensor:
-    """Return this rank's sums of squares, of its rows or of all columns, float64."""
-    # float64, so that the rounding of a column's sum does not depend on the shards.
-    squares = rows.square()
-    if _has_row_moments(block):
-        return squares.sum(dim=1, dtype=torch.float64)
-    # Also of the columns of other tensor-parallel ranks, as all add to one vector.
-    sums = squares.new_zeros(block.shape[1], dtype=torch.float64)
-    sums[block.first_col : block.first_col + rows.shape[1]] = squares.sum(
-        dim=0, dtype=torch.float64
-    )
-    return sums
-
-
-def _beside(block: HeldBlock, step_size: torch.Tensor, num_cols: int) -> torch.Tensor:
-    """Return a view of step sizes that broadcasts to the rows of this rank."""
-    if _has_row_moments(block):
-        return step_size[:, None]
-    return step_size[block.first_col : block.first_col + num_cols]
+def _of_held(equal: EqualBlocks, moments: torch.Tensor) -> torch.Tensor:
+    """Return the moments that this rank's rows are divided by, of blocks or of rows."""
+    if _has_row_moments(equal.like):
+        return moments
+    own = moments[:, equal.like.cols.start : equal.like.cols.stop]
+    return own.index_select(0, equal.positions)
 
 
 def _rows_like(param: Any, *, is_joined: bool) -> DTensor:

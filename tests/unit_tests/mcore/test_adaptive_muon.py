@@ -10,6 +10,7 @@ and one test compares with theirs as it is.
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -250,6 +251,65 @@ def test_blocks_under_each_tensor_parallel_mode():
     small elements, which a second moment makes large.
     """
     assert run_ranks(4, _step_in_each_tensor_parallel_mode).check().results == [[]] * 4
+
+
+def _step_shards_that_start_within_a_query_group() -> list[list[float]]:
+    init_group()
+    # The second has rows of key, value and query, in this order.
+    with mock.patch.dict(CASES, {3: [(24, [9, 11, 12])]}):
+        return [_step_by_block(method, 3, {}, {}, "fp32") for method in ("normuon", "namo")]
+
+
+def test_rows_may_be_in_another_order_than_blocks():
+    """The same bits, where a shard starts with the key of one query group."""
+    found = run_ranks(3, _step_shards_that_start_within_a_query_group).check().results
+    assert found == [[[0.0], [0.0]]] * 3
+
+
+def _calls_of_many_blocks(num_layers: int) -> dict[str, tuple[int, dict[str, int]]]:
+    """Return by method the number of blocks, and the calls of what a step adds to Muon's."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megatron_muon.mcore.adaptive.methods import METHODS
+
+    class Counted(TorchDispatchMode):
+        """Count operations by name."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            self.calls[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    init_group()
+    # Tall and wide experts, of which a rank holds half or less; query, key and value that one rank
+    # holds, and that both do.
+    layer = [*((8, [12, 0]), (8, [0, 12])) * 3, *((12, [0, 8]), (12, [8, 0]), (12, [0, 8])) * 2]
+    cases = [*layer * num_layers, (8, [0, 32]), *[(8, [7, 25])] * num_layers]
+    blocks = [[sum(rows)] for _, rows in layer] * num_layers + [[8, 4, 4]] * (num_layers + 1)
+    found = {}
+    for method in ("normuon", "namo"):
+        built = build_optimizers(2, sharded=METHODS[method], cases=cases, blocks=blocks)
+        built.set_gradients(0)
+        built.sharded.step()
+        built.set_gradients(1)
+        with torch.no_grad(), Counted() as counted:
+            built.sharded.advance()
+            built.sharded.finish()
+        found[method] = sum(map(len, blocks)), counted.calls
+    return found
+
+
+def test_a_block_costs_less_than_one_call():
+    """Each block used to cost ten or twenty operations, also on ranks that hold nothing of it."""
+    for found in run_ranks(2, _calls_of_many_blocks, 48).check().results:
+        for method, num_all_reduces in (("normuon", 2), ("namo", 1)):
+            num_blocks, calls = found[method]
+            assert calls["allreduce_"] == num_all_reduces
+            assert sum(calls.values()) <= 0.5 * num_blocks, calls
 
 
 def _step_beside_sums_in_fp32() -> list[list[float]]:
