@@ -87,7 +87,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     params: list[Any]  # as at construction
     # Whether gradients are in the same memory in every step, so that views of it may be kept.
     gradients_stay: bool = False
-    _held: list[_Held]
+    _held_groups: list[_Held]
     _number_of_group: dict[Any, int]  # by parameter
     # In this step, or for as long as memory stays: what is orthogonalized and where results go, by
     # parameter, and batches by the identities of the parameters that arrive.
@@ -122,7 +122,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
         }
-        self._held = [
+        self._held_groups = [
             _Held(number, held, AdjacentViews())
             for number, group in enumerate(self.param_groups)
             if (held := [param for param in group["params"] if local_tensor(param).numel()])
@@ -246,7 +246,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             and where their results go: see :meth:`Engine.orthogonalize`. They are the same
             dictionaries for as long as memory stays.
         """
-        for held in self._held:
+        for held in self._held_groups:
             weights, grads, momentum = held.views.of(
                 [param._local_tensor for param in held.params],
                 [param.grad._local_tensor for param in held.params],
@@ -262,7 +262,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                 nesterov=self.nesterov,
                 overwrites_gradients=True,
             )
-        version = sum(held.views.version for held in self._held)
+        version = sum(held.views.version for held in self._held_groups)
         if self._step_rows is None or version != self._version:
             self._step_rows, self._version = self._find_rows(), version
             self._batches.clear()
@@ -274,14 +274,14 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         # Gradients have been read: their memory holds the results. Nobody reads them after a step;
         # the training loop zeroes them before the next backward pass.
         results = momentum | {
-            param: local_tensor(param.grad) for held in self._held for param in held.params
+            param: local_tensor(param.grad) for held in self._held_groups for param in held.params
         }
         return results if self.nesterov else momentum, results
 
     def end(self) -> None:
         """Drop the views of memory that is allocated anew in every step."""
         if not self.gradients_stay:
-            for held in self._held:
+            for held in self._held_groups:
                 held.views.forget()
             self._step_rows = None
             self._batches.clear()

@@ -32,7 +32,8 @@ class FSDPAdaMuon(FSDPAdaptiveMuon):
 
     def apply(self, params: Sequence[Any]) -> None:
         """Divide results by the root of their second moment, scale and subtract them."""
-        for group, held in self._by_group(params):
+        for batch in self._batches_of(params):
+            group, held = self.param_groups[batch.group], batch.params
             results = [local_tensor(param.grad) for param in held]
             moments = [local_tensor(self.state[param]["moment2_buffer"]) for param in held]
             squares = torch._foreach_mul(results, results)

@@ -86,7 +86,7 @@ class FSDPNamo(FSDPBlockMuon):
     def _normalize(self, rows: ByBlock) -> None:
         of_all = add_up(self._squares, [equal.like.groups for equal in self._equal_blocks])
         for equal, squares in zip(self._equal_blocks, of_all, strict=True):
-            group = self._group_of[equal.param]
+            group = self.group_of(equal.param)
             gradient, momentum = squares.sqrt().float().unbind(1)
             moments = equal.average(self.state, gradient.square(), 1 - group["beta2"])
             if equal.held:

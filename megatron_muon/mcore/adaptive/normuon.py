@@ -82,7 +82,7 @@ class FSDPNorMuon(FSDPBlockMuon):
             if equal.held:
                 of_held = of_equal.index_select(0, equal.positions)
                 before, after = of_held.sqrt_().float().unbind(1)
-                ratios = before / after.clamp_min_(self._group_of[equal.param]["eps"])
+                ratios = before / after.clamp_min_(self.group_of(equal.param)["eps"])
                 self._scale_results(equal, rows, ratios)
 
     def _sums_of_squares(self, equal: EqualBlocks, rows: ByBlock) -> torch.Tensor:
@@ -125,7 +125,7 @@ class FSDPNorMuon(FSDPBlockMuon):
         before = equal.norms(rows)
         # Moments of columns are averaged on all ranks, also on those that hold nothing.
         if equal.params:
-            group = self._group_of[equal.param]
+            group = self.group_of(equal.param)
             # A row of a tall block and a column of a wide one have as many elements as the shorter
             # side.
             means = (sums / min(equal.like.shape)).float()
