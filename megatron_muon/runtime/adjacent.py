@@ -18,7 +18,8 @@ def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
             elements, and none is empty.
 
     Returns:
-        As many lists, of one-dimensional views of the same memory, in the same order.
+        As many lists, in the same order: one-dimensional views of several tensors, and tensors that
+        are adjacent to no other as they are.
     """
     joined: list[list[torch.Tensor]] = [[] for _ in lists]
     positions = range(len(lists[0]))
@@ -28,7 +29,9 @@ def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
             continue
         num_elements = sum(lists[0][number].numel() for number in range(first, last + 1))
         for views, each in zip(joined, lists, strict=True):
-            views.append(each[first].as_strided((num_elements,), (1,)))
+            views.append(
+                each[first] if first == last else each[first].as_strided((num_elements,), (1,))
+            )
         first = last + 1
     return joined
 

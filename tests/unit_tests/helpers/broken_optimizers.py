@@ -69,9 +69,8 @@ def flip_rows_of_other_ranks() -> None:
 
     def flipped(self: Any, index: int) -> Any:
         """Flip what arrived."""
-        for route, rows in self._arrived_rows[index]:
-            if route.source != route.owner:
-                rows.neg_()
+        for rows in self._unpacking[index]._sources:
+            rows.neg_()
         return original(self, index)
 
     PlanRunner.orthogonalize = flipped

@@ -14,7 +14,7 @@ def test_only_what_is_adjacent_in_all_lists_is_joined():
     without_gaps = [part.view(shape) for part, shape in zip(first.split(6), shapes, strict=True)]
     with_gap = [second[0:6], second[6:12], second[13:19].clone(), second[18:24]]
     joined, others = join_adjacent(without_gaps, with_gap)
-    assert [each.tolist() for each in joined] == [
+    assert [each.flatten().tolist() for each in joined] == [
         list(range(12)),
         list(range(12, 18)),
         list(range(18, 24)),
