@@ -12,7 +12,8 @@ Two parts of a step are timed apart:
   never touched. The code goes the way of a GPU. The rank is the one that holds the most matrices;
 - **everything else of our step**, from ``FSDPMuonChainedOptimizer.step``: a Megatron-FSDP model
   with as many layers, experts and ranks, whose matrices are scaled down. The engine is left out.
-  ``torch.optim.AdamW(foreach=True)`` steps the same rows, as plain tensors. What Megatron-FSDP does
+  ``torch.optim.AdamW(foreach=True)`` steps the same rows as plain tensors, after
+  ``clip_grad_norm_(foreach=True)``, which our step does too. What Megatron-FSDP does
   around a step, with Adam too, is timed apart; that includes the mode which makes CPU ranks.
 
 What would be launched on a GPU is replaced by a function that does nothing, once everything is
@@ -346,7 +347,13 @@ def outer_figures(job: Job) -> dict[str, float]:
         adam = torch.optim.AdamW(copies, foreach=True)
         for copy in copies:
             copy.grad = torch.full_like(copy, 1e-3)
-        adam.step()
+
+        def adam_step() -> None:
+            """Clip and step."""
+            torch.nn.utils.clip_grad_norm_(copies, 1e-3, foreach=True)
+            adam.step()
+
+        adam_step()
         of_fsdp = {name: least_us(function) for name, function in functions_of_fsdp(model).items()}
         model.module.device = torch.device("cpu")
         for owner, name in ((model, "finish_grad_sync"), (model, "start_param_sync")):
@@ -361,7 +368,7 @@ def outer_figures(job: Job) -> dict[str, float]:
                 launches.counts.clear()
                 optimizer.step()
                 counts = Counter(launches.counts)
-                own_us, adam_us = least_us(optimizer.step), least_us(adam.step)
+                own_us, adam_us = least_us(optimizer.step), least_us(adam_step)
         finally:
             launches.restore()
         return {
@@ -398,8 +405,9 @@ HEADER = [
     "matrices held",
     "engine, a matrix (us)",
     "launches of ours",
+    "stacks",
     "own + engine (ms)",
-    "AdamW (ms)",
+    "clipping and AdamW (ms)",
     "ratio",
     "Megatron-FSDP, a parameter (us)",
 ]
@@ -419,6 +427,7 @@ def table(results: dict[str, dict[str, float]]) -> Iterator[str]:
             f"{of['matrices']}",
             f"{of['engine_us'] / of['matrices']:.1f}",
             f"{of['own_launches'] + of['engine_launches']}",
+            f"{of['stacks']}",
             f"{whole / 1e3:.2f}",
             f"{of['adamw_us'] / 1e3:.2f}",
             f"{whole / of['adamw_us']:.2f}",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_"}
@@ -88,6 +88,24 @@ class OperationCounter:
                 self._part = before
 
         return call
+
+    def count_row_kernel(self) -> None:
+        """Count a launch of the kernel that moves rows as one operation, and not what runs it."""
+        from megatron_muon.runtime import row_kernel
+
+        launch = row_kernel.launch
+
+        def counted(table: Any, pointers: Any, norms: Any) -> None:
+            """Count a launch, and what it reads and writes; run it uncounted."""
+            # Triton's interpreter copies tensors, which no GPU does.
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                num_elements = int((table.moves[:, 8] * table.moves[:, 9]).sum())
+                launch(table, pointers, norms)
+            num_bytes = num_elements * sum(dtype.itemsize for dtype in table.dtypes)
+            self.now.operations["row_kernel"] += 1
+            self.now.num_bytes["row_kernel"] += num_bytes
+
+        row_kernel.launch = counted
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -167,7 +167,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     def _raise_where_gradients_fail(self) -> None:
         """Raise on all ranks where one has a problem; see :meth:`step_with_ready_grads`."""
         found = self._gradient_norm
-        if found is not None and int(found.num_problems) == 0:
+        if found is not None and float(found.num_problems) == 0.0:
             return
         device = self.model_chunks[0].module.device
         problems = [*self._problems, *self._gradients.missing]

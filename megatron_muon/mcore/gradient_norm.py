@@ -27,12 +27,12 @@ class GradientNorm(NamedTuple):
 
     Args:
         norm: As upstream returns it: a float, or with Transformer Engine a tensor on the device.
-        num_problems: A number, or int32 of one element on the device, to be read by ``int()`` once
-            clipping has been launched.
+        num_problems: A number, or float32 of one element on the device, to be read by ``float()``
+            once clipping has been launched. NaN where a norm is not finite.
     """
 
     norm: float | torch.Tensor
-    num_problems: int | torch.Tensor
+    num_problems: float | torch.Tensor
 
 
 def norm_stays_on_device() -> bool:
@@ -55,12 +55,13 @@ def count_problems(
         device: Device of the result.
 
     Returns:
-        int32 of one element on the device.
+        float32 of one element on the device, NaN where a norm is not finite on any rank.
 
-    Communication: one all-reduce of a single int32 over all ranks of the job.
+    Communication: one all-reduce of a single float32 over all ranks of the job.
     """
-    found = torch.cat([norm.reshape(1) for norm in [*norms, *_norms(others)]])
-    total = (~found.isfinite()).sum(dtype=torch.int32).reshape(1) + num_problems
+    found = [norm.reshape(1) for norm in [*norms, *_norms(others)]]
+    # Zero times what is not finite is NaN, and so is every sum with it.
+    total = torch.cat(found).mul_(0.0).sum(dtype=torch.float32).reshape(1).add_(num_problems)
     dist.all_reduce(total)
     return total
 
@@ -79,27 +80,27 @@ def norm_on_host(
         num_problems: Number of known problems of this rank.
         device: Device of the reductions.
 
-    Communication: one all-reduce of a float32 per group, and one of a single int32 over all ranks
-        of the job.
+    Communication: one all-reduce of a float32 per group, and another one over all ranks of the job.
     """
     squares = []
     for _, grads in gradients:
         norms = _norms(grads)
-        square = torch.zeros(1, device=device)
-        if norms:
-            square += torch.linalg.vector_norm(torch.stack(norms)) ** 2
-        squares.append(square)
+        squares.append(
+            (torch.linalg.vector_norm(torch.stack(norms)) ** 2).reshape(1)
+            if norms
+            else torch.zeros(1, device=device)
+        )
     # Before squares of other ranks are added, so that a problem is counted on its own rank.
     all_problems = count_problems(squares, others, num_problems, device)
     for (group, _), square in zip(gradients, squares, strict=True):
         dist.all_reduce(square, group=group)
-    # One read by the host. float64 holds both a float32 and a count exactly.
-    *found, problems = torch.cat([*squares, all_problems]).double().tolist()
+    # One read by the host.
+    *found, problems = torch.cat([*squares, all_problems]).tolist()
     norms_of_groups = [square**0.5 for square in found]
     norm = norms_of_groups[0]
     if len(norms_of_groups) > 1:
         norm = math.sqrt(sum(of_group**2 for of_group in norms_of_groups))
-    return GradientNorm(norm, int(problems))
+    return GradientNorm(norm, problems)
 
 
 def clip(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> None:

@@ -79,8 +79,9 @@ class CostModel:
     all_reduce_us: float = 20.0
     # 85 % of the 3,350 GB/s of the H100's datasheet.
     memory_gbps: float = 2850.0
-    # Python for one rectangle, and for one collective, on one core. Estimates.
-    piece_us: float = 25.0
+    # Python for one rectangle: about that of a matrix held in benchmarks/host_time.py, and several
+    # of it are moved by one kernel. For one collective an estimate: it walks lists of all ranks.
+    piece_us: float = 2.0
     collective_us: float = 150.0
     num_ns_steps: int = 5
     # Four waves of two tiles on each of 132 multiprocessors (H100, H200), as a power of two: 32
@@ -191,12 +192,19 @@ class CostModel:
     ) -> int:
         """Estimate one call of Newton-Schulz; other arguments as for :meth:`newton_schulz_ns`."""
         backend = self.backend_of(num_rows, num_cols, num_parts)
-        launches = 1 if BACKENDS[backend].is_batched else num_matrices
         return (
             num_matrices * self._product_ns(num_rows, num_cols, num_parts, backend)
-            + launches * self._launch_ns(num_rows, num_cols, num_parts, backend)
+            + self.launches_ns(num_matrices, num_rows, num_cols, num_parts)
             + self._split_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)
         )
+
+    def launches_ns(
+        self, num_matrices: int, num_rows: int, num_cols: int, num_parts: int = 1
+    ) -> int:
+        """Estimate the launches of one call of Newton-Schulz, which the host makes one by one."""
+        backend = self.backend_of(num_rows, num_cols, num_parts)
+        calls = 1 if BACKENDS[backend].is_batched else num_matrices
+        return calls * self._launch_ns(num_rows, num_cols, num_parts, backend)
 
     def _matrix_ns(
         self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool

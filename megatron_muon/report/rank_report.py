@@ -22,7 +22,7 @@ class RankReport:
         rank: Rank of the job.
         load_ns: Estimated Newton-Schulz time.
         passes_ns: Estimated element-wise passes over what it holds.
-        host_ns: Estimated host time of the exchange.
+        host_ns: Estimated host time of the exchange and of Newton-Schulz.
         elements_sent: Elements sent to owners, and results sent back.
         bytes_sent: Their bytes.
         bytes_received: Bytes received from others.
@@ -107,7 +107,7 @@ class Report:
 
     @property
     def host_ns(self) -> int:
-        """Estimated host time of the exchange on the busiest host."""
+        """Estimated host time of exchange and Newton-Schulz on the busiest host."""
         return max(rank.host_ns for rank in self.ranks)
 
     @property
@@ -228,7 +228,7 @@ class _Builder:
         local = plan.stacking.stacks(plan.local)
         for rank, stacks in local.items():
             self._local_ns[rank] += stacks_ns(plan, stacks)
-            self._add_calls(rank, stacks_ns(plan, stacks), stacks)
+            self._add_calls(plan, rank, stacks_ns(plan, stacks), stacks)
             copies = 2 * sum(stack.num_matrices for stack in stacks)
             self._ranks[rank].host_ns += plan.cost.host_ns(copies, 0)
         times = []
@@ -241,7 +241,7 @@ class _Builder:
             for rank, num_bytes in report.passed_on.items():
                 self._add_passed_on(rank, num_bytes, report.times.all_gather_ns[rank], plan)
             for rank, calls in report.stacks.items():
-                self._add_calls(rank, report.times.load_ns[rank], calls)
+                self._add_calls(plan, rank, report.times.load_ns[rank], calls)
             num_collectives = 1 + plan.num_scatters * (1 + plan.order.has_replicas)
             for rank in plan.ranks:
                 self._ranks[rank].host_ns += plan.cost.host_ns(
@@ -273,9 +273,15 @@ class _Builder:
         share.send_ns += time_ns
         share.receive_ns += time_ns
 
-    def _add_calls(self, rank: int, time_ns: int, stacks: Sequence[StackSize]) -> None:
+    def _add_calls(
+        self, plan: ExchangePlan, rank: int, time_ns: int, stacks: Sequence[StackSize]
+    ) -> None:
         self._ranks[rank].load_ns += time_ns
         self._ranks[rank].num_calls += len(stacks)
+        self._ranks[rank].host_ns += sum(
+            plan.cost.launches_ns(stack.num_matrices, *stack.block, stack.num_parts)
+            for stack in stacks
+        )
 
     def _add_staging(self, plan: ExchangePlan, local: dict[int, list[StackSize]]) -> None:
         nothing = RankSizes.nothing(plan.num_scatters)

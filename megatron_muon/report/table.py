@@ -44,7 +44,7 @@ def table(report: Report) -> Iterator[str]:
     is_slower = " (the host is the slower one)" if report.host_ns > report.gpu_step_ns else ""
     yield (
         f"predicted step: {report.gpu_step_ns / 1e6:.3f} ms in {report.num_buckets} buckets; host "
-        f"time of the exchange {report.host_ns / 1e6:.3f} ms{is_slower}"
+        f"time {report.host_ns / 1e6:.3f} ms{is_slower}"
     )
     yield "rank  matrices  Newton-Schulz ms  traffic ms  sent MB  received MB  staging MB"
     # Of many ranks only the busiest matter: they decide the step.

@@ -115,4 +115,4 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy from the host, which does not wait."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return tensor if device.type == "cpu" else tensor.to(device)

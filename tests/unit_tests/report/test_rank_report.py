@@ -69,10 +69,11 @@ def test_load_counts_launches_of_stacks_that_exist():
     assert abs(few.load_ns - 32 * matrix_ns(matrices[0], cost)) <= 32
 
 
-def test_host_time_counts_rectangles_and_collectives():
+def test_host_time_counts_rectangles_collectives_and_products():
     """One matrix on two ranks: rows, results, what stays, and two collectives; by hand."""
-    plan = plan_of([one_matrix([40, 24])], CostModel(piece_us=10, collective_us=100))
+    plan = plan_of([one_matrix([40, 24])], CostModel(piece_us=10, collective_us=100, kernel_us=3))
     report = build_report([0, 1], [plan])
-    # The owner copies rows that stay and results that stay, and what comes and goes.
-    assert [rank.host_ns for rank in report.ranks] == [1000 * (2 * 100 + n * 10) for n in (4, 2)]
-    assert report.host_ns == 240_000
+    # The owner copies rows that stay and results that stay, and what comes and goes; it launches
+    # three products in each of five steps.
+    assert [rank.host_ns for rank in report.ranks] == [1000 * (2 * 100 + 4 * 10 + 15 * 3), 220_000]
+    assert report.host_ns == 285_000

@@ -18,17 +18,17 @@ from training_log import TrainingLog
 # Whoever removes an operation lowers them, here and there; nothing may raise them unseen.
 STEP_COST = {
     1: {
-        "operations": 3.0,
+        "operations": 1.3,
         "matrix_products": 1.4,
         "collectives": 2,
-        "bytes_an_element": 77,
+        "bytes_an_element": 81,
         "host_reads": 1,
     },
     2: {
-        "operations": 4.0,
+        "operations": 1.3,
         "matrix_products": 2.3,
         "collectives": 7,
-        "bytes_an_element": 77,
+        "bytes_an_element": 81,
         "host_reads": 1,
     },
 }
