@@ -292,6 +292,13 @@ class NoEngine:
 
     params: Sequence[Any] = ()
 
+    def memory_problems(self) -> list[str]:
+        """Return nothing."""
+        return []
+
+    def forget(self) -> None:
+        """Drop nothing."""
+
     def orthogonalize(self, momentum: Any, results: Any) -> Iterator[Sequence[Any]]:
         """Return what an engine would, in one piece."""
         yield list(self.params)

@@ -17,7 +17,10 @@ _ADVICE = "Nothing was updated."
 
 
 def parameters_without_gradient(
-    inputs: Sequence[DTensorPlanInput], group: dist.ProcessGroup | None, device: torch.device
+    inputs: Sequence[DTensorPlanInput],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    known_problems: Sequence[str] = (),
 ) -> set[torch.Tensor]:
     """Return the parameters that nobody has a gradient of, once all others are found to be fine.
 
@@ -25,17 +28,19 @@ def parameters_without_gradient(
         inputs: Of this rank.
         group: Ranks that step together; None for all of the job.
         device: Where flags are reduced.
+        known_problems: Others of this rank, as sentences.
 
     Raises:
-        RuntimeError: On all ranks of the group, naming rank and parameter, when a gradient is not
-            finite, is of another dtype (but bfloat16), placement or shape than its parameter, or
-            is missing on some ranks that hold the parameter and not on others.
+        RuntimeError: On all ranks of the group, when one has a known problem; naming rank and
+            parameter, when a gradient is not finite, is of another dtype (but bfloat16), placement
+            or shape than its parameter, or is missing on some ranks that hold the parameter and not
+            on others.
 
     Communication: one all-reduce of two int32 over the group, read by the host once. Where a
         gradient is missing: one more of two int32 a parameter over each domain, and a flag.
     """
     parameters = [each for given in inputs for each in given.parameters]
-    problems: list[str] = []
+    problems = list(known_problems)
     grads: list[tuple[str, torch.Tensor]] = []
     for each in parameters:
         found = _problems(each)

@@ -164,8 +164,7 @@ class Muon(WholeMatrixMuon):
             f"scale {scale_mode} {extra_scale_factor}, {nesterov=}, {weight_decay_method=}",
             problems,
         )
-        # For all parameters from the start: checkpoints need no step to make state, and no rank
-        # lacks any.
+        # For all parameters from the start: checkpoints need no step to make state.
         for param_group in self.param_groups:
             self._init_group(param_group, skip_non_grad_params=False)
         self._is_built = True
@@ -331,14 +330,15 @@ class Muon(WholeMatrixMuon):
         if not self._inputs:
             return loss
         if hasattr(self, "found_inf"):
-            # GradScaler sets both, even if it has unscaled gradients before, and would only remove
-            # them after the step.
+            # GradScaler sets both, even if it has unscaled gradients, and removes them later.
             del self.found_inf, self.grad_scale
             raise RuntimeError(
                 "step: expected gradients that are not scaled, got a GradScaler. Compute in "
                 "bfloat16, which needs none."
             )
-        without = parameters_without_gradient(self._inputs, self._group, self._device)
+        without = parameters_without_gradient(
+            self._inputs, self._group, self._device, self.compute.memory_problems()
+        )
         momentum, results = self._advance(without)
         # Loading a state replaces the dictionaries of groups, and schedulers change their values.
         group_of = {param: group for group in self.param_groups for param in group["params"]}

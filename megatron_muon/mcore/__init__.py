@@ -7,6 +7,7 @@ Files, each importing only those above it::
     unsupported             what Muon under Megatron-FSDP refuses, and why
     fsdp_model              reads parameters, row shards and groups from Megatron-FSDP
     gradient_check          checks that gradients are complete and finite on all ranks
+    local_gradients         the gradients of this rank's rows
     gradient_norm           norm, clipping and check, with one host synchronization
     muon                    FSDPZeROTensorParallelMuon: momentum and weights of row shards
     adaptive/               Muon divided by a second moment

@@ -126,7 +126,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             # Megatron's loop has called it already; a loop of the user's own may not have.
             if not chunk.module.is_param_fsdp_distributed:
                 chunk.finish_grad_sync()
-        self._problems = self.muon_step.parameter_changes() if self.muon_step is not None else []
+        self._problems = self.muon_step.problems() if self.muon_step is not None else []
         for reduction in self._outer_reductions:
             self._problems += reduction.problems()
         self._gradient_norm = None

@@ -135,9 +135,10 @@ class MuonStep:
     def _precision(self) -> Any:
         return fp32_matmul_precision(self.optimizers[0].fp32_matmul_prec)
 
-    def parameter_changes(self) -> list[str]:
-        """List what has changed about the parameters since construction, as sentences."""
-        return [change for muon in self.optimizers for change in muon.parameter_changes()]
+    def problems(self) -> list[str]:
+        """List what keeps this rank from a step: other parameters than before, or its memory."""
+        changes = [change for muon in self.optimizers for change in muon.parameter_changes()]
+        return changes + self.compute.memory_problems()
 
     @torch.no_grad()
     def step(self) -> None:

@@ -42,12 +42,15 @@ class Backend(ABC):
         is_batched: Whether all matrices of a stack share its launches.
         communicates: Whether its kernels communicate, so that owners of a split matrix must run it
             together.
+        workspace: Memory that a call needs beside its stack, at most: tensors of the size of the
+            stack, its result included, and tensors of n x n a matrix, n the shorter side.
     """
 
     name: ClassVar[str]
     reference: ClassVar[str | None] = None
     is_batched: ClassVar[bool] = True
     communicates: ClassVar[bool] = False
+    workspace: ClassVar[tuple[int, int]] = (3, 3)
 
     @abstractmethod
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
@@ -76,6 +79,16 @@ class Backend(ABC):
         Raises:
             RuntimeError: The preparation failed.
         """
+
+    def workspace_bytes(self, stack: "torch.Tensor") -> int:
+        """Return the memory that :meth:`run` needs beside a stack, at most."""
+        stacks, squares = self.workspace
+        num_elements = stacks * stack.numel() + squares * stack.shape[0] * min(stack.shape[1:]) ** 2
+        return num_elements * self.item_bytes(stack)
+
+    def item_bytes(self, stack: "torch.Tensor") -> int:
+        """Return the bytes of an element while a stack is orthogonalized."""
+        return stack.dtype.itemsize
 
     @abstractmethod
     def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":

@@ -45,6 +45,7 @@ class Gram(Backend):
     """
 
     name = "gram"
+    workspace = (3, 5)
     flops_of_products: ClassVar[tuple[int, int]] = (4, 2)
 
     def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
@@ -55,6 +56,10 @@ class Gram(Backend):
         long, square = self.flops_of_products
         flops = long * m / num_parts * n * n * len(segments) + square * n**3 * num_square
         return Work(flops, 2 * len(segments) + num_square, len(segments))
+
+    def item_bytes(self, stack: "torch.Tensor") -> int:
+        """Return 2 on a GPU, in fp16, and otherwise those of fp32."""
+        return 2 if stack.dtype.itemsize == 2 and stack.device.type == "cuda" else 4
 
     def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
         """Orthogonalize a stack as one batch; see :meth:`Backend.run`.

@@ -12,7 +12,10 @@ Files, each importing only those above it::
     chained_collectives one collective starts when another one has ended
     machine_cost        the costs that all ranks plan with
     arena               memory that exists while a step runs
-    equally_spaced      many tensors as one, where memory allows
+    adjacent            tensors that are adjacent in memory, as few long ones
+    row_table           rectangles that one kernel moves, listed on the device
+    row_kernel          that kernel, in Triton
+    row_moves           moves a list of rectangles, by the kernel or by torch
     stacks              the parts that a rank owns, in memory
     norms               norms of blocks, summed in float64
     local_rows          this rank's rows: read normalized, written scaled

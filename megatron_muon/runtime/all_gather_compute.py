@@ -69,3 +69,7 @@ class AllGatherCompute:
 
     def forget(self) -> None:
         """Drop nothing: see :meth:`Engine.forget`."""
+
+    def memory_problems(self) -> list[str]:
+        """Return nothing: no memory is laid out."""
+        return []

@@ -35,7 +35,7 @@ class Arena:
             reason = str(error).partition("\n")[0]
             raise MemoryError(
                 f"expected {num_bytes:,} bytes on {device} for messages and stacks, got "
-                f"{type(error).__name__}: {reason}{_free_memory(device)}"
+                f"{type(error).__name__}: {reason}{free_memory(device)}"
             ) from error
 
     def view(self, offset: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -53,7 +53,8 @@ class Arena:
         self._memory.untyped_storage().resize_(0)
 
 
-def _free_memory(device: torch.device) -> str:
+def free_memory(device: torch.device) -> str:
+    """Return what is free on a GPU, as the end of a sentence."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)

@@ -24,10 +24,12 @@ import torch
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
 from megatron_muon.plan.rank_plan import LocalStack, RankSchedule
 from megatron_muon.plan.schedule import Action
-from megatron_muon.runtime.arena import Arena
+from megatron_muon.runtime.agreement import first_line
+from megatron_muon.runtime.arena import Arena, free_memory
 from megatron_muon.runtime.chained_collectives import chain_on
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
+from megatron_muon.runtime.row_moves import uses_kernel
 
 
 class Engine:
@@ -68,6 +70,8 @@ class Engine:
     ) -> None:
         # emerging-optimizers is asked for them once per process: now rather than in a step.
         coefficients_of(newton_schulz.steps, newton_schulz.coefficient_type)
+        # Compiled and compared now rather than in a step.
+        uses_kernel(device)
         self._schedule = schedule
         self._arena = Arena(schedule.staging.num_bytes, device)
         place_of: dict[LocalStack, int] = {
@@ -92,8 +96,38 @@ class Engine:
                 zip(plans, schedule.rank_plans, strict=True)
             )
         ]
-        # Nothing is kept between steps.
-        self._arena.free()
+        self._workspace_bytes = max((plan.workspace_bytes for plan in self._plans), default=0)
+        self._device = device
+        problem = self.memory_problem()
+        if problem is not None:
+            raise MemoryError(problem)
+
+    def memory_problem(self) -> str | None:
+        """Take the memory of a step, and give it back to the allocator.
+
+        A rank that runs out of it inside of a step leaves the others in a collective. So ranks ask
+        before it, and agree.
+
+        Returns:
+            What a step needs and what it got, as a sentence; None if it is there.
+        """
+        for plan in self._plans:
+            plan.wait_for_leftovers()
+        num_bytes = self.staging_bytes + self._workspace_bytes
+        try:
+            self._arena.allocate()
+            torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
+        # A GPU raises torch.OutOfMemoryError, which is one of these.
+        except RuntimeError as error:
+            return (
+                f"expected {num_bytes:,} bytes on {self._device} for messages, stacks and "
+                f"Newton-Schulz, got {type(error).__name__}: {first_line(error)}"
+                f"{free_memory(self._device)}"
+            )
+        finally:
+            # Nothing is kept between steps.
+            self._arena.free()
+        return None
 
     def connect(self) -> None:
         """Connect the ranks that will exchange; called on all ranks together.

@@ -232,6 +232,11 @@ class OwnerCompute:
         """Memory of messages and stacks while a step runs, bytes."""
         return self._engine.staging_bytes
 
+    def memory_problems(self) -> list[str]:
+        """List what a step lacks of memory on this rank; see :meth:`Engine.memory_problem`."""
+        problem = self._engine.memory_problem()
+        return [] if problem is None else [problem]
+
     def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[Any]]:
         """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`."""
         return self._engine.orthogonalize(momentum, results)

@@ -249,6 +249,12 @@ class PlanRunner:
             for number, _ in enumerate(scatters)
         ]
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that Newton-Schulz needs for one stack, at most."""
+        work = (each for owned in (*self._buckets, *self._local) for each in owned.work)
+        return max((each.backend.workspace_bytes(each.tensor) for each in work), default=0)
+
     def connect(self) -> None:
         """Connect the ranks that will exchange; see :meth:`Engine.connect`."""
         self._gathers.connect()

@@ -341,6 +341,7 @@ def test_ranks_choose_one_of_two_groups_of_the_same_ranks():
 
 def _operations(num_experts: list[int]) -> list[list[int]]:
     """Count operations, matrix products and host reads of a step, by number of experts."""
+    import os
     import sys
 
     from helpers.fsdp2_models import drawn, shard
@@ -351,8 +352,10 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from operation_counts import OperationCounter
 
-    # As on a GPU: a CPU converts chunk by chunk to float64.
+    # As on a GPU: a CPU converts chunk by chunk to float64, and moves rows without the kernel.
     norms._CHUNK_ELEMENTS = 0
+    if kind() == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
     init_group()
     mesh = init_device_mesh(kind(), (2,))
     found = []
@@ -362,6 +365,7 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
         muon = Muon([batch.param], nesterov=True, weight_decay=0.1, exchange=exchange)
         batch.param.grad = batch.like_param(batch.own(drawn(batch.whole.shape, 1)))
         counter = OperationCounter()
+        counter.count_row_kernel()
         with counter.counting():
             muon.step()
         reads = counter.now.host_reads + counter.now.unseen_reads

@@ -148,6 +148,42 @@ def _step_with_fewer_parameters() -> list[Any]:
     return [str(error.value), all(are_equal(before, main_weights(model)))]
 
 
+def _step_without_memory() -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.runtime.arena import Arena
+
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    model.finish_grad_sync()
+    before = main_weights(model)
+    allocate = Arena.allocate
+
+    def fail(self: Any) -> None:
+        """Fail as a GPU does."""
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+
+    if dist.get_rank() == 1:
+        Arena.allocate = fail
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    is_same = all(are_equal(before, main_weights(model)))
+    Arena.allocate = allocate
+    return [str(error.value), is_same, optimizer.step()[0]]
+
+
+def test_memory_that_one_rank_lacks_in_a_step_is_an_error_on_all():
+    """Before anything is sent, where the others would wait for it; the next step may go on."""
+    for text, is_same, success in run_ranks(2, _step_without_memory).check().results:
+        assert (
+            "rank 1: expected " in text and "for messages, stacks and Newton-Schulz, got " in text
+        )
+        assert "OutOfMemoryError: CUDA out of memory" in text
+        assert is_same and success
+
+
 def test_parameters_that_changed_on_one_rank_raise_on_all():
     """The exchange was planned for those of construction."""
     for text, same in run_ranks(2, _step_with_fewer_parameters).check().results:
