@@ -12,7 +12,7 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.norms import BlockNorms
-from megatron_muon.runtime.row_moves import Pair, RowMoves
+from megatron_muon.runtime.row_moves import RowMoves
 from megatron_muon.runtime.stacks import in_shard
 
 # Identifies the rows that this rank holds of a matrix: a parameter, or part of one.
@@ -68,7 +68,8 @@ class LocalRows:
         self._to_write: list[Sequence[tuple[Route, torch.Tensor]]] = []
         self._missing: Counter[int] = Counter()
         self._completed, self._is_known = {}, False
-        self.forget()
+        self._momentum = self._results = None
+        self._reads, self._writes = [], []
 
     def add_read(self, targets: Sequence[tuple[Route, torch.Tensor]]) -> int:
         """Add a list of routes that are copied to targets, and return its number.
@@ -104,25 +105,28 @@ class LocalRows:
 
     def _view(self, momentum: Rows, results: Rows) -> None:
         """View the rows that the lists read and write."""
-        self.forget()
         of_momentum = {index: momentum[each] for index, each in self._handles.items()}
         of_results = {index: results[each] for index, each in self._handles.items()}
-        if self._plan.wire.normalizes:
+        normalizes = self._plan.wire.normalizes
+        if normalizes:
             self._norms.view(of_momentum)
-        for targets in self._to_read:
-            pairs: list[Pair] = [
-                (in_shard(of_momentum[route.matrix], route), target) for route, target in targets
-            ]
-            positions = [self._norms.position(route) for route, _ in targets]
-            norms = positions if self._plan.wire.normalizes else None
-            self._reads.append(RowMoves(pairs, norms=norms, device=self._device))
-        for written in self._to_write:
-            pairs = [
-                (result, in_shard(of_results[route.matrix], route)) for route, result in written
-            ]
-            # Query, key and value have factors of their own.
-            factors = [self._scale(route) for route, _ in written]
-            self._writes.append(RowMoves(pairs, factors=factors, device=self._device))
+        self._reads = self._reads or [
+            RowMoves(
+                (),
+                norms=[self._norms.position(route) for route, _ in targets] if normalizes else None,
+                device=self._device,
+            )
+            for targets in self._to_read
+        ]
+        # Query, key and value have factors of their own.
+        self._writes = self._writes or [
+            RowMoves((), factors=[self._scale(route) for route, _ in written], device=self._device)
+            for written in self._to_write
+        ]
+        for read, targets in zip(self._reads, self._to_read, strict=True):
+            read.set([(in_shard(of_momentum[r.matrix], r), target) for r, target in targets])
+        for write, written in zip(self._writes, self._to_write, strict=True):
+            write.set([(result, in_shard(of_results[r.matrix], r)) for r, result in written])
         self._momentum, self._results = momentum, results
 
     def end(self) -> None:
@@ -132,7 +136,8 @@ class LocalRows:
     def forget(self) -> None:
         """Drop the rows, which are memory of the caller's."""
         self._momentum = self._results = None
-        self._reads, self._writes = [], []
+        for moves in (*self._reads, *self._writes):
+            moves.set(())
         self._norms.view({})
 
     def read(self, number: int) -> None:

@@ -111,7 +111,7 @@ class BlockNorms:
             rows: By matrix, this rank's rows ``(local_rows, cols)``, float32; none to drop them.
         """
         self._rows = [
-            rows[index][region.local_row : region.local_row + region.num_rows]
+            rows[index].narrow(0, region.local_row, region.num_rows)
             for index, region in (self._regions if rows else ())
         ]
 

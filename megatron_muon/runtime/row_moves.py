@@ -47,15 +47,23 @@ class RowMoves:
         factors: Sequence[Sequence[float]] | None = None,
         device: torch.device,
     ) -> None:
-        self._sources = [source for source, _ in pairs]
-        self._targets = [target for _, target in pairs]
-        self._norms, self._device = norms, device
+        self._norms, self._given_factors, self._device = norms, factors, device
         self._factors = [list(each) for each in zip(*factors, strict=True)] if factors else []
         self._table: RowTable | None = None
-        if pairs and uses_kernel(device):
-            self._table = build_table(pairs, norms, factors, device)
         self._addresses: list[int] = []
         self._pointers = torch.empty(0, dtype=torch.int64)
+        self.set(pairs)
+
+    def set(self, pairs: Sequence[Pair]) -> None:
+        """Move the same rectangles in other memory from now on; none, to drop what there is."""
+        self._sources = [source for source, _ in pairs]
+        self._targets = [target for _, target in pairs]
+        if pairs and uses_kernel(self._device):
+            self._table = build_table(
+                pairs, self._norms, self._given_factors, self._device, self._table
+            )
+        elif self._table is not None:
+            self._table = self._table._replace(storages=())
 
     def run(self, norms: torch.Tensor | None = None) -> None:
         """Move all of them.

@@ -24,6 +24,7 @@ class RowTable(NamedTuple):
         moves: ``(num_moves, WIDTH)`` int64 on the device.
         tiles: ``(num_tiles, 2)`` int32 on the device: the move, and its first element.
         factors: ``(num_moves, 2)`` float32 on the device.
+        sizes: Rows and columns of each move, by which tiles are cut.
         storages: The allocations, by their numbers in ``moves``.
         dtypes: Of sources and targets.
     """
@@ -31,6 +32,7 @@ class RowTable(NamedTuple):
     moves: torch.Tensor
     tiles: torch.Tensor
     factors: torch.Tensor
+    sizes: Sequence[tuple[int, int]]
     storages: Sequence[torch.UntypedStorage]
     dtypes: tuple[torch.dtype, torch.dtype]
 
@@ -44,6 +46,7 @@ def build_table(
     norms: Sequence[int] | None,
     factors: Sequence[Sequence[float]] | None,
     device: torch.device,
+    before: RowTable | None = None,
 ) -> RowTable:
     """List rectangles.
 
@@ -53,46 +56,50 @@ def build_table(
         norms: Positions of the norms that they are divided by; None for none.
         factors: Factors that they are multiplied by, one after the other; None for none.
         device: Where the table is needed.
+        before: The table of the same rectangles in other memory, whose tiles are used again.
 
     Memory: about 100 bytes a rectangle, and 8 for every 4,096 elements.
     """
     numbers: dict[int, int] = {}
     storages: list[torch.UntypedStorage] = []
     moves: list[list[Any]] = []
-    tiles: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
     scales: list[Sequence[float]] = []
-    for number, pair in enumerate(pairs):
-        sides = []
-        for tensor in pair:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in numbers:
-                numbers[key] = len(storages)
-                storages.append(storage)
-            sides.append((numbers[key], tensor))
-        for row, num_rows, num_cols, strides in _cut(*pair):
-            start = len(moves)
-            moves.append(
-                [
-                    entry
-                    for (base, tensor), stride in zip(sides, strides, strict=True)
-                    for entry in (
-                        base,
-                        tensor.storage_offset() + row * tensor.stride(0),
-                        *stride,
-                    )
-                ]
-                + [num_rows, num_cols, 0 if norms is None else norms[number]]
-            )
-            scales.append((1.0, 1.0) if factors is None else factors[number])
-            tiles += [(start, first) for first in range(0, num_rows * num_cols, TILE)]
-    return RowTable(
-        on_device(torch.tensor(moves, dtype=torch.int64), device),
-        on_device(torch.tensor(tiles, dtype=torch.int32), device),
-        on_device(torch.tensor(scales, dtype=torch.float32), device),
-        storages,
-        (pairs[0][0].dtype, pairs[0][1].dtype),
-    )
+
+    def number_of(tensor: torch.Tensor) -> int:
+        """Return the number of an allocation."""
+        storage = tensor.untyped_storage()
+        number = numbers.setdefault(storage._cdata, len(storages))
+        if number == len(storages):
+            storages.append(storage)
+        return number
+
+    for index, (source, target) in enumerate(pairs):
+        own, other = number_of(source), number_of(target)
+        norm = 0 if norms is None else norms[index]
+        for row, num_rows, num_cols, (from_, to) in _cut(source, target):
+            first = source.storage_offset() + row * source.stride(0)
+            last = target.storage_offset() + row * target.stride(0)
+            moves.append([own, first, *from_, other, last, *to, num_rows, num_cols, norm])
+            sizes.append((num_rows, num_cols))
+            scales.append((1.0, 1.0) if factors is None else factors[index])
+    on_host = torch.tensor(moves, dtype=torch.int64)
+    if before is not None and before.sizes == sizes:
+        tiles, all_factors = before.tiles, before.factors
+    else:
+        tiles = on_device(_tiles(on_host[:, 8] * on_host[:, 9]), device)
+        all_factors = on_device(torch.tensor(scales, dtype=torch.float32), device)
+    dtypes = pairs[0][0].dtype, pairs[0][1].dtype
+    return RowTable(on_device(on_host, device), tiles, all_factors, sizes, storages, dtypes)
+
+
+def _tiles(num_elements: torch.Tensor) -> torch.Tensor:
+    """Return the move and the first element of each tile, from the elements of each move."""
+    num_tiles = (num_elements + TILE - 1) // TILE
+    move = torch.repeat_interleave(num_tiles)
+    before = (num_tiles.cumsum(0) - num_tiles)[move]
+    first = (torch.arange(len(move)) - before) * TILE
+    return torch.stack([move, first], dim=1).to(torch.int32)
 
 
 def _cut(source: torch.Tensor, target: torch.Tensor) -> list[tuple[int, int, int, _Strides]]:
