@@ -140,15 +140,11 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         if new:
             flat = local_tensor(new[0]).new_zeros(sum(sizes))
             for param, rows in zip(new, flat.split(sizes), strict=True):
-                self.state[param]["momentum_buffer"] = DTensor.from_local(
-                    rows.view_as(local_tensor(param)),
-                    param.device_mesh,
-                    param.placements,
-                    # Without a check, a collective per parameter.
-                    run_check=False,
-                    shape=param.shape,
-                    stride=param.stride(),
-                )
+                momentum = torch.empty_like(param.data)
+                # Not from_local, whose DTensor would begin where its rows do in the allocation, and
+                # could not be copied.
+                momentum._local_tensor = rows.view_as(local_tensor(param))  # type: ignore[attr-defined]
+                self.state[param]["momentum_buffer"] = momentum
 
     def scale(self, num_rows: int, num_cols: int) -> tuple[float, float]:
         """Return the two factors of a result. Upstream multiplies with them in turn."""
