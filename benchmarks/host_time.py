@@ -154,6 +154,19 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def count_launches(launches: Launches, step: Callable[[], Any]) -> Counter[str]:
+    """Count a step: what is replaced, and what else reaches the dispatcher."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from operation_counts import OperationCounter
+
+    launches.counts.clear()
+    counter = OperationCounter()
+    with counter.counting():
+        step()
+    others = Counter({"other": sum(counter.now.operations.values())})
+    return Counter(launches.counts) + others
+
+
 def least_us(step: Callable[[], Any]) -> float:
     """Return the processor time of this thread in a step, the minimum of several."""
     times = []
@@ -213,9 +226,7 @@ def engine_figures(job: Job) -> dict[str, float]:
         try:
             step = lambda: list(engine.orthogonalize(rows, rows))  # noqa: E731
             step()
-            launches.counts.clear()
-            step()
-            counts = Counter(launches.counts)
+            counts = count_launches(launches, step)
             with torch._C.DisableTorchFunction():
                 time_us = least_us(step)
         finally:
@@ -370,11 +381,9 @@ def outer_figures(job: Job) -> dict[str, float]:
         replace_arithmetic(launches)
         try:
             optimizer.step()
+            counts = count_launches(launches, optimizer.step)
             # Without the mode that makes CPU ranks, through which each call of torch passes.
             with torch._C.DisableTorchFunction():
-                launches.counts.clear()
-                optimizer.step()
-                counts = Counter(launches.counts)
                 own_us, adam_us = least_us(optimizer.step), least_us(adam_step)
         finally:
             launches.restore()

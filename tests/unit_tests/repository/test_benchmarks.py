@@ -33,6 +33,9 @@ STEP_COST = {
     },
 }
 
+# Launches of a step beside products and collectives, at most, by job of host_time.py.
+HOST_LAUNCHES = {"llama3-8b-64": 40, "qwen3-30b-64": 80}
+
 
 @pytest.mark.ranks
 def test_optimizer_step_measures_every_peer_and_writes_json(tmp_path):
@@ -124,6 +127,26 @@ def test_step_cost_stays_within_its_bounds(tmp_path, monkeypatch, capsys):
         assert not over, f"{counted['ranks']} ranks: expected at most {bounds}, got {over}"
         row = benchmark.row_of(bounds)
         assert f"| {counted['ranks']} | {row} |" in document, f"performance.md: expected {row}"
+
+
+def test_host_time_counts_few_launches(tmp_path):
+    """Launches of a whole step beside products and collectives are counts: no machine changes them.
+
+    Times are printed, and not tested.
+    """
+    path = tmp_path / "host.json"
+    run = run_command(
+        sys.executable, "benchmarks/host_time.py", "--jobs", *HOST_LAUNCHES, "--json", str(path)
+    )
+    assert run.returncode == 0, run.stderr
+    (of_tree,) = json.loads(path.read_text()).values()
+    for job, most in HOST_LAUNCHES.items():
+        found = of_tree[job]
+        launches = found["own_launches"] + found["engine_launches"]
+        # A step of nothing would launch nothing.
+        assert found["stacks"] < launches <= most, (job, launches)
+        assert f"| {job} |" in run.stdout
+        assert min(value for name, value in found.items() if name.endswith("_us")) > 0
 
 
 def test_counted_operations_are_those_of_a_gpu(monkeypatch):

@@ -65,6 +65,8 @@ COVERED = {
     "::test_fsdp2_step_counts_bytes_and_says_who_fails",
     ".venv/bin/python benchmarks/step_cost.py*": "repository/test_benchmarks.py"
     "::test_step_cost_stays_within_its_bounds",
+    ".venv/bin/python benchmarks/host_time.py*": "repository/test_benchmarks.py"
+    "::test_host_time_counts_few_launches",
     # With 256 ranks.
     ".venv/bin/python -m megatron_muon.plan --preset qwen3-235b-a22b --dp 2048 *": "report/"
     "test_command.py::test_plan_of_many_ranks_imports_no_torch",
