@@ -54,14 +54,16 @@ class LocalGradients:
 
     def collect(self) -> None:
         """Look where the gradients of this step are; after they have been attached."""
-        self.missing = [
-            f"{name}: expected a gradient on a shard of shape {tuple(param._local_tensor.shape)}, "
-            "got None"
-            for param, name in self._names
-            if param.grad is None
-        ]
         grads = [param.grad for param in self._held]
         self.all = [grad._local_tensor for grad in grads if grad is not None]
+        self.missing = []
+        if len(self.all) < len(grads):
+            self.missing = [
+                f"{name}: expected a gradient on a shard of shape "
+                f"{tuple(param._local_tensor.shape)}, got None"
+                for param, name in self._names
+                if param.grad is None
+            ]
         if self._counted is None or len(self.all) != self._num_listed:
             self._find_counted()
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that lie one after the other in memory, as few long ones."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -47,21 +48,27 @@ class AdjacentViews:
 
     def __init__(self) -> None:
         self.version = 0
-        self._pointers: list[int] = []
+        self._lists: Sequence[Sequence[torch.Tensor]] = ()
         self._views: list[list[torch.Tensor]] = []
 
     def of(self, *lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return :func:`join_adjacent` of lists that may be empty."""
-        pointers = [tensor.data_ptr() for each in lists for tensor in each]
-        if pointers != self._pointers or len(self._views) != len(lists):
+        if len(lists) != len(self._lists) or not all(map(_is_same, lists, self._lists)):
             self._views = join_adjacent(*lists)
-            self._pointers = pointers
             self.version += 1
+        self._lists = lists
         return self._views
 
     def forget(self) -> None:
         """Drop the views."""
-        self._pointers, self._views = [], []
+        self._lists, self._views = (), []
+
+
+def _is_same(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:
+    """Return whether a list is in the same memory; most are the same tensors."""
+    if len(now) != len(before) or all(map(operator.is_, now, before)):
+        return len(now) == len(before)
+    return [each.data_ptr() for each in now] == [each.data_ptr() for each in before]
 
 
 def _touch(before: torch.Tensor, after: torch.Tensor) -> bool:
