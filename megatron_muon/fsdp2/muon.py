@@ -353,6 +353,8 @@ class Muon(WholeMatrixMuon):
                     # All matrices of a batch at once.
                     if missing[param] == 0 and param not in without:
                         local_tensor(param).add_(results[param], alpha=-group_of[param]["lr"])
+        # Results are new memory in every step.
+        self.compute.forget()
         return loss
 
     def _advance(

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rectangles that are moved together: by the kernel, in Triton's interpreter, and by torch."""
 
+import gc
 import json
 import logging
 import os
 import sys
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +175,22 @@ def test_rows_that_moved_are_viewed_again():
     list(engine.orthogonalize(rows, results))
     assert all(torch.equal(rows[number], kept[number]) for number in rows)
     assert all(bool(each.any()) for each in results.values())
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_rows_are_dropped_where_asked(monkeypatch, by_kernel):
+    """Their memory is the caller's: results of plain FSDP2 are allocated in every step."""
+    monkeypatch.setattr(row_moves, "uses_kernel", lambda device: by_kernel)
+    monkeypatch.setattr(row_moves, "_kernel", lambda: SimpleNamespace(launch=lambda *_: None))
+    engine, rows = _engine(3)
+    results = {number: torch.zeros_like(each) for number, each in rows.items()}
+    memory = [each.data_ptr() for each in results.values()]
+    list(engine.orthogonalize(rows, results))
+    engine.forget()
+    del results
+    kinds = (torch.Tensor, torch.UntypedStorage)
+    alive = [each for each in gc.get_objects() if type(each) in kinds and each.device == CPU]
+    assert not [each for each in alive if each.data_ptr() in memory]
 
 
 def test_kernel_that_differs_is_not_used_and_logged(monkeypatch, caplog):
