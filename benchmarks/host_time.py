@@ -410,17 +410,25 @@ def outer_figures(job: Job) -> dict[str, float]:
         }
 
 
-def measure(names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the figures of jobs, each part in a process of its own."""
+def measure(names: Sequence[str], tree: Path) -> dict[str, dict[str, float]]:
+    """Return the figures of jobs with the package of a tree, each part in a process of its own."""
+    script = str(Path(__file__).resolve())
     results: dict[str, dict[str, float]] = {}
     for name in names:
         results[name] = {}
         for part in ("engine", "outer"):
             done = subprocess.run(
-                [sys.executable, "-m", "megatron_muon", __file__, "--part", part, "--jobs", name],
+                [sys.executable, "-m", "megatron_muon", script, "--part", part, "--jobs", name],
                 stdout=subprocess.PIPE,
                 text=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ, "MEGATRON_MUON_DEVICE": "cpu"},
+                # Where Python looks first for the package.
+                cwd=tree,
+                env={
+                    "OMP_NUM_THREADS": "1",
+                    **os.environ,
+                    "MEGATRON_MUON_DEVICE": "cpu",
+                    "PYTHONPATH": str(tree),
+                },
                 check=True,
             )
             results[name] |= json.loads(done.stdout.splitlines()[-1])
@@ -480,8 +488,7 @@ def main() -> int:
     both = {}
     trees = [Path(__file__).resolve().parents[1], *([options.against] if options.against else [])]
     for tree in trees:
-        os.environ["PYTHONPATH"] = str(tree.resolve())
-        both[str(tree)] = measure(options.jobs)
+        both[str(tree)] = measure(options.jobs, tree.resolve())
         print(f"\n{tree}\n")
         print("\n".join(table(both[str(tree)])), flush=True)
     if options.json is not None:

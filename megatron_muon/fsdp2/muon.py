@@ -119,18 +119,16 @@ class Muon(WholeMatrixMuon):
     ) -> None:
         self.exchange = exchange or ExchangeSettings()
         self._group = group
-        problems = (
-            dependency_problems()
-            + Settings(
-                weight_decay_method,
-                fp32_matmul_prec,
-                coefficient_type,
-                num_ns_steps,
-                scale_mode,
-                use_syrk,
-                self.exchange,
-            ).problems()
+        settings = Settings(
+            weight_decay_method,
+            fp32_matmul_prec,
+            coefficient_type,
+            num_ns_steps,
+            scale_mode,
+            use_syrk,
+            self.exchange,
         )
+        problems = dependency_problems() + settings.problems()
         # torch refuses an empty list, which a pipeline stage may have.
         given = list(params)
         try:
@@ -228,9 +226,7 @@ class Muon(WholeMatrixMuon):
     def _find_device(self) -> torch.device:
         """Return where flags are reduced, and parameters should be: the device of their meshes.
 
-        A shard may be elsewhere, which is an error, and a rank may have none: ranks agree.
-
-        Communication: a gather of objects over the job.
+        A rank may have none: ranks agree by a gather of objects.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         types = [
@@ -246,16 +242,15 @@ class Muon(WholeMatrixMuon):
             return torch.device("cpu")
         return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
-    def _all_rows(self) -> Iterator[MatrixRows]:
-        for each in self._inputs:
-            yield from each.plan_input.handles.values()
+    def _all_rows(self) -> list[MatrixRows]:
+        return [rows for each in self._inputs for rows in each.plan_input.handles.values()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does at construction; later the plan is made."""
         if self._is_built:
             raise RuntimeError(
-                "add_param_group: expected all parameters at construction, where their exchange is "
-                "planned, got more. Build a new optimizer with all of them."
+                "add_param_group: expected all parameters at construction, which plans their "
+                "exchange, got more. Build a new optimizer with all of them."
             )
         super().add_param_group(param_group)
 
@@ -330,15 +325,14 @@ class Muon(WholeMatrixMuon):
         if not self._inputs:
             return loss
         if hasattr(self, "found_inf"):
-            # GradScaler sets both, even if it has unscaled gradients, and removes them later.
+            # GradScaler sets both, even if it has unscaled gradients.
             del self.found_inf, self.grad_scale
             raise RuntimeError(
                 "step: expected gradients that are not scaled, got a GradScaler. Compute in "
                 "bfloat16, which needs none."
             )
-        without = parameters_without_gradient(
-            self._inputs, self._group, self._device, self.compute.memory_problems()
-        )
+        problems = self.compute.memory_problems()
+        without = parameters_without_gradient(self._inputs, self._group, self._device, problems)
         momentum, results = self._advance(without)
         # Loading a state replaces the dictionaries of groups, and schedulers change their values.
         group_of = {param: group for group in self.param_groups for param in group["params"]}
