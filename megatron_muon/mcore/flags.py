@@ -27,7 +27,7 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "staging_bytes": {
         "type": int,
         "help": "Maximum memory of messages and stacks on a rank while a step runs, bytes. "
-        "Default: 5 GB, or the least that works if that is more.",
+        "Default: 5.5 GB, or the least that works if that is more.",
     },
     "max_parts": {
         "type": int,

@@ -16,7 +16,7 @@ ExchangeMode = Literal["owner", "all_gather"]
 WireChoice = Literal["auto", "bf16", "fp32"]
 
 # Every plan of docs/performance.md needs less. When a step runs, activations are gone.
-_WANTED_STAGING_BYTES = 5 * 10**9
+_WANTED_STAGING_BYTES = 11 * 10**9 // 2
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class ExchangeSettings:
             upstream would spread it over tensor-parallel ranks with other rounding
             (``--muon-tp-mode distributed``). ``auto``: bf16 where Newton-Schulz runs in bf16
             (matmul precision medium), otherwise fp32.
-        staging_bytes: Maximum memory of messages and stacks on a rank while a step runs; results
-            of one bucket and the workspace of Newton-Schulz are not in it. None: 5 GB, or the least
-            that works if that is more.
+        staging_bytes: Maximum memory of messages, stacks and results on a rank while a step runs;
+            the workspace of Newton-Schulz is not in it. None: 5.5 GB, or the least that works if
+            that is more.
         max_parts: Maximum number of owners per matrix, a power of two. A matrix is split
             only if it alone exceeds the fair share of a rank. 1 keeps every matrix whole, and
             results the same bits on any number of ranks.
@@ -84,7 +84,7 @@ class ExchangeSettings:
         if self.staging_bytes is not None and self.staging_bytes < 1:
             raise ValueError(
                 "exchange.staging_bytes: expected a positive number of bytes, got "
-                f"{self.staging_bytes}. Leave it out for 5 GB."
+                f"{self.staging_bytes}. Leave it out for 5.5 GB."
             )
         for field, number in (("num_buckets", self.num_buckets), ("depth", self.depth)):
             if number is not None and number < 1:

@@ -67,10 +67,10 @@ def test_bytes_of_an_element_on_each_wire(wire, is_bf16, expected):
 
 @pytest.mark.parametrize(
     ("limit", "staged", "num_plans", "expected"),
-    [(None, 0, 1, 5 * 10**9), (900, 0, 2, 450), (900, 100, 1, 800), (900, 1000, 1, 0)],
+    [(None, 0, 1, 5_500_000_000), (900, 0, 2, 450), (900, 100, 1, 800), (900, 1000, 1, 0)],
 )
 def test_next_plan_has_an_equal_share_of_what_is_left(limit, staged, num_plans, expected):
-    """Of a limit, or of 5 GB; what earlier plans left over is for the last one."""
+    """Of a limit, or of 5.5 GB; what earlier plans left over is for the last one."""
     assert staging_share(ExchangeSettings(staging_bytes=limit), staged, num_plans) == expected
 
 
