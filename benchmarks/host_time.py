@@ -13,8 +13,9 @@ Two parts of a step are timed apart:
 - **everything else of our step**, from ``FSDPMuonChainedOptimizer.step``: a Megatron-FSDP model
   with as many layers, experts and ranks, whose matrices are scaled down. The engine is left out.
   ``torch.optim.AdamW(foreach=True)`` steps the same rows as plain tensors, after
-  ``clip_grad_norm_(foreach=True)``, which our step does too. What Megatron-FSDP does
-  around a step, with Adam too, is timed apart; that includes the mode which makes CPU ranks.
+  ``clip_grad_norm_(foreach=True)``, which our step does too. Two functions of
+  Megatron-FSDP, which run around a step of Adam too, are timed apart, with the mode that makes CPU
+  ranks.
 
 What would be launched on a GPU is replaced by a function that does nothing, once everything is
 built: element-wise functions of ``torch``, ``_foreach_`` functions, Newton-Schulz, and the kernels
@@ -37,6 +38,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from gpt_under_fsdp import build_gpt, build_muon, norms_as_on_a_gpu
+from launches import Launches, count_launches, replace_arithmetic
 
 
 class Job(NamedTuple):
@@ -69,78 +73,6 @@ COLLECTIVES = ("all_reduce", "all_to_all_single", "all_gather_into_tensor")
 HIDDEN, HEADS = 128, 4
 
 
-class Launches:
-    """Replace what a GPU would run by functions that count, and do nothing."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self._replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(self, owner: Any, name: str, result: Callable[..., Any]) -> None:
-        """Replace a function by one that counts, and returns ``result`` of its arguments."""
-        self._replaced.append((owner, name, getattr(owner, name)))
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            """Count instead of computing."""
-            self.counts[name] += 1
-            return result(*args, **kwargs)
-
-        setattr(owner, name, counted)
-
-    def restore(self) -> None:
-        """Undo all replacements."""
-        for owner, name, original in reversed(self._replaced):
-            setattr(owner, name, original)
-
-
-def replace_arithmetic(launches: Launches) -> None:
-    """Replace the functions of torch that the step and AdamW call on lists and whole tensors."""
-    import torch
-
-    from megatron_muon.newton_schulz.registry import BACKENDS
-
-    numbers: dict[tuple[int, Any], Any] = {}
-
-    def norms(tensors: Sequence[Any], *_: Any, dtype: Any = None, **__: Any) -> Any:
-        """Return as many numbers as tensors."""
-        key = len(tensors), dtype or tensors[0].dtype
-        if key not in numbers:
-            device = tensors[0].device
-            numbers[key] = tuple(torch.ones((), dtype=key[1], device=device) for _ in tensors)
-        return numbers[key]
-
-    def same(first: Any, *_: Any, **kwargs: Any) -> Any:
-        """Return the result where it is given, otherwise what is as large."""
-        return kwargs.get("out", first)
-
-    for name in dir(torch):
-        if name == "_foreach_norm":
-            launches.replace(torch, name, norms)
-        elif name.startswith("_foreach_") and callable(getattr(torch, name)):
-            launches.replace(torch, name, same)
-    for name in ("div", "mul"):
-        launches.replace(torch, name, same)
-    for backend in BACKENDS.values():
-        launches.replace(type(backend), "run", lambda self, stack, call: stack)
-    try:
-        from megatron_muon.runtime import row_kernel
-    except ImportError:
-        return
-    launches.replace(row_kernel, "launch", lambda *_, **__: None)
-
-
-def take_the_way_of_a_gpu() -> None:
-    """Let rows be moved by the kernel, and norms come from one fused call."""
-    from megatron_muon.runtime import norms
-
-    norms._CHUNK_ELEMENTS = 0
-    try:
-        from megatron_muon.runtime import row_moves
-    except ImportError:
-        return
-    row_moves.uses_kernel = lambda device: True
-
-
 @contextmanager
 def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
     """Start process groups that send nothing."""
@@ -152,19 +84,6 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def count_launches(launches: Launches, step: Callable[[], Any]) -> Counter[str]:
-    """Count a step: what is replaced, and what else reaches the dispatcher."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    from operation_counts import OperationCounter
-
-    launches.counts.clear()
-    counter = OperationCounter()
-    with counter.counting():
-        step()
-    others = Counter({"other": sum(counter.now.operations.values())})
-    return Counter(launches.counts) + others
 
 
 def least_us(step: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
@@ -181,6 +100,15 @@ def least_us(step: Callable[[], Any], before: Callable[[], Any] = lambda: None) 
         step()
         times.append(time.thread_time() - start)
     return 1e6 * min(times)
+
+
+def move_rows_as_on_a_gpu() -> None:
+    """Let the kernel move rows, in a package that has it."""
+    try:
+        from megatron_muon.runtime import row_moves
+    except ImportError:
+        return
+    row_moves.uses_kernel = lambda device: True
 
 
 def engine_figures(job: Job) -> dict[str, float]:
@@ -206,7 +134,8 @@ def engine_figures(job: Job) -> dict[str, float]:
     rank = max(held, key=lambda each: held[each])
     plans = [plan for plan in found.plans if rank in plan.ranks]
     device = torch.device("cpu")
-    take_the_way_of_a_gpu()
+    norms_as_on_a_gpu()
+    move_rows_as_on_a_gpu()
     with one_rank_of(job.dp, rank):
         rows: dict[Any, torch.Tensor] = {}
         bound = []
@@ -235,6 +164,8 @@ def engine_figures(job: Job) -> dict[str, float]:
             counts = count_launches(launches, step)
             with torch._C.DisableTorchFunction():
                 time_us = least_us(step)
+                # Other dictionaries, as where gradients are in new memory in every step.
+                moved_us = least_us(lambda: list(engine.orthogonalize(dict(rows), dict(rows))))
         finally:
             launches.restore()
     products = counts.pop("run", 0)
@@ -244,19 +175,14 @@ def engine_figures(job: Job) -> dict[str, float]:
         "stacks": products,
         "collectives": collectives,
         "engine_us": time_us,
+        "moved_us": moved_us,
         "engine_launches": sum(counts.values()),
     }
 
 
 def build_scaled_model(job: Job) -> Any:
     """Wrap a scaled-down GPT in Megatron-FSDP, as one of the ranks of the job."""
-    import torch
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=job.ep, create_gloo_process_groups=False
@@ -269,39 +195,17 @@ def build_scaled_model(job: Job) -> Any:
             "moe_ffn_hidden_size": HIDDEN,
             "expert_model_parallel_size": job.ep,
             "moe_token_dispatcher_type": "alltoall",
-            "add_bias_linear": False,
         }
-    config = TransformerConfig(
+    return build_gpt(
+        512,
+        32,
         num_layers=job.layers,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
         normalization="RMSNorm",
-        **{"add_bias_linear": False, **experts},
+        add_bias_linear=False,
+        **experts,
     )
-    spec = get_gpt_layer_local_spec(
-        num_experts=experts.get("num_moe_experts"), normalization="RMSNorm"
-    )
-    gpt = GPTModel(
-        config,
-        spec,
-        vocab_size=512,
-        max_sequence_length=32,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    ddp_config = DistributedDataParallelConfig(
-        use_megatron_fsdp=True,
-        use_distributed_optimizer=True,
-        data_parallel_sharding_strategy="optim_grads_params",
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        gradient_reduce_div_fusion=False,
-    )
-    return FullyShardedDataParallel(config, ddp_config, gpt)
 
 
 class NoEngine:
@@ -321,45 +225,17 @@ class NoEngine:
         yield list(self.params)
 
 
-def functions_of_fsdp(model: Any) -> dict[str, Callable[[], Any]]:
-    """Return what Megatron-FSDP does around a step, with Adam too."""
-
-    def gather() -> None:
-        """Start the gather of parameters, as if the one before had ended."""
-        model.module.all_gather_pipeline.reset()
-        model.start_param_sync()
-
-    return {
-        "finish_grad_sync": model.finish_grad_sync,
-        "install_optimized_model_weights": model.module.install_optimized_model_weights,
-        "start_param_sync": gather,
-    }
-
-
 def outer_figures(job: Job) -> dict[str, float]:
     """Time what is not the engine, by part, and AdamW."""
     import torch
-    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
 
-    import megatron_muon
     from megatron_muon.mcore.muon_step import MuonStep
 
     with one_rank_of(job.dp, 0):
         model = build_scaled_model(job)
-        config = OptimizerConfig(
-            optimizer="muon",
-            lr=0.01,
-            weight_decay=0.1,
-            clip_grad=1e-3,
-            use_distributed_optimizer=True,
-            muon_nesterov=True,
-            muon_scalar_optimizer="lion",
-        )
         # Plans are made from what other ranks say, and these say nothing.
         MuonStep._owner_compute = lambda self, exchange: NoEngine()  # type: ignore[method-assign]
-        optimizer = megatron_muon.build_megatron_fsdp_emerging_optimizer(
-            config, [model], get_standard_config_overrides(config)
-        )
+        optimizer = build_muon(model)
         model.finish_grad_sync()
         params = optimizer.get_parameters()
         held = [param for param in params if param.grad is not None]
@@ -385,7 +261,8 @@ def outer_figures(job: Job) -> dict[str, float]:
                 local = param.grad._local_tensor
                 param.grad._local_tensor = local.view(local.shape)
 
-        of_fsdp = {name: least_us(function) for name, function in functions_of_fsdp(model).items()}
+        attach_us = least_us(model.finish_grad_sync)
+        install_us = least_us(model.module.install_optimized_model_weights)
         model.module.device = torch.device("cpu")
         for owner, name in ((model, "finish_grad_sync"), (model, "start_param_sync")):
             setattr(owner, name, lambda: None)
@@ -406,7 +283,8 @@ def outer_figures(job: Job) -> dict[str, float]:
             "own_us": own_us,
             "own_launches": sum(counts.values()),
             "adamw_us": adam_us,
-            **of_fsdp,
+            "finish_grad_sync_us": attach_us,
+            "install_us": install_us,
         }
 
 
@@ -441,12 +319,14 @@ HEADER = [
     "own, a parameter (us)",
     "matrices held",
     "engine, a matrix (us)",
+    "the same if rows move (us)",
     "launches of ours",
     "stacks",
     "own + engine (ms)",
     "clipping and AdamW (ms)",
     "ratio",
-    "Megatron-FSDP, a parameter (us)",
+    "finish_grad_sync, a parameter (us)",
+    "install, a parameter (us)",
 ]
 
 
@@ -456,19 +336,20 @@ def table(results: dict[str, dict[str, float]]) -> Iterator[str]:
     yield f"| {' | '.join(['---'] * len(HEADER))} |"
     for name, of in results.items():
         whole = of["own_us"] + of["engine_us"]
-        fsdp = sum(of[part] for part in of if part.startswith(("finish", "install", "start")))
         cells = [
             name,
             f"{of['parameters']} / {of['held']}",
             f"{of['own_us'] / of['parameters']:.1f}",
             f"{of['matrices']}",
             f"{of['engine_us'] / of['matrices']:.1f}",
+            f"{of['moved_us'] / of['matrices']:.1f}",
             f"{of['own_launches'] + of['engine_launches']}",
             f"{of['stacks']}",
             f"{whole / 1e3:.2f}",
             f"{of['adamw_us'] / 1e3:.2f}",
             f"{whole / of['adamw_us']:.2f}",
-            f"{fsdp / of['parameters']:.0f}",
+            f"{of['finish_grad_sync_us'] / of['parameters']:.0f}",
+            f"{of['install_us'] / of['parameters']:.0f}",
         ]
         yield f"| {' | '.join(cells)} |"
 

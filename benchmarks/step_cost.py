@@ -47,6 +47,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gpt_under_fsdp import build_gpt, build_muon, norms_as_on_a_gpu
+
 FSDP = "Megatron-FSDP"
 SEQ_LENGTH, VOCAB_SIZE, MICRO_BATCH_SIZE = 32, 64, 4
 LAYERS, HIDDEN, HEADS = 8, 128, 4
@@ -54,78 +56,22 @@ LAYERS, HIDDEN, HEADS = 8, 128, 4
 
 def build_model() -> Any:
     """Wrap the GPT in Megatron-FSDP."""
-    import torch
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
+    return build_gpt(
+        VOCAB_SIZE, SEQ_LENGTH, num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS
     )
-    gpt = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=SEQ_LENGTH,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    ddp_config = DistributedDataParallelConfig(
-        use_megatron_fsdp=True,
-        use_distributed_optimizer=True,
-        data_parallel_sharding_strategy="optim_grads_params",
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        gradient_reduce_div_fusion=False,
-    )
-    return FullyShardedDataParallel(config, ddp_config, gpt)
 
 
 def build_optimizer(model: Any) -> Any:
     """Build Muon and Lion as on a GPU."""
-    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
-
     import megatron_muon
     from megatron_muon.plan.cost import CostModel
-    from megatron_muon.runtime import norms
 
-    # Without memory to convert a chunk in, norms take the way of a GPU.
-    if not hasattr(norms, "_CHUNK_ELEMENTS"):
-        raise RuntimeError(
-            "norms._CHUNK_ELEMENTS: expected the size of the scratch of a CPU, got none. Let norms "
-            "take a GPU's way here otherwise."
-        )
-    norms._CHUNK_ELEMENTS = 0
+    norms_as_on_a_gpu()
     # Named, so that they replace those of CPU ranks. The other two are the run's.
     others = ("num_ns_steps", "measured", "backends", "segments")
     rates = {k: v for k, v in dataclasses.asdict(CostModel()).items() if k not in others}
-    config = OptimizerConfig(
-        optimizer="muon",
-        lr=0.01,
-        weight_decay=0.1,
-        clip_grad=1e-3,  # below the norm of any gradient here, so that it always clips
-        use_distributed_optimizer=True,
-        muon_nesterov=True,
-        muon_scalar_optimizer="lion",
-    )
-    return megatron_muon.build_megatron_fsdp_emerging_optimizer(
-        config,
-        [model],
-        get_standard_config_overrides(config),
-        exchange=megatron_muon.ExchangeSettings(
-            cost_model=",".join(f"{name}={value}" for name, value in rates.items())
-        ),
-    )
+    cost_model = ",".join(f"{name}={value}" for name, value in rates.items())
+    return build_muon(model, exchange=megatron_muon.ExchangeSettings(cost_model=cost_model))
 
 
 def run_backward(model: Any, optimizer: Any, seed: int) -> None:

@@ -169,6 +169,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         found = self._gradient_norm
         if found is not None and float(found.num_problems) == 0.0:
             return
+        if found is None:
+            # Nobody asked for the norm: gradients may have changed since they were listed.
+            self._gradients.collect()
         device = self.model_chunks[0].module.device
         problems = [*self._problems, *self._gradients.missing]
         raise_where_gradients_fail(self._fqns, problems, device)
@@ -202,6 +205,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         if norm > self.config.grad_norm_skip_threshold:
             logger.info("step skipped: gradient norm %s above its threshold", norm)
+            self._gradients.end()
             return False, norm, num_zeros
         return self.step_with_ready_grads(), norm, num_zeros
 

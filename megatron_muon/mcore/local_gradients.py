@@ -41,7 +41,7 @@ class LocalGradients:
             for param in child.get_parameters()
             if param._local_tensor.numel() > 0
         ]
-        self._names = [(param, name) for param, name in fqns.items() if param._local_tensor.numel()]
+        self._fqns = fqns
         self._stay = stay
         self._views = AdjacentViews()
         # Positions in the list of all: by optimizer, and those of none.
@@ -59,9 +59,9 @@ class LocalGradients:
         self.missing = []
         if len(self.all) < len(grads):
             self.missing = [
-                f"{name}: expected a gradient on a shard of shape "
+                f"{self._fqns[param]}: expected a gradient on a shard of shape "
                 f"{tuple(param._local_tensor.shape)}, got None"
-                for param, name in self._names
+                for param in self._held
                 if param.grad is None
             ]
         if self._counted is None or len(self.all) != self._num_listed:

@@ -4,7 +4,7 @@
 
 import dataclasses
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -147,15 +147,6 @@ class RankPlan:
             [scatter.num_elements.in_bytes(wire) for scatter in self.scatters],
             max((owned.num_elements for owned in self.local), default=0) * wire.gather_bytes,
         )
-
-    def num_results(self) -> Counter[int]:
-        """Count how many pieces the results for this rank's rows arrive in, by matrix."""
-        owned = [*self.local, *(bucket.owned for bucket in self.buckets)]
-        counts = Counter(route.matrix for stacks in owned for route in stacks.staying)
-        counts.update(
-            arrival.route.matrix for scatter in self.scatters for arrival in scatter.arrivals
-        )
-        return counts
 
 
 class LocalStack(NamedTuple):

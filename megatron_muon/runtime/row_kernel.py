@@ -49,6 +49,7 @@ def _move(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
+    # One program for each tile; see WIDTH for what the numbers of a rectangle are.
     program = tl.program_id(0)
     number = tl.load(tiles + 2 * program)
     move = moves + number * WIDTH

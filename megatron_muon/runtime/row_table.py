@@ -9,7 +9,8 @@ import torch
 
 # Elements that one program of the kernel moves.
 TILE = 4096
-# Numbers of a rectangle.
+# Numbers of a rectangle: allocation, first element and two strides of its source, the same of its
+# target, rows, columns, and the position of its norm.
 WIDTH = 11
 # A rectangle is cut below this, so that its elements are counted in 32 bits.
 _MOST_ELEMENTS = 2**30
@@ -111,7 +112,7 @@ def _cut(source: torch.Tensor, target: torch.Tensor) -> list[tuple[int, int, int
     for row in range(0, num_rows, rows_of_piece):
         rows = min(rows_of_piece, num_rows - row)
         if source.is_contiguous() and target.is_contiguous():
-            # One long row.
+            # One long row: the kernel then reads and writes without gaps.
             pieces.append((row, 1, rows * num_cols, ((0, 1), (0, 1))))
         else:
             pieces.append((row, rows, num_cols, strides))
@@ -119,7 +120,7 @@ def _cut(source: torch.Tensor, target: torch.Tensor) -> list[tuple[int, int, int
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy from the host, which does not wait."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor if device.type == "cpu" else tensor.to(device)
+    """Copy from the host, which does not wait: the memory is pinned."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

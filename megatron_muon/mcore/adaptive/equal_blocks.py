@@ -110,6 +110,7 @@ class EqualBlocks:
 
     def norms(self, rows: ByBlock) -> torch.Tensor:
         """Return Frobenius norms of this rank's rows of all blocks, ``(num_blocks,)`` float64."""
+        # Zeros for blocks of other ranks, which add theirs in the all-reduce.
         values = self.positions.new_zeros(self.num_blocks, dtype=torch.float64)
         if self.held:
             of_held = torch._foreach_norm(self.take(rows), 2, dtype=torch.float64)
@@ -134,6 +135,8 @@ class EqualBlocks:
 
         Memory: a copy of the states, and one of these moments.
         """
+        # Joined and split again: one call each, where a view a block would be Python for all of
+        # them, also for those without rows here.
         states = [local_tensor(state[param][self.key]) for param in self.params]
         joined = torch.cat(states)
         moments = joined.index_select(0, self.indices)
@@ -193,6 +196,7 @@ def interleaved_rows(
     """
 
     def kind(param: Any) -> tuple[Any, ...]:
+        """Return rows and columns of a shard, and where its blocks are."""
         blocks = held[param]
         num_rows, num_cols = sum(block.num_rows for block in blocks), len(blocks[0].cols)
         return num_rows, num_cols, tuple(block.rows for block in blocks)

@@ -148,6 +148,30 @@ def _step_with_fewer_parameters() -> list[Any]:
     return [str(error.value), all(are_equal(before, main_weights(model)))]
 
 
+def _step_without_norm() -> list[Any]:
+    import torch.distributed as dist
+
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    optimizer.prepare_grads()
+    (muon,) = optimizer.muon_step.optimizers
+    if dist.get_rank() == 1:
+        lost = next(param for param in muon.params if param.grad is not None)
+        lost.grad = None
+    before = main_weights(model)
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step_with_ready_grads()
+    return [str(error.value), all(are_equal(before, main_weights(model)))]
+
+
+def test_gradient_that_is_lost_after_they_were_listed_raises_on_all_ranks():
+    """Where nobody asks for the norm, gradients are looked at once more before the step."""
+    for text, is_same in run_ranks(2, _step_without_norm).check().results:
+        assert "rank 1: " in text and "expected a gradient on a shard of shape" in text
+        assert is_same
+
+
 def _step_without_memory() -> list[Any]:
     import torch
     import torch.distributed as dist

@@ -1,0 +1,92 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A GPT under Megatron-FSDP and its Muon, for benchmarks that count and time a step on a CPU."""
+
+from typing import Any
+
+
+def build_gpt(vocab_size: int, max_sequence_length: int, **config: Any) -> Any:
+    """Wrap a GPT with SwiGLU and rotary positions in Megatron-FSDP ``optim_grads_params``.
+
+    Args:
+        vocab_size: Rows of the embedding.
+        max_sequence_length: Longest sequence.
+        **config: Arguments of Megatron's ``TransformerConfig``, sizes among them.
+    """
+    import torch
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    transformer = TransformerConfig(
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        **config,
+    )
+    gpt = GPTModel(
+        transformer,
+        get_gpt_layer_local_spec(
+            num_experts=config.get("num_moe_experts"), normalization=config.get("normalization")
+        ),
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    ddp_config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        gradient_reduce_div_fusion=False,
+    )
+    return FullyShardedDataParallel(transformer, ddp_config, gpt)
+
+
+def build_muon(model: Any, **options: Any) -> Any:
+    """Build Muon with Nesterov, weight decay and clipping, and Lion for other parameters.
+
+    Args:
+        model: See :func:`build_gpt`.
+        **options: Arguments of ``build_megatron_fsdp_emerging_optimizer``.
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
+
+    import megatron_muon
+
+    config = OptimizerConfig(
+        optimizer="muon",
+        lr=0.01,
+        weight_decay=0.1,
+        clip_grad=1e-3,  # below the norm of any gradient here, so that it always clips
+        use_distributed_optimizer=True,
+        muon_nesterov=True,
+        muon_scalar_optimizer="lion",
+    )
+    return megatron_muon.build_megatron_fsdp_emerging_optimizer(
+        config, [model], get_standard_config_overrides(config), **options
+    )
+
+
+def norms_as_on_a_gpu() -> None:
+    """Let norms come from one fused call for a list.
+
+    Raises:
+        RuntimeError: A CPU converts no chunks any more.
+    """
+    from megatron_muon.runtime import norms
+
+    if not hasattr(norms, "_CHUNK_ELEMENTS"):
+        raise RuntimeError(
+            "norms._CHUNK_ELEMENTS: expected the size of the scratch of a CPU, got none. Let norms "
+            "take a GPU's way here otherwise."
+        )
+    # Without memory to convert a chunk in.
+    norms._CHUNK_ELEMENTS = 0
