@@ -167,7 +167,7 @@ def _step_without_norm() -> list[Any]:
 
 def test_gradient_that_is_lost_after_they_were_listed_raises_on_all_ranks():
     """Where nobody asks for the norm, gradients are looked at once more before the step."""
-    for text, is_same in run_ranks(2, _step_without_norm).check().results:
+    for text, is_same in run_ranks(2, _step_without_norm, timeout_s=60.0).check().results:
         assert "rank 1: " in text and "expected a gradient on a shard of shape" in text
         assert is_same
 
@@ -200,7 +200,9 @@ def _step_without_memory() -> list[Any]:
 
 def test_memory_that_one_rank_lacks_in_a_step_is_an_error_on_all():
     """Before anything is sent, where the others would wait for it; the next step may go on."""
-    for text, is_same, success in run_ranks(2, _step_without_memory).check().results:
+    for text, is_same, success in (
+        run_ranks(2, _step_without_memory, timeout_s=60.0).check().results
+    ):
         assert (
             "rank 1: expected " in text and "for messages, stacks and Newton-Schulz, got " in text
         )

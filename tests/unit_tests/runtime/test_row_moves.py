@@ -56,9 +56,10 @@ def _engine(num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> t
 
 def _rectangles(generator: torch.Generator) -> list[tuple[Any, ...]]:
     """Return cases of sources, targets, norms and factors: dense, column pieces, transposed."""
-    special = torch.tensor([[float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40]])
-    wide = torch.randn(70, 130, generator=generator) * torch.logspace(-30, 30, 130)
-    wide[:1, :6] = special
+    # Nothing below the normal numbers, not even a quotient: some CPUs convert it to zero.
+    special = torch.tensor([[float("nan"), float("inf"), -float("inf"), 0.0, -0.0]])
+    wide = torch.randn(70, 130, generator=generator) * torch.logspace(-25, 25, 130)
+    wide[:1, :5] = special
     cases = []
     for source_dtype, target_dtype in (
         (torch.float32, torch.bfloat16),
@@ -91,7 +92,7 @@ def _rectangles(generator: torch.Generator) -> list[tuple[Any, ...]]:
 def _bits(*, by_kernel: bool) -> list[list[int]]:
     """Return the bits that all rectangles, and two steps of an engine, end with."""
     row_moves.uses_kernel = lambda device: by_kernel  # type: ignore[assignment]
-    norms = torch.tensor([3.7, 1e-7, 1.9e20])
+    norms = torch.tensor([3.7, 1e-7, 1.9e5])
     found = []
     for sources, targets, positions, factors in _rectangles(torch.Generator().manual_seed(0)):
         moves = RowMoves(
