@@ -46,6 +46,9 @@ class ExchangeSettings:
         num_buckets: Number of buckets of a plan, if memory allows it; None for the rule of
             :mod:`megatron_muon.plan.buckets`. For measuring other numbers; it has no flag.
         depth: Gathers in flight beside the bucket in work, likewise.
+        cuda_graphs: Whether Newton-Schulz of each stack is captured at construction as a CUDA
+            graph, and replayed. Staging memory and Newton-Schulz's workspace then stay allocated
+            between steps. Off: no GPU has run it yet.
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:
@@ -63,6 +66,7 @@ class ExchangeSettings:
     newton_schulz: BackendChoice = "standard"
     num_buckets: int | None = None
     depth: int | None = None
+    cuda_graphs: bool = False
     log_plan: bool = False
 
     def __post_init__(self) -> None:
@@ -80,6 +84,11 @@ class ExchangeSettings:
             raise ValueError(
                 "exchange.newton_schulz: expected standard with exchange.mode all_gather, which "
                 f"runs upstream's own function, got {self.newton_schulz}. Use exchange.mode owner."
+            )
+        if self.cuda_graphs and self.mode == "all_gather":
+            raise ValueError(
+                "exchange.cuda_graphs: expected exchange.mode owner, whose stacks stay at one "
+                "address, got all_gather. Leave one of them out."
             )
         if self.staging_bytes is not None and self.staging_bytes < 1:
             raise ValueError(

@@ -16,7 +16,7 @@ Over NCCL collectives run on the process group's own stream, and waiting for the
 host never waits. Over gloo they run on its threads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena, free_memory
 from megatron_muon.runtime.chained_collectives import chain_on
+from megatron_muon.runtime.cuda_graphs import CudaGraphs
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
 from megatron_muon.runtime.row_moves import uses_kernel
@@ -43,6 +44,8 @@ class Engine:
         newton_schulz: Steps, coefficients, precision and scale.
         rank: This rank of the job.
         device: Where shards are.
+        keeps_memory: Whether messages and stacks stay allocated between steps, as
+            :meth:`capture` needs it.
 
     Communication: a step is, per plan, one all-reduce of 8 bytes a block (if rows are sent in bf16)
         and, per bucket, one ``all_to_all_single`` to the owners and one back, of the plan's routes
@@ -52,7 +55,8 @@ class Engine:
         their backend says, and all-reduce its norm if rows are sent in fp32.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it what Newton-Schulz needs for
-        one stack. Between steps that of :class:`~megatron_muon.runtime.row_moves.RowMoves`.
+        one stack. Between steps that of :class:`~megatron_muon.runtime.row_moves.RowMoves`; with
+        ``keeps_memory`` all of it.
     """
 
     _schedule: RankSchedule
@@ -67,13 +71,14 @@ class Engine:
         *,
         rank: int,
         device: torch.device,
+        keeps_memory: bool = False,
     ) -> None:
         # emerging-optimizers is asked for them once per process: now rather than in a step.
         coefficients_of(newton_schulz.steps, newton_schulz.coefficient_type)
         # Compiled and compared now rather than in a step.
         uses_kernel(device)
         self._schedule = schedule
-        self._arena = Arena(schedule.staging.num_bytes, device)
+        self._arena = Arena(schedule.staging.num_bytes, device, is_kept=keeps_memory)
         place_of: dict[LocalStack, int] = {
             stack: place
             for stacks, place in zip(schedule.local, schedule.staging.local, strict=True)
@@ -96,7 +101,7 @@ class Engine:
                 zip(plans, schedule.rank_plans, strict=True)
             )
         ]
-        self._workspace_bytes = max((plan.workspace_bytes for plan in self._plans), default=0)
+        self._workspace_bytes = self._most_workspace()
         self._device = device
         problem = self.memory_problem()
         if problem is not None:
@@ -125,7 +130,6 @@ class Engine:
                 f"{free_memory(self._device)}"
             )
         finally:
-            # Nothing is kept between steps.
             self._arena.free()
         return None
 
@@ -157,6 +161,25 @@ class Engine:
         # At the end: the other owners of a split matrix wait for this rank in its next check.
         if problems:
             raise RuntimeError(problems[0])
+
+    def capture(self, graphs: CudaGraphs) -> None:
+        """Capture Newton-Schulz of every stack, which needs ``keeps_memory``.
+
+        Split matrices are left out, whose owners communicate.
+
+        Raises:
+            RuntimeError: A stack cannot be captured, or its graph has other bits.
+
+        Communication: none.
+        Memory: for good, what Newton-Schulz needs for one stack; until it returns, two stacks.
+        """
+        captured: dict[Any, Callable[[], None]] = {}
+        for plan in self._plans:
+            plan.capture(graphs, captured)
+        self._workspace_bytes = self._most_workspace()
+
+    def _most_workspace(self) -> int:
+        return max((plan.workspace_bytes for plan in self._plans), default=0)
 
     @property
     def staging_bytes(self) -> int:

@@ -4,6 +4,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from megatron_muon.runtime.agreement import (
     own_rank,
     raise_where_any_rank_fails,
 )
+from megatron_muon.runtime.cuda_graphs import CudaGraphs
 from megatron_muon.runtime.domain import Domain
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.groups import Wanted, find_groups, new_groups
@@ -71,7 +73,7 @@ class OwnerCompute:
             all ranks have the same number.
 
     Raises:
-        ValueError: bf16 on the wire with Newton-Schulz in fp32.
+        ValueError: bf16 on the wire with Newton-Schulz in fp32, or CUDA graphs without a GPU.
         RuntimeError: On all ranks, when no plan fits into the staging memory, when ranks came to
             different plans, or when one of them lacks memory for the engine or a kernel for
             Newton-Schulz.
@@ -97,6 +99,7 @@ class OwnerCompute:
         max_num_plans: int | None = None,
     ) -> None:
         self._rank, self._device, self._settings = own_rank(), device, settings
+        self._graphs = CudaGraphs(device) if settings.cuda_graphs else None
         self.plans = self._plan(inputs, newton_schulz, max_num_plans or len(inputs))
         schedule = self._schedule()
         plans = self._make_groups(inputs)
@@ -186,13 +189,22 @@ class OwnerCompute:
         newton_schulz: NewtonSchulzSettings,
     ) -> Engine:
         return self._on_all_ranks(
-            lambda: Engine(plans, schedule, newton_schulz, rank=self._rank, device=self._device)
+            lambda: Engine(
+                plans,
+                schedule,
+                newton_schulz,
+                rank=self._rank,
+                device=self._device,
+                keeps_memory=self._graphs is not None,
+            )
         )
 
     def _connect(self) -> None:
         """Check kernels, and let every rank send to those that it will send to."""
         # Owners of a split matrix may wait for each other here, so all must have an engine.
         self._on_all_ranks(self._engine.check_kernels)
+        if self._graphs is not None:
+            self._on_all_ranks(partial(self._engine.capture, self._graphs))
         is_logged = self._device.type == "cuda" and self._rank == 0
         free_before = torch.cuda.mem_get_info(self._device)[0] if is_logged else 0
         # Not on all ranks: the others would be in a collective that this rank has left. Waiting for

@@ -5,7 +5,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from megatron_muon.plan.staging import PlanOffsets
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.chained_collectives import CollectiveChain, Waitable
+from megatron_muon.runtime.cuda_graphs import CudaGraphs
 from megatron_muon.runtime.exchange import (
     BucketMessages,
     Exchange,
@@ -51,7 +52,8 @@ class BoundPlan(NamedTuple):
     parts_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
-class _Stack(NamedTuple):
+@dataclasses.dataclass
+class _Stack:
     """A stack, and how it is orthogonalized.
 
     Args:
@@ -59,12 +61,20 @@ class _Stack(NamedTuple):
         backend: What does it.
         call: How.
         owners: Ranks that do it together.
+        replay: Does it in one launch; None without CUDA graphs.
     """
 
     tensor: torch.Tensor
     backend: Backend
     call: Call
     owners: tuple[int, ...]
+    replay: Callable[[], None] | None = None
+
+    def run(self) -> None:
+        """Replace the matrices by their results."""
+        # One stack after the other: results of all would need as much memory again. It also
+        # makes those of tall matrices contiguous, which are transposed views.
+        self.tensor.copy_(self.backend.run(self.tensor, self.call))
 
 
 class _Owned(NamedTuple):
@@ -251,9 +261,10 @@ class PlanRunner:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that Newton-Schulz needs for one stack, at most."""
+        """Memory that Newton-Schulz needs for one stack, at most; a graph has its own."""
         work = (each for owned in (*self._buckets, *self._local) for each in owned.work)
-        return max((each.backend.workspace_bytes(each.tensor) for each in work), default=0)
+        needs = (each.backend.workspace_bytes(each.tensor) for each in work if not each.replay)
+        return max(needs, default=0)
 
     def connect(self) -> None:
         """Connect the ranks that will exchange; see :meth:`Engine.connect`."""
@@ -273,7 +284,8 @@ class PlanRunner:
         for owners, name in connections:
             _attempt(problems, partial(BACKENDS[name].connect, self._parts_groups[owners]))
         checked = set()
-        for tensor, backend, call, _ in work:
+        for stack in work:
+            tensor, backend, call = stack.tensor, stack.backend, stack.call
             # On this rank alone if possible: if its kernel fails, others must not wait for it.
             if not backend.communicates:
                 call = dataclasses.replace(call, parts_group=None)
@@ -282,6 +294,21 @@ class PlanRunner:
                 checked.add(key)
                 _attempt(problems, partial(check_against_reference, backend, tensor, call))
         return problems
+
+    def capture(self, graphs: CudaGraphs, captured: dict[Any, Callable[[], None]]) -> None:
+        """Capture every stack that this rank orthogonalizes alone.
+
+        Args:
+            graphs: What captures.
+            captured: Graphs by address, shape and call. Local stacks share memory, and so graphs.
+        """
+        for stack in (each for owned in (*self._buckets, *self._local) for each in owned.work):
+            if stack.call.parts_group is not None:
+                continue
+            key = (stack.tensor.data_ptr(), stack.tensor.shape, stack.backend.name, stack.call)
+            if key not in captured:
+                captured[key] = graphs.capture(stack.tensor, stack.run)
+            stack.replay = captured[key]
 
     def _call(self, part: Part) -> Call:
         """Return how a stack of such parts is orthogonalized."""
@@ -336,9 +363,7 @@ class PlanRunner:
         """Replace stacks by their results, once the rows of other ranks are there."""
         self._rows.read(owned.kept)
         for stack in owned.work:
-            # One stack after the other: results of all would need as much memory again. It also
-            # makes those of tall matrices contiguous, which are transposed views.
-            stack.tensor.copy_(stack.backend.run(stack.tensor, stack.call))
+            (stack.replay or stack.run)()
 
     def start_scatter(self, number: int) -> list[Handle]:
         """Pack and send results.
