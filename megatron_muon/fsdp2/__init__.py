@@ -4,19 +4,24 @@
 
 ::
 
-    from megatron_muon.fsdp2 import Muon
+    from megatron_muon.fsdp2 import MuonAdamW
 
-    matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]
-    muon = Muon(matrices, lr=2e-2)
+    optimizer = MuonAdamW.from_model(model, lr=1e-3)
 
 Files, each importing only those above it::
 
     rectangles   the rectangles of a DTensor that the ranks of its mesh hold; integers
+    parameters   parameters as the matrices that are planned; plain tensors, convolutions
     batches      the matrices of a parameter, and this rank's rows of them
     plan_inputs  parameters that share a plan, and their process groups
     gradients    which parameters have gradients, and are they finite
     problems     what cannot be stepped, and what to do about it
-    muon         the optimizer
+    scales       factors of results by name
+    loading      what a loaded state must not change, and what it must bring
+    step_rows    local tensors of a step, and memory of its results
+    muon         Muon
+    groups       the parameters of a model, sorted by name
+    muon_adamw   Muon, AdamW and Lion in one optimizer
 """
 
 from megatron_muon.runtime.dependencies import missing_symbols
@@ -25,7 +30,9 @@ from megatron_muon.runtime.dependencies import missing_symbols
 if _missing := missing_symbols():
     raise ImportError("megatron_muon.fsdp2 cannot be imported:\n  " + "\n  ".join(_missing))
 
+from megatron_muon.fsdp2.groups import parameter_groups
 from megatron_muon.fsdp2.muon import Muon
+from megatron_muon.fsdp2.muon_adamw import MuonAdamW
 from megatron_muon.plan.settings import ExchangeSettings
 
-__all__ = ["ExchangeSettings", "Muon"]
+__all__ = ["ExchangeSettings", "Muon", "MuonAdamW", "parameter_groups"]

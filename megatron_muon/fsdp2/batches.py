@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_muon.fsdp2.parameters import NamedParameter, SplitSizes
 from megatron_muon.fsdp2.rectangles import Box
 from megatron_muon.plan.layout import MatrixLayout, Region, RowRange, block_rows
-
-type SplitSizes = int | tuple[int, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +34,8 @@ class MatrixRows:
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """View them, ``(rows, cols)``, in a tensor shaped like the parameter's local one."""
-        matrix = local if self.index is None else local[self.index]
+        # Of a convolution all dimensions but the first are columns.
+        matrix = local.flatten(1) if self.index is None else local[self.index]
         return matrix[self.start : self.stop]
 
 
@@ -61,7 +61,8 @@ def segments_of(num_rows: int, split_sizes: SplitSizes) -> list[Segment]:
     Args:
         num_rows: Rows of the parameter.
         split_sizes: A number of equal blocks; the rows of the blocks, which add up to all rows or
-            to those of one group; None for one block.
+            to those of one group, the last of which may be -1 for the rows that are left; None for
+            one block.
 
     Raises:
         ValueError: They are not integers, or do not divide the rows.
@@ -83,6 +84,8 @@ def segments_of(num_rows: int, split_sizes: SplitSizes) -> list[Segment]:
                 f"{split_sizes}. Give the rows of each block as a tuple"
             )
         split_sizes = (num_rows // split_sizes,) * split_sizes
+    if split_sizes[-1:] == (-1,) and len(split_sizes) > 1 and sum(split_sizes) + 1 < num_rows:
+        split_sizes = (*split_sizes[:-1], num_rows - sum(split_sizes) - 1)
     if not split_sizes or min(split_sizes) < 1 or num_rows % sum(split_sizes):
         raise ValueError(
             f"split_sizes: expected rows of blocks that add up to {num_rows}, or to a divisor of "
@@ -97,33 +100,24 @@ def segments_of(num_rows: int, split_sizes: SplitSizes) -> list[Segment]:
 
 
 def matrices_of(
-    name: str,
-    param: torch.Tensor,
-    boxes: Mapping[int, Box],
-    domain: tuple[int, ...],
-    split_sizes: SplitSizes,
-    is_transposed: bool,
-    rank: int,
+    parameter: NamedParameter, boxes: Mapping[int, Box], domain: tuple[int, ...], rank: int
 ) -> Iterator[tuple[MatrixLayout, MatrixRows | None]]:
     """Yield the matrices of a parameter that a domain exchanges, with this rank's rows of them.
 
     Args:
-        name: Of the parameter.
-        param: 2-D, or 3-D for a batch of matrices along dimension 0.
+        parameter: Viewed as it is planned.
         boxes: The rectangles that the ranks of its mesh hold.
         domain: Ranks that exchange its matrices, ascending.
-        split_sizes: See :func:`segments_of`.
-        is_transposed: Whether matrices are stored as (inputs, outputs).
         rank: This rank.
     """
-    rows, cols = param.shape[-2:]
+    ndim, (rows, cols) = parameter.view.ndim, parameter.view.shape[-2:]
     own = boxes[rank]
-    segments = segments_of(rows, split_sizes)
+    segments = segments_of(rows, parameter.split_sizes)
     # By matrices of the batch: the ranks that hold them, with their rows and columns. Matrices that
     # the same ranks hold share one tiling, computed once.
     held: dict[tuple[int, int], list[tuple[int, Box]]] = defaultdict(list)
     for each in domain:
-        of_batch = boxes[each][0] if param.ndim == 3 else (0, 1)
+        of_batch = boxes[each][0] if ndim == 3 else (0, 1)
         held[of_batch].append((each, boxes[each][-2:]))
     tilings = {
         of_batch: [_tiling(cols, segment, tuple(ranks)) for segment in segments]
@@ -132,18 +126,18 @@ def matrices_of(
     # In the order of the batch. Matrices that only other domains hold are left to them.
     found = sorted((number, held_by) for held_by in held for number in range(*held_by))
     for number, held_by in found:
-        index = number if param.ndim == 3 else None
+        index = number if ndim == 3 else None
         holds = any(each == rank for each, _ in held[held_by])
         for segment, (blocks, regions) in zip(segments, tilings[held_by], strict=True):
             yield (
                 MatrixLayout(
-                    _name(name, index, segment, len(segments)),
+                    _name(parameter.name, index, segment, len(segments)),
                     blocks,
                     regions,
                     domain,
-                    is_transposed=is_transposed,
+                    is_transposed=parameter.is_transposed,
                 ),
-                _own_rows(param, own, index, segment.rows) if holds else None,
+                _own_rows(parameter.param, own, index, segment.rows) if holds else None,
             )
 
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput, NamedParameter
+from megatron_muon.fsdp2.parameters import NamedParameter
+from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.finite import find_not_finite

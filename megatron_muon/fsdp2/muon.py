@@ -2,30 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon for DTensors: momentum on shards, Newton-Schulz on whole matrices."""
 
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from emerging_optimizers.mixin import WeightDecayT
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
-from emerging_optimizers.orthogonalized_optimizers.muon import MuonScaleT
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_muon.fsdp2.batches import MatrixRows
 from megatron_muon.fsdp2.gradients import parameters_without_gradient
-from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput, NamedParameter, find_plan_inputs
+from megatron_muon.fsdp2.loading import keep_planned, momentum_problems, planned_keys
+from megatron_muon.fsdp2.parameters import PlainGroups, named_parameters
+from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput, find_plan_inputs
 from megatron_muon.fsdp2.problems import (
     Settings,
     parameter_problem,
     repeated_problems,
     subclass_problems,
 )
+from megatron_muon.fsdp2.scales import scale_function
+from megatron_muon.fsdp2.step_rows import StepRows
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import (
@@ -35,12 +35,7 @@ from megatron_muon.runtime.agreement import (
 )
 from megatron_muon.runtime.dependencies import dependency_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.momentum import advance_momentum
 from megatron_muon.runtime.owner_compute import OwnerCompute
-
-# Of a parameter group: they decide the plan, so those of construction stay. A group without them
-# gets none: a checkpoint of torch.optim.Muon has no such keys.
-_PLANNED = {"split_sizes": None, "transposed": False}
 
 
 class Muon(WholeMatrixMuon):
@@ -60,9 +55,11 @@ class Muon(WholeMatrixMuon):
         params: Parameters, pairs of name and parameter, or groups of either. A matrix is
             ``(outputs, inputs)``; three dimensions are a batch of them. Groups may have, besides
             ``lr``, ``momentum`` and ``weight_decay``: ``split_sizes``, rows of blocks that are
-            orthogonalized separately (a number of equal blocks, the rows of the blocks, or the rows
-            of the blocks of a group that repeats, such as query, key and value), and
-            ``transposed``, for matrices that are stored and scaled as ``(inputs, outputs)``.
+            orthogonalized separately (a number of equal blocks; the rows of the blocks, of which
+            the last may be -1 for all others; or the rows of the blocks of a group that repeats,
+            such as query, key and value), ``transposed``, for matrices that are stored and scaled
+            as ``(inputs, outputs)``, and ``flatten``, for convolutions: all dimensions but the
+            first are columns.
         lr: Learning rate.
         momentum: Weight of the momentum's past.
         weight_decay: Coefficient.
@@ -71,11 +68,22 @@ class Muon(WholeMatrixMuon):
         fp32_matmul_prec: Precision of Newton-Schulz; ``medium`` is bf16.
         coefficient_type: Name of emerging-optimizers' coefficients.
         num_ns_steps: Newton-Schulz steps.
-        scale_mode: How results are scaled by shape.
-        extra_scale_factor: Another factor of results; 0.2 is the update size of AdamW.
+        scale_mode: How results are scaled by shape: ``spectral``, ``shape_scaling``,
+            ``unit_rms_norm`` (``spectral_unclamped`` in torch), ``match_adamw`` (``spectral`` times
+            0.2, the update size of AdamW), or ``none``.
+        extra_scale_factor: Another factor of results.
         use_syrk: Must be False; ``exchange.newton_schulz`` chooses kernels.
         exchange: How matrices are exchanged; None for the defaults.
         group: Ranks that step together; None for all ranks that have parameters.
+        process_group: Ranks with copies of this rank's parameters, which are plain tensors, as
+            under DDP.
+        tensor_group: Ranks with the other blocks of parameters that have a ``partition_dim`` of 0
+            or 1, plain tensors of Transformer Engine's or Megatron's tensor parallelism, in the
+            order of the blocks, which may be uneven. Other parameters are the same on all of them.
+        newton_schulz: Orthogonalizes stacks ``(num_matrices, rows, cols)`` of float32 matrices in
+            place of Newton-Schulz. Matrices are then sent in fp32, and not split.
+        momentum_dtype: bfloat16 halves the memory of momentum, which is averaged in float32 and
+            rounded once a step.
 
     Raises:
         RuntimeError: On all ranks, naming ranks and parameters, when one cannot be stepped (see
@@ -86,8 +94,8 @@ class Muon(WholeMatrixMuon):
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: see
         :func:`~megatron_muon.fsdp2.gradients.parameters_without_gradient` and
         :class:`~megatron_muon.runtime.engine.Engine`.
-    Memory: one float32 per local element of a parameter; while a step runs another one, for
-        results, one for each gradient in bfloat16, and what the engine stages.
+    Memory: one float32 per local element of a parameter, or half with ``momentum_dtype`` bfloat16;
+        while a step runs another one, for results, and what the engine stages.
     """
 
     # torch.amp.GradScaler then calls step() whatever it has found, so that it can be refused. It
@@ -96,7 +104,7 @@ class Muon(WholeMatrixMuon):
 
     compute: OwnerCompute
     _inputs: list[DTensorPlanInput]
-    _num_matrices: Counter[torch.Tensor]  # with rows on this rank, by parameter
+    _step_rows: StepRows
     _is_built: bool = False
 
     def __init__(
@@ -111,14 +119,22 @@ class Muon(WholeMatrixMuon):
         fp32_matmul_prec: FP32MatmulPrecT = "medium",
         coefficient_type: str = "quintic",
         num_ns_steps: int = 5,
-        scale_mode: MuonScaleT = "spectral",
+        scale_mode: str = "spectral",
         extra_scale_factor: float = 1.0,
         use_syrk: bool = False,
         exchange: ExchangeSettings | None = None,
         group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
+        newton_schulz: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        momentum_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.exchange = exchange or ExchangeSettings()
-        self._group = group
+        if newton_schulz is not None:
+            # It sees whole matrices as they are.
+            self.exchange = replace(self.exchange, max_parts=1)
+        self._group, self._plain = group, PlainGroups(process_group, tensor_group)
+        self._momentum_dtype = momentum_dtype
         settings = Settings(
             weight_decay_method,
             fp32_matmul_prec,
@@ -127,6 +143,8 @@ class Muon(WholeMatrixMuon):
             scale_mode,
             use_syrk,
             self.exchange,
+            newton_schulz,
+            momentum_dtype,
         )
         problems = dependency_problems() + settings.problems()
         # torch refuses an empty list, which a pipeline stage may have.
@@ -142,8 +160,6 @@ class Muon(WholeMatrixMuon):
                 fp32_matmul_prec=fp32_matmul_prec,
                 coefficient_type=coefficient_type,
                 num_ns_steps=num_ns_steps,
-                scale_mode=scale_mode,
-                extra_scale_factor=extra_scale_factor,
             )
         # Other ranks go on: they learn of it with all other problems.
         except (TypeError, ValueError) as error:
@@ -151,21 +167,30 @@ class Muon(WholeMatrixMuon):
             self.param_groups: list[dict[str, Any]] = []
         self._device = self._find_device()
 
-        def scale(rows: int, cols: int) -> tuple[float, float]:
-            """Return the two factors, which emerging-optimizers multiplies with in turn."""
-            return get_muon_scale_factor(rows, cols, mode=scale_mode), extra_scale_factor
-
         self._plan(
             NewtonSchulzSettings(
-                num_ns_steps, coefficient_type, fp32_matmul_prec == "medium", scale
+                num_ns_steps,
+                coefficient_type,
+                settings.is_bf16,
+                scale_function(scale_mode, extra_scale_factor),
+                newton_schulz,
             ),
-            f"scale {scale_mode} {extra_scale_factor}, {nesterov=}, {weight_decay_method=}",
+            f"scale {scale_mode} {extra_scale_factor}, {nesterov=}, {weight_decay_method=}, "
+            f"{momentum_dtype=}, function {newton_schulz is not None}",
             problems,
         )
         # For all parameters from the start: checkpoints need no step to make state.
         for param_group in self.param_groups:
             self._init_group(param_group, skip_non_grad_params=False)
+        self._round_momentum()
         self._is_built = True
+
+    def _round_momentum(self) -> None:
+        """Convert momentum to its dtype: torch loads it in that of the parameter."""
+        for state in self.state.values():
+            momentum = state.get("momentum_buffer")
+            if momentum is not None and momentum.dtype != self._momentum_dtype:
+                state["momentum_buffer"] = momentum.to(self._momentum_dtype)
 
     def _plan(
         self, newton_schulz: NewtonSchulzSettings, other_settings: str, problems: list[str]
@@ -177,8 +202,10 @@ class Muon(WholeMatrixMuon):
             other_settings: What else must be equal on all ranks, as text.
             problems: What has been found on this rank.
         """
-        parameters = list(self._parameters())
-        problems = problems + subclass_problems(self) + repeated_problems(parameters)
+        parameters, unseen = self._plain.viewed(
+            list(named_parameters(self.param_groups)), self._device
+        )
+        problems = problems + unseen + subclass_problems(self) + repeated_problems(parameters)
         problems += filter(None, (parameter_problem(each, self._device) for each in parameters))
         raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
         if dist.is_initialized():
@@ -205,23 +232,8 @@ class Muon(WholeMatrixMuon):
                 device=self._device,
                 max_num_plans=found.max_num_plans,
             )
-        self._num_matrices = Counter(rows.param for rows in self._all_rows())
-
-    def _parameters(self) -> Iterator[NamedParameter]:
-        number = 0
-        for group in self.param_groups:
-            names = group.get("param_names") or [
-                f"parameter {number + i}" for i in range(len(group["params"]))
-            ]
-            number += len(names)
-            sizes = group.get("split_sizes")
-            for name, param in zip(names, group["params"], strict=True):
-                yield NamedParameter(
-                    name,
-                    param,
-                    tuple(sizes) if isinstance(sizes, list | tuple) else sizes,
-                    group.get("transposed", False),
-                )
+        rows = [rows for each in self._inputs for rows in each.plan_input.handles.values()]
+        self._step_rows = StepRows([each.param for each in parameters], rows, self._device)
 
     def _find_device(self) -> torch.device:
         """Return where flags are reduced, and parameters should be: the device of their meshes.
@@ -241,9 +253,6 @@ class Muon(WholeMatrixMuon):
         if device_type == "cpu":
             return torch.device("cpu")
         return torch.device(device_type, torch.get_device_module(device_type).current_device())
-
-    def _all_rows(self) -> list[MatrixRows]:
-        return [rows for each in self._inputs for rows in each.plan_input.handles.values()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does at construction; later the plan is made."""
@@ -272,32 +281,25 @@ class Muon(WholeMatrixMuon):
 
         Communication: a flag over the ranks that step together.
         """
-        own = [{key: group[key] for key in _PLANNED if key in group} for group in self.param_groups]
+        own = planned_keys(self.param_groups)
         problems = []
         try:
             super().load_state_dict(state_dict)
         # Other ranks may have loaded theirs.
         except (KeyError, TypeError, ValueError) as error:
             problems.append(first_line(error))
-        for number, (group, planned) in enumerate(zip(self.param_groups, own, strict=True)):
-            for key, default in _PLANNED.items():
-                loaded, kept = group.pop(key, default), planned.get(key, default)
-                if _as_tuple(loaded) != _as_tuple(kept):
-                    warnings.warn(
-                        f"group {number}: the checkpoint has {key} {loaded}, this run {kept}, "
-                        "which it keeps.",
-                        stacklevel=2,
-                    )
-            group.update(planned)
-        for parameter in self._parameters():
-            loaded = self.state[parameter.param].get("momentum_buffer")
-            expected = _sharding(parameter.param)
-            got = "nothing" if loaded is None else _sharding(loaded)
-            if got != expected:
-                problems.append(
-                    f"{parameter.name}: expected momentum of {expected}, got {got}. Load through "
-                    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-                )
+        self.check_loaded(own, problems)
+
+    def check_loaded(self, own: Sequence[dict[str, Any]], problems: Sequence[str] = ()) -> None:
+        """Check a state that has been loaded; see :meth:`load_state_dict`.
+
+        Args:
+            own: What :func:`~megatron_muon.fsdp2.loading.planned_keys` was before.
+            problems: What has gone wrong on this rank, as sentences.
+        """
+        keep_planned(self.param_groups, own)
+        self._round_momentum()
+        problems = [*problems, *momentum_problems(self.param_groups, self.state)]
         if self._inputs:
             raise_where_any_rank_fails(problems, self._group, self._device, "Do not train on.")
 
@@ -321,9 +323,24 @@ class Muon(WholeMatrixMuon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.step_meanwhile(None)
+        return loss
+
+    @torch.no_grad()
+    def step_meanwhile(
+        self, meanwhile: Callable[[], None] | None, problems: Sequence[str] = ()
+    ) -> None:
+        """Step, and call a function when the first rows are in transit.
+
+        Args:
+            meanwhile: What else is to be done, without communication.
+            problems: Sentences for which all ranks refuse the step.
+        """
         # A rank without parameters has nothing to step, and nothing to agree on.
         if not self._inputs:
-            return loss
+            if meanwhile is not None:
+                meanwhile()
+            return
         if hasattr(self, "found_inf"):
             # GradScaler sets both, even if it has unscaled gradients.
             del self.found_inf, self.grad_scale
@@ -331,70 +348,29 @@ class Muon(WholeMatrixMuon):
                 "step: expected gradients that are not scaled, got a GradScaler. Compute in "
                 "bfloat16, which needs none."
             )
-        problems = self.compute.memory_problems()
+        rows = self._step_rows
+        problems = [*problems, *rows.allocate(), *self.compute.memory_problems()]
         without = parameters_without_gradient(self._inputs, self._group, self._device, problems)
-        momentum, results = self._advance(without)
-        # Loading a state replaces the dictionaries of groups, and schedulers change their values.
-        group_of = {param: group for group in self.param_groups for param in group["params"]}
-        missing = self._num_matrices.copy()
-        with fp32_matmul_precision(self.fp32_matmul_prec):
-            for done in self.compute.orthogonalize(
-                {rows: rows.of(momentum[rows.param]) for rows in self._all_rows()},
-                {rows: rows.of(results[rows.param]) for rows in self._all_rows()},
-            ):
-                missing.subtract(rows.param for rows in done)
-                for param in {rows.param for rows in done}:
-                    # All matrices of a batch at once.
-                    if missing[param] == 0 and param not in without:
-                        local_tensor(param).add_(results[param], alpha=-group_of[param]["lr"])
-        # Results are new memory in every step.
-        self.compute.forget()
-        return loss
-
-    def _advance(
-        self, without: set[torch.Tensor]
-    ) -> tuple[dict[torch.Tensor, torch.Tensor], dict[torch.Tensor, torch.Tensor]]:
-        """Decay weights, and average gradients into momentum.
-
-        Args:
-            without: Parameters that have no gradient, and stay as they are.
-
-        Returns:
-            By parameter, the local tensor of what is orthogonalized, and where results go.
-        """
-        momentum: dict[torch.Tensor, torch.Tensor] = {}
-        results: dict[torch.Tensor, torch.Tensor] = {}
+        momentum = {
+            param: local_tensor(self.state[param]["momentum_buffer"])
+            for group in self.param_groups
+            for param in group["params"]
+        }
         for group in self.param_groups:
-            buffers = {p: local_tensor(self.state[p]["momentum_buffer"]) for p in group["params"]}
-            # An empty shard may have no gradient, and has nothing to step.
-            stepped = [p for p in buffers if p.grad is not None and p not in without]
-            advanced = advance_momentum(
+            rows.advance(
                 group,
-                [local_tensor(param) for param in stepped],
-                # No copy, but of bfloat16.
-                [local_tensor(param.grad).to(torch.float32) for param in stepped],
-                [buffers[param] for param in stepped],
+                momentum,
+                without,
                 weight_decay_method=self.weight_decay_method,
                 nesterov=self.nesterov,
-                # Gradients are the user's: a logger may read them after the step.
-                overwrites_gradients=False,
             )
-            # The exchange is planned for all parameters, including those that are not stepped.
-            momentum |= {**buffers, **dict(zip(stepped, advanced, strict=True))}
-            results |= {
-                # With Nesterov the memory is new, and takes the result.
-                param: rows if rows is not buffers[param] else torch.empty_like(rows)
-                for param, rows in ((param, momentum[param]) for param in buffers)
-            }
-        return momentum, results
-
-
-def _sharding(tensor: torch.Tensor) -> str:
-    """Describe how a tensor is sharded."""
-    text = f"local shape {tuple(local_tensor(tensor).shape)}"
-    return f"{text}, {tensor.placements}" if isinstance(tensor, DTensor) else text
-
-
-def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - whatever a checkpoint holds
-    """Return lists as tuples: a checkpoint may have made one of the other."""
-    return tuple(value) if isinstance(value, list) else value
+        is_rounded = self._momentum_dtype != torch.float32
+        rows.find(momentum, in_results=self.nesterov or is_rounded)
+        # Loading a state replaces the dictionaries of groups, and schedulers change their values.
+        apply = rows.applier(
+            {param: group for group in self.param_groups for param in group["params"]}, without
+        )
+        with fp32_matmul_precision(self.fp32_matmul_prec):
+            for done in self.compute.orthogonalize(rows.sources, rows.results, meanwhile):
+                apply(done)
+        rows.free()

@@ -6,7 +6,6 @@ import functools
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron_muon.fsdp2.batches import MatrixRows, SplitSizes, matrices_of
+from megatron_muon.fsdp2.batches import MatrixRows, matrices_of
+from megatron_muon.fsdp2.parameters import NamedParameter
 from megatron_muon.fsdp2.rectangles import (
     Rectangles,
     cutting_axes,
@@ -27,24 +27,6 @@ from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
 from megatron_muon.runtime.domain import Domain, num_ranks_on_node, ranks_per_node
 from megatron_muon.runtime.groups import new_groups
 from megatron_muon.runtime.owner_compute import PlanInput
-
-
-@dataclass(frozen=True)
-class NamedParameter:
-    """A parameter of the optimizer.
-
-    Args:
-        name: For errors.
-        param: 2-D, or 3-D for a batch of matrices.
-        split_sizes: See :func:`~megatron_muon.fsdp2.batches.segments_of`.
-        is_transposed: Whether matrices are stored as (inputs, outputs).
-    """
-
-    name: str
-    param: torch.Tensor
-    split_sizes: SplitSizes
-    is_transposed: bool
-
 
 _ADVICE = (
     "Build the optimizer with the same parameters on all ranks of a mesh. No optimizer was built."
@@ -128,7 +110,7 @@ def find_plan_inputs(
     Communication: two gathers of objects over the job, two flags, and a new process group for each
         domain, each set of replicas, and the ranks with parameters, where they have none yet.
     """
-    keys = [_key(parameter.param) for parameter in parameters]
+    keys = [_key(parameter.view) for parameter in parameters]
     known = _known_groups(parameters)
     facts = _gather_facts(parameters, keys, known, group)
     # Before any collective of a plan: a rank that lacks it would never join.
@@ -137,7 +119,7 @@ def find_plan_inputs(
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
     by_key: dict[_Key, list[tuple[NamedParameter, Rectangles]]] = defaultdict(list)
     for number, (key, parameter) in enumerate(zip(keys, parameters, strict=True)):
-        by_key[key].append((parameter, _rectangles(number, parameter.param, facts)))
+        by_key[key].append((parameter, _rectangles(number, parameter.view, facts)))
     # Ranks without parameters have nothing to step, and nothing to agree on.
     with_parameters = tuple(rank for rank, each in enumerate(facts) if each.keys)
     groups = _groups(by_key, with_parameters if group is None else (), known, facts)
@@ -168,9 +150,9 @@ def _gather_facts(
 ) -> list[_Facts]:
     """Gather what all ranks know, by rank."""
     shapes = {
-        _shape_key(number, each.param): tuple(each.param._local_tensor.shape)
+        _shape_key(number, each.view): tuple(each.view._local_tensor.shape)
         for number, each in enumerate(parameters)
-        if isinstance(each.param, DTensor) and not is_cut_by_torch(each.param)
+        if isinstance(each.view, DTensor) and not is_cut_by_torch(each.view)
     }
     mine = _Facts(
         num_ranks_on_node(),
@@ -306,7 +288,7 @@ def _known_groups(
     world = dist.group.WORLD
     assert world is not None
     known = {tuple(range(dist.get_world_size())): [world]}
-    meshes = {p.param.device_mesh: None for p in parameters if isinstance(p.param, DTensor)}
+    meshes = {p.view.device_mesh: None for p in parameters if isinstance(p.view, DTensor)}
     for mesh in meshes:
         for axis in range(mesh.ndim):
             group = mesh.get_group(axis)
@@ -363,15 +345,7 @@ def _plan_input(
     matrices: list[MatrixLayout] = []
     handles: dict[int, MatrixRows] = {}
     for parameter, found in parameters:
-        for matrix, rows in matrices_of(
-            parameter.name,
-            parameter.param,
-            found.boxes,
-            key.ranks,
-            parameter.split_sizes,
-            parameter.is_transposed,
-            own_rank(),
-        ):
+        for matrix, rows in matrices_of(parameter, found.boxes, key.ranks, own_rank()):
             # By position in the list, which is the same on all ranks of the domain.
             if rows is not None:
                 handles[len(matrices)] = rows

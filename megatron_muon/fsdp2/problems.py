@@ -3,19 +3,18 @@
 """What Muon cannot step, and what to do about it: checked at construction, on all ranks."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 import torch
 import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-from emerging_optimizers.orthogonalized_optimizers.muon import MuonScaleT
 from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.batches import segments_of
-from megatron_muon.fsdp2.plan_inputs import NamedParameter
+from megatron_muon.fsdp2.parameters import NamedParameter
 from megatron_muon.fsdp2.rectangles import (
     is_cut_by_torch,
     is_strided,
@@ -24,6 +23,7 @@ from megatron_muon.fsdp2.rectangles import (
     rectangles_of,
     sharded_dim,
 )
+from megatron_muon.fsdp2.scales import SCALE_MODES
 from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import own_rank
@@ -52,6 +52,8 @@ class Settings:
         scale_mode: As its argument.
         use_syrk: As its argument.
         exchange: As its argument.
+        newton_schulz: As its argument.
+        momentum_dtype: As its argument.
     """
 
     weight_decay_method: str
@@ -61,6 +63,13 @@ class Settings:
     scale_mode: str
     use_syrk: bool
     exchange: ExchangeSettings
+    newton_schulz: Callable[..., torch.Tensor] | None
+    momentum_dtype: torch.dtype
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether Newton-Schulz runs in bf16, so that rows may be sent in bf16."""
+        return self.fp32_matmul_prec == "medium" and self.newton_schulz is None
 
     def problems(self) -> list[str]:
         """List what cannot work, a sentence each, with problems of the environment.
@@ -74,7 +83,7 @@ class Settings:
             for name, choices in (
                 ("weight_decay_method", WEIGHT_DECAY_METHODS),
                 ("fp32_matmul_prec", get_args(FP32MatmulPrecT)),
-                ("scale_mode", get_args(MuonScaleT)),
+                ("scale_mode", SCALE_MODES),
             )
             if getattr(self, name) not in choices
         ]
@@ -83,13 +92,28 @@ class Settings:
                 "use_syrk: expected False, got True. Pass "
                 'exchange=ExchangeSettings(newton_schulz="symmetric") for such kernels'
             )
+        if self.momentum_dtype not in (torch.float32, torch.bfloat16):
+            found.append(
+                f"momentum_dtype: expected float32 or bfloat16, got {self.momentum_dtype}. Choose "
+                "one"
+            )
+        if self.newton_schulz is not None and not callable(self.newton_schulz):
+            found.append(
+                f"newton_schulz: expected a function of a stack, got {self.newton_schulz!r}. To "
+                "choose a form by name, use exchange.newton_schulz"
+            )
+        if self.newton_schulz is not None and self.exchange.newton_schulz != "standard":
+            found.append(
+                "exchange.newton_schulz: expected standard with a newton_schulz function, got "
+                f"{self.exchange.newton_schulz}. Pass one of them"
+            )
         if self.exchange.mode != "owner":
             found.append(
                 f"exchange.mode: expected owner, got {self.exchange.mode}, which is Megatron's. "
                 "Leave it out"
             )
         for check in (
-            lambda: self.exchange.wire_for(self.fp32_matmul_prec == "medium"),
+            lambda: self.exchange.wire_for(self.is_bf16),
             lambda: coefficients_of(self.num_ns_steps, self.coefficient_type),
         ):
             try:
@@ -136,10 +160,15 @@ def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | 
             f"{parameter.name}: transposed: expected True or False, got "
             f"{parameter.is_transposed!r}. Set it in the group"
         )
-    problem = _tensor_problem(parameter, device) or _layout_problem(parameter.param)
+    if type(parameter.flattens) is not bool:
+        return (
+            f"{parameter.name}: flatten: expected True or False, got {parameter.flattens!r}. Set "
+            "it in the group"
+        )
+    problem = _tensor_problem(parameter, device) or _layout_problem(parameter.view)
     if problem is None:
         try:
-            segments_of(parameter.param.shape[-2], parameter.split_sizes)
+            segments_of(parameter.view.shape[-2], parameter.split_sizes)
         except ValueError as error:
             problem = str(error)
     return None if problem is None else f"{parameter.name}: {problem}"
@@ -148,25 +177,26 @@ def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | 
 def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | None:
     """Describe what is wrong with the tensor itself."""
     param, local = parameter.param, local_tensor(parameter.param)
-    if param.ndim not in (2, 3):
+    if parameter.view.ndim not in (2, 3):
         return (
             f"expected a matrix, or a batch of matrices, got shape {tuple(param.shape)}. Step it "
-            "with AdamW; view a convolution as a matrix"
+            "with AdamW; set flatten=True in the group of a convolution"
         )
-    if param.numel() == 0:
+    if parameter.view.numel() == 0:
         return f"expected elements, got shape {tuple(param.shape)}. Leave it out"
-    if param.ndim == 3 and parameter.split_sizes is not None:
+    if parameter.view.ndim == 3 and parameter.split_sizes is not None:
         return (
             f"split_sizes: expected none for a batch of matrices, got {parameter.split_sizes}. "
             "Leave the matrices whole, or keep the parts as parameters of their own"
         )
     # It would step a gathered copy that FSDP2 frees, and the model would learn nothing.
-    if not isinstance(param, DTensor) and dist.is_initialized() and dist.get_world_size() > 1:
+    is_plain = not isinstance(parameter.view, DTensor)
+    if is_plain and dist.is_initialized() and dist.get_world_size() > 1:
         return (
             f"expected a DTensor in a job of {dist.get_world_size()} ranks, got a plain tensor. "
             "Call fully_shard first; build the optimizer before the first forward pass or after a "
-            "backward pass, as modules hold gathered copies in between; under DDP use "
-            "torch.optim.Muon"
+            "backward pass, as modules hold gathered copies in between; under DDP pass "
+            "process_group, the ranks with copies of the model"
         )
     # Updates of Muon are small beside weights: bfloat16 weights would round most of them away.
     if param.dtype != torch.float32:

@@ -20,6 +20,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_muon.runtime.agreement import own_rank
 
+# Attribute of a view of a parameter whose rows follow from the shapes of all ranks' shards.
+KNOWN_BY_SHAPES = "_megatron_muon_known_by_shapes"
+
 # Range (start, stop) in each dimension of the tensor.
 type Box = tuple[tuple[int, int], ...]
 
@@ -76,6 +79,7 @@ def is_cut_by_torch(param: torch.Tensor) -> bool:
     return not isinstance(param, DTensor) or not (
         hasattr(param, "__fsdp_param__")  # set by Megatron-FSDP
         or hasattr(param, "_mfsdp_parameter_group")  # and by its version 2
+        or getattr(param, KNOWN_BY_SHAPES, False)
         # By its update_uneven_dtensor_chunk_metadata(), on DTensors of its shards.
         or hasattr(param._local_tensor, "__create_chunk_list__")
     )

@@ -35,7 +35,6 @@ from megatron_muon.mcore.fsdp_model import (
     named_optimizer_parameters,
     num_rows,
 )
-from megatron_muon.mcore.lion import FSDPLion
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.routing import routing_rule
 from megatron_muon.mcore.splits import tag_blocks
@@ -44,6 +43,7 @@ from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dependencies import environment_problems
+from megatron_muon.runtime.lion import FSDPLion
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 logger = logging.getLogger(__name__)

@@ -256,7 +256,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                 momentum,
                 weight_decay_method=self.weight_decay_method,
                 nesterov=self.nesterov,
-                overwrites_gradients=True,
+                updates=grads,
             )
         version = sum(held.views.version for held in self._held_groups)
         if self._step_rows is None or version != self._version:

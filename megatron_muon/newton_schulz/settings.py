@@ -5,6 +5,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 Coefficients = tuple[float, float, float]
 
@@ -20,12 +24,15 @@ class NewtonSchulzSettings:
             bf16-valued, and are sent as bf16 in either wire dtype.
         scale: Returns the factors of a result by ``(rows, cols)`` of the whole block; it is
             multiplied with them in fp32, one after the other.
+        function: Orthogonalizes stacks of float32 matrices ``(num_matrices, rows, cols)`` in place
+            of Newton-Schulz; None for Newton-Schulz.
     """
 
     steps: int
     coefficient_type: str
     is_bf16: bool
     scale: Callable[[int, int], Sequence[float]]
+    function: "Callable[[torch.Tensor], torch.Tensor] | None" = None
 
     @property
     def coefficients(self) -> tuple[Coefficients, ...]:

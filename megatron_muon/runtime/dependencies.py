@@ -118,7 +118,7 @@ def _steps_of_muon() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
                 [momentum],
                 weight_decay_method=method,
                 nesterov=True,
-                overwrites_gradients=False,
+                updates=[torch.empty_like(grad)],
             )
             with fp32_matmul_precision("highest"):
                 result = muon_utils.newton_schulz(update, 5, "quintic")

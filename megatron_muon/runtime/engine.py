@@ -187,7 +187,9 @@ class Engine:
         return self._arena.num_bytes
 
     @torch.no_grad()
-    def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[Any]]:
+    def orthogonalize(
+        self, momentum: Rows, results: Rows, meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[list[Any]]:
         """Orthogonalize all matrices, and yield handles as their results arrive.
 
         The caller must exhaust the iterator: every rank joins the collectives of all buckets.
@@ -201,6 +203,7 @@ class Engine:
             results: By handle, where its rows of the scaled result are written, of the same shape
                 and dtype. It may be the momentum's own memory: all rows of a handle have been read
                 when its first result comes.
+            meanwhile: Called once, when the first rows are in transit.
 
         Yields:
             Lists of handles whose results are complete. Every handle of this rank is yielded once.
@@ -212,7 +215,12 @@ class Engine:
         for plan in self._plans:
             plan.begin(momentum, results)
         for action in self._schedule.actions:
+            if meanwhile is not None and action.kind != "start_gather":
+                meanwhile()
+                meanwhile = None
             yield from self._run(action)
+        if meanwhile is not None:
+            meanwhile()
         # Not after an exception: a collective that was not waited for may still use the memory.
         self._arena.free()
         for plan in self._plans:

@@ -18,7 +18,7 @@ def advance_momentum(
     *,
     weight_decay_method: str,
     nesterov: bool,
-    overwrites_gradients: bool,
+    updates: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Decay weights, and average gradients into momentum, with emerging-optimizers' bits.
 
@@ -29,10 +29,10 @@ def advance_momentum(
         buffers: Their momentum, changed in place.
         weight_decay_method: See :func:`decay_weights`.
         nesterov: Whether the gradient is averaged in once more.
-        overwrites_gradients: Whether that is written over the gradients, which saves memory.
+        updates: Where that is written; the gradients themselves save memory.
 
     Returns:
-        What is orthogonalized: the momentum itself, with Nesterov the gradients' memory or new one.
+        What is orthogonalized: the momentum itself, with Nesterov the updates.
     """
     # torch has no foreach function for an empty list.
     if not weights:
@@ -47,7 +47,8 @@ def advance_momentum(
     torch._foreach_lerp_(list(buffers), list(grads), 1 - group["momentum"])
     if not nesterov:
         return list(buffers)
-    if not overwrites_gradients:
-        return list(torch._foreach_lerp(list(grads), list(buffers), group["momentum"]))
-    torch._foreach_lerp_(list(grads), list(buffers), group["momentum"])
-    return list(grads)
+    others = [pair for pair in zip(updates, grads, strict=True) if pair[0] is not pair[1]]
+    if others:
+        torch._foreach_copy_([update for update, _ in others], [grad for _, grad in others])
+    torch._foreach_lerp_(list(updates), list(buffers), group["momentum"])
+    return list(updates)

@@ -249,9 +249,11 @@ class OwnerCompute:
         problem = self._engine.memory_problem()
         return [] if problem is None else [problem]
 
-    def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[Any]]:
+    def orthogonalize(
+        self, momentum: Rows, results: Rows, meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[list[Any]]:
         """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`."""
-        return self._engine.orthogonalize(momentum, results)
+        return self._engine.orthogonalize(momentum, results, meanwhile)
 
     def forget(self) -> None:
         """Drop the rows of the last step; see :meth:`Engine.forget`."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_muon.fsdp2.batches import Segment, matrices_of, segments_of
+from megatron_muon.fsdp2.parameters import NamedParameter
 from megatron_muon.fsdp2.rectangles import placement_problem, rectangles
 from megatron_muon.plan.layout import RowRange
 
@@ -117,11 +118,9 @@ def test_matrices_tile_a_parameter_and_rows_are_where_they_are_said_to_be(layout
         num_blocks = data.draw(st.sampled_from(divisors))
     domain = tuple(sorted(found.boxes))
     param = torch.empty(shape)
-    of_ranks = [
-        list(matrices_of("w", param, found.boxes, domain, num_blocks if num_blocks > 1 else None,
-                         False, rank))
-        for rank in domain
-    ]  # fmt: skip
+    sizes = num_blocks if num_blocks > 1 else None
+    parameter = NamedParameter("w", param, param, sizes, False, False)
+    of_ranks = [list(matrices_of(parameter, found.boxes, domain, rank)) for rank in domain]
     expected = list(whole) if len(shape) == 3 else list(whole.split(shape[0] // num_blocks))
     assert len(of_ranks[0]) == len(expected)
     for index, block in enumerate(expected):

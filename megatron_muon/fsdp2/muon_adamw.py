@@ -1,0 +1,283 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer for all parameters: Muon for matrices, AdamW or Lion for the rest."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, parameter_groups
+from megatron_muon.fsdp2.loading import keep_planned, planned_keys
+from megatron_muon.fsdp2.muon import Muon
+from megatron_muon.runtime.agreement import first_line
+from megatron_muon.runtime.lion import FSDPLion
+
+_ALGORITHMS = ("muon", "adamw", "lion")
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Step matrices with :class:`Muon`, and other parameters with torch's ``AdamW``, or Lion.
+
+    A trainer that takes one optimizer takes this one. It may be built before the model is sharded:
+    the exchange of matrices is planned at the first :meth:`step`, or when a state is loaded, by all
+    ranks together; errors of parameters come then. Until the first step, parameters may be replaced
+    in their groups, groups added, and the optimizer copied and pickled.
+
+    AdamW's step runs while the first rows of matrices are in transit.
+
+    Args:
+        params: Parameters, pairs of name and parameter, or groups of either. A group may have
+            ``algorithm``: ``muon``, the default, with the keys that :class:`Muon` describes;
+            ``adamw``, with those of ``torch.optim.AdamW``; ``lion``, with ``betas``. It is kept in
+            :attr:`algorithms`: the groups themselves are those of :class:`Muon` and AdamW, so that
+            states of the two separate optimizers load.
+        lr: Learning rate, also of AdamW's groups that have none.
+        momentum: Weight of Muon's momentum.
+        weight_decay: Coefficient, also of AdamW's groups that have none.
+        scale_mode: See :class:`Muon`; with ``match_adamw`` one learning rate fits both.
+        nesterov: See :class:`Muon`.
+        betas: Of AdamW and Lion.
+        eps: Of AdamW.
+        foreach: Of AdamW.
+        fused: Of AdamW.
+        muon_options: Other arguments of :class:`Muon`, among them ``exchange`` and, for plain
+            tensors, ``process_group`` and ``tensor_group``.
+
+    Raises:
+        TypeError: An unknown argument, or a list that :class:`Muon` would not take.
+        ValueError: An unknown algorithm, a parameter twice, or an argument that AdamW refuses.
+
+    Communication: none at construction. Then that of :class:`Muon`, at the first step or load also
+        that of its construction. AdamW and Lion communicate nothing.
+    Memory: that of :class:`Muon` for its parameters; two tensors like each parameter for AdamW, one
+        for Lion.
+    """
+
+    # torch.amp.GradScaler then calls step() whatever it has found, so that it can be refused.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 3e-4,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+        *,
+        nesterov: bool = True,
+        scale_mode: str = "match_adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        **muon_options: Any,  # noqa: ANN401 - of Muon, by name
+    ) -> None:
+        unknown = sorted(set(muon_options).difference(Muon.__init__.__kwdefaults__ or ()))
+        if unknown:
+            raise TypeError(f"MuonAdamW: expected arguments of Muon, got {unknown}. Leave them out")
+        common = {"lr": lr, "weight_decay": weight_decay}
+        self._defaults: dict[str, dict[str, Any]] = {
+            "muon": {**common, "momentum": momentum},
+            "adamw": {**common, "betas": betas, "eps": eps, "foreach": foreach, "fused": fused},
+            "lion": {**common, "betas": betas},
+        }
+        self._muon_options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
+        self._algorithms: list[str] = []
+        self._inner: dict[str, torch.optim.Optimizer] = {}
+        self._muon: Muon | None = None
+        self._planned: list[torch.Tensor] = []
+        # Only what all groups have: schedulers look for momentum here.
+        # torch refuses an empty list, which a pipeline stage may have.
+        super().__init__(list(params) or [{"params": []}], common)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_model(
+        cls,
+        model: torch.nn.Module,
+        lr: float = 3e-4,
+        *,
+        elementwise_names: Sequence[str] = ELEMENTWISE_NAMES,
+        elementwise: str = "adamw",
+        elementwise_options: Mapping[str, Any] | None = None,
+        flatten: bool = False,
+        **options: Any,  # noqa: ANN401 - of __init__, by name
+    ) -> Self:
+        """Build it for a model, whose parameters :func:`parameter_groups` sorts by name.
+
+        Args:
+            model: The model.
+            lr: Learning rate.
+            elementwise_names: See :func:`parameter_groups`.
+            elementwise: See :func:`parameter_groups`.
+            elementwise_options: See :func:`parameter_groups`.
+            flatten: See :func:`parameter_groups`.
+            options: Other arguments of the class.
+        """
+        groups = parameter_groups(
+            model,
+            elementwise_names=elementwise_names,
+            elementwise=elementwise,
+            elementwise_options=elementwise_options,
+            flatten=flatten,
+        )
+        return cls(groups, lr, **options)
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """Algorithm of each group."""
+        return tuple(self._algorithms)
+
+    @property
+    def muon(self) -> Muon | None:
+        """What steps the matrices; None before it is planned."""
+        return self._muon
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, until the first step.
+
+        Raises:
+            RuntimeError: The exchange of matrices has been planned.
+            ValueError: The algorithm is unknown.
+        """
+        if self._muon is not None:
+            raise RuntimeError(
+                "add_param_group: expected all parameters before the first step, which plans their "
+                "exchange, got more. Build a new optimizer with all of them."
+            )
+        algorithm = param_group.pop("algorithm", "muon")
+        if algorithm not in _ALGORITHMS:
+            raise ValueError(
+                f"algorithm: expected one of {_ALGORITHMS}, got {algorithm!r}. Choose one"
+            )
+        for key, value in self._defaults[algorithm].items():
+            param_group.setdefault(key, value)
+        super().add_param_group(param_group)
+        self._algorithms.append(algorithm)
+        # It checks their values, and adds its other keys.
+        self._inner.pop(algorithm, None)
+        self._elementwise(algorithm)
+
+    def _groups(self, algorithm: str) -> list[dict[str, Any]]:
+        pairs = zip(self._algorithms, self.param_groups, strict=True)
+        return [group for of_group, group in pairs if of_group == algorithm]
+
+    def _elementwise(self, algorithm: str) -> torch.optim.Optimizer | None:
+        """Return the optimizer of an algorithm over its groups, with this one's state."""
+        groups = self._groups(algorithm)
+        if not groups or algorithm == "muon":
+            return None
+        if algorithm not in self._inner:
+            # Arguments are checked, not the keys of groups: so they are given too.
+            made = torch.optim.AdamW if algorithm == "adamw" else FSDPLion
+            self._inner[algorithm] = made(groups, **self._defaults[algorithm])
+        optimizer = self._inner[algorithm]
+        # The same dictionaries: schedulers change their values, and loading replaces them.
+        optimizer.param_groups, optimizer.state = groups, self.state
+        return optimizer
+
+    def _plan(self) -> Muon:
+        """Plan the exchange of matrices if it is not planned; called by all ranks together."""
+        if self._muon is None:
+            muon = Muon(self._groups("muon"), **self._muon_options)
+            # A state that was loaded before has momentum already.
+            for param, state in muon.state.items():
+                state.update(self.state.get(param, {}))
+            self._planned = [param for group in muon.param_groups for param in group["params"]]
+            self._muon = muon
+        self._muon.param_groups = self._groups("muon")
+        return self._muon
+
+    def _changes(self) -> list[str]:
+        """List what has changed since the plan was made, as sentences."""
+        now = [param for group in self._groups("muon") for param in group["params"]]
+        if len(now) == len(self._planned) and all(
+            a is b for a, b in zip(now, self._planned, strict=True)
+        ):
+            return []
+        return [
+            f"param_groups: expected the {len(self._planned)} matrices that were planned at the "
+            f"first step, got {len(now)}, or others. Build a new optimizer"
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters by their gradients; called by all ranks together.
+
+        Args:
+            closure: Computes the loss and gradients; None if gradients are there.
+
+        Returns:
+            The loss of the closure.
+
+        Raises:
+            RuntimeError: As :meth:`Muon.step`, with nothing updated; at the first step also as the
+                construction of :class:`Muon`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if hasattr(self, "found_inf"):
+            # GradScaler sets both, even if it has unscaled gradients.
+            del self.found_inf, self.grad_scale  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "step: expected gradients that are not scaled, got a GradScaler. Compute in "
+                "bfloat16, which needs none."
+            )
+        muon = self._plan()
+        others = [self._elementwise("adamw"), self._elementwise("lion")]
+
+        def step_others() -> None:
+            for other in others:
+                if other is not None:
+                    other.step()
+
+        muon.step_meanwhile(step_others, self._changes())
+        # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
+        if muon.state is not self.state:
+            self.state.update(muon.state)
+            muon.state = self.state
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of all groups; called by all ranks together.
+
+        Args:
+            state_dict: Of this class, or without state: then only the groups are taken, and nothing
+                is planned.
+
+        Raises:
+            RuntimeError: As :meth:`Muon.load_state_dict`, or as the construction of :class:`Muon`.
+
+        Communication: a flag over the ranks that step together; at first also that of the
+            construction of :class:`Muon`.
+        """
+        own = planned_keys(self._groups("muon"))
+        if not state_dict["state"]:
+            super().load_state_dict(state_dict)
+            keep_planned(self._groups("muon"), own)
+            return
+        muon = self._plan()
+        problems = []
+        try:
+            super().load_state_dict(state_dict)
+        # Other ranks may have loaded theirs.
+        except (KeyError, TypeError, ValueError) as error:
+            problems.append(first_line(error))
+        muon.param_groups, muon.state = self._groups("muon"), self.state
+        muon.check_loaded(own, problems)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles need, until the exchange is planned."""
+        groups = ("group", "process_group", "tensor_group")
+        given = [name for name in groups if self._muon_options.get(name) is not None]
+        if self._muon is not None or given:
+            raise TypeError(
+                "MuonAdamW: expected no copy after the first step, or with process groups "
+                f"({', '.join(given) or 'those of its plan'}), which cannot be copied. Build "
+                "another one, and load the state of this one."
+            )
+        names = ("_defaults", "_muon_options", "_algorithms", "_muon", "_planned")
+        own = {name: getattr(self, name) for name in names}
+        return {**super().__getstate__(), **own, "_inner": {}}

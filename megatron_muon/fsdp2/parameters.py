@@ -1,0 +1,237 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of an optimizer, as the matrices that are planned.
+
+A plan needs a mesh and placements. A DTensor has them. A plain tensor of a job of several ranks has
+what the user says: the ranks with copies of it, and ``partition_dim`` with the ranks that hold the
+other blocks, as in Transformer Engine. A convolution is a matrix whose columns are its other
+dimensions. Each is viewed as a DTensor of the same memory.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron_muon.fsdp2.rectangles import KNOWN_BY_SHAPES, is_cut_by_torch, sharded_dim
+from megatron_muon.runtime.dtensor_layout import local_tensor
+
+type SplitSizes = int | tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter of the optimizer.
+
+    Args:
+        name: For errors.
+        param: What the user gave.
+        view: The same memory as it is planned: 2-D, or 3-D for a batch of matrices.
+        split_sizes: See :func:`~megatron_muon.fsdp2.batches.segments_of`.
+        is_transposed: Whether matrices are stored as (inputs, outputs).
+        flattens: Whether all dimensions but the first are columns.
+    """
+
+    name: str
+    param: torch.Tensor
+    view: torch.Tensor
+    split_sizes: SplitSizes
+    is_transposed: bool
+    flattens: bool
+
+
+def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[NamedParameter]:
+    """Yield the parameters of groups, viewed as they are."""
+    number = 0
+    for group in param_groups:
+        names = group.get("param_names") or [
+            f"parameter {number + i}" for i in range(len(group["params"]))
+        ]
+        number += len(names)
+        sizes = group.get("split_sizes")
+        for name, param in zip(names, group["params"], strict=True):
+            yield NamedParameter(
+                name,
+                param,
+                param,
+                tuple(sizes) if isinstance(sizes, list | tuple) else sizes,
+                group.get("transposed", False),
+                group.get("flatten", False),
+            )
+
+
+@dataclass(frozen=True)
+class PlainGroups:
+    """Who else has a plain tensor, or other blocks of it.
+
+    Args:
+        replicas: Ranks with copies of this rank's tensors; None for no others.
+        blocks: Ranks with the other blocks of tensors that have a ``partition_dim``, in the order
+            of the blocks; None for no others.
+    """
+
+    replicas: dist.ProcessGroup | None
+    blocks: dist.ProcessGroup | None
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return self.replicas is not None or self.blocks is not None
+
+    def viewed(
+        self, parameters: Sequence[NamedParameter], device: torch.device
+    ) -> tuple[list[NamedParameter], list[str]]:
+        """View parameters as they are planned; called by all ranks of the job together.
+
+        Returns:
+            The parameters, and what is wrong with those that cannot be viewed, as sentences.
+
+        Communication: with groups two gathers of objects, over the job and over the blocks.
+        """
+        mesh, problems = self._mesh(device) if self else (None, [])
+        sizes = self._block_sizes(parameters) if mesh is not None else {}
+        viewed = []
+        for number, each in enumerate(parameters):
+            try:
+                view = each.param
+                if mesh is not None:
+                    view = self._plain_view(each, mesh, sizes.get(number))
+                if each.flattens is True and view.ndim > 2:
+                    view = _flattened(view)
+                viewed.append(replace(each, view=view))
+            except ValueError as error:
+                problems.append(f"{each.name}: {error}")
+        return viewed, problems
+
+    def _mesh(self, device: torch.device) -> tuple[DeviceMesh | None, list[str]]:
+        """Return the mesh of replicas and blocks, or a sentence that says why there is none."""
+        own = dist.get_rank()
+        mine = [
+            (own,) if group is None else tuple(dist.get_process_group_ranks(group))
+            for group in (self.replicas, self.blocks)
+        ]
+        of_ranks: list[Any] = [mine] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, mine)
+        replicas, _ = mine
+        grid = [of_ranks[rank][1] for rank in replicas]
+        columns = list(zip(*grid, strict=False))
+        is_grid = len({len(row) for row in grid}) == 1 and all(
+            of_ranks[rank] == [columns[column], row]
+            for row in grid
+            for column, rank in enumerate(row)
+        )
+        if not is_grid:
+            return None, [
+                "process_group, tensor_group: expected ranks in a grid, whose rows are tensor "
+                f"groups and whose columns are process groups, got {mine[1]} and {mine[0]} on rank "
+                f"{own}. Pass the groups of copies and of blocks of one model"
+            ]
+        if self.replicas is None or self.blocks is None:
+            group = self.blocks if self.replicas is None else self.replicas
+            assert group is not None
+            return DeviceMesh.from_group(group, device.type), []
+        mesh = DeviceMesh.from_group(
+            [self.replicas, self.blocks],
+            device.type,
+            mesh=torch.tensor(grid, device="cpu"),
+            mesh_dim_names=("replicas", "blocks"),
+        )
+        return mesh, []
+
+    def _block_sizes(self, parameters: Sequence[NamedParameter]) -> dict[int, list[int]]:
+        """Return, by parameter that is cut into blocks, the sizes of all blocks."""
+        mine = {
+            number: local_tensor(each.param).shape[dim]
+            for number, each in enumerate(parameters)
+            if (dim := _partition_dim(each.param)) is not None and dim < each.param.ndim
+        }
+        if self.blocks is None:
+            return {number: [size] for number, size in mine.items()}
+        of_ranks: list[Any] = [mine] * dist.get_world_size(self.blocks)
+        dist.all_gather_object(of_ranks, mine, group=self.blocks)
+        # A rank that lacks one makes the tiling fail, which is an error on all.
+        return {number: [sizes.get(number, 0) for sizes in of_ranks] for number in mine}
+
+    def _plain_view(
+        self, each: NamedParameter, mesh: DeviceMesh, sizes: list[int] | None
+    ) -> torch.Tensor:
+        """View a plain tensor on the mesh."""
+        if isinstance(each.param, DTensor):
+            raise ValueError(
+                "expected plain tensors with process_group or tensor_group, got a DTensor, which "
+                "knows its ranks. Step DTensors with an optimizer of their own"
+            )
+        shape = list(each.param.shape)
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        dim = _partition_dim(each.param)
+        if dim is not None and sizes is not None:
+            if self.blocks is None:
+                raise ValueError(
+                    f"expected tensor_group with a partition_dim of {dim}, got none. Pass the "
+                    "ranks that hold the other blocks, or a group of this rank alone"
+                )
+            if each.split_sizes is not None and getattr(each.param, "partition_stride", 1) > 1:
+                raise ValueError(
+                    f"split_sizes: expected none with a partition_stride of "
+                    f"{each.param.partition_stride}: its blocks are not consecutive rows. Leave "  # type: ignore[attr-defined]
+                    "them out"
+                )
+            placements[-1] = Shard(dim)
+            shape[dim] = sum(sizes)
+        return _as_dtensor(each.param.detach(), mesh, placements, shape)
+
+
+def _partition_dim(param: torch.Tensor) -> int | None:
+    """Return the dimension that Megatron or Transformer Engine has cut into blocks, or None."""
+    dim = getattr(param, "partition_dim", -1)
+    # Both set it for all ranks, with this mark for one of a layer that is cut.
+    is_cut = getattr(param, "tensor_model_parallel", True)
+    return dim if is_cut and isinstance(dim, int) and dim >= 0 else None
+
+
+def _flattened(view: torch.Tensor) -> torch.Tensor:
+    """View a tensor as a matrix of its first dimension and all others."""
+    local = local_tensor(view)
+    if not local.is_contiguous():
+        raise ValueError(
+            f"flatten: expected a contiguous tensor, got strides {local.stride()}. Call "
+            "contiguous() on the parameter, which channels_last is not"
+        )
+    num_cols = math.prod(view.shape[1:])
+    # FSDP2 sometimes makes all sizes of an empty shard 0.
+    matrix = local.detach().reshape(local.shape[0] if local.numel() else 0, num_cols)
+    if not isinstance(view, DTensor):
+        return matrix
+    if any(sharded_dim(placement) not in (None, 0) for placement in view.placements):
+        raise ValueError(
+            f"flatten: expected shards of dimension 0, got {view.placements}. Shard it so"
+        )
+    shape = [view.shape[0], num_cols]
+    is_known = is_cut_by_torch(view)
+    return _as_dtensor(matrix, view.device_mesh, view.placements, shape, is_known=is_known)
+
+
+def _as_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    *,
+    is_known: bool = False,
+) -> DTensor:
+    """View a local tensor as a DTensor; not ``is_known``, shapes of all ranks say what it holds."""
+    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    view = DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+    setattr(view, KNOWN_BY_SHAPES, not is_known)
+    return view

@@ -1,0 +1,167 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Local tensors of a step of plain FSDP2: lists that are built once, and memory of results.
+
+Gradients keep their values, so results need memory. It is one block, freed between steps, whose
+views are made once: a step creates no tensor for a parameter.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_muon.fsdp2.batches import MatrixRows
+from megatron_muon.runtime.agreement import first_line
+from megatron_muon.runtime.arena import Arena
+from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.local_rows import Rows
+from megatron_muon.runtime.momentum import advance_momentum
+
+
+class StepRows:
+    """The local tensors of the parameters of an optimizer, while a step runs.
+
+    Args:
+        params: All of them.
+        rows: This rank's rows of all matrices.
+        device: Of the shards.
+
+    Memory: one float32 per local element while a step runs.
+    """
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], rows: Sequence[MatrixRows], device: torch.device
+    ) -> None:
+        self._rows = list(rows)
+        sizes = [local_tensor(param).numel() for param in params]
+        self._arena = Arena(4 * sum(sizes), device)
+        self._results: dict[torch.Tensor, torch.Tensor] = {}
+        offset = 0
+        for param, size in zip(params, sizes, strict=True):
+            view = self._arena.view(4 * offset, size, torch.float32)
+            self._results[param] = view.view(local_tensor(param).shape)
+            offset += size
+        self._arena.free()
+        self._num_matrices = Counter(each.param for each in self._rows)
+        # Of the last step: momentum, what was orthogonalized, and the address of results.
+        self._momentum: list[torch.Tensor] = []
+        self._address = 0
+        self.sources: Rows = {}
+        self.results: Rows = {}
+
+    def allocate(self) -> list[str]:
+        """Allocate the results of a step; return what is wrong, as sentences."""
+        try:
+            self._arena.allocate()
+        # A GPU raises torch.OutOfMemoryError, which is one of these.
+        except RuntimeError as error:
+            return [
+                f"expected {self._arena.num_bytes:,} bytes for results, got "
+                f"{type(error).__name__}: {first_line(error)}"
+            ]
+        return []
+
+    def free(self) -> None:
+        """Return the memory of results."""
+        self._arena.free()
+
+    def advance(
+        self,
+        group: Mapping[str, Any],
+        momentum: Mapping[torch.Tensor, torch.Tensor],
+        without: set[torch.Tensor],
+        *,
+        weight_decay_method: str,
+        nesterov: bool,
+    ) -> None:
+        """Decay the weights of a group, and average gradients into momentum.
+
+        Args:
+            group: A parameter group.
+            momentum: Local momentum by parameter.
+            without: Parameters that have no gradient, and stay as they are.
+            weight_decay_method: See :func:`~megatron_muon.runtime.weight_decay.decay_weights`.
+            nesterov: Whether the gradient is averaged in once more.
+        """
+        # An empty shard may have no gradient, and has nothing to step.
+        stepped = [p for p in group["params"] if p.grad is not None and p not in without]
+        grads = [local_tensor(param.grad) for param in stepped]
+        results = [self._results[param] for param in stepped]
+        buffers = [momentum[param] for param in stepped]
+        narrow = [number for number, grad in enumerate(grads) if grad.dtype != torch.float32]
+        if narrow:
+            wide = [results[number] for number in narrow]
+            torch._foreach_copy_(wide, [grads[number] for number in narrow])
+            for number, grad in zip(narrow, wide, strict=True):
+                grads[number] = grad
+        rounds = bool(buffers) and buffers[0].dtype != torch.float32
+        kept = buffers
+        if rounds:
+            # Averaged in float32, and rounded once.
+            buffers = [each.float() for each in kept]
+        # Gradients are the user's: a logger may read them after the step.
+        advanced = advance_momentum(
+            group,
+            [local_tensor(param) for param in stepped],
+            grads,
+            buffers,
+            weight_decay_method=weight_decay_method,
+            nesterov=nesterov,
+            updates=results,
+        )
+        if rounds:
+            torch._foreach_copy_(kept, buffers)
+            if not nesterov:
+                torch._foreach_copy_(results, advanced)
+        if nesterov or rounds:
+            # They are exchanged all the same, and their results are not used.
+            for param in set(group["params"]).difference(stepped):
+                if self._results[param].numel():
+                    self._results[param].copy_(momentum[param])
+
+    def find(self, momentum: Mapping[torch.Tensor, torch.Tensor], *, in_results: bool) -> None:
+        """View the rows of a step, anew only if they have moved: see :meth:`Engine.orthogonalize`.
+
+        Args:
+            momentum: Local momentum by parameter.
+            in_results: Whether what is orthogonalized is in the memory of results.
+        """
+        now = list(momentum.values())
+        if (
+            self._arena.address == self._address
+            and len(now) == len(self._momentum)
+            and all(map(operator.is_, now, self._momentum))
+        ):
+            return
+        self._momentum, self._address = now, self._arena.address
+        self.results = {each: each.of(self._results[each.param]) for each in self._rows}
+        self.sources = (
+            dict(self.results)
+            if in_results
+            else {each: each.of(momentum[each.param]) for each in self._rows}
+        )
+
+    def applier(
+        self, group_of: Mapping[torch.Tensor, Mapping[str, Any]], without: set[torch.Tensor]
+    ) -> Callable[[Sequence[MatrixRows]], None]:
+        """Return a function that updates weights, given rows whose results are there."""
+        missing = self._num_matrices.copy()
+
+        def apply(done: Sequence[MatrixRows]) -> None:
+            """Update the parameters whose last matrix this was, all of a batch at once."""
+            complete: dict[int, list[torch.Tensor]] = {}
+            for rows in done:
+                missing[rows.param] -= 1
+                if missing[rows.param] == 0 and rows.param not in without:
+                    complete.setdefault(id(group_of[rows.param]), []).append(rows.param)
+            for params in complete.values():
+                torch._foreach_add_(
+                    [local_tensor(param) for param in params],
+                    [self._results[param] for param in params],
+                    alpha=-group_of[params[0]]["lr"],
+                )
+
+        return apply

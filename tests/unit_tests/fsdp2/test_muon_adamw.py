@@ -1,0 +1,442 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer for all parameters, beside Muon and torch's AdamW as two."""
+
+import copy
+import functools
+import io
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import fsdp2_models
+from helpers.device import device, init_group
+from helpers.fsdp2_models import CASES
+from helpers.ranks import run_ranks
+
+from megatron_muon.fsdp2 import Muon, MuonAdamW, parameter_groups
+
+NUM_STEPS = 3
+ADAMW = {"lr": 0.03, "weight_decay": 0.2, "betas": (0.8, 0.95), "eps": 1e-6}
+MUON = {"lr": 0.02, "weight_decay": 0.1}
+
+
+def _drawn_grads(parameters: list[Any], step: int) -> None:
+    """Give every parameter a gradient, the same in each call."""
+    for number, each in enumerate(parameters):
+        grad = fsdp2_models.drawn(each.whole.shape, 1000 * step + number)
+        each.param.grad = each.like_param(each.own(grad).clone())
+
+
+def _step_cases(cases: list[str]) -> dict[str, list[str]]:
+    """Step each layout twice: half by Muon and half by AdamW, in one optimizer and in two."""
+    init_group()
+    different = {}
+    for case in cases:
+        make = getattr(fsdp2_models, case)
+        (ours, our_rest), (theirs, their_rest) = (make(), make()), (make(), make())
+        one = MuonAdamW(
+            [
+                *({"params": [each.param], **MUON, **each.keys} for each in ours),
+                # Torch steps parameters of one mesh at a time.
+                *({"params": [x.param], "algorithm": "adamw", **ADAMW} for x in our_rest),
+            ]
+        )
+        muon = Muon(
+            [{"params": [each.param], **MUON, **each.keys} for each in theirs],
+            nesterov=True,
+            scale_mode="match_adamw",
+        )
+        adamw = torch.optim.AdamW(
+            [{"params": [x.param]} for x in their_rest] or [{"params": []}], **ADAMW
+        )
+        for step in range(NUM_STEPS):
+            _drawn_grads([*ours, *our_rest], step)
+            _drawn_grads([*theirs, *their_rest], step)
+            one.step()
+            muon.step()
+            adamw.step()
+        pairs = zip([*ours, *our_rest], [*theirs, *their_rest], strict=True)
+        different[case] = [
+            f"{number}"
+            for number, (own, other) in enumerate(pairs)
+            if not torch.equal(_local(own.param), _local(other.param))
+            or any(
+                not torch.equal(_local(one.state[own.param][key]), _local(value))
+                for key, value in (muon.state.get(other.param) or adamw.state[other.param]).items()
+            )
+        ]
+    return different
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@functools.cache
+def differences(world_size: int) -> list[dict[str, list[str]]]:
+    """Return what differs, by rank and case."""
+    names = [case.__name__ for case in CASES[world_size]]
+    return run_ranks(world_size, _step_cases, names).check().results
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [
+        pytest.param(size, case.__name__, marks=[pytest.mark.slow] if size == 2 else [])
+        for size, cases in CASES.items()
+        for case in cases
+    ],
+)
+def test_one_optimizer_steps_as_muon_and_adamw_do(world_size, case):
+    """Parameters and state, on every layout; test_layouts.py compares Muon with whole matrices."""
+    for found in differences(world_size):
+        assert found[case] == []
+
+
+class _Modules(torch.nn.ModuleDict):
+    """Modules that fully_shard takes: it asks for a forward pass."""
+
+    def forward(self, x: Any) -> Any:
+        return self["head"](self["embed"](x))
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return _Modules(
+        {
+            "embed": torch.nn.Embedding(16, 8),
+            "conv": torch.nn.Conv2d(3, 8, 2),
+            "up": torch.nn.Linear(8, 12),
+            "gate": torch.nn.Linear(8, 4, bias=False),
+            "down": torch.nn.Linear(12, 8, bias=False),
+            "norm": torch.nn.LayerNorm(8),
+            "head": torch.nn.Linear(8, 16, bias=False),
+        }
+    ).to(device())
+
+
+def _grads(model: torch.nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in model.parameters():
+        grad = torch.randn(param.shape, generator=generator).to(param.device)
+        if hasattr(param, "device_mesh"):
+            from torch.distributed.tensor import distribute_tensor
+
+            grad = distribute_tensor(grad, param.device_mesh, param.placements)
+        param.grad = grad
+
+
+def test_parameters_are_sorted_by_name_shape_and_module(caplog):
+    """What went where is logged, with the matrices that AdamW steps."""
+    with caplog.at_level(logging.INFO, logger="megatron_muon"):
+        groups = parameter_groups(_model(), elementwise_options={"lr": 0.5})
+    names = {group["algorithm"]: group["param_names"] for group in groups}
+    assert names["muon"] == ["up.weight", "down.weight"]
+    rest = ["embed.weight", "conv.weight", "conv.bias", "up.bias", "gate.weight"]
+    assert names["adamw"] == [*rest, "norm.weight", "norm.bias", "head.weight"]
+    assert [group.get("lr") for group in groups] == [None if g["algorithm"] == "muon" else 0.5
+                                                     for g in groups]  # fmt: skip
+    assert "muon: 2 parameters, 192 elements" in caplog.text
+    assert (
+        "adamw, not muon, steps embed.weight, conv.weight, gate.weight, head.weight" in caplog.text
+    )
+
+
+def test_convolutions_go_to_muon_where_that_is_asked_for():
+    """In a group of their own, as matrices of output channels."""
+    groups = parameter_groups(_model(), flatten=True, elementwise_names=[r"^up\."])
+    of_muon = [group for group in groups if group["algorithm"] == "muon"]
+    assert [(g["param_names"], g.get("flatten", False)) for g in of_muon] == [
+        (["conv.weight"], True),
+        (["gate.weight", "down.weight", "head.weight"], False),
+    ]
+
+
+def test_names_of_real_models_are_sorted_rightly():
+    """Of Hugging Face, torchtitan and GPT-2."""
+    matrices = ["layers.0.mlp.gate_proj.weight", "attention.output.dense.weight", "h.0.c.weight",
+                "layers.1.moe.experts.w1", "layers.0.attention.wo.weight"]  # fmt: skip
+    others = ["model.embed_tokens.weight", "tok_embeddings.weight", "wte.weight", "lm_head.weight",
+              "output.weight", "layers.0.mlp.gate.weight", "moe.router.gate.weight"]  # fmt: skip
+    model = torch.nn.Module()
+    for name in (*matrices, *others):
+        module = model
+        *path, leaf = name.split(".")
+        for part in path:
+            if not hasattr(module, part):
+                setattr(module, part, torch.nn.Module())
+            module = getattr(module, part)
+        setattr(module, leaf, torch.nn.Parameter(torch.ones(2, 2)))
+    found = {n: g["algorithm"] for g in parameter_groups(model) for n in g["param_names"]}
+    assert found == dict.fromkeys(matrices, "muon") | dict.fromkeys(others, "adamw")
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda m: parameter_groups(m, elementwise_names=["zz"]), "got ['zz'], which find none"),
+        (lambda m: parameter_groups(m.requires_grad_(False)), "expected trainable parameters"),
+        (lambda m: MuonAdamW([{"params": [m["up"].weight], "algorithm": "sgd"}]), "got 'sgd'"),
+        (lambda m: MuonAdamW([m["up"].weight], mu=0.9), "expected arguments of Muon, got ['mu']"),
+        (lambda m: MuonAdamW([m["up"].weight], betas=(2.0, 0.9)), None),
+        (
+            lambda m: MuonAdamW(
+                [{"params": [m["norm"].bias], "algorithm": "adamw"}], betas=(2.0, 0.9)
+            ),
+            "Invalid beta parameter",
+        ),
+        (
+            lambda m: MuonAdamW(
+                [
+                    {"params": [m["up"].weight]},
+                    {"params": [m["up"].weight], "algorithm": "adamw"},
+                ]
+            ),
+            "some parameters appear in more than one parameter group",
+        ),
+    ],
+)  # fmt: skip
+def test_construction_that_cannot_work_is_refused(build: Callable[[Any], Any], said: str | None):
+    """AdamW's arguments count where there is a group of AdamW."""
+    if said is None:
+        build(_model())
+        return
+    with pytest.raises((TypeError, ValueError)) as error:
+        build(_model())
+    assert said in str(error.value)
+
+
+def test_schedulers_copies_and_pickles_before_the_first_step():
+    """A trainer may copy an optimizer that it has not stepped; afterwards it has process groups."""
+    model = _model()
+    optimizer = MuonAdamW.from_model(model, lr=0.1)
+    other = copy.deepcopy(model)
+    copied = copy.deepcopy(optimizer)
+    for group, copies in zip(optimizer.param_groups, copied.param_groups, strict=True):
+        by_name = dict(other.named_parameters())
+        copies["params"] = [by_name[name] for name in group["param_names"]]
+    stream = io.BytesIO()
+    torch.save(optimizer, stream)
+    stream.seek(0)
+    assert torch.load(stream, weights_only=False).algorithms == optimizer.algorithms
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, copied)]
+    for step in range(NUM_STEPS):
+        for each, scheduled, schedule in (
+            (model, optimizer, schedules[0]),
+            (other, copied, schedules[1]),
+        ):
+            _grads(each, step)
+            scheduled.step()
+            schedule.step()
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1 * 0.5**NUM_STEPS}
+    for own, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+    with pytest.raises(TypeError, match="expected no copy after the first step"):
+        copy.deepcopy(optimizer)
+
+
+def test_groups_may_be_added_until_the_first_step():
+    """They have the defaults of their algorithm."""
+    model = _model()
+    optimizer = MuonAdamW([model["up"].weight], lr=0.1)
+    optimizer.add_param_group({"params": [model["norm"].weight], "algorithm": "lion", "lr": 0.5})
+    before = model["norm"].weight.detach().clone()
+    _grads(model, 0)
+    optimizer.step()
+    # The first update of Lion is the sign of the gradient; weight decay is that of the optimizer.
+    expected = before * (1 - 0.5 * 0.01) - 0.5 * model["norm"].weight.grad.sign()
+    torch.testing.assert_close(model["norm"].weight.detach(), expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(RuntimeError, match="expected all parameters before the first step"):
+        optimizer.add_param_group({"params": [model["down"].weight]})
+
+
+def test_state_dict_of_one_rank_resumes():
+    """The bits of the run that went on, through torch.save's form."""
+    models = [_model(), _model()]
+    optimizers = [MuonAdamW.from_model(each, lr=0.1) for each in models]
+    for step in range(2):
+        _grads(models[0], step)
+        optimizers[0].step()
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        _grads(model, 2)
+        optimizer.step()
+    for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def _late() -> list[Any]:
+    """Build it over plain parameters, swap them as accelerate does, and step; list what differs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    init_group()
+    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
+    late, early = _model(), _model()
+    optimizer = MuonAdamW.from_model(late, lr=0.1)
+    # Nothing is planned by these while parameters are plain.
+    optimizer.load_state_dict(optimizer.state_dict())
+    names = [group["param_names"] for group in optimizer.param_groups]
+    for model in (late, early):
+        fully_shard(model, mesh=mesh)
+    by_name = dict(late.named_parameters())
+    for group, of_group in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = [by_name[name] for name in of_group]
+    reference = MuonAdamW.from_model(early, lr=0.1)
+    for step in range(NUM_STEPS):
+        for model, each in ((late, optimizer), (early, reference)):
+            _grads(model, step)
+            each.step()
+    pairs = zip(late.parameters(), early.parameters(), strict=True)
+    found: list[Any] = [[torch.equal(_local(a), _local(b)) for a, b in pairs]]
+    # And now they change, on one rank alone.
+    if torch.distributed.get_rank() == 1:
+        group = optimizer.param_groups[optimizer.algorithms.index("muon")]
+        group["params"] = list(reversed(group["params"]))
+    _grads(late, 0)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+@pytest.mark.ranks
+def test_parameters_may_become_shards_before_the_first_step():
+    """As accelerate swaps them; a change after that is an error on all ranks."""
+    for equal, error in run_ranks(2, _late).check().results:
+        assert all(equal) and len(equal) == 10
+        assert "rank 1: param_groups: expected the 2 matrices that were planned" in error
+
+
+def _refused() -> list[str]:
+    """Return what a first step says of parameters that cannot be stepped."""
+    init_group()
+    errors = []
+    plain = torch.nn.Parameter(torch.ones(4, 4, device=device()))
+    vector = torch.nn.Parameter(torch.ones(4, device=device()))
+    for params in ([("plain", plain)], [("vector", vector)]):
+        optimizer = MuonAdamW(params)
+        for _, param in params:
+            param.grad = torch.ones_like(param)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.ranks
+def test_first_step_names_parameters_as_construction_does():
+    """A vector without algorithm is not given to AdamW in silence."""
+    for plain, vector in run_ranks(2, _refused).check().results:
+        assert "plain: expected a DTensor in a job of 2 ranks" in plain
+        assert "vector: expected a matrix" in vector
+
+
+def _sharded(shape: list[int]) -> torch.nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = _model()
+    names = ("replicate", "shard")[-len(shape) :]
+    fully_shard(model, mesh=init_device_mesh(device().type, tuple(shape), mesh_dim_names=names))
+    return model
+
+
+def _optimizers(model: torch.nn.Module, *, is_one: bool) -> list[Any]:
+    if is_one:
+        return [MuonAdamW.from_model(model, lr=0.1)]
+    by_algorithm: dict[str, list[Any]] = {"muon": [], "adamw": []}
+    for group in parameter_groups(model):
+        by_algorithm[group.pop("algorithm")].append(group)
+    return [
+        Muon(by_algorithm["muon"], lr=0.1, nesterov=True, scale_mode="match_adamw"),
+        torch.optim.AdamW(by_algorithm["adamw"], lr=0.1),
+    ]
+
+
+def _save(folder: str) -> None:
+    """Train two steps with one optimizer and with two; save, and save the step after."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    init_group()
+    for is_one in (True, False):
+        model = _sharded([torch.distributed.get_world_size()])
+        optimizers = _optimizers(model, is_one=is_one)
+        for step in range(3):
+            _grads(model, step)
+            for each in optimizers:
+                each.step()
+            for is_flat in (False, True):
+                options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+                weights, state = get_state_dict(model, optimizers, options=options)
+                if step:
+                    dcp.save(
+                        {"model": weights, "optim": state},
+                        checkpoint_id=f"{folder}/{is_one}_{is_flat}_{step}",
+                    )
+
+
+def _load(folder: str, shape: list[int]) -> dict[str, list[bool]]:
+    """Load into one optimizer on other ranks, go on, and compare with the run that did."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_state_dict,
+    )
+
+    init_group()
+    found = {}
+    for is_one in (True, False):
+        for is_flat in (False, True):
+            models = []
+            for step in (1, 2):
+                model = _sharded(shape)
+                for param in model.parameters():
+                    torch.nn.init.constant_(param, 7.0)
+                optimizers = _optimizers(model, is_one=True)
+                options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+                weights, state = get_state_dict(model, optimizers, options=options)
+                loaded = {"model": weights, "optim": state}
+                dcp.load(loaded, checkpoint_id=f"{folder}/{is_one}_{is_flat}_{step}")
+                set_state_dict(
+                    model,
+                    optimizers,
+                    model_state_dict=loaded["model"],
+                    optim_state_dict=loaded["optim"],
+                    options=options,
+                )
+                if step == 1:
+                    _grads(model, 2)
+                    optimizers[0].step()
+                models.append((model, optimizers[0]))
+            (went_on, first), (read, second) = models
+            found[f"{is_one} {is_flat}"] = [
+                torch.equal(_local(a), _local(b))
+                for a, b in zip(went_on.parameters(), read.parameters(), strict=True)
+            ] + [
+                torch.equal(_local(first.state[a][key]), _local(second.state[b][key]))
+                for a, b in zip(went_on.parameters(), read.parameters(), strict=True)
+                for key in second.state[b]
+            ]
+    return found
+
+
+@pytest.mark.ranks
+def test_state_of_one_optimizer_or_two_loads_on_other_ranks(tmp_path: Path):
+    """Flat and nested; states of a separate Muon and AdamW go on in one optimizer."""
+    run_ranks(2, _save, str(tmp_path)).check()
+    for ranks, shape in ((3, [3]), (4, [2, 2])):
+        for found in run_ranks(ranks, _load, str(tmp_path), shape).check().results:
+            assert len(found) == 4
+            for equal in found.values():
+                assert all(equal) and len(equal) > 25
