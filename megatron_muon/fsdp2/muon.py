@@ -11,12 +11,17 @@ import torch.distributed as dist
 from emerging_optimizers.mixin import WeightDecayT
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_muon.fsdp2.figures import StepFigures, StepSums, orthogonality_error
 from megatron_muon.fsdp2.gradients import parameters_without_gradient
 from megatron_muon.fsdp2.loading import keep_planned, momentum_problems, planned_keys
-from megatron_muon.fsdp2.parameters import PlainGroups, named_parameters
+from megatron_muon.fsdp2.parameters import (
+    NamedParameter,
+    PlainGroups,
+    common_device,
+    named_parameters,
+)
 from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput, find_plan_inputs
 from megatron_muon.fsdp2.problems import (
     Settings,
@@ -36,6 +41,7 @@ from megatron_muon.runtime.agreement import (
 from megatron_muon.runtime.dependencies import dependency_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.runtime.stacks import StackCall
 
 
 class Muon(WholeMatrixMuon):
@@ -105,6 +111,8 @@ class Muon(WholeMatrixMuon):
     compute: OwnerCompute
     _inputs: list[DTensorPlanInput]
     _step_rows: StepRows
+    _parameters: list[NamedParameter]
+    _sample: list[torch.Tensor]  # orthogonality error of one matrix of the last step
     _is_built: bool = False
 
     def __init__(
@@ -165,7 +173,7 @@ class Muon(WholeMatrixMuon):
         except (TypeError, ValueError) as error:
             problems.append(first_line(error))
             self.param_groups: list[dict[str, Any]] = []
-        self._device = self._find_device()
+        self._device = common_device(self.param_groups)
 
         self._plan(
             NewtonSchulzSettings(
@@ -233,26 +241,34 @@ class Muon(WholeMatrixMuon):
                 max_num_plans=found.max_num_plans,
             )
         rows = [rows for each in self._inputs for rows in each.plan_input.handles.values()]
-        self._step_rows = StepRows([each.param for each in parameters], rows, self._device)
+        self._step_rows = StepRows(parameters, rows, self._device)
+        self._parameters, self._sample = parameters, []
 
-    def _find_device(self) -> torch.device:
-        """Return where flags are reduced, and parameters should be: the device of their meshes.
+    def record_figures(self, is_on: bool = True) -> None:
+        """Record the figures of each step from now on, for :meth:`last_step`, or stop doing so.
 
-        A rank may have none: ranks agree by a gather of objects.
+        It costs a pass over gradients, momentum and updates, and the host waits for nothing.
         """
-        params = [param for group in self.param_groups for param in group["params"]]
-        types = [
-            param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
-            for param in params[:1]
-        ]
-        if not dist.is_initialized():
-            return params[0].device if params else torch.device("cpu")
-        of_ranks = [types] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, types)
-        device_type = next((each[0] for each in of_ranks if each), "cpu")
-        if device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(device_type, torch.get_device_module(device_type).current_device())
+        self._step_rows.sums = StepSums(self._parameters) if is_on else None
+        self.compute.watch(self._watch if is_on else None)
+
+    def _watch(self, stack: StackCall) -> None:
+        if not self._sample and len(stack.owners) == 1:
+            self._sample.append(orthogonality_error(stack.tensor[0]))
+
+    def last_step(self) -> StepFigures:
+        """Return the figures of the last step; called by all ranks that step together.
+
+        Raises:
+            RuntimeError: :meth:`record_figures` was not called.
+
+        Communication: a gather of objects. The host waits for the device.
+        """
+        if self._step_rows.sums is None:
+            raise RuntimeError(
+                "last_step: expected record_figures() before the step, got none. Call it first."
+            )
+        return self._step_rows.sums.figures(self._group, len(self.param_groups), self._sample)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does at construction; later the plan is made."""
@@ -288,9 +304,9 @@ class Muon(WholeMatrixMuon):
         # Other ranks may have loaded theirs.
         except (KeyError, TypeError, ValueError) as error:
             problems.append(first_line(error))
-        self.check_loaded(own, problems)
+        self._check_loaded(own, problems)
 
-    def check_loaded(self, own: Sequence[dict[str, Any]], problems: Sequence[str] = ()) -> None:
+    def _check_loaded(self, own: Sequence[dict[str, Any]], problems: Sequence[str] = ()) -> None:
         """Check a state that has been loaded; see :meth:`load_state_dict`.
 
         Args:
@@ -323,11 +339,11 @@ class Muon(WholeMatrixMuon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.step_meanwhile(None)
+        self._step_meanwhile(None)
         return loss
 
     @torch.no_grad()
-    def step_meanwhile(
+    def _step_meanwhile(
         self, meanwhile: Callable[[], None] | None, problems: Sequence[str] = ()
     ) -> None:
         """Step, and call a function when the first rows are in transit.
@@ -356,8 +372,12 @@ class Muon(WholeMatrixMuon):
             for group in self.param_groups
             for param in group["params"]
         }
-        for group in self.param_groups:
+        if rows.sums is not None:
+            rows.sums.clear()
+            self._sample.clear()
+        for number, group in enumerate(self.param_groups):
             rows.advance(
+                number,
                 group,
                 momentum,
                 without,
@@ -366,10 +386,7 @@ class Muon(WholeMatrixMuon):
             )
         is_rounded = self._momentum_dtype != torch.float32
         rows.find(momentum, in_results=self.nesterov or is_rounded)
-        # Loading a state replaces the dictionaries of groups, and schedulers change their values.
-        apply = rows.applier(
-            {param: group for group in self.param_groups for param in group["params"]}, without
-        )
+        apply = rows.applier(self.param_groups, without)
         with fp32_matmul_precision(self.fp32_matmul_prec):
             for done in self.compute.orthogonalize(rows.sources, rows.results, meanwhile):
                 apply(done)

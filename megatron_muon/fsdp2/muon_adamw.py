@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer for all parameters: Muon for matrices, AdamW or Lion for the rest."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -11,8 +12,10 @@ from torch.optim.optimizer import ParamsT
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, parameter_groups
 from megatron_muon.fsdp2.loading import keep_planned, planned_keys
 from megatron_muon.fsdp2.muon import Muon
+from megatron_muon.fsdp2.rectangles import is_cut_by_torch
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.lion import FSDPLion
+from megatron_muon.runtime.ranges import in_range
 
 _ALGORITHMS = ("muon", "adamw", "lion")
 
@@ -226,14 +229,16 @@ class MuonAdamW(torch.optim.Optimizer):
                 "bfloat16, which needs none."
             )
         muon = self._plan()
-        others = [self._elementwise("adamw"), self._elementwise("lion")]
 
+        @in_range("elementwise")
         def step_others() -> None:
-            for other in others:
+            for algorithm in _ALGORITHMS:
+                other = self._elementwise(algorithm)
                 if other is not None:
-                    other.step()
+                    with _state_of_empty_shards(other):
+                        other.step()
 
-        muon.step_meanwhile(step_others, self._changes())
+        muon._step_meanwhile(step_others, self._changes())
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if muon.state is not self.state:
             self.state.update(muon.state)
@@ -266,7 +271,7 @@ class MuonAdamW(torch.optim.Optimizer):
         except (KeyError, TypeError, ValueError) as error:
             problems.append(first_line(error))
         muon.param_groups, muon.state = self._groups("muon"), self.state
-        muon.check_loaded(own, problems)
+        muon._check_loaded(own, problems)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles need, until the exchange is planned."""
@@ -281,3 +286,22 @@ class MuonAdamW(torch.optim.Optimizer):
         names = ("_defaults", "_muon_options", "_algorithms", "_muon", "_planned")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own, "_inner": {}}
+
+
+@contextmanager
+def _state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an optimizer make state of Megatron-FSDP's empty shards, which never have gradients.
+
+    Its checkpoints gather every tensor of every state: they hang where a rank lacks some of them.
+    """
+    empty = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is None and not is_cut_by_torch(param) and not param._local_tensor.numel()
+    ]
+    for param in empty:
+        param.grad = torch.zeros_like(param)
+    yield
+    for param in empty:
+        param.grad = None

@@ -65,6 +65,26 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[Name
             )
 
 
+def common_device(param_groups: Sequence[Mapping[str, Any]]) -> torch.device:
+    """Return where flags are reduced, and parameters should be: the device of their meshes.
+
+    A rank may have none: ranks agree by a gather of objects.
+    """
+    params = [param for group in param_groups for param in group["params"]]
+    types = [
+        param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+        for param in params[:1]
+    ]
+    if not dist.is_initialized():
+        return params[0].device if params else torch.device("cpu")
+    of_ranks = [types] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, types)
+    device_type = next((each[0] for each in of_ranks if each), "cpu")
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
 @dataclass(frozen=True)
 class PlainGroups:
     """Who else has a plain tensor, or other blocks of it.

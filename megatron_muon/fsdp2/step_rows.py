@@ -14,18 +14,21 @@ from typing import Any
 import torch
 
 from megatron_muon.fsdp2.batches import MatrixRows
+from megatron_muon.fsdp2.figures import StepSums
+from megatron_muon.fsdp2.parameters import NamedParameter
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.momentum import advance_momentum
+from megatron_muon.runtime.ranges import in_range
 
 
 class StepRows:
     """The local tensors of the parameters of an optimizer, while a step runs.
 
     Args:
-        params: All of them.
+        parameters: All of them.
         rows: This rank's rows of all matrices.
         device: Of the shards.
 
@@ -33,8 +36,9 @@ class StepRows:
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], rows: Sequence[MatrixRows], device: torch.device
+        self, parameters: Sequence[NamedParameter], rows: Sequence[MatrixRows], device: torch.device
     ) -> None:
+        params = [each.param for each in parameters]
         self._rows = list(rows)
         sizes = [local_tensor(param).numel() for param in params]
         self._arena = Arena(4 * sum(sizes), device)
@@ -51,6 +55,8 @@ class StepRows:
         self._address = 0
         self.sources: Rows = {}
         self.results: Rows = {}
+        # Filled in each step while it is not None.
+        self.sums: StepSums | None = None
 
     def allocate(self) -> list[str]:
         """Allocate the results of a step; return what is wrong, as sentences."""
@@ -68,8 +74,10 @@ class StepRows:
         """Return the memory of results."""
         self._arena.free()
 
+    @in_range("momentum")
     def advance(
         self,
+        number: int,
         group: Mapping[str, Any],
         momentum: Mapping[torch.Tensor, torch.Tensor],
         without: set[torch.Tensor],
@@ -80,6 +88,7 @@ class StepRows:
         """Decay the weights of a group, and average gradients into momentum.
 
         Args:
+            number: Of the group.
             group: A parameter group.
             momentum: Local momentum by parameter.
             without: Parameters that have no gradient, and stay as they are.
@@ -89,14 +98,16 @@ class StepRows:
         # An empty shard may have no gradient, and has nothing to step.
         stepped = [p for p in group["params"] if p.grad is not None and p not in without]
         grads = [local_tensor(param.grad) for param in stepped]
+        if self.sums is not None:
+            self.sums.add("gradient", number, dict(zip(stepped, grads, strict=True)))
         results = [self._results[param] for param in stepped]
         buffers = [momentum[param] for param in stepped]
-        narrow = [number for number, grad in enumerate(grads) if grad.dtype != torch.float32]
+        narrow = [i for i, grad in enumerate(grads) if grad.dtype != torch.float32]
         if narrow:
-            wide = [results[number] for number in narrow]
-            torch._foreach_copy_(wide, [grads[number] for number in narrow])
-            for number, grad in zip(narrow, wide, strict=True):
-                grads[number] = grad
+            wide = [results[i] for i in narrow]
+            torch._foreach_copy_(wide, [grads[i] for i in narrow])
+            for i, grad in zip(narrow, wide, strict=True):
+                grads[i] = grad
         rounds = bool(buffers) and buffers[0].dtype != torch.float32
         kept = buffers
         if rounds:
@@ -116,6 +127,8 @@ class StepRows:
             torch._foreach_copy_(kept, buffers)
             if not nesterov:
                 torch._foreach_copy_(results, advanced)
+        if self.sums is not None:
+            self.sums.add("momentum", number, {p: momentum[p] for p in group["params"]})
         if nesterov or rounds:
             # They are exchanged all the same, and their results are not used.
             for param in set(group["params"]).difference(stepped):
@@ -145,23 +158,29 @@ class StepRows:
         )
 
     def applier(
-        self, group_of: Mapping[torch.Tensor, Mapping[str, Any]], without: set[torch.Tensor]
+        self, groups: Sequence[Mapping[str, Any]], without: set[torch.Tensor]
     ) -> Callable[[Sequence[MatrixRows]], None]:
         """Return a function that updates weights, given rows whose results are there."""
+        # Loading a state replaces the dictionaries of groups, and schedulers change their values.
+        number_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
         missing = self._num_matrices.copy()
 
+        @in_range("update")
         def apply(done: Sequence[MatrixRows]) -> None:
             """Update the parameters whose last matrix this was, all of a batch at once."""
             complete: dict[int, list[torch.Tensor]] = {}
             for rows in done:
                 missing[rows.param] -= 1
                 if missing[rows.param] == 0 and rows.param not in without:
-                    complete.setdefault(id(group_of[rows.param]), []).append(rows.param)
-            for params in complete.values():
+                    complete.setdefault(number_of[rows.param], []).append(rows.param)
+            for number, params in complete.items():
+                updates = [self._results[param] for param in params]
                 torch._foreach_add_(
                     [local_tensor(param) for param in params],
-                    [self._results[param] for param in params],
-                    alpha=-group_of[params[0]]["lr"],
+                    updates,
+                    alpha=-groups[number]["lr"],
                 )
+                if self.sums is not None:
+                    self.sums.add("update", number, dict(zip(params, updates, strict=True)))
 
         return apply

@@ -22,6 +22,7 @@ from megatron_muon.runtime.adjacent import AdjacentViews, join_adjacent
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.momentum import advance_momentum
 from megatron_muon.runtime.owned_parameters import OwnedParameter
+from megatron_muon.runtime.ranges import in_range
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 from megatron_muon.user_errors import in_flags
 
@@ -234,6 +235,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             "Step the optimizer that build_megatron_fsdp_emerging_optimizer returned."
         )
 
+    @in_range("momentum")
     def advance(self) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
         """Apply weight decay to the local rows, and average gradients into their momentum.
 
@@ -342,6 +344,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             ]
         return self._batches[key]
 
+    @in_range("update")
     def apply(self, params: Sequence[Any]) -> None:
         """Subtract the results of those parameters that are this optimizer's.
 

@@ -31,6 +31,7 @@ from megatron_muon.runtime.cuda_graphs import CudaGraphs
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
 from megatron_muon.runtime.row_moves import uses_kernel
+from megatron_muon.runtime.stacks import StackCall
 
 
 class Engine:
@@ -225,6 +226,11 @@ class Engine:
         self._arena.free()
         for plan in self._plans:
             plan.end()
+
+    def watch(self, function: Callable[[StackCall], None] | None) -> None:
+        """Let a function see each stack of this rank's results; None for nobody."""
+        for plan in self._plans:
+            plan.watch = function
 
     def forget(self) -> None:
         """Drop the rows of the last step, which are memory of the caller's."""

@@ -34,6 +34,7 @@ from megatron_muon.runtime.groups import Wanted, find_groups, new_groups
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.machine_cost import machine_costs
 from megatron_muon.runtime.plan_runner import BoundPlan
+from megatron_muon.runtime.stacks import StackCall
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +255,10 @@ class OwnerCompute:
     ) -> Iterator[list[Any]]:
         """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`."""
         return self._engine.orthogonalize(momentum, results, meanwhile)
+
+    def watch(self, function: Callable[[StackCall], None] | None) -> None:
+        """Let a function see results; see :meth:`Engine.watch`."""
+        self._engine.watch(function)
 
     def forget(self) -> None:
         """Drop the rows of the last step; see :meth:`Engine.forget`."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.backend import Backend
 from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.registry import BACKENDS, check_against_reference
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
@@ -30,8 +29,9 @@ from megatron_muon.runtime.exchange import (
     route_view,
 )
 from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows
+from megatron_muon.runtime.ranges import in_range
 from megatron_muon.runtime.row_moves import RowMoves
-from megatron_muon.runtime.stacks import StackBuffers
+from megatron_muon.runtime.stacks import StackBuffers, StackCall
 
 
 class BoundPlan(NamedTuple):
@@ -52,31 +52,6 @@ class BoundPlan(NamedTuple):
     parts_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
-@dataclasses.dataclass
-class _Stack:
-    """A stack, and how it is orthogonalized.
-
-    Args:
-        tensor: ``(num_matrices, rows, cols)``.
-        backend: What does it.
-        call: How.
-        owners: Ranks that do it together.
-        replay: Does it in one launch; None without CUDA graphs.
-    """
-
-    tensor: torch.Tensor
-    backend: Backend
-    call: Call
-    owners: tuple[int, ...]
-    replay: Callable[[], None] | None = None
-
-    def run(self) -> None:
-        """Replace the matrices by their results."""
-        # One stack after the other: results of all would need as much memory again. It also
-        # makes those of tall matrices contiguous, which are transposed views.
-        self.tensor.copy_(self.backend.run(self.tensor, self.call))
-
-
 class _Owned(NamedTuple):
     """What this rank orthogonalizes at once.
 
@@ -88,7 +63,7 @@ class _Owned(NamedTuple):
     """
 
     stacks: StackBuffers
-    work: list[_Stack]
+    work: list[StackCall]
     kept: int
     staying: int
 
@@ -111,6 +86,7 @@ class PlanRunner:
     """
 
     plan: ExchangePlan
+    watch: Callable[[StackCall], None] | None = None  # given each stack of results
     _gathers: Exchange  # rows, in the gather dtype
     _scatters: Exchange  # results, in the scatter dtype
     _all_gather: ReplicaAllGather | None  # results, between replicas
@@ -210,7 +186,7 @@ class PlanRunner:
         )
         work = [
             # Chosen once: a step would choose before every stack, on the host.
-            _Stack(
+            StackCall(
                 tensor,
                 BACKENDS[self.plan.backend(stack[0].matrix, stack[0].block)],
                 self._call(stack[0]),
@@ -319,6 +295,7 @@ class PlanRunner:
             self._parts_groups[part.owners] if len(part.owners) > 1 else None,
         )
 
+    @in_range("norms")
     def begin(self, momentum: Rows, results: Rows) -> None:
         """Set the rows of a step, and reduce their norms."""
         self._rows.begin(momentum, results)
@@ -338,21 +315,25 @@ class PlanRunner:
         """Drop the rows, which are memory of the caller's."""
         self._rows.forget()
 
+    @in_range("local_matrices")
     def orthogonalize_local(self, number: int) -> list[Handle]:
         """Orthogonalize a stack of local matrices, and return the rows that are complete."""
         owned = self._local[number]
         self._orthogonalize(owned)
         return self._rows.write(owned.staying)
 
+    @in_range("start_gather")
     def start_gather(self, number: int) -> None:
         """Pack and send rows."""
         self._rows.read(self._packing[number])
         self._gathering[number] = self._gathers.start(number)
 
+    @in_range("wait_for_gather")
     def wait_for_gather(self, number: int) -> None:
         """Wait for rows; their messages may be written again."""
         _wait(self._gathering.pop(number))
 
+    @in_range("orthogonalize")
     def orthogonalize(self, number: int) -> None:
         """Orthogonalize what this rank owns of a bucket whose rows have arrived."""
         # Not before the gather has ended: the stacks may share memory with its messages.
@@ -364,7 +345,10 @@ class PlanRunner:
         self._rows.read(owned.kept)
         for stack in owned.work:
             (stack.replay or stack.run)()
+            if self.watch is not None:
+                self.watch(stack)
 
+    @in_range("start_scatter")
     def start_scatter(self, number: int) -> list[Handle]:
         """Pack and send results.
 
@@ -384,6 +368,7 @@ class PlanRunner:
             return []
         return self._rows.write(self._buckets[bucket].staying)
 
+    @in_range("finish_scatter")
     def finish_scatter(self, number: int) -> list[Handle]:
         """Wait for results, write them, and return the rows that are complete."""
         _wait(self._scattering.pop(number))

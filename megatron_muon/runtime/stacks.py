@@ -3,11 +3,40 @@
 """Views of the parts that a rank owns, in the memory of its stacks."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from megatron_muon.newton_schulz.backend import Backend
+from megatron_muon.newton_schulz.call import Call
 from megatron_muon.plan.rank_plan import OwnedStacks, Stack
 from megatron_muon.plan.routes import Route
+
+
+@dataclass
+class StackCall:
+    """A stack, and how it is orthogonalized.
+
+    Args:
+        tensor: ``(num_matrices, rows, cols)``.
+        backend: What does it.
+        call: How.
+        owners: Ranks that do it together.
+        replay: Does it in one launch; None without CUDA graphs.
+    """
+
+    tensor: torch.Tensor
+    backend: Backend
+    call: Call
+    owners: tuple[int, ...]
+    replay: Callable[[], None] | None = None
+
+    def run(self) -> None:
+        """Replace the matrices by their results."""
+        # One stack after the other: results of all would need as much memory again. It also
+        # makes those of tall matrices contiguous, which are transposed views.
+        self.tensor.copy_(self.backend.run(self.tensor, self.call))
 
 
 class StackBuffers:

@@ -1,0 +1,118 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Norms of a step, summed on the device, and read only when somebody asks."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.fsdp2.parameters import NamedParameter
+
+
+class StepFigures(NamedTuple):
+    """What a step did to the matrices of all ranks.
+
+    Args:
+        gradient_norms: By parameter group, before weight decay.
+        momentum_norms: By parameter group, of what is in the state after the step.
+        update_rms: By parameter group, root mean square of the elements of updates, before the
+            learning rate.
+        orthogonality_error: Maximum over ranks of ``|X X^T - I| / sqrt(n)`` for the first matrix
+            that each has orthogonalized alone, n its shorter side; 0 if there is none. With the
+            quintic coefficients it is about 0.2, as they do not converge to singular values of 1.
+    """
+
+    gradient_norms: tuple[float, ...]
+    momentum_norms: tuple[float, ...]
+    update_rms: tuple[float, ...]
+    orthogonality_error: float
+
+
+class StepSums:
+    """Sums of squares of this rank, by parameter group.
+
+    Args:
+        parameters: Of the optimizer: rows that several ranks hold count once.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
+        self._share = {each.param: 1.0 / _num_replicas(each.view) for each in parameters}
+        self._squares: dict[tuple[int, str], torch.Tensor] = {}
+        self._counts: dict[int, float] = {}
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._squares.clear()
+        self._counts.clear()
+
+    def add(self, kind: str, group: int, tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Add squares of local tensors, by parameter, without a read by the host."""
+        held = [(self._share[param], each) for param, each in tensors.items() if each.numel()]
+        if not held:
+            return
+        norms = torch.stack(torch._foreach_norm([each.float() for _, each in held]))
+        shares = torch.tensor([share for share, _ in held], dtype=torch.float64)
+        # From pageable memory the copy does not wait for the device.
+        total = norms.double().square().mul_(shares.to(norms.device, non_blocking=True)).sum()
+        key = (group, kind)
+        self._squares[key] = self._squares[key] + total if key in self._squares else total
+        if kind == "update":
+            count = sum(share * each.numel() for share, each in held)
+            self._counts[group] = self._counts.get(group, 0.0) + count
+
+    def figures(
+        self, group: dist.ProcessGroup | None, num_groups: int, errors: Sequence[torch.Tensor]
+    ) -> StepFigures:
+        """Return the figures of all ranks; see :meth:`Muon.last_step`.
+
+        Args:
+            group: Ranks that step together; None for all of the job.
+            num_groups: Number of parameter groups of this rank.
+            errors: Orthogonality errors of this rank.
+        """
+        mine = (
+            num_groups,
+            {key: float(value) for key, value in self._squares.items()},
+            self._counts,
+            max((float(error) for error in errors), default=0.0),
+        )
+        of_ranks = [mine]
+        if dist.is_initialized():
+            of_ranks = [mine] * dist.get_world_size(group)
+            dist.all_gather_object(of_ranks, mine, group=group)
+        # Ranks may have other groups, as pipeline stages do.
+        numbers = range(max(each[0] for each in of_ranks))
+
+        def total(kind: str, number: int) -> float:
+            return sum(squares.get((number, kind), 0.0) for _, squares, _, _ in of_ranks)
+
+        counts = [sum(each[2].get(number, 0.0) for each in of_ranks) for number in numbers]
+        return StepFigures(
+            tuple(math.sqrt(total("gradient", number)) for number in numbers),
+            tuple(math.sqrt(total("momentum", number)) for number in numbers),
+            tuple(
+                math.sqrt(total("update", number) / count) if count else 0.0
+                for number, count in zip(numbers, counts, strict=True)
+            ),
+            max(each[3] for each in of_ranks),
+        )
+
+
+def orthogonality_error(matrix: torch.Tensor) -> torch.Tensor:
+    """Return ``|X X^T - I| / sqrt(n)`` of a matrix, n its shorter side, on its device."""
+    x = matrix.float()
+    x = x if x.shape[0] <= x.shape[1] else x.mT
+    gram = x @ x.mT
+    gram.diagonal().sub_(1.0)
+    return gram.norm() / math.sqrt(len(gram))
+
+
+def _num_replicas(view: torch.Tensor) -> int:
+    if not isinstance(view, DTensor):
+        return 1
+    sizes = zip(view.placements, view.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())
