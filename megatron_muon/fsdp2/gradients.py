@@ -124,8 +124,8 @@ def _is_alike(param: torch.Tensor, grad: torch.Tensor) -> bool:
     own, other = local_tensor(param), local_tensor(grad)
     # Attributes, not texts: it runs for each parameter in each step.
     return (
-        # FSDP2 may leave gradients in bfloat16 (reduce_dtype, from torch 2.15 on grad_dtype).
-        other.dtype in (own.dtype, torch.bfloat16)
+        # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
+        other.dtype in (torch.float32, torch.bfloat16)
         and (own.shape, own.device, own.layout) == (other.shape, other.device, other.layout)
         and isinstance(grad, DTensor) == isinstance(param, DTensor)
         and getattr(grad, "placements", None) == getattr(param, "placements", None)

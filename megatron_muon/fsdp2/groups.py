@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # Regular expressions, searched in names: embeddings, heads, norms, biases and routers.
 ELEMENTWISE_NAMES = (
     r"embed|(^|\.)w[tp]e\.",
-    r"(^|\.)(lm_head|head|score|classifier)\.|(^|\.)output\.weight$",
+    r"(^|\.)(lm_head|head|score|classifier)\.|^(model\.)?output\.weight$",
     r"norm|(^|\.)ln_",
     r"bias$",
     r"router|(^|\.)gate\.",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.fsdp2 import main_params
 from megatron_muon.fsdp2.parameters import named_parameters
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
@@ -34,6 +35,29 @@ def keep_planned(groups: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]
                     stacklevel=3,
                 )
         group.update(planned)
+
+
+def keep_dtypes(
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[torch.Tensor, dict[str, Any]],
+    state_dict: Mapping[str, Any],
+    momentum_dtype: torch.dtype,
+) -> None:
+    """Take momentum and float32 copies again: torch loads them in the parameter's dtype.
+
+    Args:
+        groups: All groups of an optimizer that has loaded the state.
+        state: Of the optimizer.
+        state_dict: What was loaded.
+        momentum_dtype: Of momentum.
+    """
+    ids = [each for group in state_dict["param_groups"] for each in group["params"]]
+    params = [param for group in groups for param in group["params"]]
+    for number, param in zip(ids, params, strict=False):
+        saved, loaded = state_dict["state"].get(number, {}), state.get(param, {})
+        for key, dtype in (("momentum_buffer", momentum_dtype), (main_params.KEY, torch.float32)):
+            if key in loaded and key in saved and loaded[key].dtype != dtype:
+                loaded[key] = saved[key].to(device=loaded[key].device, dtype=dtype)
 
 
 def momentum_problems(

@@ -15,7 +15,8 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.figures import StepFigures, StepSums, orthogonality_error
 from megatron_muon.fsdp2.gradients import parameters_without_gradient
-from megatron_muon.fsdp2.loading import keep_planned, momentum_problems, planned_keys
+from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, momentum_problems, planned_keys
+from megatron_muon.fsdp2.main_params import MainParams
 from megatron_muon.fsdp2.parameters import (
     NamedParameter,
     PlainGroups,
@@ -101,7 +102,8 @@ class Muon(WholeMatrixMuon):
         :func:`~megatron_muon.fsdp2.gradients.parameters_without_gradient` and
         :class:`~megatron_muon.runtime.engine.Engine`.
     Memory: one float32 per local element of a parameter, or half with ``momentum_dtype`` bfloat16;
-        while a step runs another one, for results, and what the engine stages.
+        one more for parameters in bfloat16, whose updates would be rounded away without. While a
+        step runs another one, for results, and what the engine stages.
     """
 
     # torch.amp.GradScaler then calls step() whatever it has found, so that it can be refused. It
@@ -142,7 +144,7 @@ class Muon(WholeMatrixMuon):
             # It sees whole matrices as they are.
             self.exchange = replace(self.exchange, max_parts=1)
         self._group, self._plain = group, PlainGroups(process_group, tensor_group)
-        self._momentum_dtype = momentum_dtype
+        self.momentum_dtype = momentum_dtype
         settings = Settings(
             weight_decay_method,
             fp32_matmul_prec,
@@ -190,15 +192,10 @@ class Muon(WholeMatrixMuon):
         # For all parameters from the start: checkpoints need no step to make state.
         for param_group in self.param_groups:
             self._init_group(param_group, skip_non_grad_params=False)
-        self._round_momentum()
-        self._is_built = True
-
-    def _round_momentum(self) -> None:
-        """Convert momentum to its dtype: torch loads it in that of the parameter."""
         for state in self.state.values():
-            momentum = state.get("momentum_buffer")
-            if momentum is not None and momentum.dtype != self._momentum_dtype:
-                state["momentum_buffer"] = momentum.to(self._momentum_dtype)
+            state["momentum_buffer"] = state["momentum_buffer"].to(momentum_dtype)
+        self._main_params.create(self.state)
+        self._is_built = True
 
     def _plan(
         self, newton_schulz: NewtonSchulzSettings, other_settings: str, problems: list[str]
@@ -243,6 +240,7 @@ class Muon(WholeMatrixMuon):
         rows = [rows for each in self._inputs for rows in each.plan_input.handles.values()]
         self._step_rows = StepRows(parameters, rows, self._device)
         self._parameters, self._sample = parameters, []
+        self._main_params = MainParams([each.param for each in parameters])
 
     def record_figures(self, is_on: bool = True) -> None:
         """Record the figures of each step from now on, for :meth:`last_step`, or stop doing so.
@@ -301,12 +299,13 @@ class Muon(WholeMatrixMuon):
         problems = []
         try:
             super().load_state_dict(state_dict)
+            keep_dtypes(self.param_groups, self.state, state_dict, self.momentum_dtype)
         # Other ranks may have loaded theirs.
         except (KeyError, TypeError, ValueError) as error:
             problems.append(first_line(error))
         self._check_loaded(own, problems)
 
-    def _check_loaded(self, own: Sequence[dict[str, Any]], problems: Sequence[str] = ()) -> None:
+    def _check_loaded(self, own: Sequence[dict[str, Any]], problems: Sequence[str]) -> None:
         """Check a state that has been loaded; see :meth:`load_state_dict`.
 
         Args:
@@ -314,7 +313,7 @@ class Muon(WholeMatrixMuon):
             problems: What has gone wrong on this rank, as sentences.
         """
         keep_planned(self.param_groups, own)
-        self._round_momentum()
+        self._main_params.create(self.state)
         problems = [*problems, *momentum_problems(self.param_groups, self.state)]
         if self._inputs:
             raise_where_any_rank_fails(problems, self._group, self._device, "Do not train on.")
@@ -375,19 +374,22 @@ class Muon(WholeMatrixMuon):
         if rows.sums is not None:
             rows.sums.clear()
             self._sample.clear()
+        weights = self._main_params.weights(self.state)
         for number, group in enumerate(self.param_groups):
             rows.advance(
                 number,
                 group,
+                weights,
                 momentum,
                 without,
                 weight_decay_method=self.weight_decay_method,
                 nesterov=self.nesterov,
             )
-        is_rounded = self._momentum_dtype != torch.float32
+        is_rounded = self.momentum_dtype != torch.float32
         rows.find(momentum, in_results=self.nesterov or is_rounded)
-        apply = rows.applier(self.param_groups, without)
+        apply = rows.applier(self.param_groups, weights, without)
         with fp32_matmul_precision(self.fp32_matmul_prec):
             for done in self.compute.orthogonalize(rows.sources, rows.results, meanwhile):
                 apply(done)
+        self._main_params.install(weights)
         rows.free()

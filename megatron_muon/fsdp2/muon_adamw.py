@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, parameter_groups
-from megatron_muon.fsdp2.loading import keep_planned, planned_keys
+from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, planned_keys
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.rectangles import is_cut_by_torch
 from megatron_muon.runtime.agreement import first_line
@@ -267,6 +267,7 @@ class MuonAdamW(torch.optim.Optimizer):
         problems = []
         try:
             super().load_state_dict(state_dict)
+            keep_dtypes(self.param_groups, self.state, state_dict, muon.momentum_dtype)
         # Other ranks may have loaded theirs.
         except (KeyError, TypeError, ValueError) as error:
             problems.append(first_line(error))

@@ -198,11 +198,11 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
             "backward pass, as modules hold gathered copies in between; under DDP pass "
             "process_group, the ranks with copies of the model"
         )
-    # Updates of Muon are small beside weights: bfloat16 weights would round most of them away.
-    if param.dtype != torch.float32:
+    if param.dtype not in (torch.float32, torch.bfloat16):
         return (
-            f"expected float32, got {param.dtype}. Keep parameters in float32 and compute in "
-            "bfloat16: fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+            f"expected float32 or bfloat16, got {param.dtype}. Keep parameters in float32 and "
+            "compute in less: fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype="
+            "torch.bfloat16))"
         )
     if local.device != device:
         return (

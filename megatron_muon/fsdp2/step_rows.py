@@ -79,6 +79,7 @@ class StepRows:
         self,
         number: int,
         group: Mapping[str, Any],
+        weights: Mapping[torch.Tensor, torch.Tensor],
         momentum: Mapping[torch.Tensor, torch.Tensor],
         without: set[torch.Tensor],
         *,
@@ -90,6 +91,7 @@ class StepRows:
         Args:
             number: Of the group.
             group: A parameter group.
+            weights: Local weights by parameter, in float32.
             momentum: Local momentum by parameter.
             without: Parameters that have no gradient, and stay as they are.
             weight_decay_method: See :func:`~megatron_muon.runtime.weight_decay.decay_weights`.
@@ -116,7 +118,7 @@ class StepRows:
         # Gradients are the user's: a logger may read them after the step.
         advanced = advance_momentum(
             group,
-            [local_tensor(param) for param in stepped],
+            [weights[param] for param in stepped],
             grads,
             buffers,
             weight_decay_method=weight_decay_method,
@@ -158,7 +160,10 @@ class StepRows:
         )
 
     def applier(
-        self, groups: Sequence[Mapping[str, Any]], without: set[torch.Tensor]
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        weights: Mapping[torch.Tensor, torch.Tensor],
+        without: set[torch.Tensor],
     ) -> Callable[[Sequence[MatrixRows]], None]:
         """Return a function that updates weights, given rows whose results are there."""
         # Loading a state replaces the dictionaries of groups, and schedulers change their values.
@@ -176,7 +181,7 @@ class StepRows:
             for number, params in complete.items():
                 updates = [self._results[param] for param in params]
                 torch._foreach_add_(
-                    [local_tensor(param) for param in params],
+                    [weights[param] for param in params],
                     updates,
                     alpha=-groups[number]["lr"],
                 )

@@ -160,6 +160,7 @@ def test_convolutions_go_to_muon_where_that_is_asked_for():
 def test_names_of_real_models_are_sorted_rightly():
     """Of Hugging Face, torchtitan and GPT-2."""
     matrices = ["layers.0.mlp.gate_proj.weight", "attention.output.dense.weight", "h.0.c.weight",
+                "layers.0.output.weight",
                 "layers.1.moe.experts.w1", "layers.0.attention.wo.weight"]  # fmt: skip
     others = ["model.embed_tokens.weight", "tok_embeddings.weight", "wte.weight", "lm_head.weight",
               "output.weight", "layers.0.mlp.gate.weight", "moe.router.gate.weight"]  # fmt: skip

@@ -301,6 +301,86 @@ def test_momentum_in_bfloat16_is_rounded_once_a_step(nesterov, has_bf16_gradient
     assert muon.state[ours]["momentum_buffer"].dtype == torch.bfloat16
 
 
+def _step_bf16(folder: str) -> list[str]:
+    """Step sharded parameters in bfloat16, save and load them; list what differs from float32."""
+    import torch.distributed.checkpoint as dcp
+    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    init_group()
+    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
+    shapes = [(10, 6), (3, 8)]
+    options = {"lr": 1e-3, "nesterov": True, "fp32_matmul_prec": "high"}
+    wholes = [torch.nn.Parameter(drawn(x, i).bfloat16().float()) for i, x in enumerate(shapes)]
+    reference = WholeMatrixMuon(wholes, **options)
+
+    def build() -> tuple[Any, Any]:
+        model = torch.nn.Module()
+        model.forward = lambda: None  # type: ignore[assignment]
+        for i, shape in enumerate(shapes):
+            param = torch.nn.Parameter(drawn(shape, i).bfloat16())
+            setattr(model, f"weight{i}", param)
+        fully_shard(model, mesh=mesh)
+        exchange = ExchangeSettings(wire="fp32", max_parts=1)
+        return model, Muon(list(model.named_parameters()), exchange=exchange, **options)
+
+    def step(model: Any, muon: Any, number: int) -> None:
+        for i, param in enumerate(model.parameters()):
+            grad = drawn(shapes[i], 30 * number + i).bfloat16()
+            param.grad = distribute_tensor(grad, mesh, param.placements)
+            wholes[i].grad = grad.float()
+        muon.step()
+
+    different = []
+    model, muon = build()
+    for number in range(4):
+        if number == 2:
+            weights, state = get_state_dict(model, muon)
+            dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
+            model, muon = build()
+            weights, state = get_state_dict(model, muon)
+            loaded = {"model": weights, "optim": state}
+            dcp.load(loaded, checkpoint_id=folder)
+            set_state_dict(
+                model, muon, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"]
+            )
+        step(model, muon, number)
+        reference.step()
+        for i, param in enumerate(model.parameters()):
+            own = muon.state[param]
+            main = own["main_param"].full_tensor()
+            assert main.dtype == torch.float32 and param.dtype == torch.bfloat16
+            if not torch.equal(main, wholes[i].detach()):
+                different.append(f"step {number}: copy {i}")
+            if not torch.equal(param.full_tensor(), wholes[i].detach().bfloat16()):
+                different.append(f"step {number}: parameter {i}")
+            momentum = reference.state[wholes[i]]["momentum_buffer"]
+            if not torch.equal(own["momentum_buffer"].full_tensor(), momentum):
+                different.append(f"step {number}: momentum {i}")
+    # Somebody changes an element: it counts, and the copies of all others are kept.
+    (param, _) = model.parameters()
+    changed = param.full_tensor().detach().clone()
+    changed[0, 0] = 2.0
+    with torch.no_grad():
+        param.copy_(distribute_tensor(changed, mesh, param.placements))
+        wholes[0][0, 0] = 2.0
+    step(model, muon, 9)
+    reference.step()
+    if not torch.equal(muon.state[param]["main_param"].full_tensor(), wholes[0].detach()):
+        different.append("after a change")
+    return different
+
+
+@pytest.mark.ranks
+def test_parameters_in_bfloat16_step_as_copies_in_float32(tmp_path):
+    """The bits of emerging-optimizers' Muon in float32, rounded; through a checkpoint too."""
+    for different in run_ranks(2, _step_bf16, str(tmp_path / "saved")).check().results:
+        assert different == []
+
+
 def test_own_function_sees_stacks_of_whole_matrices():
     """It replaces Newton-Schulz; scale and update stay."""
     params = [

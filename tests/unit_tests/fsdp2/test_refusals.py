@@ -67,13 +67,13 @@ def _wrong_parameters(good: Any) -> dict[str, Callable[[], Any]]:
     copied = torch.nn.Parameter(
         DTensor.from_local(torch.ones(3, 4), marked, [Shard(0), Shard(0)], run_check=False)
     )
-    half = shard((6, 4), 0, mesh).param.to(torch.bfloat16)
+    half = shard((6, 4), 0, mesh).param.to(torch.float16)
     plain = torch.nn.Parameter(torch.ones(4, 4))
     return {
         "vector": lambda: Muon([("bias", vector)]),
         "vector_on_one_rank": lambda: Muon([("w", vector if rank == 1 else w)]),
         "plain": lambda: Muon([("w", plain)]),
-        "bf16": lambda: Muon([("w", torch.nn.Parameter(half))]),
+        "fp16": lambda: Muon([("w", torch.nn.Parameter(half))]),
         "device": lambda: Muon([("a", w), ("b", on_meta)]),
         "partial": lambda: Muon([("w", dtensor(torch.ones(4, 4), Partial()))]),
         "strided": lambda: Muon([("w", strided)]),
@@ -187,7 +187,7 @@ SHARD = "expected a shard of ranges"
         ("vector", "ranks 0, 1: bias: expected a matrix, or a batch of matrices, got shape (6,)"),
         ("vector_on_one_rank", "rank 1: w: expected a matrix"),
         ("plain", "w: expected a DTensor in a job of 2 ranks, got a plain tensor. Call fully_sh"),
-        ("bf16", "w: expected float32, got torch.bfloat16. Keep parameters in float32"),
+        ("fp16", "w: expected float32 or bfloat16, got torch.float16. Keep parameters in float32"),
         ("device", "b: expected shards on cpu, as the mesh and the other parameters are, got meta"),
         ("partial", "w: expected a reduced tensor, got placements (Partial(sum),)"),
         ("strided", "w: expected a strided shard as fully_shard makes it, of split factor 1, got"),
