@@ -1,17 +1,47 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Inspect or verify a checkpoint: ``python -m megatron_muon.checkpoint inspect|verify DIR``."""
+"""Inspect, verify or convert a checkpoint: ``python -m megatron_muon.checkpoint COMMAND DIR``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_muon.checkpoint.convert import FORMATS, convert
 from megatron_muon.checkpoint.folders import CheckpointError, find_checkpoint
+from megatron_muon.checkpoint.optimizers import OPTIMIZERS
 from megatron_muon.checkpoint.report import describe
 from megatron_muon.checkpoint.storage import read_checkpoint
 from megatron_muon.checkpoint.verify import find_problems
 from megatron_muon.closed_pipe import run_until_closed_pipe
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_muon.checkpoint",
+        description="Inspect, verify or convert a checkpoint, without GPU or process group. "
+        "Nothing in it is executed.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("inspect", "iteration, optimizer, world, and shape, dtype and norm of every tensor"),
+        ("verify", "read every byte and compare checksums"),
+        ("convert", "write it anew for another optimizer, or for Megatron-FSDP"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument(
+            "dir", type=Path, help="a --save folder, or that of one checkpoint in it"
+        )
+        command.add_argument("--ckpt-step", type=int, help="iteration; without it, the tracker's")
+    # The last one.
+    choices = (*OPTIMIZERS, *FORMATS)
+    command.add_argument("target", type=Path, help="where to write; must not exist")
+    command.add_argument("--from", dest="source", choices=choices, required=True)
+    command.add_argument("--to", dest="destination", choices=choices, required=True)
+    command.add_argument(
+        "--momentum", type=float, help="of Muon, for a checkpoint that does not have it"
+    )
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,21 +50,19 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0; 1 when the checkpoint cannot be read or is not sound; 2 for a wrong command line.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_muon.checkpoint",
-        description="Inspect or verify a checkpoint of the format fsdp_dtensor, without GPU or "
-        "process group. Nothing in it is executed.",
-    )
-    parser.add_argument(
-        "command",
-        choices=("inspect", "verify"),
-        help="inspect: iteration, optimizer, world, and shape, dtype and norm of every tensor; "
-        "verify: read every byte and compare checksums",
-    )
-    parser.add_argument("dir", type=Path, help="a --save folder, or that of one checkpoint in it")
-    parser.add_argument("--ckpt-step", type=int, help="iteration; without it, the tracker's")
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
     try:
+        if arguments.command == "convert":
+            done = convert(
+                arguments.dir,
+                arguments.target,
+                arguments.source,
+                arguments.destination,
+                momentum=arguments.momentum,
+                iteration=arguments.ckpt_step,
+            )
+            sys.stdout.write(done + "\n")
+            return 0
         checkpoint = read_checkpoint(find_checkpoint(arguments.dir, arguments.ckpt_step))
         if arguments.command == "inspect":
             for line in describe(checkpoint):

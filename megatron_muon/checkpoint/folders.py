@@ -13,6 +13,12 @@ from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = ".metadata"
+_WHAT_TO_DO = {
+    "fsdp_dtensor": "Megatron-FSDP reads no other; load it in a run without --use-megatron-fsdp, "
+    "or convert torch_dist by python -m megatron_muon.checkpoint convert.",
+    "torch_dist": "Load a checkpoint of torch in the run that saved it, with "
+    "--ckpt-convert-format torch_dist --ckpt-convert-save DIR, which saves it anew.",
+}
 
 
 class CheckpointError(RuntimeError):
@@ -33,12 +39,15 @@ def finished_iterations(folder: Path) -> list[int]:
     )
 
 
-def find_checkpoint(folder: Path, iteration: int | None = None) -> Path:
+def find_checkpoint(
+    folder: Path, iteration: int | None = None, expected: str = "fsdp_dtensor"
+) -> Path:
     """Choose the checkpoint that ``--load`` would load, and check that it is finished.
 
     Args:
         folder: A ``--save`` folder of Megatron, or that of one checkpoint.
         iteration: Iteration asked for (``--ckpt-step``); None for the tracker's.
+        expected: Format, ``fsdp_dtensor`` or ``torch_dist``.
 
     Returns:
         The folder that holds ``.metadata``.
@@ -50,7 +59,9 @@ def find_checkpoint(folder: Path, iteration: int | None = None) -> Path:
     if iteration is not None:
         checkpoint = iteration_folder(folder, iteration)
     elif (folder / METADATA).is_file():
-        return folder
+        if expected == "fsdp_dtensor":
+            return folder
+        checkpoint = folder
     else:
         checkpoint = _tracked_folder(folder)
     if not checkpoint.is_dir():
@@ -58,12 +69,10 @@ def find_checkpoint(folder: Path, iteration: int | None = None) -> Path:
             f"{checkpoint}: expected a checkpoint, got no such folder. {_what_to_load(folder)}"
         )
     # Before the check of .metadata, as torch_dist has this file too.
-    has_config = (checkpoint / "metadata.json").exists()
-    if has_config or any(checkpoint.glob("mp_rank_*")):
-        kind = "torch_dist" if has_config else "torch"
+    found = found_format(checkpoint)
+    if found != expected:
         raise CheckpointError(
-            f"{checkpoint}: expected the format fsdp_dtensor, got {kind}. Megatron-FSDP reads no "
-            "other; load it in a run without --use-megatron-fsdp."
+            f"{checkpoint}: expected the format {expected}, got {found}. {_WHAT_TO_DO[expected]}"
         )
     if not (checkpoint / METADATA).is_file():
         raise CheckpointError(
@@ -71,6 +80,13 @@ def find_checkpoint(folder: Path, iteration: int | None = None) -> Path:
             f"was cut short. {_what_to_load(folder)}"
         )
     return checkpoint
+
+
+def found_format(checkpoint: Path) -> str:
+    """Return the format of a checkpoint, by Megatron's names: that of DCP is ``fsdp_dtensor``."""
+    if (checkpoint / "metadata.json").exists():
+        return "torch_dist"
+    return "torch" if any(checkpoint.glob("mp_rank_*")) else "fsdp_dtensor"
 
 
 def _tracked_folder(folder: Path) -> Path:

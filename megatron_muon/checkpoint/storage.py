@@ -20,7 +20,7 @@ import math
 import pickle
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,13 @@ class StoredCheckpoint:
         folder: The folder that holds ``.metadata``.
         tensors: By key.
         objects: By key.
+        paths: The nested names of each key, if the writer kept them.
     """
 
     folder: Path
     tensors: dict[str, StoredTensor]
     objects: dict[str, Item]
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
     def items_by_file(self) -> dict[str, list[Item]]:
         """Return the items of every file, in the order of their bytes."""
@@ -143,12 +145,13 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
                 tensors[key] = _stored_tensor(key, value, stored)
             else:
                 objects[key] = _item(key, stored[key, ()])
+        paths = getattr(metadata, "planner_data", None)
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
             f"{path}: expected the metadata of torch.distributed.checkpoint, got "
             f"{type(error).__name__}: {error}."
         ) from error
-    return StoredCheckpoint(folder, tensors, objects)
+    return StoredCheckpoint(folder, tensors, objects, paths if isinstance(paths, dict) else {})
 
 
 def _stored_tensor(
@@ -170,6 +173,8 @@ def _item(key: str, info: StoredObject, *chunk: tuple[int, ...]) -> Item:
     # A path that leaves the folder would read any file of this machine.
     if Path(info.relative_path).name != info.relative_path or min(info.offset, info.length) < 0:
         raise ValueError(f"bytes {info.offset}, {info.length} of {info.relative_path}")
+    if getattr(info, "transform_descriptors", None):
+        raise ValueError(f"{key} transformed by {info.transform_descriptors}")
     return Item(key, info.relative_path, info.offset, info.length, *chunk)
 
 
@@ -180,6 +185,23 @@ def load_tensor(data: bytes, key: str) -> torch.Tensor:
         CheckpointError: The bytes are no tensor.
     """
     return _load(key, lambda: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+def load_chunk(checkpoint: StoredCheckpoint, item: Item) -> torch.Tensor:
+    """Read a chunk in the shape that the table of contents says.
+
+    Raises:
+        CheckpointError: It cannot be read, or has another number of elements.
+    """
+    found = load_tensor(checkpoint.read_item(item), item.key)
+    sizes = item.sizes or ()
+    if found.numel() != math.prod(sizes):
+        raise CheckpointError(
+            f"{item.key}: expected a chunk of shape {sizes}, got {tuple(found.shape)}. Verify "
+            "the checkpoint."
+        )
+    # Megatron stores layers without the axis by which it stacks them.
+    return found.reshape(sizes)
 
 
 def load_object(data: bytes, key: str) -> StoredObject:

@@ -51,6 +51,10 @@ COVERED = {
     "::test_script_learns_and_goes_on_on_other_ranks",
     ".venv/bin/python scripts/check_compat.py*": "repository/test_check_compat.py"
     "::test_check_here_trains",
+    ".venv/bin/python scripts/check_recipes.py": "repository/test_recipes.py"
+    "::test_check_runs_the_recipe_that_needs_only_torch",
+    ".venv/bin/torchrun --nproc-per-node 2 scripts/recipes/with_xtuner_groups.py": "repository/"
+    "test_recipes.py::test_check_runs_the_recipe_that_needs_only_torch",
     "torchrun --nproc-per-node 8 -m megatron_muon pretrain_gpt.py *": "test_launcher.py"
     "::test_run_logs_one_line_for_all_patches_on_rank_0",
     ".venv/bin/torchrun --nproc-per-node 2 -m megatron_muon scripts/pretrain_gpt.py *": "test_"
@@ -70,7 +74,11 @@ COVERED = {
     # With 256 ranks.
     ".venv/bin/python -m megatron_muon.plan --preset qwen3-235b-a22b --dp 2048 *": "report/"
     "test_command.py::test_plan_of_many_ranks_imports_no_torch",
-    ".venv/bin/python -m megatron_muon.checkpoint *": "checkpoint/test_files.py"
+    ".venv/bin/python -m megatron_muon.checkpoint convert * --from torch_dist *": "checkpoint/"
+    "test_torch_dist.py::test_run_of_ddp_goes_on_under_megatron_fsdp",
+    ".venv/bin/python -m megatron_muon.checkpoint convert * --from dion *": "checkpoint/"
+    "test_convert.py::test_a_run_goes_on_with_another_optimizer",
+    ".venv/bin/python -m megatron_muon.checkpoint [iv]*": "checkpoint/test_files.py"
     "::test_commands_need_neither_megatron_nor_a_process_group",
 }
 

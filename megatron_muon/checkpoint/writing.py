@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Write a checkpoint of ``torch.distributed.checkpoint`` chunk by chunk, in one process.
+
+``torch.distributed.checkpoint.save`` would need all tensors in memory, and classes of all objects.
+
+Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2.15.
+"""
+
+import io
+import os
+import pickle
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_muon.checkpoint.folders import METADATA, CheckpointError
+
+# Files of a few GiB are read in parallel, and are no larger than those that ranks write.
+_FILE_BYTES = 4 << 30
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a path beside ``target``, which is renamed to it unless there is an error.
+
+    Raises:
+        CheckpointError: ``target`` exists.
+    """
+    if target.exists():
+        raise CheckpointError(
+            f"{target}: expected a path to write to, got one that exists. Choose another one."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+class CheckpointWriter:
+    """Writes a checkpoint into a folder that exists; it is finished once :meth:`finish` returns.
+
+    Args:
+        folder: An empty folder.
+
+    Memory: the largest chunk, twice.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: list[Path] = []
+        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add_chunk(
+        self,
+        key: str,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        chunk: torch.Tensor,
+    ) -> None:
+        """Write a chunk of a tensor.
+
+        Args:
+            key: Key of the tensor.
+            shape: Of the whole tensor.
+            offsets: Position of the chunk in it.
+            chunk: Its elements.
+        """
+        whole = self._entries.setdefault(
+            key, TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size(shape), [])
+        )
+        assert isinstance(whole, TensorStorageMetadata), key
+        whole.chunks.append(ChunkStorageMetadata(torch.Size(offsets), chunk.shape))
+        # A view would be written with all of its storage.
+        self._write(MetadataIndex(key, offsets), _archive(chunk.clone()))
+
+    def add_object(self, key: str, value: Any) -> None:  # noqa: ANN401 - whatever is pickled
+        """Pickle a value."""
+        self.add_stored(key, _archive(value))
+
+    def add_stored(self, key: str, data: bytes) -> None:
+        """Write an object whose archive of ``torch.save`` is given."""
+        self._entries[key] = BytesStorageMetadata()
+        self._write(MetadataIndex(key), data)
+
+    def _write(self, index: MetadataIndex, data: bytes) -> None:
+        if not self._files or self._files[-1].stat().st_size > _FILE_BYTES:
+            self._files.append(self._folder / f"__{len(self._files)}_0.distcp")
+        with open(self._files[-1], "ab") as file:
+            info = _StorageInfo(self._files[-1].name, file.tell(), len(data))
+            file.write(data)
+        self._places[index] = info
+
+    def finish(self, paths: Mapping[str, tuple[str | int, ...]] | None = None) -> None:
+        """Write the table of contents, last of all files.
+
+        Args:
+            paths: Nested names of each key, by which torch makes nested dictionaries again.
+        """
+        for path in self._files:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        metadata = Metadata(self._entries, dict(paths or {}), self._places)
+        with open(self._folder / METADATA, "wb") as file:
+            pickle.dump(metadata, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _archive(value: Any) -> bytes:  # noqa: ANN401 - whatever is pickled
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
