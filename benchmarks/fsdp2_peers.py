@@ -11,7 +11,12 @@ import torch
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.95, 0.1
 OURS, OURS_FP32 = "megatron_muon", "megatron_muon, wire fp32"
 # Modules of the peers that may not be installed.
-PACKAGES = {"muon-fsdp2": "muon_fsdp2", "dtensor-muon": "dtensor_muon", "muonium": "muonium"}
+PACKAGES = {
+    "dion": "dion",
+    "muon-fsdp2": "muon_fsdp2",
+    "dtensor-muon": "dtensor_muon",
+    "muonium": "muonium",
+}
 
 Params = list[torch.nn.Parameter]
 Builder = Callable[[Params], torch.optim.Optimizer]
@@ -27,6 +32,28 @@ def _ours(wire: Any) -> Builder:
         return Muon(params, LR, MOMENTUM, WEIGHT_DECAY, exchange=exchange, **keys)
 
     return build
+
+
+def _dion(params: Params) -> torch.optim.Optimizer:
+    """Build dion's Muon over the axis that shards, as its documentation asks for."""
+    from torch.distributed.tensor import DTensor
+
+    first = params[0]
+    assert isinstance(first, DTensor)
+    mesh: Any = first.device_mesh
+    if mesh.ndim > 1:
+        # Of hybrid sharding; it has no tensor parallelism.
+        mesh = mesh[mesh.mesh_dim_names[1]]
+    return importlib.import_module("dion").Muon(
+        params,
+        distributed_mesh=mesh,
+        lr=LR,
+        mu=MOMENTUM,
+        weight_decay=WEIGHT_DECAY,
+        nesterov=True,
+        adjust_lr="spectral_norm",
+        use_polar_express=False,
+    )
 
 
 def _muon_fsdp2(params: Params) -> torch.optim.Optimizer:
@@ -53,6 +80,7 @@ PEERS: Mapping[str, Builder] = {
     OURS_FP32: _ours("fp32"),
     "AdamW": lambda params: torch.optim.AdamW(params, LR, weight_decay=WEIGHT_DECAY, foreach=True),
     "torch.optim.Muon": lambda params: torch.optim.Muon(params, LR, WEIGHT_DECAY, MOMENTUM),
+    "dion": _dion,
     "muon-fsdp2": _muon_fsdp2,
     "dtensor-muon": _by_full_tensor("dtensor_muon"),
     "muonium": _by_full_tensor("muonium"),

@@ -8,6 +8,9 @@ Needs no megatron. Three peers are packages of PyPI, which this project does not
 
     pip install --no-deps --target DIR muon-fsdp2==0.3.0 dtensor-muon==0.1.0 muonium==0.2.0
 
+A fourth, dion, is in no registry: copy the folder ``dion`` of github.com/microsoft/dion into DIR.
+torchtitan's DistMuon takes CUDA tensors alone.
+
 Every peer has the same parameters, sharded by ``fully_shard``, and the same gradients. Layouts:
 
     even        one axis; rows divide, and so does the number of matrices
@@ -300,7 +303,8 @@ def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
+        # A folder that was copied.
+        return "found" if importlib.util.find_spec(PACKAGES[package]) is not None else None
 
 
 def _lines(layouts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:

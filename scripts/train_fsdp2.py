@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small transformer with plain FSDP2: Muon for its matrices, AdamW for the rest.
+"""Train a small transformer with plain FSDP2: Muon for its matrices, AdamW for the rest, in one.
 
     torchrun --nproc-per-node 2 scripts/train_fsdp2.py --steps 20 --checkpoint DIR
 
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_muon.fsdp2 import Muon
+from megatron_muon.fsdp2 import MuonAdamW
 
 VOCAB, WIDTH, LENGTH, BATCH = 64, 64, 32, 8
 
@@ -56,20 +56,22 @@ def batch_of(step: int, num_rows: int, device: torch.device) -> torch.Tensor:
     return rows.chunk(BATCH // num_rows)[dist.get_rank()].to(device)
 
 
-def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the layers, AdamW for all else."""
-    matrices, fused, rest = [], [], []
+def optimizer_of(model: nn.Module) -> MuonAdamW:
+    """Return Muon for the matrices of the layers, AdamW for all else, as one optimizer."""
+    groups: list[dict[str, Any]] = [
+        {"params": []},
+        # Query, key and value are orthogonalized apart.
+        {"params": [], "split_sizes": 3},
+        {"params": [], "algorithm": "adamw", "lr": 1e-2, "weight_decay": 0.01},
+    ]
     for name, param in model.named_parameters():
         if "in_proj_weight" in name:
-            fused.append((name, param))
+            groups[1]["params"].append((name, param))
         elif name.startswith("layers.") and param.ndim == 2:
-            matrices.append((name, param))
+            groups[0]["params"].append((name, param))
         else:
-            rest.append(param)
-    # 0.2 gives updates the size of AdamW's. Query, key and value are orthogonalized apart.
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": fused, "split_sizes": 3}]
-    muon = Muon(groups, lr=2e-2, weight_decay=0.1, nesterov=True, extra_scale_factor=0.2)
-    return [muon, torch.optim.AdamW(rest, lr=1e-2)]
+            groups[2]["params"].append((name, param))
+    return MuonAdamW(groups, lr=2e-2, weight_decay=0.1)
 
 
 def main() -> None:
@@ -90,34 +92,33 @@ def main() -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizers = optimizers_of(model)
+    optimizer = optimizer_of(model)
 
     first = 0
     if options.checkpoint is not None and options.checkpoint.exists():
-        of_model, of_optimizers = get_state_dict(model, optimizers)
-        state = {"model": of_model, "optimizers": of_optimizers, "step": 0}
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        state = {"model": of_model, "optimizer": of_optimizer, "step": 0}
         dcp.load(state, checkpoint_id=options.checkpoint)
         set_state_dict(
             model,
-            optimizers,
+            optimizer,
             model_state_dict=state["model"],
-            optim_state_dict=state["optimizers"],
+            optim_state_dict=state["optimizer"],
         )
         first = state["step"]
     for step in range(first, options.steps):
         loss = model(batch_of(step, BATCH // dist.get_world_size(), device))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         mean = loss.detach() / dist.get_world_size()
         dist.all_reduce(mean)
         if dist.get_rank() == 0:
             print(f"step {step + 1}: loss {mean.item():.4f}")
     if options.checkpoint is not None:
-        of_model, of_optimizers = get_state_dict(model, optimizers)
-        state = {"model": of_model, "optimizers": of_optimizers, "step": options.steps}
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        state = {"model": of_model, "optimizer": of_optimizer, "step": options.steps}
         dcp.save(state, checkpoint_id=options.checkpoint)
     dist.destroy_process_group()
 
