@@ -17,7 +17,10 @@ Files, each importing only those above it::
     gradients    which parameters have gradients, and are they finite
     problems     what cannot be stepped, and what to do about it
     scales       factors of results by name
+    main_params  copies in float32 of parameters in bfloat16
+    offload      where momentum is between steps
     loading      what a loaded state must not change, and what it must bring
+    figures      norms of a step
     step_rows    local tensors of a step, and memory of its results
     muon         Muon
     groups       the parameters of a model, sorted by name

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.parameters import NamedParameter
+from megatron_muon.runtime.stacks import StackCall
 
 
 class StepFigures(NamedTuple):
@@ -43,11 +44,18 @@ class StepSums:
         self._share = {each.param: 1.0 / _num_replicas(each.view) for each in parameters}
         self._squares: dict[tuple[int, str], torch.Tensor] = {}
         self._counts: dict[int, float] = {}
+        self._errors: list[torch.Tensor] = []
 
     def clear(self) -> None:
         """Begin a step."""
         self._squares.clear()
         self._counts.clear()
+        self._errors.clear()
+
+    def watch(self, stack: StackCall) -> None:
+        """Take the first matrix that this rank orthogonalizes alone as the sample."""
+        if not self._errors and len(stack.owners) == 1:
+            self._errors.append(_orthogonality_error(stack.tensor[0]))
 
     def add(self, kind: str, group: int, tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Add squares of local tensors, by parameter, without a read by the host."""
@@ -64,21 +72,18 @@ class StepSums:
             count = sum(share * each.numel() for share, each in held)
             self._counts[group] = self._counts.get(group, 0.0) + count
 
-    def figures(
-        self, group: dist.ProcessGroup | None, num_groups: int, errors: Sequence[torch.Tensor]
-    ) -> StepFigures:
+    def figures(self, group: dist.ProcessGroup | None, num_groups: int) -> StepFigures:
         """Return the figures of all ranks; see :meth:`Muon.last_step`.
 
         Args:
             group: Ranks that step together; None for all of the job.
             num_groups: Number of parameter groups of this rank.
-            errors: Orthogonality errors of this rank.
         """
         mine = (
             num_groups,
             {key: float(value) for key, value in self._squares.items()},
             self._counts,
-            max((float(error) for error in errors), default=0.0),
+            max((float(error) for error in self._errors), default=0.0),
         )
         of_ranks = [mine]
         if dist.is_initialized():
@@ -102,7 +107,7 @@ class StepSums:
         )
 
 
-def orthogonality_error(matrix: torch.Tensor) -> torch.Tensor:
+def _orthogonality_error(matrix: torch.Tensor) -> torch.Tensor:
     """Return ``|X X^T - I| / sqrt(n)`` of a matrix, n its shorter side, on its device."""
     x = matrix.float()
     x = x if x.shape[0] <= x.shape[1] else x.mT

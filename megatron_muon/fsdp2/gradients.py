@@ -3,6 +3,7 @@
 """Ranks agree which parameters have gradients, and that these are finite."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,22 @@ def parameters_without_gradient(
         ]
     raise_where_any_rank_fails(problems, group, device, _ADVICE)
     return without
+
+
+def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attributes of GradScaler's
+    """Raise if a ``GradScaler`` calls the step: it would leave out that of one rank alone.
+
+    It sets two attributes, even if it has unscaled gradients. All ranks have one or none.
+
+    Raises:
+        RuntimeError: With what to do.
+    """
+    if hasattr(optimizer, "found_inf"):
+        del optimizer.found_inf, optimizer.grad_scale
+        raise RuntimeError(
+            "step: expected gradients that are not scaled, got a GradScaler. Compute in bfloat16, "
+            "which needs none."
+        )
 
 
 def _missing_on_some(

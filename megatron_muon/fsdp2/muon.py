@@ -13,10 +13,11 @@ from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuo
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 from torch.optim.optimizer import ParamsT
 
-from megatron_muon.fsdp2.figures import StepFigures, StepSums, orthogonality_error
-from megatron_muon.fsdp2.gradients import parameters_without_gradient
+from megatron_muon.fsdp2.figures import StepFigures, StepSums
+from megatron_muon.fsdp2.gradients import parameters_without_gradient, refuse_grad_scaler
 from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, momentum_problems, planned_keys
 from megatron_muon.fsdp2.main_params import MainParams
+from megatron_muon.fsdp2.offload import place_momentum
 from megatron_muon.fsdp2.parameters import (
     NamedParameter,
     PlainGroups,
@@ -42,7 +43,6 @@ from megatron_muon.runtime.agreement import (
 from megatron_muon.runtime.dependencies import dependency_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.owner_compute import OwnerCompute
-from megatron_muon.runtime.stacks import StackCall
 
 
 class Muon(WholeMatrixMuon):
@@ -91,6 +91,8 @@ class Muon(WholeMatrixMuon):
             place of Newton-Schulz. Matrices are then sent in fp32, and not split.
         momentum_dtype: bfloat16 halves the memory of momentum, which is averaged in float32 and
             rounded once a step.
+        offload_momentum: Whether momentum is in CPU memory, pinned. A step copies it to the device
+            and back, and the host waits for it in the end. No GPU has run it yet.
 
     Raises:
         RuntimeError: On all ranks, naming ranks and parameters, when one cannot be stepped (see
@@ -114,7 +116,6 @@ class Muon(WholeMatrixMuon):
     _inputs: list[DTensorPlanInput]
     _step_rows: StepRows
     _parameters: list[NamedParameter]
-    _sample: list[torch.Tensor]  # orthogonality error of one matrix of the last step
     _is_built: bool = False
 
     def __init__(
@@ -138,13 +139,14 @@ class Muon(WholeMatrixMuon):
         tensor_group: dist.ProcessGroup | None = None,
         newton_schulz: Callable[[torch.Tensor], torch.Tensor] | None = None,
         momentum_dtype: torch.dtype = torch.float32,
+        offload_momentum: bool = False,
     ) -> None:
         self.exchange = exchange or ExchangeSettings()
         if newton_schulz is not None:
             # It sees whole matrices as they are.
             self.exchange = replace(self.exchange, max_parts=1)
         self._group, self._plain = group, PlainGroups(process_group, tensor_group)
-        self.momentum_dtype = momentum_dtype
+        self.momentum_dtype, self.offload_momentum = momentum_dtype, offload_momentum
         settings = Settings(
             weight_decay_method,
             fp32_matmul_prec,
@@ -186,16 +188,20 @@ class Muon(WholeMatrixMuon):
                 newton_schulz,
             ),
             f"scale {scale_mode} {extra_scale_factor}, {nesterov=}, {weight_decay_method=}, "
-            f"{momentum_dtype=}, function {newton_schulz is not None}",
+            f"{momentum_dtype=}, {offload_momentum=}, function {newton_schulz is not None}",
             problems,
         )
         # For all parameters from the start: checkpoints need no step to make state.
         for param_group in self.param_groups:
             self._init_group(param_group, skip_non_grad_params=False)
-        for state in self.state.values():
-            state["momentum_buffer"] = state["momentum_buffer"].to(momentum_dtype)
+        problems = self._place_momentum()
+        if offload_momentum:
+            raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
         self._main_params.create(self.state)
         self._is_built = True
+
+    def _place_momentum(self) -> list[str]:
+        return place_momentum(self.state, self.momentum_dtype, in_cpu_memory=self.offload_momentum)
 
     def _plan(
         self, newton_schulz: NewtonSchulzSettings, other_settings: str, problems: list[str]
@@ -239,7 +245,7 @@ class Muon(WholeMatrixMuon):
             )
         rows = [rows for each in self._inputs for rows in each.plan_input.handles.values()]
         self._step_rows = StepRows(parameters, rows, self._device)
-        self._parameters, self._sample = parameters, []
+        self._parameters = parameters
         self._main_params = MainParams([each.param for each in parameters])
 
     def record_figures(self, is_on: bool = True) -> None:
@@ -247,12 +253,9 @@ class Muon(WholeMatrixMuon):
 
         It costs a pass over gradients, momentum and updates, and the host waits for nothing.
         """
-        self._step_rows.sums = StepSums(self._parameters) if is_on else None
-        self.compute.watch(self._watch if is_on else None)
-
-    def _watch(self, stack: StackCall) -> None:
-        if not self._sample and len(stack.owners) == 1:
-            self._sample.append(orthogonality_error(stack.tensor[0]))
+        sums = StepSums(self._parameters) if is_on else None
+        self._step_rows.sums = sums
+        self.compute.watch(None if sums is None else sums.watch)
 
     def last_step(self) -> StepFigures:
         """Return the figures of the last step; called by all ranks that step together.
@@ -266,7 +269,7 @@ class Muon(WholeMatrixMuon):
             raise RuntimeError(
                 "last_step: expected record_figures() before the step, got none. Call it first."
             )
-        return self._step_rows.sums.figures(self._group, len(self.param_groups), self._sample)
+        return self._step_rows.sums.figures(self._group, len(self.param_groups))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does at construction; later the plan is made."""
@@ -314,7 +317,11 @@ class Muon(WholeMatrixMuon):
         """
         keep_planned(self.param_groups, own)
         self._main_params.create(self.state)
-        problems = [*problems, *momentum_problems(self.param_groups, self.state)]
+        problems = [
+            *problems,
+            *momentum_problems(self.param_groups, self.state),
+            *self._place_momentum(),
+        ]
         if self._inputs:
             raise_where_any_rank_fails(problems, self._group, self._device, "Do not train on.")
 
@@ -356,13 +363,7 @@ class Muon(WholeMatrixMuon):
             if meanwhile is not None:
                 meanwhile()
             return
-        if hasattr(self, "found_inf"):
-            # GradScaler sets both, even if it has unscaled gradients.
-            del self.found_inf, self.grad_scale
-            raise RuntimeError(
-                "step: expected gradients that are not scaled, got a GradScaler. Compute in "
-                "bfloat16, which needs none."
-            )
+        refuse_grad_scaler(self)
         rows = self._step_rows
         problems = [*problems, *rows.allocate(), *self.compute.memory_problems()]
         without = parameters_without_gradient(self._inputs, self._group, self._device, problems)
@@ -373,8 +374,8 @@ class Muon(WholeMatrixMuon):
         }
         if rows.sums is not None:
             rows.sums.clear()
-            self._sample.clear()
         weights = self._main_params.weights(self.state)
+        is_copied = self.momentum_dtype != torch.float32 or self.offload_momentum
         for number, group in enumerate(self.param_groups):
             rows.advance(
                 number,
@@ -384,12 +385,15 @@ class Muon(WholeMatrixMuon):
                 without,
                 weight_decay_method=self.weight_decay_method,
                 nesterov=self.nesterov,
+                is_copied=is_copied,
             )
-        is_rounded = self.momentum_dtype != torch.float32
-        rows.find(momentum, in_results=self.nesterov or is_rounded)
+        rows.find(momentum, in_results=self.nesterov or is_copied)
         apply = rows.applier(self.param_groups, weights, without)
         with fp32_matmul_precision(self.fp32_matmul_prec):
             for done in self.compute.orthogonalize(rows.sources, rows.results, meanwhile):
                 apply(done)
         self._main_params.install(weights)
         rows.free()
+        if self.offload_momentum and self._device.type == "cuda":
+            # Whoever reads the state after a step must find what the step has written.
+            torch.cuda.current_stream(self._device).synchronize()

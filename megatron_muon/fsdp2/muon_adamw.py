@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch.optim.optimizer import ParamsT
 
+from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, parameter_groups
 from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, planned_keys
 from megatron_muon.fsdp2.muon import Muon
@@ -221,13 +222,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if hasattr(self, "found_inf"):
-            # GradScaler sets both, even if it has unscaled gradients.
-            del self.found_inf, self.grad_scale  # type: ignore[attr-defined]
-            raise RuntimeError(
-                "step: expected gradients that are not scaled, got a GradScaler. Compute in "
-                "bfloat16, which needs none."
-            )
+        refuse_grad_scaler(self)
         muon = self._plan()
 
         @in_range("elementwise")

@@ -85,6 +85,7 @@ class StepRows:
         *,
         weight_decay_method: str,
         nesterov: bool,
+        is_copied: bool,
     ) -> None:
         """Decay the weights of a group, and average gradients into momentum.
 
@@ -96,6 +97,7 @@ class StepRows:
             without: Parameters that have no gradient, and stay as they are.
             weight_decay_method: See :func:`~megatron_muon.runtime.weight_decay.decay_weights`.
             nesterov: Whether the gradient is averaged in once more.
+            is_copied: Whether momentum is of another dtype, or on another device.
         """
         # An empty shard may have no gradient, and has nothing to step.
         stepped = [p for p in group["params"] if p.grad is not None and p not in without]
@@ -110,11 +112,13 @@ class StepRows:
             torch._foreach_copy_(wide, [grads[i] for i in narrow])
             for i, grad in zip(narrow, wide, strict=True):
                 grads[i] = grad
-        rounds = bool(buffers) and buffers[0].dtype != torch.float32
         kept = buffers
-        if rounds:
-            # Averaged in float32, and rounded once.
-            buffers = [each.float() for each in kept]
+        if is_copied:
+            # Averaged in float32 on the device, and rounded once.
+            buffers = [
+                each.to(result.device, torch.float32, non_blocking=True)
+                for each, result in zip(kept, results, strict=True)
+            ]
         # Gradients are the user's: a logger may read them after the step.
         advanced = advance_momentum(
             group,
@@ -125,13 +129,13 @@ class StepRows:
             nesterov=nesterov,
             updates=results,
         )
-        if rounds:
-            torch._foreach_copy_(kept, buffers)
+        if is_copied and stepped:
+            torch._foreach_copy_(kept, buffers, non_blocking=True)
             if not nesterov:
                 torch._foreach_copy_(results, advanced)
         if self.sums is not None:
             self.sums.add("momentum", number, {p: momentum[p] for p in group["params"]})
-        if nesterov or rounds:
+        if nesterov or is_copied:
             # They are exchanged all the same, and their results are not used.
             for param in set(group["params"]).difference(stepped):
                 if self._results[param].numel():

@@ -301,6 +301,46 @@ def test_momentum_in_bfloat16_is_rounded_once_a_step(nesterov, has_bf16_gradient
     assert muon.state[ours]["momentum_buffer"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, momentum_dtype):
+    """On CPU ranks the copies are to the same device; a GPU shows the rest."""
+    params = [[torch.nn.Parameter(drawn((6, 9), i)) for i in range(2)] for _ in range(2)]
+    options: Any = {"lr": 0.1, "nesterov": nesterov, "momentum_dtype": momentum_dtype}
+    optimizers = [
+        Muon(of_one, offload_momentum=is_offloaded, **options)
+        for of_one, is_offloaded in zip(params, (True, False), strict=True)
+    ]
+    for step in range(NUM_STEPS):
+        for of_one, muon in zip(params, optimizers, strict=True):
+            # The other one has no gradient.
+            of_one[0].grad = drawn((6, 9), 80 + step)
+            muon.step()
+    for ours, theirs in zip(*params, strict=True):
+        momentum = optimizers[0].state[ours]["momentum_buffer"]
+        assert momentum.device.type == "cpu" and momentum.dtype == momentum_dtype
+        assert momentum.is_pinned() == (ours.device.type == "cuda")
+        assert torch.equal(momentum.to(ours.device), optimizers[1].state[theirs]["momentum_buffer"])
+        assert torch.equal(ours, theirs)
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    momentum = optimizers[0].state[params[0][0]]["momentum_buffer"]
+    assert momentum.device.type == "cpu" and momentum.dtype == momentum_dtype
+
+
+def test_memory_that_cannot_be_pinned_is_an_error():
+    """Of one rank, which all of them raise."""
+    from megatron_muon.fsdp2 import offload
+
+    def fail(_tensor: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    with mock.patch.object(offload, "_in_cpu_memory", fail), pytest.raises(RuntimeError) as error:
+        Muon([torch.nn.Parameter(drawn((6, 9), 0))], offload_momentum=True)
+    assert "offload_momentum: expected CPU memory that can be pinned, got CUDA error" in str(
+        error.value
+    )
+
+
 def _step_bf16(folder: str) -> list[str]:
     """Step sharded parameters in bfloat16, save and load them; list what differs from float32."""
     import torch.distributed.checkpoint as dcp
