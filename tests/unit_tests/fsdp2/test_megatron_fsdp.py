@@ -338,3 +338,31 @@ def test_state_of_hfsdp_loads_on_other_ranks(tmp_path: Path):
         for found in run_ranks(num_ranks, _load, str(tmp_path), names).check().results:
             assert len(found) == 2 * len(names)
             assert all(each == [[], []] for each in found.values()), found
+
+
+def _state_with_adamw() -> list[list[str]]:
+    """Return the names of states, by parameter, of one optimizer with a group of AdamW."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_optimizer
+
+    from megatron_muon.fsdp2 import MuonAdamW
+
+    init_group()
+    # One buffer of all: its small last matrix is on one rank alone.
+    model = Model(LAYOUTS["one axis"], "Sequential", [[10, 8], [16, 10], [2, 16]])
+    matrices, (last,) = model.params[:2], model.params[2:]
+    optimizer = fully_shard_optimizer(
+        MuonAdamW([{"params": matrices}, {"params": [last], "algorithm": "adamw"}])
+    )
+    model.set_grads(0)
+    optimizer.step(sync_grad_before_optimizer_step=False)
+    # It gathers each tensor of the state, on all ranks together.
+    optimizer.state_dict()
+    assert last.grad is None or last.to_local().numel()
+    return [sorted(optimizer.state[param]) for param in model.params]
+
+
+def test_adamw_has_state_of_empty_shards_on_all_ranks():
+    """Megatron-FSDP gathers every tensor of the state to save it: it hung where one was missing."""
+    of_muon, of_adamw = ["momentum_buffer"], ["exp_avg", "exp_avg_sq", "step"]
+    found = run_ranks(4, _state_with_adamw).check().results
+    assert found == [[of_muon, of_muon, of_adamw]] * 4
