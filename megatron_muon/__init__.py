@@ -15,7 +15,7 @@ Parts, each importing only those above it::
     report/         time, bytes and memory of a plan; plans of jobs that do not run
     runtime/        runs a plan; torch.distributed, no megatron
     fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
-    checkpoint/     reads and verifies checkpoint files, without megatron
+    checkpoint/     reads, verifies and converts checkpoint files, without megatron
     patching/       changes a package at run time: verified first, reversible
     cpu_ranks/      Megatron on gloo ranks, without a GPU
     mcore/          the only code written against megatron: optimizer, flags, checkpoints, patches

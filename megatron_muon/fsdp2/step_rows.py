@@ -50,9 +50,7 @@ class StepRows:
             offset += size
         self._arena.free()
         self._num_matrices = Counter(each.param for each in self._rows)
-        # Of the last step: momentum, what was orthogonalized, and the address of results.
-        self._momentum: list[torch.Tensor] = []
-        self._address = 0
+        self._momentum: list[torch.Tensor] = []  # of the last step
         self.sources: Rows = {}
         self.results: Rows = {}
         # Filled in each step while it is not None.
@@ -142,20 +140,16 @@ class StepRows:
                     self._results[param].copy_(momentum[param])
 
     def find(self, momentum: Mapping[torch.Tensor, torch.Tensor], *, in_results: bool) -> None:
-        """View the rows of a step, anew only if they have moved: see :meth:`Engine.orthogonalize`.
+        """View the rows of a step for :meth:`Engine.orthogonalize`, anew only if momentum is.
 
         Args:
             momentum: Local momentum by parameter.
             in_results: Whether what is orthogonalized is in the memory of results.
         """
         now = list(momentum.values())
-        if (
-            self._arena.address == self._address
-            and len(now) == len(self._momentum)
-            and all(map(operator.is_, now, self._momentum))
-        ):
+        if len(now) == len(self._momentum) and all(map(operator.is_, now, self._momentum)):
             return
-        self._momentum, self._address = now, self._arena.address
+        self._momentum = now
         self.results = {each: each.of(self._results[each.param]) for each in self._rows}
         self.sources = (
             dict(self.results)

@@ -44,11 +44,6 @@ class Arena:
         """View elements from a byte on, ``(num_elements,)``."""
         return self._memory[offset : offset + num_elements * dtype.itemsize].view(dtype)
 
-    @property
-    def address(self) -> int:
-        """Where the memory is now."""
-        return self._memory.data_ptr()
-
     def allocate(self) -> None:
         """Allocate the memory; its contents are undefined."""
         storage = self._memory.untyped_storage()

@@ -53,6 +53,8 @@ class RowMoves:
         self._by_kernel = uses_kernel(device) if by_kernel is None else by_kernel
         self._table: RowTable | None = None
         self._addresses: list[int] = []
+        self._divided_by: torch.Tensor | None = None
+        self._divisors: list[torch.Tensor] = []
         self._pointers = torch.empty(0, dtype=torch.int64)
         self.set(pairs)
 
@@ -95,9 +97,12 @@ class RowMoves:
             return
         # No foreach function divides by a list of tensors and writes another dtype.
         assert norms is not None
-        by_position = norms.unbind()
-        for source, target, position in zip(self._sources, self._targets, self._norms, strict=True):
-            torch.div(source, by_position[position], out=target)
+        if norms is not self._divided_by:
+            # Views of few of them: a step has a list for each stack, and norms of all blocks.
+            self._divided_by = norms
+            self._divisors = [norms[position] for position in self._norms]
+        for source, target, norm in zip(self._sources, self._targets, self._divisors, strict=True):
+            torch.div(source, norm, out=target)
 
 
 @functools.cache
