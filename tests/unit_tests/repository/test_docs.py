@@ -31,6 +31,8 @@ from helpers.ranks import ROOT
 UNIT = "tests/unit_tests"
 # A shell pattern of the whole command, and the test that runs it: file::test below UNIT.
 COVERED = {
+    ".venv/bin/torchrun --nproc-per-node 2 benchmarks/step_profile.py *": "fsdp2/test_figures.py"
+    "::test_picture_of_a_step_has_a_lane_for_each_rank",
     # With few iterations.
     "bash scripts/quickstart.sh*": "repository/test_quickstart.py"
     "::test_quickstart_trains_with_both_optimizers_and_reports",

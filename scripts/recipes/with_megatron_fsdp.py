@@ -1,0 +1,112 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Train with the standalone Megatron-FSDP: ``fully_shard_model`` and ``fully_shard_optimizer``.
+
+    torchrun --nproc-per-node 2 scripts/recipes/with_megatron_fsdp.py
+
+``fully_shard_optimizer()`` makes a step of zero gradients, which creates the state, and decays the
+weights once unless the learning rate is 0 for it. The optimizer's ``state_dict()`` then says which
+rows its tensors are, so that torch.distributed.checkpoint saves and loads them. Megatron-FSDP needs
+GPUs: without one, this package lets it run on gloo ranks (``megatron_muon.cpu_ranks``), for which
+megatron-core has to be installed too.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _model import (
+    DEVICE,
+    SAVED_AT,
+    STEPS,
+    Decoder,
+    Layer,
+    batch_of,
+    check_is_sharded,
+    mean_over_ranks,
+    parser_of,
+    report,
+    start_ranks,
+    version_of,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+VERSION = version_of("megatron-fsdp")
+
+from megatron_muon import cpu_ranks  # noqa: E402
+from megatron_muon.cpu_ranks import megatron_core  # noqa: E402
+
+if DEVICE == "cpu":
+    version_of("megatron-core")
+    cpu_ranks.enable()
+    buffers = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
+    buffers.gradient_reduce_preprocessing = megatron_core.preprocessing_without_premul_from(
+        buffers.gradient_reduce_preprocessing
+    )
+
+from megatron_fsdp import (  # noqa: E402
+    MixedPrecisionPolicy,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+
+from megatron_muon.fsdp2 import MuonAdamW  # noqa: E402
+
+
+def build(name: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a sharded model and its optimizer."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("fsdp", "tp"))
+    model = fully_shard_model(
+        Decoder(seed).to(DEVICE),
+        device_mesh=mesh,
+        dp_shard_dim="fsdp",
+        tp_dim="tp",
+        fsdp_unit_modules=[Layer],
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
+    )
+    check_is_sharded(model)
+    optimizer: torch.optim.Optimizer
+    if name == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    else:
+        optimizer = MuonAdamW.from_model(model, lr=0.0)
+    optimizer = fully_shard_optimizer(optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    return model, optimizer
+
+
+def train(options: Any, first: int = 0, seed: int = 0) -> list[float]:
+    """Train from a step on, and return the losses; load before it, or save after ``SAVED_AT``."""
+    model, optimizer = build(options.optimizer, seed)
+    if first:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=options.folder)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    losses = []
+    for step in range(first, STEPS):
+        loss = model(batch_of(step, DEVICE))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+        if step + 1 == SAVED_AT and not first:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            dcp.save(state, checkpoint_id=options.folder)
+    return losses
+
+
+def main() -> None:
+    """Train, and train the last steps again from the checkpoint."""
+    options = parser_of(__doc__).parse_args()
+    start_ranks()
+    losses = train(options)
+    resumed = train(options, first=SAVED_AT, seed=1)
+    report(f"megatron-fsdp {VERSION}, {options.optimizer}", losses, resumed)
+
+
+if __name__ == "__main__":
+    main()
