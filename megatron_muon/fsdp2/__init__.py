@@ -15,8 +15,8 @@ Files, each importing only those above it::
     batches      the matrices of a parameter, and this rank's rows of them
     plan_inputs  parameters that share a plan, and their process groups
     gradients    which parameters have gradients, and are they finite
-    problems     what cannot be stepped, and what to do about it
     scales       factors of results by name
+    problems     what cannot be stepped, and what to do about it
     main_params  copies in float32 of parameters in bfloat16
     offload      where momentum is between steps
     loading      what a loaded state must not change, and what it must bring

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.fsdp2.rectangles import KNOWN_BY_SHAPES, is_cut_by_torch, sharded_dim
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
 type SplitSizes = int | tuple[int, ...] | None
@@ -98,10 +99,6 @@ class PlainGroups:
     replicas: dist.ProcessGroup | None
     blocks: dist.ProcessGroup | None
 
-    def __bool__(self) -> bool:
-        """Return whether there are any."""
-        return self.replicas is not None or self.blocks is not None
-
     def viewed(
         self, parameters: Sequence[NamedParameter], device: torch.device
     ) -> tuple[list[NamedParameter], list[str]]:
@@ -110,9 +107,14 @@ class PlainGroups:
         Returns:
             The parameters, and what is wrong with those that cannot be viewed, as sentences.
 
-        Communication: with groups two gathers of objects, over the job and over the blocks.
+        Raises:
+            RuntimeError: On all ranks, when the groups of one do not fit those of others.
+
+        Communication: a gather of objects over the job; where a rank has groups a flag, and another
+            gather over the blocks.
         """
-        mesh, problems = self._mesh(device) if self else (None, [])
+        mesh = self._agreed_mesh(device)
+        problems: list[str] = []
         sizes = self._block_sizes(parameters) if mesh is not None else {}
         viewed = []
         for number, each in enumerate(parameters):
@@ -127,20 +129,44 @@ class PlainGroups:
                 problems.append(f"{each.name}: {error}")
         return viewed, problems
 
-    def _mesh(self, device: torch.device) -> tuple[DeviceMesh | None, list[str]]:
-        """Return the mesh of replicas and blocks, or a sentence that says why there is none."""
+    def _agreed_mesh(self, device: torch.device) -> DeviceMesh | None:
+        """Return the mesh of replicas and blocks, None without groups, or raise on all ranks."""
+        if not dist.is_initialized():
+            return None
         own = dist.get_rank()
         mine = [
             (own,) if group is None else tuple(dist.get_process_group_ranks(group))
             for group in (self.replicas, self.blocks)
         ]
-        of_ranks: list[Any] = [mine] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, mine)
+        has_groups = self.replicas is not None or self.blocks is not None
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        # By all ranks: those that have no groups learn here that others have.
+        dist.all_gather_object(of_ranks, [has_groups, *mine])
+        if not any(each[0] for each in of_ranks):
+            return None
+        mesh: DeviceMesh | None = None
+        problems: list[str] = []
+        if has_groups:
+            mesh, problems = self._mesh([each[1:] for each in of_ranks], device)
+        raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
+        return mesh
+
+    def _mesh(
+        self, of_ranks: Sequence[Sequence[tuple[int, ...]]], device: torch.device
+    ) -> tuple[DeviceMesh | None, list[str]]:
+        """Return the mesh of replicas and blocks, or a sentence that says why there is none.
+
+        Args:
+            of_ranks: By rank, the ranks with copies and those with other blocks.
+            device: Of the mesh.
+        """
+        own = dist.get_rank()
+        mine = of_ranks[own]
         replicas, _ = mine
         grid = [of_ranks[rank][1] for rank in replicas]
         columns = list(zip(*grid, strict=False))
         is_grid = len({len(row) for row in grid}) == 1 and all(
-            of_ranks[rank] == [columns[column], row]
+            list(of_ranks[rank]) == [columns[column], row]
             for row in grid
             for column, rank in enumerate(row)
         )

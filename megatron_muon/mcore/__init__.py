@@ -13,7 +13,6 @@ Files, each importing only those above it::
     adaptive/               Muon divided by a second moment
     muon_step               steps them together: momentum, Newton-Schulz, weights
     outer_reductions        checks that HSDP reduced all gradients over the outer ranks
-    lion                    FSDPLion
     qk_clip                 clips main weights between step and installation
     flags                   command-line flags
     arguments               checks of the command line, and settings read from it

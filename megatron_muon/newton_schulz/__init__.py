@@ -25,6 +25,7 @@ Files, each importing only those above it::
     backend         the interface
     normalize       the norm of the fp32 wire
     standard        the steps as they are
+    custom          a function of the user's
     symmetric       half of the symmetric products
     restarts        how many steps the Gram form may combine
     gram            the Gram form

@@ -16,9 +16,11 @@ Files, each importing only those above it::
     row_table           rectangles that one kernel moves, listed on the device
     row_kernel          that kernel, in Triton
     row_moves           moves a list of rectangles, by the kernel or by torch
+    ranges              ranges of a profile, by phase
     stacks              the parts that a rank owns, in memory
     norms               norms of blocks, summed in float64
     local_rows          this rank's rows: read normalized, written scaled
+    cuda_graphs         CUDA graphs of Newton-Schulz, stack by stack
     plan_runner         gathers, orthogonalizes and scatters the buckets of one plan
     engine              runs the plans of a rank: local rows in, orthogonalized local rows out
     all_gather_compute  every matrix on every rank: the simple way
@@ -28,5 +30,6 @@ Files, each importing only those above it::
     momentum            weight decay, momentum and Nesterov, all parameters at once
     finite              which gradients are not finite
     dtensor_layout      the local rows of a DTensor
+    lion                Lion on local rows
     dependencies        what is relied on in torch and emerging-optimizers
 """

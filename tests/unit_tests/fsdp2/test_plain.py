@@ -160,6 +160,9 @@ def _refusals() -> dict[str, str]:
         "no_blocks": lambda: Muon([("w", plain(partition_dim=0))], process_group=world),
         "mixed": lambda: Muon([("w", plain()), ("v", sharded)], process_group=world),
         "grid": lambda: Muon([("w", plain())], process_group=world, tensor_group=world),
+        "one_rank": lambda: Muon(
+            [("w", plain())], process_group=world if dist.get_rank() == 0 else None
+        ),
         "stride": lambda: Muon(
             [{"params": [("w", plain(partition_dim=0, partition_stride=2))], "split_sizes": 2}],
             tensor_group=world,
@@ -199,6 +202,7 @@ def test_plain_tensors_that_cannot_be_stepped_are_refused_on_all_ranks():
         "no_blocks": "w: expected tensor_group with a partition_dim of 0, got none",
         "mixed": "v: expected plain tensors with process_group or tensor_group, got a DTensor",
         "grid": "process_group, tensor_group: expected ranks in a grid",
+        "one_rank": "rank 0: process_group, tensor_group: expected ranks in a grid",
         "stride": "w: split_sizes: expected none with a partition_stride of 2",
         "flatten": "w: flatten: expected a contiguous tensor",
         "no_flatten": "set flatten=True in the group of a convolution",
