@@ -12,7 +12,7 @@ import importlib.metadata
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,31 @@ def check_is_sharded(model: nn.Module) -> None:
     """Check that all parameters are sharded, so that a recipe shows what it claims."""
     plain = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
     assert not plain, f"expected DTensors, got plain tensors: {plain}"
+
+
+def log_figures(optimizer: Any, step: int, write: Callable[[str, float], object]) -> None:
+    """Hand the figures of a step to a logger.
+
+    Args:
+        optimizer: After the step; one of torch's has no figures.
+        step: Counted from 0 in this run: the first one is not recorded yet.
+        write: Called on rank 0 with a name and a number, such as
+            ``lambda name, value: writer.add_scalar(name, value, step)`` for TensorBoard and
+            ``lambda name, value: wandb.log({name: value}, step=step)`` for W&B.
+    """
+    muon = getattr(optimizer, "muon", None)
+    if muon is None:
+        return
+    if step == 0:
+        muon.record_figures()
+        return
+    # By all ranks: it gathers their sums.
+    figures = muon.last_step()
+    if dist.get_rank() == 0:
+        for name in ("gradient_norms", "momentum_norms", "update_rms"):
+            for number, value in enumerate(getattr(figures, name)):
+                write(f"muon/{name}/{number}", value)
+        write("muon/orthogonality_error", figures.orthogonality_error)
 
 
 def report(title: str, losses: Sequence[float], resumed: Sequence[float]) -> None:

@@ -22,6 +22,7 @@ from _model import (
     batch_of,
     check_is_sharded,
     load,
+    log_figures,
     mean_over_ranks,
     parser_of,
     report,
@@ -34,7 +35,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_muon.fsdp2 import MuonAdamW
 
-NUM_EXPERTS = 4
+NUM_EXPERTS, FIGURES_EVERY = 4, 4
 
 
 class Language(nn.Module):
@@ -117,6 +118,8 @@ def train(options: Any, first: int = 0, seed: int = 0) -> list[float]:
         loss = model(batch_of(step, DEVICE))
         loss.backward()
         optimizer.step()
+        if (step - first) % FIGURES_EVERY == 0:
+            log_figures(optimizer, step - first, lambda name, value: print(f"{name}: {value:.4f}"))
         optimizer.zero_grad()
         scheduler.step()
         losses.append(mean_over_ranks(loss))
