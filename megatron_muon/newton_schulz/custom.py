@@ -5,6 +5,7 @@
 from typing import TYPE_CHECKING
 
 from megatron_muon.newton_schulz.call import Call
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.standard import Standard
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ class Custom(Standard):
     """Call ``settings.function`` with stacks of whole matrices; costs are those of standard."""
 
     name = "custom"
+
+    def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
+        """Check for a function."""
+        return [] if settings.function is not None else ["expected a function, got none"]
 
     def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
         """Orthogonalize a stack; see :meth:`Backend.run`.
