@@ -1,0 +1,242 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Dtypes of parameters and momentum, own functions, scales and splits of Muon for FSDP2."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers.device import device, init_group
+from helpers.fsdp2_models import drawn
+from helpers.ranks import run_ranks
+
+from megatron_muon.fsdp2 import ExchangeSettings, Muon
+
+NUM_STEPS = 3
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("has_bf16_gradients", [False, True])
+def test_momentum_in_bfloat16_is_rounded_once_a_step(nesterov, has_bf16_gradients):
+    """The bits of emerging-optimizers' Muon, whose momentum is rounded after each step."""
+    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+
+    if has_bf16_gradients and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("from torch 2.10 on")
+    ours, theirs, skipped = (torch.nn.Parameter(drawn((6, 9), 1)) for _ in range(3))
+    options = {"lr": 0.1, "nesterov": nesterov, "fp32_matmul_prec": "highest"}
+    muon = Muon(
+        [ours, skipped],
+        exchange=ExchangeSettings(wire="fp32"),
+        momentum_dtype=torch.bfloat16,
+        **options,
+    )
+    whole = WholeMatrixMuon([theirs], **options)
+    for step in range(NUM_STEPS):
+        grad = drawn((6, 9), 50 + step)
+        if has_bf16_gradients:
+            grad = grad.bfloat16()
+            ours.grad_dtype = torch.bfloat16
+        ours.grad, theirs.grad = grad.clone(), grad.float()
+        muon.step()
+        whole.step()
+        momentum = whole.state[theirs]["momentum_buffer"]
+        momentum.copy_(momentum.bfloat16())
+        assert torch.equal(ours, theirs)
+        assert torch.equal(muon.state[ours]["momentum_buffer"], momentum.bfloat16())
+        assert torch.equal(ours.grad, grad)
+    assert torch.equal(skipped, drawn((6, 9), 1))
+    # torch loads it in the dtype of the parameter.
+    muon.load_state_dict(muon.state_dict())
+    assert muon.state[ours]["momentum_buffer"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, momentum_dtype):
+    """On CPU ranks the copies are to the same device; a GPU shows the rest."""
+    params = [[torch.nn.Parameter(drawn((6, 9), i)) for i in range(2)] for _ in range(2)]
+    options: Any = {"lr": 0.1, "nesterov": nesterov, "momentum_dtype": momentum_dtype}
+    optimizers = [
+        Muon(of_one, offload_momentum=is_offloaded, **options)
+        for of_one, is_offloaded in zip(params, (True, False), strict=True)
+    ]
+    for step in range(NUM_STEPS):
+        for of_one, muon in zip(params, optimizers, strict=True):
+            # The other one has no gradient.
+            of_one[0].grad = drawn((6, 9), 80 + step)
+            muon.step()
+    for ours, theirs in zip(*params, strict=True):
+        momentum = optimizers[0].state[ours]["momentum_buffer"]
+        assert momentum.device.type == "cpu" and momentum.dtype == momentum_dtype
+        assert momentum.is_pinned() == (ours.device.type == "cuda")
+        assert torch.equal(momentum.to(ours.device), optimizers[1].state[theirs]["momentum_buffer"])
+        assert torch.equal(ours, theirs)
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    momentum = optimizers[0].state[params[0][0]]["momentum_buffer"]
+    assert momentum.device.type == "cpu" and momentum.dtype == momentum_dtype
+
+
+def test_memory_that_cannot_be_pinned_is_an_error():
+    """Of one rank, which all of them raise."""
+    from megatron_muon.fsdp2 import offload
+
+    def fail(_tensor: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    with mock.patch.object(offload, "_in_cpu_memory", fail), pytest.raises(RuntimeError) as error:
+        Muon([torch.nn.Parameter(drawn((6, 9), 0))], offload_momentum=True)
+    assert "offload_momentum: expected CPU memory that can be pinned, got CUDA error" in str(
+        error.value
+    )
+
+
+def _step_bf16(folder: str) -> list[str]:
+    """Step sharded parameters in bfloat16, save and load them; list what differs from float32."""
+    import torch.distributed.checkpoint as dcp
+    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    init_group()
+    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
+    shapes = [(10, 6), (3, 8)]
+    options = {"lr": 1e-3, "nesterov": True, "fp32_matmul_prec": "high"}
+    wholes = [torch.nn.Parameter(drawn(x, i).bfloat16().float()) for i, x in enumerate(shapes)]
+    reference = WholeMatrixMuon(wholes, **options)
+
+    def build() -> tuple[Any, Any]:
+        model = torch.nn.Module()
+        model.forward = lambda: None  # type: ignore[assignment]
+        for i, shape in enumerate(shapes):
+            param = torch.nn.Parameter(drawn(shape, i).bfloat16())
+            setattr(model, f"weight{i}", param)
+        fully_shard(model, mesh=mesh)
+        exchange = ExchangeSettings(wire="fp32", max_parts=1)
+        return model, Muon(list(model.named_parameters()), exchange=exchange, **options)
+
+    def step(model: Any, muon: Any, number: int) -> None:
+        for i, param in enumerate(model.parameters()):
+            grad = drawn(shapes[i], 30 * number + i).bfloat16()
+            param.grad = distribute_tensor(grad, mesh, param.placements)
+            wholes[i].grad = grad.float()
+        muon.step()
+
+    different = []
+    model, muon = build()
+    for number in range(4):
+        if number == 2:
+            weights, state = get_state_dict(model, muon)
+            dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
+            model, muon = build()
+            weights, state = get_state_dict(model, muon)
+            loaded = {"model": weights, "optim": state}
+            dcp.load(loaded, checkpoint_id=folder)
+            set_state_dict(
+                model, muon, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"]
+            )
+        step(model, muon, number)
+        reference.step()
+        for i, param in enumerate(model.parameters()):
+            own = muon.state[param]
+            main = own["main_param"].full_tensor()
+            assert main.dtype == torch.float32 and param.dtype == torch.bfloat16
+            if not torch.equal(main, wholes[i].detach()):
+                different.append(f"step {number}: copy {i}")
+            if not torch.equal(param.full_tensor(), wholes[i].detach().bfloat16()):
+                different.append(f"step {number}: parameter {i}")
+            momentum = reference.state[wholes[i]]["momentum_buffer"]
+            if not torch.equal(own["momentum_buffer"].full_tensor(), momentum):
+                different.append(f"step {number}: momentum {i}")
+    # Somebody changes an element: it counts, and the copies of all others are kept.
+    (param, _) = model.parameters()
+    changed = param.full_tensor().detach().clone()
+    changed[0, 0] = 2.0
+    with torch.no_grad():
+        param.copy_(distribute_tensor(changed, mesh, param.placements))
+        wholes[0][0, 0] = 2.0
+    step(model, muon, 9)
+    reference.step()
+    if not torch.equal(muon.state[param]["main_param"].full_tensor(), wholes[0].detach()):
+        different.append("after a change")
+    return different
+
+
+@pytest.mark.ranks
+def test_parameters_in_bfloat16_step_as_copies_in_float32(tmp_path):
+    """The bits of emerging-optimizers' Muon in float32, rounded; through a checkpoint too."""
+    for different in run_ranks(2, _step_bf16, str(tmp_path / "saved")).check().results:
+        assert different == []
+
+
+def test_own_function_sees_stacks_of_whole_matrices():
+    """It replaces Newton-Schulz; scale and update stay."""
+    params = [
+        torch.nn.Parameter(drawn(shape, i)) for i, shape in enumerate([(4, 6), (4, 6), (7, 3)])
+    ]
+    before = [param.detach().clone() for param in params]
+    seen = []
+
+    def orthogonalize(stack: Any) -> Any:
+        seen.append((tuple(stack.shape), stack.dtype))
+        u, _, v = torch.linalg.svd(stack, full_matrices=False)
+        return u @ v
+
+    muon = Muon(params, lr=0.1, weight_decay=0.0, newton_schulz=orthogonalize, scale_mode="none")
+    for i, param in enumerate(params):
+        param.grad = drawn(param.shape, 10 + i)
+    muon.step()
+    assert {dtype for _, dtype in seen} == {torch.float32}
+    assert sum(shape[0] for shape, _ in seen) == 3
+    assert {shape[1:] for shape, _ in seen} == {(4, 6), (7, 3)}
+    for param, old in zip(params, before, strict=True):
+        u, _, v = torch.linalg.svd(param.grad, full_matrices=False)
+        # Of a matrix alone and of one in a stack, whose products are rounded otherwise.
+        torch.testing.assert_close(param.detach(), old - 0.1 * (u @ v), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("result", ["text", "shape", "dtype"])
+def test_own_function_that_returns_something_else_is_refused(result):
+    """By its first result."""
+    param = torch.nn.Parameter(torch.ones(4, 6, device=device()))
+    given = {"text": lambda _: "x", "shape": lambda x: x[:, :2], "dtype": lambda x: x.double()}
+    muon = Muon([param], newton_schulz=given[result])
+    param.grad = torch.eye(4, 6, device=device())
+    with pytest.raises(TypeError, match="newton_schulz: expected a function that returns"):
+        muon.step()
+
+
+@pytest.mark.parametrize(
+    ("mode", "factor"),
+    [
+        ("match_adamw", 0.2 * 9**0.5),
+        ("spectral", 9**0.5),
+        ("spectral_unclamped", (4 / 9) ** 0.5),
+        ("none", 1.0),
+    ],
+)
+def test_results_are_scaled_as_the_mode_says(mode, factor):
+    """Of an orthogonal matrix, which Newton-Schulz by a function leaves as it is."""
+    param = torch.nn.Parameter(torch.zeros(4, 9, device=device()))
+    muon = Muon([param], lr=1.0, momentum=0.0, newton_schulz=torch.clone, scale_mode=mode)
+    param.grad = torch.eye(4, 9, device=device())
+    muon.step()
+    expected = -factor * torch.eye(4, 9, device=device())
+    torch.testing.assert_close(param.detach(), expected, rtol=1e-6, atol=0.0)
+
+
+def test_rows_that_are_left_are_a_block():
+    """By -1 at the end, as torch.reshape names what is left; anything else must add up."""
+    ours, theirs = (torch.nn.Parameter(drawn((10, 6), 2)) for _ in range(2))
+    grad = drawn((10, 6), 3)
+    for param, sizes in ((ours, (3, 3, -1)), (theirs, (3, 3, 4))):
+        muon = Muon([{"params": [param], "split_sizes": sizes}], lr=0.1)
+        param.grad = grad.clone()
+        muon.step()
+    assert torch.equal(ours, theirs)
+    for sizes in ((3, 3), (-1,), (5, 5, -1), (-1, 3), (3, -2)):
+        with pytest.raises(RuntimeError, match="split_sizes: expected"):
+            Muon([{"params": [ours], "split_sizes": sizes}])
