@@ -100,12 +100,17 @@ def parameter_groups(
             }
         )
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for group in groups:
-            logger.info(
-                "%s: %d parameters, %d elements",
-                group["algorithm"],
-                len(group["params"]),
-                sum(param.numel() for param in group["params"]),
-            )
-        logger.info("%s, not muon, steps %s", elementwise, ", ".join(surprising) or "no matrix")
+        _log(groups, elementwise, surprising)
     return groups
+
+
+def _log(groups: Sequence[Mapping[str, Any]], elementwise: str, surprising: Sequence[str]) -> None:
+    """Log what went where, and the matrices that Muon does not get."""
+    for group in groups:
+        logger.info(
+            "%s: %d parameters, %d elements",
+            group["algorithm"],
+            len(group["params"]),
+            sum(param.numel() for param in group["params"]),
+        )
+    logger.info("%s, not muon, steps %s", elementwise, ", ".join(surprising) or "no matrix")

@@ -23,17 +23,16 @@ def place_momentum(
     Returns:
         What is wrong, as sentences.
     """
-    try:
-        for of_param in state.values():
-            if "momentum_buffer" in of_param:
-                momentum = of_param["momentum_buffer"].to(dtype)
-                of_param["momentum_buffer"] = (
-                    _in_cpu_memory(momentum) if in_cpu_memory else momentum
-                )
-    except RuntimeError as error:
-        return [
-            f"offload_momentum: expected CPU memory that can be pinned, got {first_line(error)}"
-        ]
+    for of_param in state.values():
+        if "momentum_buffer" not in of_param:
+            continue
+        of_param["momentum_buffer"] = of_param["momentum_buffer"].to(dtype)
+        if in_cpu_memory:
+            try:
+                of_param["momentum_buffer"] = _in_cpu_memory(of_param["momentum_buffer"])
+            except RuntimeError as error:
+                reason = first_line(error)
+                return [f"offload_momentum: expected CPU memory that can be pinned, got {reason}"]
     return []
 
 
