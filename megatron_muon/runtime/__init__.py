@@ -30,6 +30,7 @@ Files, each importing only those above it::
     momentum            weight decay, momentum and Nesterov, all parameters at once
     finite              which gradients are not finite
     dtensor_layout      the local rows of a DTensor
+    fsdp_v2_layout      the rows of all ranks under version 2 of Megatron-FSDP
     lion                Lion on local rows
     dependencies        what is relied on in torch and emerging-optimizers
 """
