@@ -17,11 +17,11 @@ from megatron_muon.fsdp2.figures import StepFigures, StepSums
 from megatron_muon.fsdp2.gradients import parameters_without_gradient, refuse_grad_scaler
 from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, momentum_problems, planned_keys
 from megatron_muon.fsdp2.main_params import MainParams
-from megatron_muon.fsdp2.offload import place_momentum
+from megatron_muon.fsdp2.offload import place_momentum, wait_for_copies
 from megatron_muon.fsdp2.parameters import (
     NamedParameter,
     PlainGroups,
-    common_device,
+    devices_of,
     named_parameters,
 )
 from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput, find_plan_inputs
@@ -105,7 +105,8 @@ class Muon(WholeMatrixMuon):
         :class:`~megatron_muon.runtime.engine.Engine`.
     Memory: one float32 per local element of a parameter, or half with ``momentum_dtype`` bfloat16;
         one more for parameters in bfloat16, whose updates would be rounded away without. While a
-        step runs another one, for results, and what the engine stages.
+        step runs another one, for results, and what the engine stages. With ``CPUOffloadPolicy``
+        all but the latter is in CPU memory.
     """
 
     # torch.amp.GradScaler then calls step() whatever it has found, so that it can be refused. It
@@ -177,7 +178,7 @@ class Muon(WholeMatrixMuon):
         except (TypeError, ValueError) as error:
             problems.append(first_line(error))
             self.param_groups: list[dict[str, Any]] = []
-        self._device = common_device(self.param_groups)
+        self._device, self._rows_device = devices_of(self.param_groups)
 
         self._plan(
             NewtonSchulzSettings(
@@ -217,7 +218,8 @@ class Muon(WholeMatrixMuon):
             list(named_parameters(self.param_groups)), self._device
         )
         problems = problems + unseen + subclass_problems(self) + repeated_problems(parameters)
-        problems += filter(None, (parameter_problem(each, self._device) for each in parameters))
+        of_parameters = (parameter_problem(each, self._rows_device) for each in parameters)
+        problems += filter(None, of_parameters)
         raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
         if dist.is_initialized():
             # What follows is collective, and which collectives depends on these.
@@ -241,10 +243,11 @@ class Muon(WholeMatrixMuon):
                 newton_schulz,
                 self.exchange,
                 device=self._device,
+                rows_device=self._rows_device,
                 max_num_plans=found.max_num_plans,
             )
         rows = [rows for each in self._inputs for rows in each.plan_input.handles.values()]
-        self._step_rows = StepRows(parameters, rows, self._device)
+        self._step_rows = StepRows(parameters, rows, self._rows_device)
         self._parameters = parameters
         self._main_params = MainParams([each.param for each in parameters])
 
@@ -317,11 +320,8 @@ class Muon(WholeMatrixMuon):
         """
         keep_planned(self.param_groups, own)
         self._main_params.create(self.state)
-        problems = [
-            *problems,
-            *momentum_problems(self.param_groups, self.state),
-            *self._place_momentum(),
-        ]
+        problems = [*problems, *momentum_problems(self.param_groups, self.state)]
+        problems += self._place_momentum()
         if self._inputs:
             raise_where_any_rank_fails(problems, self._group, self._device, "Do not train on.")
 
@@ -394,6 +394,5 @@ class Muon(WholeMatrixMuon):
                 apply(done)
         self._main_params.install(weights)
         rows.free()
-        if self.offload_momentum and self._device.type == "cuda":
-            # Whoever reads the state after a step must find what the step has written.
-            torch.cuda.current_stream(self._device).synchronize()
+        if self.offload_momentum:
+            wait_for_copies(self._device)

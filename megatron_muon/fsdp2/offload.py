@@ -36,6 +36,12 @@ def place_momentum(
     return []
 
 
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until a step's copies have arrived: whoever reads the state then must find them."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def _in_cpu_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in CPU memory, pinned where it comes from a GPU; itself if it is there.
 

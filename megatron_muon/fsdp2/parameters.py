@@ -5,7 +5,7 @@
 A plan needs a mesh and placements. A DTensor has them. A plain tensor of a job of several ranks has
 what the user says: the ranks with copies of it, and ``partition_dim`` with the ranks that hold the
 other blocks, as in Transformer Engine. A convolution is a matrix whose columns are its other
-dimensions. Each is viewed as a DTensor of the same memory.
+dimensions. Each is described by a DTensor without memory.
 """
 
 import math
@@ -32,7 +32,8 @@ class NamedParameter:
     Args:
         name: For errors.
         param: What the user gave.
-        view: The same memory as it is planned: 2-D, or 3-D for a batch of matrices.
+        view: Shape and sharding as they are planned: 2-D, or 3-D for a batch of matrices. Not its
+            memory.
         split_sizes: See :func:`~megatron_muon.fsdp2.batches.segments_of`.
         is_transposed: Whether matrices are stored as (inputs, outputs).
         flattens: Whether all dimensions but the first are columns.
@@ -66,10 +67,11 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[Name
             )
 
 
-def common_device(param_groups: Sequence[Mapping[str, Any]]) -> torch.device:
-    """Return where flags are reduced, and parameters should be: the device of their meshes.
+def devices_of(param_groups: Sequence[Mapping[str, Any]]) -> tuple[torch.device, torch.device]:
+    """Return where matrices are orthogonalized, the device of meshes, and where shards are.
 
-    A rank may have none: ranks agree by a gather of objects.
+    They differ with FSDP2's ``CPUOffloadPolicy``. A rank may have no parameters: ranks agree on the
+    first by a gather of objects.
     """
     params = [param for group in param_groups for param in group["params"]]
     types = [
@@ -77,13 +79,17 @@ def common_device(param_groups: Sequence[Mapping[str, Any]]) -> torch.device:
         for param in params[:1]
     ]
     if not dist.is_initialized():
-        return params[0].device if params else torch.device("cpu")
-    of_ranks = [types] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, types)
-    device_type = next((each[0] for each in of_ranks if each), "cpu")
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+        device = params[0].device if params else torch.device("cpu")
+    else:
+        of_ranks = [types] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, types)
+        device = torch.device(next((each[0] for each in of_ranks if each), "cpu"))
+        if device.type != "cpu":
+            device = torch.device(
+                device.type, torch.get_device_module(device.type).current_device()
+            )
+    is_in_cpu_memory = any(local_tensor(param).device.type == "cpu" for param in params[:1])
+    return device, torch.device("cpu") if is_in_cpu_memory else device
 
 
 @dataclass(frozen=True)
@@ -269,10 +275,11 @@ def _as_dtensor(
     *,
     is_known: bool = False,
 ) -> DTensor:
-    """View a local tensor as a DTensor; not ``is_known``, shapes of all ranks say what it holds."""
+    """Describe a local tensor as a DTensor; not ``is_known``, shapes of all ranks say its rows."""
     stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     view = DTensor.from_local(
-        local,
+        # torch would copy what is in CPU memory to the device of the mesh.
+        local.to("meta"),
         mesh,
         placements,
         run_check=False,

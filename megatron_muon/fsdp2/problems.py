@@ -153,7 +153,7 @@ def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | 
 
     Args:
         parameter: What the user gave.
-        device: Of the other parameters.
+        device: Where shards are.
     """
     if type(parameter.is_transposed) is not bool:
         return (
@@ -206,8 +206,8 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
         )
     if local.device != device:
         return (
-            f"expected shards on {device}, as the mesh and the other parameters are, got "
-            f"{local.device}. Shard without CPUOffloadPolicy"
+            f"expected shards on {device}, as the mesh or the first parameter is, got "
+            f"{local.device}. Shard all parameters with CPUOffloadPolicy, or none"
         )
     return None
 

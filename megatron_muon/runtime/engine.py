@@ -44,7 +44,8 @@ class Engine:
         schedule: This rank's step over all of them.
         newton_schulz: Steps, coefficients, precision and scale.
         rank: This rank of the job.
-        device: Where shards are.
+        device: Where messages and stacks are.
+        rows_device: Where local rows are, if they are in CPU memory; None for ``device``.
         keeps_memory: Whether messages and stacks stay allocated between steps, as
             :meth:`capture` needs it.
 
@@ -72,6 +73,7 @@ class Engine:
         *,
         rank: int,
         device: torch.device,
+        rows_device: torch.device | None = None,
         keeps_memory: bool = False,
     ) -> None:
         # emerging-optimizers is asked for them once per process: now rather than in a step.
@@ -97,6 +99,7 @@ class Engine:
                 chain,
                 rank=rank,
                 device=device,
+                rows_device=rows_device,
             )
             for number, (bound, rank_plan) in enumerate(
                 zip(plans, schedule.rank_plans, strict=True)

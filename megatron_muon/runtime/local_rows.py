@@ -34,7 +34,8 @@ class LocalRows:
         handles: By matrix of the plan, handles of the rows that this rank holds.
         rank: This rank of the job.
         group: Ranks of the plan; None for a rank alone.
-        device: Where shards are.
+        device: Where messages and stacks are.
+        rows_device: Where rows are, if they are in CPU memory; None for ``device``.
 
     Communication: :meth:`begin` is one all-reduce of 8 bytes a block if rows are sent in bf16.
     Memory: that of :class:`RowMoves`, and a few bytes a block.
@@ -58,12 +59,15 @@ class LocalRows:
         rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
+        rows_device: torch.device | None = None,
     ) -> None:
         self._plan = plan
         self._newton_schulz = newton_schulz
         self._handles = handles
         self._device = device
-        self._norms = BlockNorms(plan, rank, group, device)
+        # One device alone has a kernel for all rows.
+        self._by_kernel = False if rows_device not in (None, device) else None
+        self._norms = BlockNorms(plan, rank, group, device, rows_device or device)
         self._to_read: list[Sequence[tuple[Route, torch.Tensor]]] = []
         self._to_write: list[Sequence[tuple[Route, torch.Tensor]]] = []
         self._missing: Counter[int] = Counter()
@@ -115,12 +119,18 @@ class LocalRows:
                 (),
                 norms=[self._norms.position(route) for route, _ in targets] if normalizes else None,
                 device=self._device,
+                by_kernel=self._by_kernel,
             )
             for targets in self._to_read
         ]
         # Query, key and value have factors of their own.
         self._writes = self._writes or [
-            RowMoves((), factors=[self._scale(route) for route, _ in written], device=self._device)
+            RowMoves(
+                (),
+                factors=[self._scale(route) for route, _ in written],
+                device=self._device,
+                by_kernel=self._by_kernel,
+            )
             for written in self._to_write
         ]
         for read, targets in zip(self._reads, self._to_read, strict=True):

@@ -60,7 +60,8 @@ class BlockNorms:
         plan: The plan.
         rank: This rank of the job.
         group: Ranks of the plan; None for a rank alone.
-        device: Where shards are.
+        device: Of the all-reduce.
+        rows_device: Where rows are.
 
     Communication: :meth:`reduce` is one all-reduce of 8 bytes a block.
     Memory: 8 bytes a block while a step runs, and that of :class:`SumOfSquares`.
@@ -79,6 +80,7 @@ class BlockNorms:
         rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
+        rows_device: torch.device,
     ) -> None:
         self._group = group
         self._device = device
@@ -97,7 +99,7 @@ class BlockNorms:
         ]
         positions = [self._first[index] + region.block for index, region in self._regions]
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
-        self._sum_of_squares = SumOfSquares(device)
+        self._sum_of_squares = SumOfSquares(rows_device)
         self._rows = []
 
     def position(self, route: Route) -> int:
@@ -119,7 +121,8 @@ class BlockNorms:
         """Add up the squares of all ranks, and compute the norms."""
         squares = torch.zeros(self._first[-1], dtype=torch.float64, device=self._device)
         if self._rows:
-            squares.index_add_(0, self._positions, self._sum_of_squares(self._rows))
+            own = self._sum_of_squares(self._rows).to(self._device)
+            squares.index_add_(0, self._positions, own)
         if self._group is not None:
             all_reduce_norms(squares, self._group)
         # Clamped as emerging-optimizers does: a matrix of zeros stays zero.

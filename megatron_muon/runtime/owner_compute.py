@@ -69,7 +69,8 @@ class OwnerCompute:
             ones.
         newton_schulz: Steps, coefficients, precision and scale.
         settings: Wire, sizes and cost model.
-        device: Where shards are.
+        device: Where matrices are orthogonalized.
+        rows_device: See :class:`~megatron_muon.runtime.engine.Engine`.
         max_num_plans: Maximum number of plans of any rank, which share the staging memory; None if
             all ranks have the same number.
 
@@ -97,9 +98,11 @@ class OwnerCompute:
         settings: ExchangeSettings,
         *,
         device: torch.device,
+        rows_device: torch.device | None = None,
         max_num_plans: int | None = None,
     ) -> None:
         self._rank, self._device, self._settings = own_rank(), device, settings
+        self._rows_device = rows_device
         self._graphs = CudaGraphs(device) if settings.cuda_graphs else None
         self.plans = self._plan(inputs, newton_schulz, max_num_plans or len(inputs))
         schedule = self._schedule()
@@ -196,6 +199,7 @@ class OwnerCompute:
                 newton_schulz,
                 rank=self._rank,
                 device=self._device,
+                rows_device=self._rows_device,
                 keeps_memory=self._graphs is not None,
             )
         )

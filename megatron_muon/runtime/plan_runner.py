@@ -80,7 +80,8 @@ class PlanRunner:
         arena: Memory of a step.
         chain: Starts the all-gathers of replicas.
         rank: This rank of the job.
-        device: Where shards are.
+        device: Where messages and stacks are.
+        rows_device: See :class:`~megatron_muon.runtime.engine.Engine`.
 
     Communication: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
@@ -116,6 +117,7 @@ class PlanRunner:
         *,
         rank: int,
         device: torch.device,
+        rows_device: torch.device | None = None,
     ) -> None:
         self.plan = bound.plan
         self._parts_groups = bound.parts_groups
@@ -128,6 +130,7 @@ class PlanRunner:
             rank=rank,
             group=bound.group,
             device=device,
+            rows_device=rows_device,
         )
         self._device = device
         self._lay_out(bound, rank_plan, places, local_places, arena)

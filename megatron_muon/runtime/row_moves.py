@@ -34,7 +34,7 @@ class RowMoves:
             is computed in fp32, and rounded as it is written.
         factors: By pair, factors that it is multiplied by in fp32, one after the other; None for
             none. Their product would round differently.
-        device: Where they are.
+        device: Where they are. One side may be in CPU memory with ``by_kernel`` False.
         by_kernel: Whether the kernel moves them; None for :func:`uses_kernel`.
 
     Memory: with the kernel about 100 bytes a rectangle, and 8 for every 4,096 elements.
@@ -90,7 +90,9 @@ class RowMoves:
     def _run_by_torch(self, norms: torch.Tensor | None) -> None:
         if self._norms is None:
             # The copy converts to fp32 exactly, so factors round as in one pass.
-            torch._foreach_copy_(self._targets, self._sources)
+            # To the device the host need not wait: nobody writes sources before the step has ended.
+            to_gpu = self._targets[0].is_cuda
+            torch._foreach_copy_(self._targets, self._sources, non_blocking=to_gpu)
             for factors in zip(*(self._factors or ()), strict=True):
                 if any(factor != 1.0 for factor in factors):
                     torch._foreach_mul_(self._targets, list(factors))
@@ -102,7 +104,7 @@ class RowMoves:
             self._divided_by = norms
             self._divisors = [norms[position] for position in self._norms]
         for source, target, norm in zip(self._sources, self._targets, self._divisors, strict=True):
-            torch.div(source, norm, out=target)
+            torch.div(source.to(target.device, non_blocking=True), norm, out=target)
 
 
 @functools.cache

@@ -240,3 +240,78 @@ def test_rows_that_are_left_are_a_block():
     for sizes in ((3, 3), (-1,), (5, 5, -1), (-1, 3), (3, -2)):
         with pytest.raises(RuntimeError, match="split_sizes: expected"):
             Muon([{"params": [ours], "split_sizes": sizes}])
+
+
+def _train_in_cpu_memory(folder: str) -> list[str]:
+    """Train with and without CPUOffloadPolicy, with a checkpoint; list what differs."""
+    import copy
+
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    from megatron_muon.fsdp2 import MuonAdamW
+
+    init_group()
+    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
+    torch.manual_seed(0)
+    first = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 5))
+
+    def build(policy: OffloadPolicy) -> tuple[Any, Any]:
+        model = copy.deepcopy(first)
+        if not isinstance(policy, CPUOffloadPolicy):
+            model = model.to(device())
+        fully_shard(model, mesh=mesh, offload_policy=policy)
+        return model, MuonAdamW.from_model(model, lr=0.1)
+
+    def is_in_cpu_memory(tensor: Any) -> bool:
+        return tensor.to_local().device.type == "cpu"
+
+    offload = CPUOffloadPolicy(pin_memory=device().type == "cuda")
+    (model, muon), (plain, plain_muon) = build(offload), build(OffloadPolicy())
+    for number in range(4):
+        if number == 2:
+            weights, state = get_state_dict(model, muon)
+            dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
+            model, muon = build(offload)
+            weights, state = get_state_dict(model, muon)
+            loaded = {"model": weights, "optim": state}
+            dcp.load(loaded, checkpoint_id=folder)
+            set_state_dict(
+                model, muon, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"]
+            )
+        batch = drawn((8, 6), 20 + number).to(device())
+        for each, optimizer in ((model, muon), (plain, plain_muon)):
+            optimizer.zero_grad()
+            each(batch).square().mean().backward()
+            optimizer.step()
+    different = []
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        state = muon.state[ours]
+        momentum = state.get("momentum_buffer", state.get("exp_avg"))
+        if not is_in_cpu_memory(ours) or not is_in_cpu_memory(momentum):
+            different.append(f"{name} is not in CPU memory")
+        if not torch.equal(ours.to_local(), theirs.to_local().cpu()):
+            different.append(name)
+    return different
+
+
+@pytest.mark.ranks
+def test_shards_in_cpu_memory_step_with_the_same_bits(tmp_path):
+    """With CPUOffloadPolicy; test_rows_in_cpu_memory.py has what CPU ranks cannot show."""
+    for different in run_ranks(2, _train_in_cpu_memory, str(tmp_path / "saved")).check().results:
+        assert different == []
+
+
+def test_shards_of_which_some_are_in_cpu_memory_are_refused():
+    """A step runs where the first one is."""
+    from megatron_muon.fsdp2.parameters import named_parameters
+    from megatron_muon.fsdp2.problems import parameter_problem
+
+    (parameter,) = named_parameters([{"params": [torch.nn.Parameter(torch.ones(3, 4))]}])
+    problem = parameter_problem(parameter, torch.device("cuda", 0))
+    assert problem == (
+        "parameter 0: expected shards on cuda:0, as the mesh or the first parameter is, got cpu. "
+        "Shard all parameters with CPUOffloadPolicy, or none"
+    )

@@ -1,0 +1,80 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in CPU memory whose matrices are orthogonalized on a GPU, as with CPUOffloadPolicy.
+
+Without a GPU torch's fake tensors show that no operation is given tensors of both devices.
+"""
+
+import pytest
+import torch
+from helpers.device import device
+from helpers.layouts import rows_cut_at
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
+from megatron_muon.plan import ExchangePlan, Wire
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.layout import whole_matrix
+from megatron_muon.plan.owners import choose_owners
+from megatron_muon.plan.rank_plan import RankSchedule
+from megatron_muon.runtime import engine as engine_module
+from megatron_muon.runtime.engine import Engine
+from megatron_muon.runtime.plan_runner import BoundPlan
+
+CPU = torch.device("cpu")
+ROWS, COLS = 16, 8
+
+
+def _engine(wire: str, on: torch.device, rows_device: torch.device | None) -> Engine:
+    """Return an engine of three local matrices, two of them in a stack, with blocks."""
+    cost = CostModel(stack_tiles=4)
+    matrices = [
+        whole_matrix(
+            f"{i}.weight", rows_cut_at(ROWS, COLS, [ROWS]), [[(0,)]], split_shapes=split_shapes
+        )
+        for i, split_shapes in enumerate((None, None, (4, 2, 2)))
+    ]
+    of_wire = Wire.of(wire, is_bf16=wire == "bf16")
+    assignment = choose_owners(matrices, cost, of_wire)
+    plan = ExchangePlan.build(matrices, assignment, cost, of_wire, staging_bytes=2**20)
+    return Engine(
+        [BoundPlan(plan, {i: i for i in range(len(matrices))}, None, None, {})],
+        RankSchedule.build([plan], rank=0),
+        NewtonSchulzSettings(5, "quintic", wire == "bf16", lambda rows, cols: (0.3, 0.7)),
+        rank=0,
+        device=on,
+        rows_device=rows_device,
+    )
+
+
+def _step(engine: Engine, rows_device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    rows = {i: torch.randn(ROWS, COLS, generator=generator).to(rows_device) for i in range(3)}
+    results = {i: torch.empty_like(each) for i, each in rows.items()}
+    assert sorted(i for done in engine.orthogonalize(rows, results) for i in done) == [0, 1, 2]
+    return list(results.values())
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_no_operation_mixes_devices(wire, monkeypatch):
+    """An error of fake tensors, as of a GPU."""
+    # Streams and kernels need a GPU.
+    monkeypatch.setattr(engine_module, "chain_on", lambda device: None)
+    monkeypatch.setattr("megatron_muon.runtime.row_moves.uses_kernel", lambda device: False)
+    monkeypatch.setattr("megatron_muon.runtime.engine.uses_kernel", lambda device: False)
+    # Asked once for values, which fake tensors have none of.
+    coefficients_of(5, "quintic")
+    gpu = torch.device("cuda", 0)
+    with FakeTensorMode():
+        assert {each.device for each in _step(_engine(wire, gpu, CPU), CPU)} == {CPU}
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_results_have_the_bits_of_rows_on_the_device(wire):
+    """Which only a GPU shows: on CPU ranks both are the same memory."""
+    own = device()
+    on_device = _step(_engine(wire, own, None), own)
+    in_cpu_memory = _step(_engine(wire, own, CPU), CPU)
+    for ours, theirs in zip(in_cpu_memory, on_device, strict=True):
+        assert ours.device == CPU and ours.any()
+        assert torch.equal(ours, theirs.cpu())
