@@ -55,7 +55,7 @@ def parameters_without_gradient(
     # One tensor for both: an all-reduce costs its latency, and the host waits once. Filled on the
     # device: for a copy of the numbers the host would wait, until all of the backward pass is done.
     flags = torch.full((2,), num_missing, dtype=torch.int32, device=device)
-    torch.add(not_finite.number.to(device), len(problems), out=flags[0])
+    flags[0].copy_(not_finite.number.add_(len(problems)))
     if dist.is_initialized():
         dist.all_reduce(flags, group=group)
     num_problems, num_missing = flags.tolist()

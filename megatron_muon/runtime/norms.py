@@ -121,7 +121,8 @@ class BlockNorms:
         """Add up the squares of all ranks, and compute the norms."""
         squares = torch.zeros(self._first[-1], dtype=torch.float64, device=self._device)
         if self._rows:
-            own = self._sum_of_squares(self._rows).to(self._device)
+            own = self._sum_of_squares(self._rows)
+            own = own if own.device == self._device else own.to(self._device)
             squares.index_add_(0, self._positions, own)
         if self._group is not None:
             all_reduce_norms(squares, self._group)

@@ -98,8 +98,16 @@ def test_one_optimizer_steps_as_muon_and_adamw_do(world_size, case):
         assert found[case] == []
 
 
-class _Modules(torch.nn.ModuleDict):
-    """Modules that fully_shard takes: it asks for a forward pass."""
+class _Modules(torch.nn.Module):
+    """Modules that fully_shard takes: it refuses containers, and asks for a forward pass."""
+
+    def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.get_submodule(name)
 
     def forward(self, x: Any) -> Any:
         return self["head"](self["embed"](x))
