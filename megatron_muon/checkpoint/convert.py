@@ -6,7 +6,8 @@
 ``fsdp2 torch dion xtuner``    optimizer state in a folder of ``torch.distributed.checkpoint``, with
                                the keys of its ``state_dict`` module below any prefix, or in a file
                                of ``torch.save``
-``torch_dist fsdp_dtensor``    whole checkpoints of Megatron-LM (:mod:`.torch_dist`)
+``torch_dist fsdp_dtensor``    whole checkpoints of Megatron-LM (:mod:`.torch_dist`,
+                               :mod:`.to_torch_dist`)
 =============================  ====================================================================
 
 Nothing of a checkpoint is executed, and nothing is left where a conversion fails.
@@ -22,6 +23,7 @@ import torch
 from megatron_muon.checkpoint.folders import CheckpointError, find_checkpoint
 from megatron_muon.checkpoint.optimizers import OPTIMIZERS, Change, find_changes
 from megatron_muon.checkpoint.storage import StoredCheckpoint, load_chunk, read_checkpoint
+from megatron_muon.checkpoint.to_torch_dist import to_torch_dist
 from megatron_muon.checkpoint.torch_dist import to_fsdp_dtensor
 from megatron_muon.checkpoint.writing import CheckpointWriter, replacing
 
@@ -66,16 +68,11 @@ def convert(
             f"{', '.join(sorted(others))}, or torch_dist and fsdp_dtensor. Choose what wrote the "
             "checkpoint and what will read it."
         )
-    if source == "fsdp_dtensor":
-        raise CheckpointError(
-            "--from fsdp_dtensor --to torch_dist: expected the other direction, got one that is "
-            "not supported. Train on with Megatron-FSDP; --use-megatron-fsdp "
-            "--data-parallel-sharding-strategy no_shard is DDP without sharding."
-        )
-    if source == "torch_dist":
-        checkpoint = find_checkpoint(path, iteration, "torch_dist")
+    if pair == {*FORMATS}:
+        checkpoint = read_checkpoint(find_checkpoint(path, iteration, source))
+        write = to_fsdp_dtensor if source == "torch_dist" else to_torch_dist
         with replacing(target) as temporary:
-            return to_fsdp_dtensor(read_checkpoint(checkpoint), temporary)
+            return write(checkpoint, temporary)
 
     def change(keys: list[str], read: Callable[[str], Any]) -> dict[str, Change]:
         """Return the changes of the state of one optimizer."""

@@ -40,23 +40,23 @@ from megatron_muon.checkpoint.storage import (
 )
 from megatron_muon.checkpoint.writing import CheckpointWriter
 
-_COMMON = "common_state/shard_0_1"
+COMMON = "common_state/shard_0_1"
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<name>.+)$")
-_MASTER = "fp32_param"
-_MUON, _ADAM = {"momentum_buffer"}, {"exp_avg", "exp_avg_sq"}
+MASTER = "fp32_param"
+MUON, ADAM = {"momentum_buffer"}, {"exp_avg", "exp_avg_sq"}
 _LAYERS = re.compile(r"((?:.*\.)?layers\.)([^\d.].*)$")
 _EXPERTS = ".experts.experts."
-_GATED = re.compile(
+GATED = re.compile(
     r"\.mlp\.(?:shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?linear_fc1\.(?:weight|bias)\d*$"
 )
 # What Transformer Engine fuses into a linear layer, and plain modules do not.
-_OWN_NORMS = {
+OWN_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 # Buffers, which no optimizer steps.
-_BUFFERS = ("expert_bias", "local_tokens_per_expert")
-_READ_ARGS = {"bf16", "fp16", "swiglu", "transformer_impl", "moe_grouped_gemm"}
+BUFFERS = ("expert_bias", "local_tokens_per_expert")
+READ_ARGS = {"bf16", "fp16", "swiglu", "transformer_impl", "moe_grouped_gemm"}
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -104,21 +104,21 @@ def to_fsdp_dtensor(checkpoint: StoredCheckpoint, folder: Path) -> str:
     num_momentum = 0
     for name, key in weights.items():
         shape = checkpoint.tensors[key].shape
-        _split(checkpoint, writer, states[name].get(_MASTER, key), "model.module.{}", args)
-        kinds = states[name].keys() - {_MASTER}
-        num_momentum += bool(kinds & _MUON)
+        _split(checkpoint, writer, states[name].get(MASTER, key), "model.module.{}", args)
+        kinds = states[name].keys() - {MASTER}
+        num_momentum += bool(kinds & MUON)
         for kind in kinds:
             target = f"optimizer.state.{prefix}{{}}.{kind}"
             _split(checkpoint, writer, states[name][kind], target, args)
         if not kinds:
             continue
         for part in _parts(name, shape, args):
-            if kinds == _ADAM:
+            if kinds == ADAM:
                 counter = torch.tensor(step, dtype=torch.float32)
                 writer.add_chunk(f"optimizer.state.{prefix}{part.name}.step", (), (), counter)
         for part in _parts(name, shape, args, has_halves=False):
             is_vector = len(shape) - len(part.index) == 1
-            for setting, value in _settings(groups, part.name, kinds == _MUON, is_vector).items():
+            for setting, value in _settings(groups, part.name, kinds == MUON, is_vector).items():
                 key = f"optimizer.param_to_group_meta.{prefix}{part.name}.{setting}"
                 writer.add_object(key, value)
     for key, value in _objects(common).items():
@@ -132,18 +132,18 @@ def to_fsdp_dtensor(checkpoint: StoredCheckpoint, folder: Path) -> str:
 
 
 def _common(checkpoint: StoredCheckpoint) -> dict[str, Any]:
-    found = checkpoint.read_object(_COMMON) if _COMMON in checkpoint.objects else None
+    found = checkpoint.read_object(COMMON) if COMMON in checkpoint.objects else None
     common = found[0] if isinstance(found, list) and found else {}
     missing = [name for name in ("args", "iteration", "optimizer") if name not in common]
     if missing:
         raise CheckpointError(
-            f"{checkpoint.folder}: expected {', '.join(missing)} in {_COMMON}, got "
+            f"{checkpoint.folder}: expected {', '.join(missing)} in {COMMON}, got "
             f"{sorted(common) or 'nothing'}. Save weights and optimizer by Megatron-LM 0.19, "
             "without --no-save-optim."
         )
     # Values of Megatron's own classes, which only a run imports, are left out.
-    args = {key: value for key, value in vars(common["args"]).items() if _is_plain(value)}
-    if missing := sorted(_READ_ARGS - args.keys()):
+    args = {key: value for key, value in vars(common["args"]).items() if is_plain(value)}
+    if missing := sorted(READ_ARGS - args.keys()):
         raise CheckpointError(
             f"{checkpoint.folder}: expected the arguments {', '.join(missing)}, got none. "
             "Save it by Megatron-LM 0.19."
@@ -167,15 +167,15 @@ def _by_parameter(checkpoint: StoredCheckpoint) -> tuple[dict[str, str], dict[st
         else:
             weights[key] = key
     for name in weights.keys() | states.keys():
-        kinds = states[name].keys() - {_MASTER}
-        is_buffer = name.endswith(_BUFFERS)
-        if name not in weights or not (is_buffer or kinds in (_MUON, _ADAM)):
+        kinds = states[name].keys() - {MASTER}
+        is_buffer = name.endswith(BUFFERS)
+        if name not in weights or not (is_buffer or kinds in (MUON, ADAM)):
             problems.append(
                 f"{name}: expected a weight with momentum_buffer of Muon, or exp_avg and "
                 f"exp_avg_sq of Adam, got {', '.join(sorted(kinds)) or 'none of them'}. Only "
                 "--optimizer muon is converted."
             )
-    if not any(kinds.keys() >= _MUON for kinds in states.values()):
+    if not any(kinds.keys() >= MUON for kinds in states.values()):
         problems.append(f"{checkpoint.folder}: expected momentum of Muon, got none.")
     if problems:
         raise CheckpointError("\n".join([*problems, "Nothing was written."]))
@@ -199,9 +199,9 @@ def _parts(
     for each, index in named:
         own = each
         if args.transformer_impl == "local":
-            for fused, plain in _OWN_NORMS.items():
+            for fused, plain in OWN_NORMS.items():
                 own = own.replace(fused, plain)
-        if has_halves and args.swiglu and _GATED.search(own):
+        if has_halves and args.swiglu and GATED.search(own):
             half = shape[len(index)] // 2
             yield _Part(f"{own}_w", index, range(half))
             yield _Part(f"{own}_v", index, range(half, 2 * half))
@@ -278,14 +278,15 @@ def _settings(
         )
 
     chosen = min(own, key=unlikely)
-    return {key: value for key, value in chosen.items() if key != "params" and _is_plain(value)}
+    return {key: value for key, value in chosen.items() if key != "params" and is_plain(value)}
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """Return whether a value needs no class of Megatron's."""
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     if isinstance(value, dict):
-        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+        return all(is_plain(k) and is_plain(v) for k, v in value.items())
     return type(value) in _PLAIN
 
 
@@ -327,13 +328,13 @@ def _scalar(checkpoint: StoredCheckpoint, value: StoredObject) -> float:
     try:
         storage, offset = value.arguments[:2]
         _, kind, record, _, _ = storage.arguments[0]
-        data = checkpoint.read_item(checkpoint.objects[_COMMON])
+        data = checkpoint.read_item(checkpoint.objects[COMMON])
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             name = next(n for n in archive.namelist() if n.endswith(f"/data/{record}"))
             assert kind.__name__ == "FloatStorage"
             return float(struct.unpack_from("<f", archive.read(name), 4 * offset)[0])
     except Exception as error:  # a pickle of another form raises anything
         raise CheckpointError(
-            f"{_COMMON}: expected common_step as a float32 tensor, got {type(error).__name__}: "
+            f"{COMMON}: expected common_step as a float32 tensor, got {type(error).__name__}: "
             f"{error}. Save it by Megatron-LM 0.19."
         ) from error

@@ -25,11 +25,13 @@ def without_transformer_engine() -> Iterator[None]:
     loaded = {
         name: module for name, module in sys.modules.items() if name.partition(".")[0] in _PACKAGES
     }
+    # Names of this module are gone where an interpreter ends inside the context.
+    packages, modules = _PACKAGES, sys.modules
     # None is what Python documents for a module that shall not be found.
-    sys.modules.update(dict.fromkeys([*_PACKAGES, *loaded]))  # type: ignore[arg-type]
+    modules.update(dict.fromkeys([*packages, *loaded]))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        for name in _PACKAGES:
-            del sys.modules[name]
-        sys.modules.update(loaded)
+        for name in packages:
+            del modules[name]
+        modules.update(loaded)

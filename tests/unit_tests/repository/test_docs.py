@@ -78,6 +78,8 @@ COVERED = {
     "test_command.py::test_plan_of_many_ranks_imports_no_torch",
     ".venv/bin/python -m megatron_muon.checkpoint convert * --from torch_dist *": "checkpoint/"
     "test_torch_dist.py::test_run_of_ddp_goes_on_under_megatron_fsdp",
+    ".venv/bin/python -m megatron_muon.checkpoint convert * --from fsdp_dtensor *": "checkpoint/"
+    "test_torch_dist.py::test_run_goes_on_under_ddp_from_what_is_converted_twice",
     ".venv/bin/python -m megatron_muon.checkpoint convert * --from dion *": "checkpoint/"
     "test_convert.py::test_a_run_goes_on_with_another_optimizer",
     ".venv/bin/python -m megatron_muon.checkpoint [iv]*": "checkpoint/test_files.py"

@@ -58,6 +58,8 @@ def _step(engine: Engine, rows_device: torch.device) -> list[torch.Tensor]:
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_no_operation_mixes_devices(wire, monkeypatch):
     """An error of fake tensors, as of a GPU."""
+    if not hasattr(torch.Tensor, "grad_dtype") and not torch.cuda.is_available():
+        pytest.skip("torch 2.9 looks for a driver, even for fake tensors")
     # Streams and kernels need a GPU.
     monkeypatch.setattr(engine_module, "chain_on", lambda device: None)
     monkeypatch.setattr("megatron_muon.runtime.row_moves.uses_kernel", lambda device: False)
