@@ -33,5 +33,5 @@ def without_transformer_engine() -> Iterator[None]:
         yield
     finally:
         for name in packages:
-            del modules[name]
+            modules.pop(name, None)
         modules.update(loaded)
