@@ -22,7 +22,7 @@ SMOKE_TESTS = (
     "mcore/test_factory",
 )
 # Of the generation that is there; main's has more layouts.
-FSDP_V2_TESTS = ("fsdp2/test_megatron_fsdp_v2",)
+FSDP_V2_TESTS = ("runtime/test_fsdp_v2_layout", "fsdp2/test_megatron_fsdp_v2")
 
 _ENABLE = """
 import megatron_muon

@@ -26,15 +26,20 @@ def is_of_fsdp_v2(param: object) -> bool:
     return hasattr(param, _GROUP)
 
 
+def _group_of(param: DTensor) -> Any:  # noqa: ANN401 - a class of megatron
+    """Return the group of a parameter, or None if its model is gone."""
+    group = getattr(param, _GROUP)
+    # Main's is a weak reference, so that parameters do not keep modules alive.
+    return group() if isinstance(group, weakref.ref) else group
+
+
 def place_of(param: DTensor) -> tuple[Any, int]:
     """Return the group of a sharded parameter, and the index of the parameter in it.
 
     Raises:
         ValueError: The model is gone, or the parameter is a copy.
     """
-    group = getattr(param, _GROUP)
-    # Main's is a weak reference, so that parameters do not keep modules alive.
-    group = group() if isinstance(group, weakref.ref) else group
+    group = _group_of(param)
     # By identity: == of DTensors compares values.
     found = [i for i, each in enumerate(_parameters(group)) if each.sharded is param]
     if not found:
@@ -67,7 +72,9 @@ def names_that_block_gradients(param: DTensor) -> tuple[object, list[str]]:
     It waits until all parameters of the module have a gradient. Those that lack one are named if
     others have theirs: nothing of the module is reduced then.
     """
-    group, _ = place_of(param)
+    group = _group_of(param)
+    if group is None:
+        return None, []
     module = group._owning_module() if hasattr(group, "_owning_module") else group.owning_module
     waiting = [
         each for one in module._parameter_groups if one.requires_grad for each in _parameters(one)

@@ -1,11 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Version 2 of Megatron-FSDP without Megatron's trainer; both generations, by what is installed.
+"""Version 2 of Megatron-FSDP without Megatron's trainer, of the generation that is installed.
 
-    PYTHONPATH=MEGATRON_LM_CHECKOUT .venv/bin/python -m pytest \
-        tests/unit_tests/fsdp2/test_megatron_fsdp_v2.py
-
-runs it with Megatron-LM main. Where a release lacks a layout, main alone is tested for it.
+``scripts/check_compat.py --megatron DIR --steps fsdp_v2`` runs it with Megatron-LM main, which has
+more layouts than releases.
 """
 
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.device import init_group
-from helpers.megatron_fsdp import Reference, ShardedNet, is_main, layouts, module_of
+from helpers.megatron_fsdp import Reference, ShardedNet, has_grad_dtype, is_main, layouts, module_of
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -25,13 +23,13 @@ SHARED = {"shapes": [[34, 4], [7, 6], [2, 3], [5, 4], [1, 12]]}
 UNITS = {"shapes": [[16, 8], [1, 4], [6, 2, 3, 3]], "units": True}
 
 
-def _build(net: ShardedNet, is_one: bool, **settings: Any) -> Any:
+def _build(net: ShardedNet, is_one: bool) -> Any:
     """Return Muon for the matrices, or one optimizer with AdamW for the vectors too."""
     from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
 
     named = list(net.matrices.items())
     groups = [{"params": named[:1], "split_sizes": 2}, {"params": named[1:], "flatten": True}]
-    settings = {**MUON, "exchange": ExchangeSettings(wire="fp32", max_parts=1), **settings}
+    settings = {**MUON, "exchange": ExchangeSettings(wire="fp32", max_parts=1)}
     if not is_one:
         return Muon(groups, **settings)
     vectors = {"params": list(net.vectors.items()), "algorithm": "adamw"}
@@ -96,7 +94,7 @@ def _train_all() -> dict[str, Any]:
             rows = [len(param.to_local()) for param in net.matrices.values()]
             found[f"{layout}, {name}"] = [rows, _train(net, is_one)]
     # Gradients in bfloat16 beside weights in float32, cast by Megatron-FSDP or not.
-    for aware in (False, True):
+    for aware in (False, True) if has_grad_dtype() else ():
         net = ShardedNet("zero3", **SHARED, has_bias=False, dtype="bfloat16")
         assert next(iter(net.named.values())).dtype == torch.float32
         found[f"precision_aware={aware}"] = [[], _train(net, False, precision_aware=aware)]
@@ -115,9 +113,6 @@ def test_steps_are_those_of_whole_matrices(num_ranks):
     assert any(
         len({*column}) > 1 and sorted(column)[-2] > 0 for column in zip(*shared, strict=True)
     )
-
-
-SAVED = {"weight_decay": 0.0}  # state is made by a step of zero gradients, which would decay
 
 
 def _save_plain(net: ShardedNet, optimizer: Any, folder: str) -> None:
@@ -164,7 +159,7 @@ def _tensors(net: ShardedNet, optimizer: Any) -> dict[str, Any]:
 
 def _build_to_save(layout: str, seed: int = 0) -> tuple[ShardedNet, Any]:
     net = ShardedNet(layout, **SHARED, seed=seed)
-    optimizer = _build(net, True, **SAVED)
+    optimizer = _build(net, True)
     module_of("experimental").fully_shard_optimizer(optimizer)
     return net, optimizer
 
@@ -179,7 +174,7 @@ def _save(folder: str) -> list[str]:
     different = []
     for layout in layouts():
         net, optimizer = _build_to_save(layout)
-        reference = Reference([net.wholes[name] for name in net.matrices], **{**MUON, **SAVED})
+        reference = Reference([net.wholes[name] for name in net.matrices], **MUON)
         for step in range(2):
             grads = net.set_grads(step)
             optimizer.step()
@@ -234,91 +229,6 @@ def test_checkpoints_load_on_other_ranks(tmp_path: Path):
             assert found and all(each == [[], []] for each in found.values()), found
 
 
-def _rows_by_upstream(layout: Any, mesh_shape: list[int], sharded: list[bool]) -> list[Any]:
-    """Return rows by tensor and rank, of what ``get_local_range`` says on each rank."""
-    import itertools
-    from types import SimpleNamespace
-
-    # In main the buffer makes its own of torch's.
-    flat = module_of("experimental.placement").Flat()
-    placements = [flat if is_sharded else None for is_sharded in sharded]
-    found: list[Any] = [[] for _ in layout.tensor_shapes]
-    for place in itertools.product(*map(range, mesh_shape)):
-        mesh = SimpleNamespace(size=mesh_shape.__getitem__, get_local_rank=place.__getitem__)
-        start, length = layout.get_local_range(mesh, placements)
-        held = range(start, start + length)
-        for rows, shape, begin in zip(
-            found, layout.tensor_shapes, layout.tensor_to_offset, strict=True
-        ):
-            size = shape[1:].numel()
-            # Rows of which all elements are here: one that were cut would be on no rank.
-            own_rows = [
-                i
-                for i in range(shape[0])
-                if begin + i * size in held and begin + (i + 1) * size - 1 in held
-            ]
-            rows.append([own_rows[0], own_rows[-1] + 1] if own_rows else [0, 0])
-    return found
-
-
-def _compare_rows() -> int:
-    """Draw layouts, compare the rows of all ranks, and return how many were drawn."""
-    import copy
-    import math
-    from types import SimpleNamespace
-
-    import torch
-    from hypothesis import given, settings
-    from hypothesis import strategies as st
-    from torch.distributed.tensor import Replicate, Shard
-
-    from megatron_muon.runtime import fsdp_v2_layout
-
-    build = module_of("experimental.layout").GlobalLayout.build
-    shapes = st.lists(st.integers(1, 12), min_size=1, max_size=3)
-    num_drawn = 0
-
-    @settings(max_examples=300, database=None)
-    @given(
-        st.lists(shapes, min_size=1, max_size=6),
-        st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=3),
-    )
-    def compare(shapes: list[list[int]], axes: list[tuple[int, bool]]) -> None:
-        nonlocal num_drawn
-        num_drawn += 1
-        mesh_shape, sharded = [size for size, _ in axes], [is_sharded for _, is_sharded in axes]
-        layout = build(shapes, math.prod(mesh_shape))
-
-        class Mesh:  # hashed by identity, as a mesh is
-            shape, ndim, size = mesh_shape, len(mesh_shape), mesh_shape.__getitem__
-            mesh = torch.arange(math.prod(mesh_shape)).view(mesh_shape)
-
-        placements = tuple(Shard(0) if each else Replicate() for each in sharded)
-        param = SimpleNamespace(device_mesh=Mesh, placements=placements)
-        params = [copy.copy(param) for _ in layout.tensor_shapes]
-        group = SimpleNamespace(
-            main_weight=SimpleNamespace(layout=layout),
-            parameter_names=[""] * len(params),
-            sharded_parameters=params,
-            unsharded_parameters=params,
-        )
-        for param, expected in zip(
-            params, _rows_by_upstream(layout, mesh_shape, sharded), strict=True
-        ):
-            param._mfsdp_parameter_group = group
-            found = fsdp_v2_layout.rows_by_rank(param)
-            assert [list(found[rank]) for rank in range(len(expected))] == expected
-
-    compare()
-    return num_drawn
-
-
-def test_rows_are_those_of_upstreams_ranges():
-    """By integers alone, on every rank of meshes of up to three axes, some of them replicated."""
-    pytest.importorskip("hypothesis")
-    assert run_ranks(1, _compare_rows).check().results[0] >= 300
-
-
 def _error_of(call: Any) -> str:
     try:
         call()
@@ -339,11 +249,12 @@ def _steps_without_all_gradients() -> dict[str, str]:
         before = {each: param.to_local().clone() for each, param in net.named.items()}
         errors[name] = _error_of(optimizer.step)
         assert all(torch.equal(before[each], net.named[each].to_local()) for each in before)
-    net = ShardedNet("zero3", **SHARED, dtype="bfloat16")
-    optimizer = _build(net, True)
-    module_of("experimental").fully_shard_optimizer(optimizer, precision_aware=True)
-    net.backward(0)
-    errors["bf16 for AdamW"] = _error_of(optimizer.step)
+    if has_grad_dtype():
+        net = ShardedNet("zero3", **SHARED, dtype="bfloat16")
+        optimizer = _build(net, True)
+        module_of("experimental").fully_shard_optimizer(optimizer, precision_aware=True)
+        net.backward(0)
+        errors["bf16 for AdamW"] = _error_of(optimizer.step)
     # A layer that nothing uses is skipped as a whole.
     net = ShardedNet("zero3", **UNITS)
     optimizer = _build(net, False)
@@ -393,7 +304,7 @@ def test_refusals_name_the_parameter_on_all_ranks():
         "gone": "layers.0.weight: expected a parameter of a model that exists, got one of none",
     }
     for errors in run_ranks(2, _refuse).check().results:
-        assert set(errors) in (set(expected), set(expected) - {"gone"})
+        assert set(expected) - set(errors) <= {"gone", "bf16 for AdamW"}
         for case, error in errors.items():
             assert expected[case] in error, case
             assert error.count("for which Megatron-FSDP") <= 2  # a sentence a module, not a matrix

@@ -39,6 +39,13 @@ def is_main() -> bool:
     return hasattr(module_of("experimental"), "fully_shard_context")
 
 
+def has_grad_dtype() -> bool:
+    """Return whether a gradient may have another dtype than its parameter: not in torch 2.9."""
+    import torch
+
+    return hasattr(torch.Tensor, "grad_dtype")
+
+
 def layouts() -> list[str]:
     """Return the names of the layouts that the generation has."""
     return list(LAYOUTS) if is_main() else list(RELEASED)
