@@ -21,6 +21,8 @@ SMOKE_TESTS = (
     "mcore/test_arguments",
     "mcore/test_factory",
 )
+# Of the generation that is there; main's has more layouts.
+FSDP_V2_TESTS = ("runtime/test_fsdp_v2_layout", "fsdp2/test_megatron_fsdp_v2")
 
 _ENABLE = """
 import megatron_muon
@@ -150,9 +152,17 @@ def _enable(environment: Environment) -> Outcome:
 
 
 def _smoke(environment: Environment) -> Outcome:
-    tests = [str(ROOT / "tests" / "unit_tests" / f"{name}.py") for name in SMOKE_TESTS]
+    return _run_tests(environment, "smoke", SMOKE_TESTS)
+
+
+def _fsdp_v2(environment: Environment) -> Outcome:
+    return _run_tests(environment, "fsdp_v2", FSDP_V2_TESTS)
+
+
+def _run_tests(environment: Environment, name: str, files: Sequence[str]) -> Outcome:
+    tests = [str(ROOT / "tests" / "unit_tests" / f"{file}.py") for file in files]
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
-    return outcome_of(*environment.run("smoke", "-m", "pytest", *options, *tests))
+    return outcome_of(*environment.run(name, "-m", "pytest", *options, *tests, timeout_s=900.0))
 
 
 def _train(environment: Environment) -> Outcome:
@@ -200,6 +210,7 @@ def _resume(environment: Environment) -> Outcome:
 STEP_FUNCTIONS: dict[str, Callable[[Environment], Outcome]] = {
     "enable": _enable,
     "smoke": _smoke,
+    "fsdp_v2": _fsdp_v2,
     "train": _train,
     "parity": _parity,
     "resume": _resume,
@@ -219,7 +230,7 @@ def run_steps(environment: Environment, names: Sequence[str]) -> dict[str, Outco
     outcomes: dict[str, Outcome] = {}
     for name in names:
         is_refused = outcomes.get("enable", Outcome("ok")).word == "refused"
-        skip = is_refused and name in ("smoke", "parity", "resume")
+        skip = is_refused and name in ("smoke", "fsdp_v2", "parity", "resume")
         outcomes[name] = Outcome("-") if skip else STEP_FUNCTIONS[name](environment)
     return outcomes
 

@@ -181,7 +181,12 @@ def _resolve(target: str) -> tuple[Any, str]:
 
 def _apply(row: "Replacement", stack: contextlib.ExitStack) -> None:
     """Replace the name of ``row``, until ``stack`` is closed."""
-    owner, name = _resolve(row.target)
+    try:
+        owner, name = _resolve(row.target)
+    except RuntimeError:
+        if row.is_optional:
+            return
+        raise
     # The raw entry, not getattr: a staticmethod must go back as one, an inherited name must vanish.
     raw = vars(owner).get(name, _ABSENT)
     value = row.replacement(getattr(owner, name)) if row.wraps else row.replacement

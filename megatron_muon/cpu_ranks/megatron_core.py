@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_muon.cpu_ranks.torch_cuda import DEFAULT_STREAM
 from megatron_muon.user_errors import SettingsError
 
 if TYPE_CHECKING:
@@ -130,6 +131,29 @@ def torch_norm_from(original: Callable[..., Any]) -> Callable[..., Any]:
         return module
 
     return __new__
+
+
+def buffer_with_stream_from(original: Callable[..., None]) -> Callable[..., None]:
+    """Return ``DBuffer.__init__`` of Megatron-FSDP's version 2 that gives buffers a stream."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: object, **kwargs: object) -> None:  # noqa: ANN401 - a DBuffer
+        """Set the stream, which is None on a CPU."""
+        original(self, *args, **kwargs)
+        self.allocation_stream = DEFAULT_STREAM
+
+    return init
+
+
+def sharding_on_cpu_from(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fully_shard_context`` of Megatron-FSDP's version 2 that does not mind the device."""
+
+    @functools.wraps(original)
+    def fully_shard_context(device: object = None, **settings: object) -> Any:  # noqa: ANN401
+        """Pass what has the expected type; only streams are made with it."""
+        return original(SimpleNamespace(type="cuda"), **settings)
+
+    return fully_shard_context
 
 
 @contextlib.contextmanager

@@ -22,12 +22,14 @@ class Replacement:
         replacement: The new value or, with ``wraps``, a function from the original to it.
         reason: Why, in one clause.
         wraps: Whether ``replacement`` takes the original.
+        is_optional: Whether releases may lack the name, which is then left out.
     """
 
     target: str
     replacement: Any
     reason: str
     wraps: bool = False
+    is_optional: bool = False
 
 
 def _in_cuda(
@@ -105,6 +107,10 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
         memory_stats=constant(Counter()),
         device_memory_used=constant(0),
         mem_get_info=constant((_PROPERTIES.total_memory,) * 2),
+    ),
+    *(
+        Replacement(f"torch.cuda.nvtx.{name}", constant(None), "there is no profiler of a GPU")
+        for name in ("range_push", "range_pop")
     ),
     Replacement("torch.Tensor.cuda", lambda tensor, *_, **__: tensor, "tensors stay on the CPU"),
     Replacement("torch.Tensor.pin_memory", lambda tensor, *_, **__: tensor, "nothing to copy to"),
@@ -192,6 +198,28 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
         megatron_core.preprocessing_without_premul_from,
         "gloo has no pre-multiplied sum",
         True,
+    ),
+    Replacement(
+        f"{_FSDP}.experimental.dbuffer.DBuffer.__init__",
+        megatron_core.buffer_with_stream_from,
+        "main asserts the stream that has allocated a buffer of version 2",
+        True,
+        is_optional=True,
+    ),
+    *(
+        Replacement(
+            f"{module}.fully_shard_context",
+            megatron_core.sharding_on_cpu_from,
+            "main's version 2 asserts a CUDA device",
+            True,
+            is_optional=True,
+        )
+        # The function is bound in all of them.
+        for module in (
+            f"{_FSDP}.experimental",
+            f"{_FSDP}.experimental.fully_shard",
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+        )
     ),
 )
 

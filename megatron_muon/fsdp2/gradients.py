@@ -2,18 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks agree which parameters have gradients, and that these are finite."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.parameters import NamedParameter
+from megatron_muon.fsdp2.parameters import NamedParameter, named_parameters
 from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.finite import find_not_finite
+from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2, names_that_block_gradients
 
 _ADVICE = "Nothing was updated."
 
@@ -42,7 +43,7 @@ def parameters_without_gradient(
         gradient is missing: one more of two int32 a parameter over each domain, and a flag.
     """
     parameters = [each for given in inputs for each in given.parameters]
-    problems = list(known_problems)
+    problems = [*known_problems, *blocked_problems(parameters)]
     grads: list[tuple[str, torch.Tensor]] = []
     for each in parameters:
         found = _problems(each)
@@ -134,6 +135,36 @@ def _problems(parameter: NamedParameter) -> list[str]:
         f"{parameter.name}: expected a gradient like the parameter, {_description(param)}, got "
         f"{_description(grad)}. Reduce a partial one: grad.redistribute(placements="
         "param.placements)"
+    ]
+
+
+def blocked_problems(parameters: Iterable[NamedParameter]) -> list[str]:
+    """Return why version 2 of Megatron-FSDP has set no gradients, a sentence a module."""
+    problems: dict[int, str] = {}
+    for each in parameters:
+        if each.param.grad is None and is_of_fsdp_v2(each.param):
+            module, names = names_that_block_gradients(each.param)  # type: ignore[arg-type]
+            if names:
+                problems[id(module)] = (
+                    f"{each.name}: expected gradients of all parameters of its module, got none of "
+                    f"{names}, for which Megatron-FSDP reduces none. Use them in the loss, or set "
+                    "requires_grad to False before fully_shard()"
+                )
+    return list(problems.values())
+
+
+def elementwise_problems(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return why AdamW or Lion cannot step parameters, as sentences."""
+    params = [param for group in groups for param in group["params"]]
+    if all(param.grad is not None and param.grad.dtype == param.dtype for param in params):
+        return []
+    parameters = list(named_parameters(groups))
+    return blocked_problems(parameters) + [
+        f"{each.name}: expected a gradient of {each.param.dtype} for AdamW or Lion, got "
+        f"{each.param.grad.dtype}. Reduce gradients in that dtype; leave precision_aware out of "
+        "fully_shard_optimizer()"
+        for each in parameters
+        if each.param.grad is not None and each.param.grad.dtype != each.param.dtype
     ]
 
 

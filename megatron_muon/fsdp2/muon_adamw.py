@@ -9,11 +9,11 @@ from typing import Any, Self
 import torch
 from torch.optim.optimizer import ParamsT
 
-from megatron_muon.fsdp2.gradients import refuse_grad_scaler
+from megatron_muon.fsdp2.gradients import elementwise_problems, refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, parameter_groups
 from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, planned_keys
 from megatron_muon.fsdp2.muon import Muon
-from megatron_muon.fsdp2.rectangles import is_cut_by_torch
+from megatron_muon.fsdp2.rectangles import is_known_by_shapes
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.lion import FSDPLion
 from megatron_muon.runtime.ranges import in_range
@@ -233,7 +233,8 @@ class MuonAdamW(torch.optim.Optimizer):
                     with _state_of_empty_shards(other):
                         other.step()
 
-        muon._step_meanwhile(step_others, self._changes())
+        problems = elementwise_problems(self._groups("adamw") + self._groups("lion"))
+        muon._step_meanwhile(step_others, self._changes() + problems)
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if muon.state is not self.state:
             self.state.update(muon.state)
@@ -286,7 +287,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 @contextmanager
 def _state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer make state of Megatron-FSDP's empty shards, which never have gradients.
+    """Let an optimizer make state of empty shards of Megatron-FSDP's version 1, without gradients.
 
     Its checkpoints gather every tensor of every state: they hang where a rank lacks some of them.
     """
@@ -294,7 +295,7 @@ def _state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         param
         for group in optimizer.param_groups
         for param in group["params"]
-        if param.grad is None and not is_cut_by_torch(param) and not param._local_tensor.numel()
+        if param.grad is None and is_known_by_shapes(param) and not param._local_tensor.numel()
     ]
     for param in empty:
         param.grad = torch.zeros_like(param)

@@ -18,7 +18,7 @@ from megatron_muon.fsdp2.parameters import NamedParameter
 from megatron_muon.fsdp2.rectangles import (
     Rectangles,
     cutting_axes,
-    is_cut_by_torch,
+    is_known_by_shapes,
     rectangles,
     rectangles_of,
 )
@@ -67,7 +67,7 @@ class _Facts(NamedTuple):
         keys: Checksums of the keys of its plans.
         groups: Names of the process groups that it knows, by a checksum of their ranks.
         steps_with: A checksum of the ranks that it steps together with; None for all of them.
-        shapes: Shapes of the shards that torch has not cut, by parameter.
+        shapes: Shapes of the shards from which rows follow, by parameter.
     """
 
     num_ranks_on_node: int
@@ -152,7 +152,7 @@ def _gather_facts(
     shapes = {
         _shape_key(number, each.view): tuple(each.view._local_tensor.shape)
         for number, each in enumerate(parameters)
-        if isinstance(each.view, DTensor) and not is_cut_by_torch(each.view)
+        if isinstance(each.view, DTensor) and is_known_by_shapes(each.view)
     }
     mine = _Facts(
         num_ranks_on_node(),
@@ -231,7 +231,7 @@ def _ranks_of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _rectangles(number: int, param: torch.Tensor, facts: Sequence[_Facts]) -> Rectangles:
-    if not isinstance(param, DTensor) or is_cut_by_torch(param):
+    if not isinstance(param, DTensor) or not is_known_by_shapes(param):
         return rectangles_of(param)
     key = _shape_key(number, param)
     # A rank that lacks the parameter makes the tiling fail, which is an error on all.

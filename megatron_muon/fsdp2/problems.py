@@ -29,6 +29,7 @@ from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.dependencies import environment_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2
 from megatron_muon.runtime.weight_decay import WEIGHT_DECAY_METHODS
 
 # Of emerging-optimizers: they see whole matrices there, and would see shards here.
@@ -165,12 +166,12 @@ def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | 
             f"{parameter.name}: flatten: expected True or False, got {parameter.flattens!r}. Set "
             "it in the group"
         )
-    problem = _tensor_problem(parameter, device) or _layout_problem(parameter.view)
-    if problem is None:
-        try:
+    try:
+        problem = _tensor_problem(parameter, device) or _layout_problem(parameter.view)
+        if problem is None:
             segments_of(parameter.view.shape[-2], parameter.split_sizes)
-        except ValueError as error:
-            problem = str(error)
+    except ValueError as error:
+        problem = str(error)
     return None if problem is None else f"{parameter.name}: {problem}"
 
 
@@ -191,9 +192,10 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
         )
     # It would step a gathered copy that FSDP2 frees, and the model would learn nothing.
     is_plain = not isinstance(parameter.view, DTensor)
-    if is_plain and dist.is_initialized() and dist.get_world_size() > 1:
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if is_plain and (num_ranks > 1 or is_of_fsdp_v2(param)):
         return (
-            f"expected a DTensor in a job of {dist.get_world_size()} ranks, got a plain tensor. "
+            f"expected a DTensor in a job of {num_ranks} ranks, got a plain tensor. "
             "Call fully_shard first; build the optimizer before the first forward pass or after a "
             "backward pass, as modules hold gathered copies in between; under DDP pass "
             "process_group, the ranks with copies of the model"
@@ -232,6 +234,13 @@ def _layout_problem(param: torch.Tensor) -> str | None:
             return (
                 "expected a mesh whose ranks ascend along each axis that shards, got "
                 f"{mesh}. Build the mesh so"
+            )
+    if is_of_fsdp_v2(param):
+        start, stop = rectangles_of(param).boxes[own_rank()][0]
+        if stop - start != param._local_tensor.shape[0]:
+            return (
+                f"expected rows {start} to {stop}, as the buffer of its group says, got shape "
+                f"{tuple(param._local_tensor.shape)}. Report it"
             )
     # If torch has not cut it, its rows follow from the shards of all ranks. That these tile the
     # parameter is checked once they are known.

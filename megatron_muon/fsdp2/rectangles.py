@@ -4,6 +4,7 @@
 
 torch cuts evenly, and placements say in which order. Megatron-FSDP cuts a buffer of parameters: its
 shards are uneven, and its placements do not say in which order the axes of the mesh have cut.
+Version 2 keeps the layout of the buffer; of version 1 the shapes of all ranks' shards are needed.
 
 No communication, and no tensor but the mesh's own table of ranks.
 """
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_muon.runtime.agreement import own_rank
+from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2, rows_by_rank
 
 # Attribute of a view of a parameter whose rows follow from the shapes of all ranks' shards.
 KNOWN_BY_SHAPES = "_megatron_muon_known_by_shapes"
@@ -78,11 +80,16 @@ def is_cut_by_torch(param: torch.Tensor) -> bool:
     """Return whether the placements of a parameter say which rows each rank holds."""
     return not isinstance(param, DTensor) or not (
         hasattr(param, "__fsdp_param__")  # set by Megatron-FSDP
-        or hasattr(param, "_mfsdp_parameter_group")  # and by its version 2
+        or is_of_fsdp_v2(param)
         or getattr(param, KNOWN_BY_SHAPES, False)
         # By its update_uneven_dtensor_chunk_metadata(), on DTensors of its shards.
         or hasattr(param._local_tensor, "__create_chunk_list__")
     )
+
+
+def is_known_by_shapes(param: torch.Tensor) -> bool:
+    """Return whether the rows of a parameter follow from the shapes of all ranks' shards."""
+    return not is_cut_by_torch(param) and not is_of_fsdp_v2(param)
 
 
 def rectangles_of(param: torch.Tensor, shapes: tuple[tuple[int, ...], ...] = ()) -> Rectangles:
@@ -90,7 +97,7 @@ def rectangles_of(param: torch.Tensor, shapes: tuple[tuple[int, ...], ...] = ())
 
     Args:
         param: Parameter whose placements have no :func:`placement_problem`.
-        shapes: If torch has not cut it, the shape of each rank's shard, in the order of the mesh.
+        shapes: Of each rank's shard, in the order of the mesh, if it :func:`is_known_by_shapes`.
     """
     if not isinstance(param, DTensor):
         # parameter_problem() has refused it in a job of several ranks.
@@ -100,8 +107,12 @@ def rectangles_of(param: torch.Tensor, shapes: tuple[tuple[int, ...], ...] = ())
     found = rectangles(mesh, placements, tuple(param.shape))
     if is_cut_by_torch(param):
         return found
-    # Version 1 notes the order on the mesh where several axes shard a dimension; it is always that
-    # of version 2. Source: _get_fsdp_tensor_spec and GlobalLayout.get_local_range of megatron-core.
+    if is_of_fsdp_v2(param):
+        whole = tuple((0, size) for size in param.shape[1:])
+        boxes = {rank: (rows, *whole) for rank, rows in rows_by_rank(param).items()}
+        return Rectangles(boxes, found.replicas)
+    # Version 1 notes the order on the mesh where several axes shard a dimension; views of version 2
+    # have its only one. Source: _get_fsdp_tensor_spec of megatron-core.
     order = tuple(getattr(mesh, "_shard_order", reversed(range(mesh.ndim))))
     return Rectangles(_boxes_in_order(mesh, placements, order, shapes), found.replicas)
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors of Megatron-FSDP outside of its trainer, whose placements do not say who has what.
+"""DTensors of Megatron-FSDP's version 1 outside of its trainer: placements do not say who has what.
 
 Which rows a rank holds is found in their values: those of the whole matrix before it was sharded.
 """
@@ -9,11 +9,11 @@ import functools
 import itertools
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from helpers.device import device, init_group
 from helpers.device import kind as device_kind
+from helpers.megatron_fsdp import Reference
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -41,12 +41,9 @@ class Model:
         unit: Name of the class whose parameters share a buffer.
         shapes: Of the matrices.
         seed: Of their values.
-        generation: Of Megatron-FSDP; the second one has no tensor parallelism.
     """
 
-    def __init__(
-        self, layout: Any, unit: str, shapes: list[list[int]], seed: int = 0, generation: int = 1
-    ) -> None:
+    def __init__(self, layout: Any, unit: str, shapes: list[list[int]], seed: int = 0) -> None:
         import torch
         from helpers.fsdp2_models import drawn
         from torch.distributed.device_mesh import init_device_mesh
@@ -72,7 +69,7 @@ class Model:
                 layers[-1].weight.partition_dim = tensor_dim
                 layers[-1].weight.partition_stride = 1
         module = torch.nn.Sequential(*layers).to(self.wholes[0].device)
-        self.model = (self._shard if generation == 1 else self._shard_2)(module, unit)
+        self.model = self._shard(module, unit)
         self.params = list(self.model.parameters())
         self._first_rows = [self._first_row(i) for i in range(len(self.params))]
 
@@ -100,25 +97,6 @@ class Model:
             mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
             **outer,
         )
-
-    def _shard_2(self, module: Any, unit: str) -> Any:
-        """Shard over the inner axis, and replicate over the outer one."""
-        import torch
-        import torch.distributed as dist
-        from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import (
-            fully_shard,
-            placement,
-        )
-
-        flat, replicate = placement.Flat(), placement.Replicate()
-        partial = placement.Partial(dist.ReduceOp.AVG)
-        placements = placement.Placements(
-            [0, 1], [replicate, flat], [partial, flat], [replicate, flat]
-        )
-        with mock.patch.multiple(torch.cuda.nvtx, range_push=mock.DEFAULT, range_pop=mock.DEFAULT):
-            for each in module if unit == "Linear" else [module]:
-                fully_shard(each, mesh=self.mesh["outer", "fsdp"], placements=placements)
-        return module
 
     def _first_row(self, i: int) -> int:
         import torch
@@ -162,38 +140,6 @@ class Model:
         return starts == held
 
 
-class Reference:
-    """Emerging-optimizers' Muon; the halves of the first matrix are parameters of their own."""
-
-    def __init__(self, wholes: list[Any], **settings: Any) -> None:
-        import torch
-        from emerging_optimizers.orthogonalized_optimizers import Muon
-
-        parts = [wholes[0].chunk(2), *([whole] for whole in wholes[1:])]
-        self._parts = [[torch.nn.Parameter(part.clone()) for part in each] for each in parts]
-        self._muon = Muon([part for each in self._parts for part in each], **settings)
-
-    def step(self, grads: list[Any]) -> None:
-        """Step with whole gradients."""
-        for parts, grad in zip(self._parts, grads, strict=True):
-            for part, of_part in zip(parts, grad.chunk(len(parts)), strict=True):
-                part.grad = of_part.clone()
-        self._muon.step()
-
-    def wholes(self) -> list[list[Any]]:
-        """Return the whole value and momentum of each matrix."""
-        import torch
-
-        state = self._muon.state
-        return [
-            [
-                torch.cat([part.detach() for part in parts]),
-                torch.cat([state[part]["momentum_buffer"] for part in parts]),
-            ]
-            for parts in self._parts
-        ]
-
-
 def _muon(model: Model, **settings: Any) -> Any:
     from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
@@ -220,15 +166,11 @@ def _differences(model: Model, muon: Any, expected: list[list[Any]]) -> list[str
 
 def _step_all(names: list[str]) -> dict[str, list[Any]]:
     """Step on every layout, and list rows by matrix, who is where torch reads it, what differs."""
-    import torch.distributed as dist
-
     init_group()
     found = {}
     for name in names:
         for kind, (unit, shapes) in (("even", EVEN), ("uneven", UNEVEN)):
-            is_second = name.startswith("version 2")
-            layout = ((dist.get_world_size() // 2, 2, 1), None) if is_second else LAYOUTS[name]
-            model = Model(layout, unit, shapes, generation=2 if is_second else 1)
+            model = Model(LAYOUTS[name], unit, shapes)
             muon, reference = _muon(model, **MUON), Reference(model.wholes, **MUON)
             for step in range(2):
                 reference.step(model.set_grads(step))
@@ -245,7 +187,7 @@ def steps(num_ranks: int, *names: str) -> list[dict[str, list[Any]]]:
     return run_ranks(num_ranks, _step_all, list(names)).check().results
 
 
-FOUR_RANKS = (*list(LAYOUTS)[:4], "version 2")
+FOUR_RANKS = tuple(LAYOUTS)[:4]
 
 
 @pytest.mark.parametrize("rows", ["even", "uneven"])
@@ -267,7 +209,7 @@ def test_step_is_that_of_whole_matrices(name, rows):
     )
     assert is_even == (rows == "even")
     # What a single axis cuts into even shards is where torch thinks, and nothing else here is.
-    is_plain = rows == "even" and name in ("one axis", "tensor columns", "version 2")
+    is_plain = rows == "even" and name in ("one axis", "tensor columns")
     assert all(is_torchs for _, is_torchs, _ in found) == is_plain
 
 

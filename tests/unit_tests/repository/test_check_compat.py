@@ -41,7 +41,7 @@ def test_document_has_the_rows_of_the_table():
 
 def test_smoke_tests_are_there():
     """A file that moved would fail the step in every environment."""
-    for name in compat_steps.SMOKE_TESTS:
+    for name in (*compat_steps.SMOKE_TESTS, *compat_steps.FSDP_V2_TESTS):
         assert (ROOT / "tests" / "unit_tests" / f"{name}.py").is_file(), name
 
 

@@ -1,0 +1,310 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Version 2 of Megatron-FSDP without Megatron's trainer, of the generation that is installed.
+
+``scripts/check_compat.py --megatron DIR --steps fsdp_v2`` runs it with Megatron-LM main, which has
+more layouts than releases.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.device import init_group
+from helpers.megatron_fsdp import Reference, ShardedNet, has_grad_dtype, is_main, layouts, module_of
+from helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+MUON = {"lr": 0.02, "weight_decay": 0.1, "nesterov": True}
+# One buffer of all: rows that do not divide, small matrices in gaps. Or a buffer of each layer: a
+# single row, and a convolution, which is stepped as (6, 18).
+SHARED = {"shapes": [[34, 4], [7, 6], [2, 3], [5, 4], [1, 12]]}
+UNITS = {"shapes": [[16, 8], [1, 4], [6, 2, 3, 3]], "units": True}
+
+
+def _build(net: ShardedNet, is_one: bool) -> Any:
+    """Return Muon for the matrices, or one optimizer with AdamW for the vectors too."""
+    from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
+
+    named = list(net.matrices.items())
+    groups = [{"params": named[:1], "split_sizes": 2}, {"params": named[1:], "flatten": True}]
+    settings = {**MUON, "exchange": ExchangeSettings(wire="fp32", max_parts=1)}
+    if not is_one:
+        return Muon(groups, **settings)
+    vectors = {"params": list(net.vectors.items()), "algorithm": "adamw"}
+    return MuonAdamW([*groups, vectors], scale_mode="spectral", **settings)
+
+
+def _differences(net: ShardedNet, optimizer: Any, expected: list[list[Any]]) -> list[str]:
+    import torch
+
+    return [
+        f"{name}: {what}"
+        for (name, param), wholes in zip(net.matrices.items(), expected, strict=True)
+        for what, ours, whole in zip(
+            ("value", "momentum"),
+            (param, optimizer.state[param]["momentum_buffer"]),
+            wholes,
+            strict=True,
+        )
+        if not torch.equal(ours.to_local(), net.own(name, whole))
+    ]
+
+
+def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> list[str]:
+    """Take three steps of two microbatches beside whole matrices, and list what differs."""
+    import torch
+
+    optimizer = _build(net, is_one)
+    module_of("experimental").fully_shard_optimizer(optimizer, **sharding)
+    reference = Reference([net.wholes[name] for name in net.matrices], **MUON)
+    # Elementwise, so of this rank's elements.
+    vectors = [torch.nn.Parameter(each.to_local().clone()) for each in net.vectors.values()]
+    adamw = torch.optim.AdamW(
+        [{"params": vectors}], lr=MUON["lr"], weight_decay=MUON["weight_decay"]
+    )
+    for step in range(3):
+        net.model.zero_grad()
+        net.backward(step, num_microbatches=2)
+        reference.step([net.whole(name, param.grad) for name, param in net.matrices.items()])
+        for vector, param in zip(vectors, net.vectors.values(), strict=True):
+            vector.grad = param.grad.to_local().clone()
+        adamw.step()
+        optimizer.step()
+    found = _differences(net, optimizer, reference.wholes())
+    if is_one:
+        pairs = zip(vectors, net.vectors.items(), strict=True)
+        found += [name for ours, (name, p) in pairs if not torch.equal(ours, p.to_local())]
+    return found
+
+
+def _train_all() -> dict[str, Any]:
+    """Train in every layout of this number of ranks; also list rows by rank."""
+    import torch
+    import torch.distributed as dist
+
+    init_group()
+    found = {}
+    for layout in layouts():
+        if dist.get_world_size() == 3 and "h" in layout:
+            continue
+        for name, settings, is_one in (("shared", SHARED, True), ("units", UNITS, False)):
+            net = ShardedNet(layout, **settings)
+            rows = [len(param.to_local()) for param in net.matrices.values()]
+            found[f"{layout}, {name}"] = [rows, _train(net, is_one)]
+    # Gradients in bfloat16 beside weights in float32, cast by Megatron-FSDP or not.
+    for aware in (False, True) if has_grad_dtype() else ():
+        net = ShardedNet("zero3", **SHARED, has_bias=False, dtype="bfloat16")
+        assert next(iter(net.named.values())).dtype == torch.float32
+        found[f"precision_aware={aware}"] = [[], _train(net, False, precision_aware=aware)]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_steps_are_those_of_whole_matrices(num_ranks):
+    """In each layout, with gradients of two microbatches, through ``fully_shard_optimizer``."""
+    by_rank = run_ranks(num_ranks, _train_all).check().results
+    for case in by_rank[0]:
+        assert [each[case][1] for each in by_rank] == [[]] * num_ranks, case
+    # Somebody holds nothing of a matrix, somebody else a part of it that is not even.
+    shared = [each["zero3, shared"][0] for each in by_rank]
+    assert any(0 in rows for rows in shared)
+    assert any(
+        len({*column}) > 1 and sorted(column)[-2] > 0 for column in zip(*shared, strict=True)
+    )
+
+
+def _save_plain(net: ShardedNet, optimizer: Any, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    state = dict(zip(("model", "optimizer"), get_state_dict(net.model, optimizer), strict=True))
+    module_of("uneven_dtensor").preprocess_state_dict_for_uneven_dtensor(state)
+    dcp.save(state, checkpoint_id=folder)
+
+
+def _load_plain(net: ShardedNet, optimizer: Any, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    state = dict(zip(("model", "optimizer"), get_state_dict(net.model, optimizer), strict=True))
+    module_of("uneven_dtensor").preprocess_state_dict_for_uneven_dtensor(state)
+    dcp.load(state, checkpoint_id=folder)
+    model, of_optimizer = state["model"], state["optimizer"]
+    set_state_dict(net.model, optimizer, model_state_dict=model, optim_state_dict=of_optimizer)
+
+
+def _ways() -> dict[str, Any]:
+    """Return functions that save and load, by name."""
+    ways = {"plain": (_save_plain, _load_plain)}
+    if is_main():
+        own = module_of("experimental")
+        ways["main"] = tuple(
+            (lambda net, *others, call=call: call(net.model, *others))
+            for call in (own.save_checkpoint, own.load_checkpoint)
+        )
+    return ways
+
+
+def _tensors(net: ShardedNet, optimizer: Any) -> dict[str, Any]:
+    """Return parameters and their states by name."""
+    return {
+        f"{name}.{key}": (name, tensor)
+        for name, param in net.named.items()
+        for key, tensor in {"value": param.detach(), **optimizer.state[param]}.items()
+        if key != "step"
+    }
+
+
+def _build_to_save(layout: str, seed: int = 0) -> tuple[ShardedNet, Any]:
+    net = ShardedNet(layout, **SHARED, seed=seed)
+    optimizer = _build(net, True)
+    module_of("experimental").fully_shard_optimizer(optimizer)
+    return net, optimizer
+
+
+def _save(folder: str) -> list[str]:
+    """Save after a step, in each layout and way; list what differs, in files too."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    init_group()
+    different = []
+    for layout in layouts():
+        net, optimizer = _build_to_save(layout)
+        reference = Reference([net.wholes[name] for name in net.matrices], **MUON)
+        for step in range(2):
+            grads = net.set_grads(step)
+            optimizer.step()
+            reference.step([grads[name] for name in net.matrices])
+            if step == 0:
+                tensors = _tensors(net, optimizer)
+                saved = {key: net.whole(*tensors[key]) for key in tensors}
+                for way, (save, _) in _ways().items():
+                    save(net, optimizer, f"{folder}/{layout} {way}")
+        different += _differences(net, optimizer, reference.wholes())
+        if dist.get_rank() == 0:
+            torch.save([saved, reference.wholes()], f"{folder}/{layout}")
+            for way in _ways():
+                dcp_to_torch_save(f"{folder}/{layout} {way}", f"{folder}/file")
+                file = torch.load(f"{folder}/file")
+                for key, whole in saved.items():
+                    name, _, what = key.rpartition(".")
+                    states = {**file["optimizer"]["state"][name], "value": file["model"][name]}
+                    different += [key] if not torch.equal(states[what], whole) else []
+    return different
+
+
+def _load(folder: str) -> dict[str, list[list[str]]]:
+    """Load what each layout has saved, and make the next step."""
+    import torch
+    import torch.distributed as dist
+
+    init_group()
+    found = {}
+    for layout in layouts():
+        saved, expected = torch.load(f"{folder}/{layout}")
+        for way, (_, load) in _ways().items():
+            into = layout if dist.get_world_size() == 4 else "zero3"
+            net, optimizer = _build_to_save(into, seed=50)
+            load(net, optimizer, f"{folder}/{layout} {way}")
+            loaded = [
+                key
+                for key, (name, tensor) in _tensors(net, optimizer).items()
+                if not torch.equal(tensor.to_local(), net.own(name, saved[key]))
+            ]
+            net.set_grads(1)
+            optimizer.step()
+            found[f"{layout}, {way}"] = [loaded, _differences(net, optimizer, expected)]
+    return found
+
+
+def test_checkpoints_load_on_other_ranks(tmp_path: Path):
+    """With upstream's chunks, by torch's functions and main's own; files have whole matrices."""
+    assert run_ranks(4, _save, str(tmp_path)).check().results == [[]] * 4
+    for num_ranks in (2, 3, 4):
+        for found in run_ranks(num_ranks, _load, str(tmp_path)).check().results:
+            assert found and all(each == [[], []] for each in found.values()), found
+
+
+def _error_of(call: Any) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+def _steps_without_all_gradients() -> dict[str, str]:
+    """Return the errors of steps; raise if one has changed a parameter."""
+    import torch
+
+    errors = {}
+    for name, is_one in (("unused", False), ("unused vector", True)):
+        net = ShardedNet("zero3", **SHARED)
+        optimizer = _build(net, is_one)
+        net.backward(0, num_used=3)
+        before = {each: param.to_local().clone() for each, param in net.named.items()}
+        errors[name] = _error_of(optimizer.step)
+        assert all(torch.equal(before[each], net.named[each].to_local()) for each in before)
+    if has_grad_dtype():
+        net = ShardedNet("zero3", **SHARED, dtype="bfloat16")
+        optimizer = _build(net, True)
+        module_of("experimental").fully_shard_optimizer(optimizer, precision_aware=True)
+        net.backward(0)
+        errors["bf16 for AdamW"] = _error_of(optimizer.step)
+    # A layer that nothing uses is skipped as a whole.
+    net = ShardedNet("zero3", **UNITS)
+    optimizer = _build(net, False)
+    net.backward(0, num_used=2)
+    errors["unused layer"] = _error_of(optimizer.step)
+    return errors
+
+
+def _refuse() -> dict[str, str]:
+    import gc
+
+    import torch
+
+    from megatron_muon.fsdp2 import Muon
+
+    init_group()
+    errors = _steps_without_all_gradients()
+    net = ShardedNet("zero3", **SHARED)
+
+    def build_in_forward(module: torch.nn.Module, *_: object) -> None:
+        errors["gathered"] = _error_of(lambda: Muon([("w", module.weight)]))
+
+    handle = net.model.layers[0].register_forward_hook(build_in_forward)
+    net.backward(0)
+    handle.remove()
+    if is_main():
+        params = list(net.matrices.items())
+        del net
+        gc.collect()
+        errors["gone"] = _error_of(lambda: Muon(params))
+    return errors
+
+
+def test_refusals_name_the_parameter_on_all_ranks():
+    """At construction or in the first step, which changes nothing.
+
+    A parameter without a gradient keeps Megatron-FSDP from reducing those of its whole module: it
+    was left out of every step, with all others of its module, and nothing was said.
+    """
+    expected = {
+        "unused": "layers.4.weight: expected gradients of all parameters of its module, got none "
+        "of ['layers.3.weight', 'layers.3.bias', 'layers.4.weight', 'layers.4.bias'], for which",
+        "unused vector": "layers.4.bias: expected gradients of all parameters of its module, got",
+        "bf16 for AdamW": "layers.0.bias: expected a gradient of torch.float32 for AdamW or Lion",
+        "unused layer": "nothing",
+        "gathered": "w: expected a DTensor in a job of 2 ranks, got a plain tensor",
+        "gone": "layers.0.weight: expected a parameter of a model that exists, got one of none",
+    }
+    for errors in run_ranks(2, _refuse).check().results:
+        assert set(expected) - set(errors) <= {"gone", "bf16 for AdamW"}
+        for case, error in errors.items():
+            assert expected[case] in error, case
+            assert error.count("for which Megatron-FSDP") <= 2  # a sentence a module, not a matrix
