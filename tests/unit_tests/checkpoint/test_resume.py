@@ -33,7 +33,18 @@ from helpers.checkpoint_runs import (
     saved_run,
 )
 from helpers.ranks import Run
-from helpers.toy_gpt import BF16, EP, HFSDP, HSDP, MOE, TP, ZERO, relative_differences
+from helpers.toy_gpt import (
+    BF16,
+    EP,
+    HFSDP,
+    HSDP,
+    MOE,
+    NO_MATRIX,
+    PP,
+    TP,
+    ZERO,
+    relative_differences,
+)
 
 pytestmark = pytest.mark.ranks
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -89,6 +100,10 @@ SAME_WORLD = [
     slow(4, 1, NORMUON_TP, id="zero1_fp32_normuon_tp2_dropout"),
     slow(4, 3, (*NAMO, *EP, *TP, *SEQUENCE, "1", *BF16), id="zero3_bf16_namo_tp2_ep2"),
     slow(2, 3, (*NORMUON, *LION), id="zero3_fp32_normuon_lion"),
+    slow(4, 3, (*PP, *BF16), id="stages_bf16"),
+    slow(4, 1, (*PP, *EP, *MIXED), id="stages_experts_in_one_ep2"),
+    slow(4, 3, (*NO_MATRIX, *NORMUON), id="stages_without_matrix_normuon"),
+    slow(8, 3, (*PP, *TP, *HFSDP), id="stages_tp2_hfsdp"),
 ]
 
 
@@ -120,6 +135,9 @@ OTHER_WORLD = [
     slow((2, 2, MIXED), (4, 3, (*EP, *MIXED)), MOE_TOLERANCE, id="ep1_to_ep2"),
     slow((4, 3, (*WHOLE, *TP)), (2, 1, WHOLE), FP32_TOLERANCE, id="normuon_tp2_to_tp1"),
     slow((2, 1, NAMO), (4, 3, (*NAMO, *HSDP)), FP32_TOLERANCE, id="namo"),
+    slow((4, 3, (*PP, *BF16)), (2, 1, BF16), BF16_TOLERANCE, id="stages_to_none"),
+    slow((2, 1, BF16), (4, 3, (*PP, *BF16)), BF16_TOLERANCE, id="none_to_stages"),
+    slow((4, 3, (*PP, *BF16)), (4, 2, (*NO_MATRIX, *BF16)), BF16_TOLERANCE, id="other_stages"),
     slow((2, 0, ()), (2, 1, OTHER_BLOCKS), None, id="to_other_blocks"),
     slow((2, 2, MIXED), (4, 3, TP_MIXED), None, id="tp1_to_tp2_etp2_blockwise"),
 ]
