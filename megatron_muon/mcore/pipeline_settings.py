@@ -47,6 +47,13 @@ STAGES_UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
     ),
     Unsupported(
+        "checkpoints of --mtp-num-layers with pipeline stages",
+        lambda s: has_stages(s) and bool(s.get("mtp_num_layers")) and has_checkpoints(s),
+        "two stages save their copies of the embedding under one name",
+        "drop --mtp-num-layers, or train without checkpoints",
+        flags("mtp_num_layers", *CHECKPOINTS),
+    ),
+    Unsupported(
         "--defer-embedding-wgrad-compute",
         lambda s: bool(s.get("defer_embedding_wgrad_compute")),
         "Megatron-FSDP reduces the gradient of the output layer before it has been computed",

@@ -278,6 +278,13 @@ def _group_states(missing: list[str], unwanted: list[str]) -> list[str]:
 def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
     # Best effort: this text accompanies an error, and must not raise another one.
     saved, _ = _attempt(lambda: checkpoint.read_object("args"))
+    of_saved, of_run = (getattr(each, "pipeline_model_parallel_size", 1) for each in (saved, args))
+    is_tied = not getattr(args, "untie_embeddings_and_output_weights", True)
+    if is_tied and of_saved != of_run:
+        return (
+            f"{checkpoint.folder} was saved with --pipeline-model-parallel-size {of_saved}, this "
+            f"run has {of_run}: tied embeddings need the same. {_NOTHING_LOADED}"
+        )
     return (
         f"{checkpoint.folder} was saved with --optimizer {getattr(saved, 'optimizer', 'unknown')}, "
         f"this run has --optimizer {args.optimizer}. Load it with the model and optimizer that "

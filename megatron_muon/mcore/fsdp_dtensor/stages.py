@@ -23,12 +23,13 @@ class LayerNames:
     """Rename the layers of a model chunk to their position in the whole model.
 
     Args:
-        chunk: A model chunk.
+        chunk: A model chunk. Without pipeline stages all names stay.
     """
 
-    def __init__(self, chunk: torch.nn.Module) -> None:
+    def __init__(self, chunk: Any) -> None:
         self._positions: dict[tuple[str, str], int] = {}
-        for name, module in chunk.named_modules():
+        has_stages = getattr(chunk.config, "pipeline_model_parallel_size", 1) > 1
+        for name, module in chunk.named_modules() if has_stages else ():
             found = _LAYER.fullmatch(name)
             number = getattr(module, "layer_number", None)
             # Layers of multi-token prediction are those of one stage, and count from 0.

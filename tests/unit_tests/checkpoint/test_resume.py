@@ -41,6 +41,7 @@ from helpers.toy_gpt import (
     MOE,
     NO_MATRIX,
     PP,
+    TIED,
     TP,
     ZERO,
     relative_differences,
@@ -101,6 +102,7 @@ SAME_WORLD = [
     slow(4, 3, (*NAMO, *EP, *TP, *SEQUENCE, "1", *BF16), id="zero3_bf16_namo_tp2_ep2"),
     slow(2, 3, (*NORMUON, *LION), id="zero3_fp32_normuon_lion"),
     slow(4, 3, (*PP, *BF16), id="stages_bf16"),
+    slow(4, 3, (*PP, TIED), id="stages_tied"),
     slow(4, 1, (*PP, *EP, *MIXED), id="stages_experts_in_one_ep2"),
     slow(4, 3, (*NO_MATRIX, *NORMUON), id="stages_without_matrix_normuon"),
     slow(8, 3, (*PP, *TP, *HFSDP), id="stages_tp2_hfsdp"),
@@ -176,6 +178,25 @@ def test_moments_of_a_tensor_parallel_rank_are_refused_on_another_number_of_them
     assert run.exit_codes == [1, 1]
     assert "got moment2_cols_tensor_rank_0_of_2, moment2_cols_tensor_rank_1_of_2" in run.outputs[0]
     assert "Nothing was loaded." in run.outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        pytest.param((4, (*PP, TIED)), (2, (TIED,)), "expected nothing, got", id="to_none"),
+        pytest.param((2, (TIED,)), (4, (*PP, TIED)), "expected a tensor, got nothing", id="to_two"),
+    ],
+)
+@pytest.mark.slow
+def test_tied_embeddings_are_refused_on_another_number_of_stages(before, after, said, tmp_path):
+    """The last of several stages has a copy under a name of its own."""
+    _, folder = saved(before[0], 3, *before[1])
+    run = resumed_run(after[0], folder, tmp_path / "resumed", ZERO[3], *after[1])
+    assert run.exit_codes == [1] * after[0]
+    for output in run.outputs:
+        assert "output_layer.weight: " in output and said in output
+        assert f"was saved with --pipeline-model-parallel-size {before[0] // 2}, this" in output
+        assert "tied embeddings need the same. Nothing was loaded." in output
 
 
 PLAIN_READER = """

@@ -30,6 +30,8 @@ TP = ("--tensor-model-parallel-size", "2")
 PP = ("--pipeline-model-parallel-size", "2")
 # The last stage has the output layer alone, which is no matrix of Muon's.
 NO_MATRIX = (*PP, "--pipeline-model-parallel-layout", "Ett|L")
+# No flag of Megatron's: embedding and output layer share a weight, see toy_gpt().
+TIED = "tied"
 # Two chunks of one layer on each rank.
 INTERLEAVED = (*PP, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 EP = (*MOE, "--expert-model-parallel-size", "2")
@@ -40,8 +42,10 @@ FP32_GRADIENTS = tuple(gpt_flags.FP32_GRADIENTS.split())
 
 
 def toy_gpt(*flags: str) -> list[str]:
-    """Return the flags of a toy GPT under DDP with Muon, then ``flags``."""
-    return [*_TOY_GPT.split(), *flags]
+    """Return the flags of a toy GPT under DDP with Muon, then ``flags``; ``TIED`` drops one."""
+    given = [*_TOY_GPT.split(), *flags]
+    dropped = (TIED, "--untie-embeddings-and-output-weights") if TIED in flags else ()
+    return [flag for flag in given if flag not in dropped]
 
 
 # Multi-latent attention, whose values are of another width than its keys.

@@ -42,6 +42,10 @@ REFUSALS = [
         "got --pipeline-model-parallel-layout Et|t|t|tL --load folder: Megatron-FSDP's checkpoints",
     ),
     (
+        (*PP, "--mtp-num-layers", "1", "--save", "folder", *ADAM),
+        "got --mtp-num-layers 1 --save folder: two stages save their copies of the embedding under",
+    ),
+    (
         (*PP, "--defer-embedding-wgrad-compute", *ADAM),
         "Megatron-FSDP reduces the gradient of the output layer before it has been computed",
     ),

@@ -7,7 +7,8 @@ order: losses agree to the last digits of fp32, as in test_parity.py, and norms 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from helpers.toy_gpt import (
     MOE,
     NO_MATRIX,
     PP,
+    TIED,
     TP,
     ZERO,
     fsdp_toy_gpt,
@@ -42,7 +44,6 @@ TEN = ("--muon-fp32-matmul-prec", "high", "--train-iters", "10")
 ADAM = ("--optimizer", "adam", "--lr", "1e-3", "--train-iters", "10")
 # Dense layers in the first stage, experts in the second.
 EXPERTS_IN_ONE = (*PP, *MOE, "--moe-layer-freq", "[0,1]")
-TIED = "tied"
 LOSS_TOLERANCE = 5e-7
 # Sums of squares in another order, in fp32: a few units in the last place of 1.2e-7.
 NORM_TOLERANCE = 1e-6
@@ -50,23 +51,16 @@ NORM_TOLERANCE = 1e-6
 BF16_TOLERANCE = 1.5e-4
 
 
-def _flags(base: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Add flags; ``TIED`` takes one away."""
-    given = [*base, *(flag for flag in flags if flag != TIED)]
-    untie = "--untie-embeddings-and-output-weights"
-    return [flag for flag in given if flag != untie] if TIED in flags else given
-
-
 @functools.cache
 def _under_ddp(world_size: int, flags: tuple[str, ...]) -> Run:
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if TP[0] in flags else None
-    return train(world_size, _flags(toy_gpt(), flags), 2, env=env)
+    return train(world_size, toy_gpt(*flags), 2, env=env)
 
 
 def _under_fsdp(
     world_size: int, zero: int, flags: tuple[str, ...], before: Callable[[], None] | None = None
 ) -> Run:
-    return train(world_size, _flags(fsdp_toy_gpt(ZERO[zero]), flags), 2, before=before)
+    return train(world_size, fsdp_toy_gpt(ZERO[zero], *flags), 2, before=before)
 
 
 def check(
@@ -175,7 +169,7 @@ def test_tied_embeddings_differ_without_the_repair():
     """Shards of two stages hold other rows: ranks stop at other shapes, or train something else."""
     flags = (*PP, TIED, *TEN)
     expected = _under_ddp(4, flags).losses
-    arguments = _flags(fsdp_toy_gpt(ZERO[3]), flags)
+    arguments = fsdp_toy_gpt(ZERO[3], *flags)
     before = functools.partial(without, "_allreduce_embedding_grad")
     run = launch(4, [*arguments, *microbatches(2, 4, flags)], before=before, timeout_s=60.0)
     if not any(run.exit_codes):
@@ -238,13 +232,14 @@ def test_freed_outputs_give_up_their_memory_and_keep_their_graph():
     assert torch.equal(weight.grad, 2 * grad)
 
 
-def _layer_names() -> list[str]:
+def _layer_names(num_stages: int) -> list[str]:
     from megatron_muon.mcore.fsdp_dtensor.stages import LayerNames
 
     layers = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(2)])
     for number, layer in enumerate(layers):
         layer.layer_number = 5 + number
     chunk = torch.nn.Module()
+    chunk.config = types.SimpleNamespace(pipeline_model_parallel_size=num_stages)
     chunk.module = torch.nn.Module()
     chunk.module.decoder = torch.nn.Module()
     chunk.module.decoder.layers = layers
@@ -263,12 +258,11 @@ def _layer_names() -> list[str]:
 
 def test_layers_of_a_stage_are_named_by_their_position_in_the_model():
     """The fifth and sixth layer of a model; other lists of layers keep their numbers."""
-    assert run_ranks(1, _layer_names).check().results == [
-        [
-            "module.decoder.layers.5.mlp.weight",
-            "decoder.layers.4.experts.layers.1.bias",
-            "decoder.layers.7.weight",
-            "vision.layers.0.weight",
-            "embedding.weight",
-        ]
+    (found,) = run_ranks(1, _layer_names, 2).check().results
+    assert found == [
+        "module.decoder.layers.5.mlp.weight",
+        "decoder.layers.4.experts.layers.1.bias",
+        "decoder.layers.7.weight",
+        "vision.layers.0.weight",
+        "embedding.weight",
     ]
