@@ -107,8 +107,13 @@ def forward_step(
     return output, partial(loss_func, loss_mask)
 
 
-def train_valid_test_datasets(num_samples: list[int]) -> list[Any]:
-    """Return the datasets to train, validate and test on, of ``num_samples`` samples or more."""
+def train_valid_test_datasets(num_samples: list[int], vp_stage: int | None = None) -> list[Any]:
+    """Return the datasets to train, validate and test on, of ``num_samples`` samples or more.
+
+    Args:
+        num_samples: By dataset.
+        vp_stage: Virtual pipeline stage of the model, as Megatron asks; all have the same data.
+    """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     # Most settings go by the same name on both sides.

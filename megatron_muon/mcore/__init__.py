@@ -4,6 +4,8 @@
 
 Files, each importing only those above it::
 
+    refusal                 one refused setting
+    pipeline_settings       what pipeline stages cannot have
     unsupported             what Muon under Megatron-FSDP refuses, and why
     fsdp_model              reads parameters, row shards and groups from Megatron-FSDP
     gradient_check          checks that gradients are complete and finite on all ranks
@@ -17,6 +19,7 @@ Files, each importing only those above it::
     flags                   command-line flags
     arguments               checks of the command line, and settings read from it
     splits                  tags the rows that are orthogonalized separately
+    pipeline_repairs        upstream defects of pipeline stages
     routing                 which optimizer steps a parameter
     fsdp_dtensor/           checkpoints: state by name, checks before a load, safe saves, repairs
     chained_optimizer       FSDPMuonChainedOptimizer
@@ -24,6 +27,7 @@ Files, each importing only those above it::
     unsharded               the flags under DDP, with upstream's Muon
     gradient_repairs        upstream defects of gradients: scale and norm
     fused_gradient_repairs  upstream defects of gradients: fused accumulation
+    pipeline_patches        the list of what is changed for pipeline stages
     patches                 the list of what is changed in megatron
     requirements            the list of what is relied on
     enable                  applies the patches, and reverts them

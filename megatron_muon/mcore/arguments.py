@@ -12,7 +12,7 @@ from typing import Any
 from megatron_muon.mcore.flags import EXCHANGE_FLAGS, add_flags
 from megatron_muon.mcore.unsupported import (
     BUILT_OPTIMIZERS,
-    QK_CLIP_UNSUPPORTED,
+    FSDP_UNSUPPORTED,
     raise_where_refused,
     unsupported_settings,
 )
@@ -28,6 +28,10 @@ MUON_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what cannot work under Megatron-FSDP with Muon or QK-clip, and invalid splits.
+
+    With pipeline stages ``--no-align-grad-reduce`` is set: otherwise Megatron runs the last
+    microbatch of all stages but the first under ``no_sync()``, and then starts the reduction by a
+    call that Megatron-FSDP ignores. Gradients stay unreduced under no_shard, optim and HSDP.
 
     Args:
         args: The parsed command line, before Megatron validates it.
@@ -45,11 +49,14 @@ def check(args: argparse.Namespace) -> None:
         refusals += _split_refusals(args)
         raise_where_refused(args.optimizer, refusals)
     elif args.use_megatron_fsdp:
-        raise_where_refused(args.optimizer, unsupported_settings(vars(args), QK_CLIP_UNSUPPORTED))
+        raise_where_refused(args.optimizer, unsupported_settings(vars(args), FSDP_UNSUPPORTED))
     elif args.optimizer in MUON_OPTIMIZERS:
         refusals = _split_refusals(args)
         if refusals:
             raise SettingsError("\n  ".join([f"--optimizer {args.optimizer}:", *refusals]))
+    if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
+        logger.info("--no-align-grad-reduce is set: Megatron-FSDP cannot align stages")
+        args.align_grad_reduce = False
 
 
 def _split_refusals(args: argparse.Namespace) -> list[str]:

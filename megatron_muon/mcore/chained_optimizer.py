@@ -32,6 +32,7 @@ from megatron_muon.mcore.local_gradients import LocalGradients
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.muon_step import MuonStep
 from megatron_muon.mcore.outer_reductions import OuterReductions
+from megatron_muon.mcore.pipeline_settings import alignment_problems
 from megatron_muon.mcore.qk_clip import clip_row_shards
 from megatron_muon.plan.settings import ExchangeSettings
 
@@ -127,6 +128,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             if not chunk.module.is_param_fsdp_distributed:
                 chunk.finish_grad_sync()
         self._problems = self.muon_step.problems() if self.muon_step is not None else []
+        self._problems += alignment_problems(self.model_chunks[0].config)
         for reduction in self._outer_reductions:
             self._problems += reduction.problems()
         self._gradient_norm = None

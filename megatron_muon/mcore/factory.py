@@ -148,9 +148,9 @@ def _parameter_groups(
     overrides = {**(config_overrides or {}), **routing_rule(config)}
     groups_by_child: _GroupsByChild = defaultdict(list)
     for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
-        if group["params"]:
-            name = group.get("optimizer", config.optimizer)
-            groups_by_child[name, group["is_expert_parallel"]].append(group)
+        # Some may be empty: groups are those of all pipeline stages, which reduce norms together.
+        name = group.get("optimizer", config.optimizer)
+        groups_by_child[name, group["is_expert_parallel"]].append(group)
     return groups_by_child
 
 
@@ -167,6 +167,7 @@ class _Children:
         self._model_chunks = list(model_chunks)
         self._groups = pg_collection
         self._matrices: dict[torch.Tensor, ShardedMatrix] = {}
+        self._device = self._model_chunks[0].module.device
 
     def describe_matrices(
         self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]
@@ -181,8 +182,7 @@ class _Children:
                     # Ranks have different parameters.
                     except (RuntimeError, ValueError) as error:
                         problems.append(str(error))
-        device = self._model_chunks[0].module.device
-        raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
+        raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
 
     def build(
         self, name: str, is_expert: bool, param_groups: list[dict[str, Any]]
@@ -209,7 +209,8 @@ class _Children:
         # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
         kwargs.pop("use_syrk", None)
         # Tags alone say what is split: with --muon-no-split-qkv gate and up may still be.
-        return muon(param_groups, matrices=self._matrices, **{**kwargs, "split_qkv": True})
+        kwargs |= {"split_qkv": True, "device": self._device}
+        return muon(param_groups, matrices=self._matrices, **kwargs)
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
         config = self._config

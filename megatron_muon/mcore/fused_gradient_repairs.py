@@ -75,7 +75,7 @@ def fuse_only_into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
     activation checkpointing refuses.
 
     Deferred gradients of the output layer (``defer_embedding_wgrad_compute``) are always fused.
-    They need pipeline parallelism, which Muon refuses under Megatron-FSDP.
+    They need pipeline stages, with which the flag is refused under Megatron-FSDP.
     """
 
     @functools.wraps(original)

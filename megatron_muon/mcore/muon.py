@@ -71,6 +71,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     Args:
         params: DTensor parameters or parameter groups, in the same order on all ranks.
         matrices: The layouts of the parameters.
+        device: Where shards are; None for that of the parameters. A pipeline stage may have none.
         **muon_kwargs: Arguments of :class:`TensorParallelMuon`.
 
     What a step computes element by element runs over few long tensors: Megatron-FSDP keeps the
@@ -101,6 +102,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         params: Iterable[Any],
         *,
         matrices: Mapping[torch.Tensor, ShardedMatrix],
+        device: torch.device | None = None,
         **muon_kwargs: Any,
     ) -> None:
         super().__init__(params, **muon_kwargs)
@@ -116,6 +118,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         )
         self.matrices = matrices
         self.params = self._all_params()
+        self.device = device or local_tensor(self.params[0]).device
         self._group_sizes = [len(group["params"]) for group in self.param_groups]
         self._shards = [local_tensor(param) for param in self.params]
         self._number_of_group = {
@@ -195,11 +198,6 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     def _all_params(self) -> list[Any]:
         return [param for group in self.param_groups for param in group["params"]]
-
-    @property
-    def device(self) -> torch.device:
-        """Where shards are."""
-        return local_tensor(self.params[0]).device
 
     def problems(self) -> list[str]:
         """List settings that cannot work and parameters that cannot be stepped, as sentences."""

@@ -35,7 +35,7 @@ class MuonStep:
             DTensor, or of another local shape than its layout's; or when ranks hold different
             parameters or layouts, or came to different plans.
 
-    Communication: at construction a flag and a hash over all ranks, and that of
+    Communication: at construction a flag, a hash and 8 bytes a rank over all ranks, and that of
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. :meth:`step`: that of
         ``orthogonalize`` of :attr:`compute`, and of ``finish`` of the optimizers.
     Memory: momentum, see the optimizers; while a step runs, what
@@ -82,14 +82,11 @@ class MuonStep:
     def _raise_where_ranks_differ(self, exchange: ExchangeSettings) -> None:
         """Compare what decides which collectives follow."""
         entries = [f"{[type(muon).__name__ for muon in self.optimizers]}, {exchange}"]
-        for muon in self.optimizers:
-            # A rank without experts would miss the collectives of their plan.
-            has_experts, is_dense = (bool(muon.params_of_kind(is_expert=x)) for x in (True, False))
-            entries += [
-                f"experts {has_experts}, dense matrices {is_dense}",
-                f"{muon.newton_schulz.steps} steps of {muon.newton_schulz.coefficient_type} "
-                f"coefficients, precision {muon.fp32_matmul_prec}",
-            ]
+        entries += [
+            f"{muon.newton_schulz.steps} steps of {muon.newton_schulz.coefficient_type} "
+            f"coefficients, precision {muon.fp32_matmul_prec}"
+            for muon in self.optimizers
+        ]
         raise_where_ranks_differ(
             entries,
             dist.group.WORLD,  # type: ignore[arg-type]
@@ -100,21 +97,29 @@ class MuonStep:
     def _owner_compute(self, exchange: ExchangeSettings) -> OwnerCompute:
         """Plan experts first: most are whole on one rank, and dense matrices balance the load.
 
-        Without expert parallelism both kinds are in one optimizer, over groups of their own.
+        Without expert parallelism both kinds are in one optimizer, over groups of their own. A
+        pipeline stage may lack a kind, and joins the collectives over all ranks.
         """
         kinds = [
-            [muon.owned(param) for param in params]
-            for is_expert in (True, False)
-            for muon in self.optimizers
-            if (params := muon.params_of_kind(is_expert=is_expert))
+            [muon.owned(p) for muon in self.optimizers for p in muon.params_of_kind(is_expert=kind)]
+            for kind in (True, False)
+        ]
+        found = torch.tensor([bool(kind) for kind in kinds], device=self._device).int()
+        on_ranks = found.new_empty(dist.get_world_size(), len(kinds))
+        dist.all_gather_into_tensor(on_ranks.view(-1), found)
+        inputs = [
+            lay_out(parameters, self._device)
+            for parameters, is_there in zip(kinds, on_ranks.amax(dim=0).tolist(), strict=True)
+            if is_there
         ]
         # Kernels are checked here, in the precision of a step.
         with naming_flags(), self._precision():
             return OwnerCompute(
-                [lay_out(parameters, self._device) for parameters in kinds],
+                [each for each in inputs if each.matrices],
                 self.optimizers[0].newton_schulz,
                 exchange,
                 device=self._device,
+                max_num_plans=int(on_ranks.sum(dim=1).max()),
             )
 
     def _all_gather_compute(self) -> AllGatherCompute:

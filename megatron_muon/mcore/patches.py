@@ -11,6 +11,7 @@ from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
 from megatron_muon.mcore.fsdp_dtensor import loading, saving
 from megatron_muon.mcore.fsdp_dtensor import repairs as checkpoint_repairs
 from megatron_muon.mcore.fsdp_model import is_megatron_fsdp
+from megatron_muon.mcore.pipeline_patches import PIPELINE_PATCHES
 from megatron_muon.mcore.unsharded import asks_for_more, build_with_flags
 from megatron_muon.patching.patch import Patch, Target, names
 
@@ -39,7 +40,7 @@ def _route(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # The source lines of a target are those that its wrapper relies on: not the whole function, so that
-# unrelated edits upstream refuse nothing. Order: flags, factory, gradients, checkpoints.
+# unrelated edits upstream refuse nothing. Order: flags, factory, gradients, stages, checkpoints.
 PATCHES: tuple[Patch, ...] = (
     Patch(
         Target(
@@ -227,6 +228,7 @@ PATCHES: tuple[Patch, ...] = (
         fused_gradient_repairs.fuse_only_into_buckets,
         tree_line="# megatron-muon 0009: backward overwrites main_grad, which may hold gradients.",
     ),
+    *PIPELINE_PATCHES,
     Patch(
         Target(
             "megatron.training.checkpointing",

@@ -2,68 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Muon under Megatron-FSDP refuses: one table for command lines and megatron-core scripts."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
+from megatron_muon.mcore.pipeline_settings import STAGES_UNSUPPORTED
+from megatron_muon.mcore.refusal import (
+    CHECKPOINTS,
+    Settings,
+    Unsupported,
+    asks_for,
+    flags,
+    has_checkpoints,
+    value,
+)
 from megatron_muon.user_errors import SettingsError
-
-Settings = Mapping[str, Any]
 
 # What --optimizer may be: Muon and its adaptive forms, and Lion, which is elementwise.
 BUILT_OPTIMIZERS = ("muon", "adaptive_muon", "lion")
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """One setting that cannot work.
-
-    Args:
-        flag: How the user asked for it.
-        is_requested: Whether these settings ask for it.
-        reason: Why it cannot work.
-        instead: What to do.
-        found: What was given; None where ``flag`` says it all.
-    """
-
-    flag: str
-    is_requested: Callable[[Settings], bool]
-    reason: str
-    instead: str
-    found: Callable[[Settings], str] | None = None
-
-    def sentence(self, settings: Settings) -> str:
-        """Return what was asked for and given, why it cannot work, and what to do."""
-        given = f", got {self.found(settings)}" if self.found is not None else ""
-        return f"{self.flag}{given}: {self.reason}; {self.instead}."
-
-
-def _value(name: str) -> Callable[[Settings], str]:
-    """Return a ``found`` that is the value of one setting."""
-    return lambda settings: str(settings.get(name)).removeprefix("torch.")
-
-
-def _flags(*names: str) -> Callable[[Settings], str]:
-    """Return a ``found`` that spells those settings that were given as flags."""
-
-    def found(settings: Settings) -> str:
-        """Spell the flags that were given."""
-        given = []
-        for name in names:
-            value = settings.get(name)
-            # A flag without a value is False where it was not given; 0 may have been given.
-            if value is None or value is False:
-                continue
-            flag = "--" + name.replace("_", "-")
-            given.append(flag if value is True else f"{flag} {_value(name)(settings)}")
-        return " ".join(given)
-
-    return found
-
-
-def _asks_for(*names: str) -> Callable[[Settings], bool]:
-    """Return an ``is_requested`` for some names of ``--optimizer``."""
-    return lambda settings: settings.get("optimizer") in names
 
 
 def _layer_wise_flag(settings: Settings) -> str:
@@ -90,34 +44,34 @@ def _has_whole_graph(settings: Settings) -> bool:
     # Lists of names or enums. Megatron translates the older settings after this check.
     keys = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
     given = [settings.get("cuda_graph_impl")]
-    for value in filter(None, map(settings.get, keys)):
-        given += value if isinstance(value, list) else str(value).split(",")
+    for found in filter(None, map(settings.get, keys)):
+        given += found if isinstance(found, list) else str(found).split(",")
     return "full_iteration" in [getattr(each, "name", each) for each in given]
 
 
 _REFUSED_OPTIMIZERS: tuple[Unsupported, ...] = (
     Unsupported(
         "--optimizer dist_muon",
-        _asks_for("dist_muon"),
+        asks_for("dist_muon"),
         "it is Muon with the layer-wise distributed optimizer, which Megatron-FSDP replaces",
         "use --optimizer muon",
     ),
     Unsupported(
         "--optimizer soap or rekls",
-        _asks_for("soap", "rekls"),
+        asks_for("soap", "rekls"),
         "their state belongs to whole matrices, and has no rows to shard",
         "use --optimizer muon or adaptive_muon",
-        _value("optimizer"),
+        value("optimizer"),
     ),
     Unsupported(
         "--optimizer laprop",
-        _asks_for("laprop"),
+        asks_for("laprop"),
         "it is elementwise, and has not been built here",
         "use --optimizer adam or lion",
     ),
     Unsupported(
         "--optimizer scion",
-        _asks_for("scion"),
+        asks_for("scion"),
         "Megatron cannot build it: Scion takes no betas, which Megatron passes",
         "use --optimizer muon --muon-scale-mode unit_rms_norm without --muon-nesterov; "
         "--muon-extra-scale-factor is the spectral radius. Scion's weight decay of 1 would reach "
@@ -125,10 +79,10 @@ _REFUSED_OPTIMIZERS: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "--optimizer muon_hyperball, polargrad, spel, mop or sinkhorn_muon",
-        _asks_for("muon_hyperball", "polargrad", "spel", "mop", "sinkhorn_muon"),
+        asks_for("muon_hyperball", "polargrad", "spel", "mop", "sinkhorn_muon"),
         "Megatron cannot build them: they take no betas, which Megatron passes",
         "use --optimizer muon or adaptive_muon",
-        _value("optimizer"),
+        value("optimizer"),
     ),
 )
 
@@ -143,7 +97,7 @@ QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "upstream's clip divides the sizes of all ranks by the query groups of one, and fails",
         "use data parallelism alone, or --multi-latent-attention",
-        _flags("tensor_model_parallel_size"),
+        flags("tensor_model_parallel_size"),
     ),
     Unsupported(
         "--qk-clip --attention-output-gate",
@@ -165,6 +119,8 @@ QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
 )
 
+FSDP_UNSUPPORTED = (*QK_CLIP_UNSUPPORTED, *STAGES_UNSUPPORTED)
+
 # docs/support.md shows the same rows; a test compares them. A predicate sees the command line's
 # namespace, or the merged configurations of a script on megatron-core, where most keys are absent:
 # absent means not asked for.
@@ -178,7 +134,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "it has no implementation over row shards here",
         "use --optimizer muon, adaptive_muon, lion, adam or sgd",
-        _value("optimizer"),
+        value("optimizer"),
     ),
     Unsupported(
         "--adaptive-muon-moment2-method normuon or namo with --muon-fsdp-exchange all_gather",
@@ -189,7 +145,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "upstream's code, which orthogonalizes then, scales results before they can be normalized",
         "use --muon-fsdp-exchange owner",
-        _flags("adaptive_muon_moment2_method", "muon_fsdp_exchange"),
+        flags("adaptive_muon_moment2_method", "muon_fsdp_exchange"),
     ),
     Unsupported(
         "--fp16",
@@ -238,15 +194,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "the optimizer reads Megatron-FSDP's shards",
         "use --use-megatron-fsdp alone",
     ),
-    Unsupported(
-        "--pipeline-model-parallel-size above 1",
-        lambda s: (s.get("pipeline_model_parallel_size") or 1) > 1,
-        "Megatron-FSDP itself lacks it: its mesh has no stage axis and its checkpoints hold one "
-        "chunk, although upstream does not say so",
-        "use data, tensor and expert parallelism",
-        _value("pipeline_model_parallel_size"),
-    ),
-    *QK_CLIP_UNSUPPORTED,
+    *FSDP_UNSUPPORTED,
     Unsupported(
         "ddp_config.megatron_fsdp_use_decoupled_grad",
         lambda s: bool(s.get("megatron_fsdp_use_decoupled_grad")),
@@ -264,14 +212,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: (s.get("gtp_weight_remat_size") or 1) > 1,
         "it shards rows a second time, which Megatron-FSDP does not record",
         "drop it",
-        _flags("gtp_weight_remat_size"),
+        flags("gtp_weight_remat_size"),
     ),
     Unsupported(
         "HSDP without --overlap-grad-reduce",
         lambda s: _is_hsdp(s) and not s.get("overlap_grad_reduce"),
         "Megatron-FSDP then never reduces gradients over the outer ranks, and the replicas drift",
         "add --overlap-grad-reduce",
-        _flags("num_distributed_optimizer_instances"),
+        flags("num_distributed_optimizer_instances"),
     ),
     Unsupported(
         "--ddp-average-in-collective",
@@ -290,7 +238,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "Transformer Engine then keeps the gradient of one use of the layer, and drops the others",
         "add --no-gradient-accumulation-fusion",
-        _flags("mtp_num_layers", "mtp_use_repeated_layer", "data_parallel_sharding_strategy"),
+        flags("mtp_num_layers", "mtp_use_repeated_layer", "data_parallel_sharding_strategy"),
     ),
     Unsupported(
         "--outer-dp-sharding-strategy optim without optim_grads_params",
@@ -301,37 +249,35 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "Megatron-FSDP shards over outer ranks only what is fully sharded over inner ones",
         "add --data-parallel-sharding-strategy optim_grads_params",
-        _flags("outer_dp_sharding_strategy", "data_parallel_sharding_strategy"),
+        flags("outer_dp_sharding_strategy", "data_parallel_sharding_strategy"),
     ),
     Unsupported(
         "--megatron-fsdp-main-params-dtype other than fp32",
         _has_low_precision_main_params,
         "Newton-Schulz and momentum need float32 main parameters",
         "use --megatron-fsdp-main-params-dtype fp32",
-        _value("megatron_fsdp_main_params_dtype"),
+        value("megatron_fsdp_main_params_dtype"),
     ),
     Unsupported(
         "--ckpt-format other than fsdp_dtensor",
         lambda s: s.get("ckpt_format", "fsdp_dtensor") != "fsdp_dtensor",
         "Megatron-FSDP writes no other format",
         "use --ckpt-format fsdp_dtensor",
-        _value("ckpt_format"),
+        value("ckpt_format"),
     ),
     Unsupported(
         "checkpoints of grouped experts with biases under expert parallelism",
         lambda s: (
             bool(s.get("moe_grouped_gemm") and s.get("add_bias_linear"))
             and (s.get("expert_model_parallel_size") or 1) > 1
-            and any(s.get(key) is not None for key in ("save", "load", "pretrained_checkpoint"))
+            and has_checkpoints(s)
         ),
         "Megatron-FSDP's checkpoints give the biases of all expert-parallel ranks one name",
         "add --disable-bias-linear",
-        _flags(
+        flags(
             "moe_grouped_gemm",
             "expert_model_parallel_size",
-            "save",
-            "load",
-            "pretrained_checkpoint",
+            *CHECKPOINTS,
         ),
     ),
     Unsupported(
@@ -346,14 +292,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: s.get("non_persistent_ckpt_type") is not None,
         "upstream writes these checkpoints for Megatron-FSDP, and cannot load them",
         "use --save-interval with --save-retain-interval",
-        _value("non_persistent_ckpt_type"),
+        value("non_persistent_ckpt_type"),
     ),
     Unsupported(
         "--ckpt-convert-format",
         lambda s: s.get("ckpt_convert_format") is not None,
         "a Megatron-FSDP model writes no other format",
         "drop it",
-        _value("ckpt_convert_format"),
+        value("ckpt_convert_format"),
     ),
     Unsupported(
         "--load-main-params-from-ckpt",
@@ -372,7 +318,7 @@ def unsupported_settings(
     Args:
         settings: Names and values as Megatron's arguments and configurations spell them; a name
             that is absent counts as not requested.
-        rows: What is refused; :data:`QK_CLIP_UNSUPPORTED` with another optimizer than Muon.
+        rows: What is refused; :data:`FSDP_UNSUPPORTED` with another optimizer than Muon.
 
     Returns:
         A sentence for each refused setting: what was given, the reason, what to use instead.

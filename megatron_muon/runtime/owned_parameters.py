@@ -46,7 +46,8 @@ def lay_out(parameters: Sequence[OwnedParameter], device: torch.device) -> PlanI
     as rarely as docs/numerics.md says.
 
     Args:
-        parameters: In the same order on all ranks, and sharded over the same groups.
+        parameters: In the same order on all ranks that share them, and sharded over the same
+            groups. A pipeline stage may have none.
         device: Where shards live.
 
     Raises:
@@ -56,6 +57,9 @@ def lay_out(parameters: Sequence[OwnedParameter], device: torch.device) -> PlanI
     Communication: a flag, and that of :func:`~megatron_muon.runtime.domain.find_grid`.
     """
     raise_where_any_rank_fails(_problems(parameters), None, device, "No optimizer was built.")
+    if not parameters:
+        # This rank is alone, and joins the collectives of the others.
+        return PlanInput(find_grid(None, None, None, device=device), [], {}, None)
     # All parameters share these groups, which was just checked. A tensor group is found on those
     # that are joined.
     first = parameters[0].matrix
@@ -79,10 +83,9 @@ def lay_out(parameters: Sequence[OwnedParameter], device: torch.device) -> PlanI
 
 def _problems(parameters: Sequence[OwnedParameter]) -> list[str]:
     problems = []
-    first = parameters[0].matrix
     # One domain has one grid of ranks: parameters of other groups need another OwnerCompute.
     for parameter in parameters:
-        matrix = parameter.matrix
+        matrix, first = parameter.matrix, parameters[0].matrix
         if matrix.shard_group is not first.shard_group or (
             matrix.replica_group is not first.replica_group
         ):

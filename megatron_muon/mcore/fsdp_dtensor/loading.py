@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,11 @@ from megatron_muon.checkpoint.folders import (
 )
 from megatron_muon.checkpoint.storage import StoredCheckpoint, read_checkpoint
 from megatron_muon.checkpoint.verify import find_problems
+from megatron_muon.mcore.fsdp_dtensor.stages import (
+    names_of_stages,
+    rename_layers,
+    with_stored_generator,
+)
 from megatron_muon.mcore.fsdp_dtensor.steps import as_in_run, as_stored
 from megatron_muon.mcore.fsdp_model import current_device
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
@@ -32,6 +37,7 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_wh
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
+_PARTS = ("model", "optimizer")
 # Names of experts contain their global index.
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
 # Names of states that differ by tensor-parallel rank (FSDPBlockMuon).
@@ -158,10 +164,12 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         args: Any, raw_state_dict: dict[str, Any], model: Any
     ) -> dict[str, Any]:
         """Rename the state to the keys of the checkpoint, and check it against the checkpoint."""
-        state_dict = original(args, raw_state_dict, model)
+        weights = rename_layers(model, raw_state_dict["model"])
+        state_dict = original(args, {**raw_state_dict, "model": weights}, model)
         if _being_loaded is None:
             return state_dict
         checkpoint = _being_loaded.checkpoint
+        state_dict = with_stored_generator(state_dict, checkpoint.objects)
         if "optimizer" in state_dict:
             state_dict["optimizer"] = as_stored(checkpoint, state_dict["optimizer"])
             _being_loaded.optimizer = state_dict["optimizer"]
@@ -173,9 +181,14 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
                 "momentum starts at zero",
                 checkpoint.folder,
             )
-        differences, problems = _attempt(
-            functools.partial(find_differences, checkpoint, state_dict, args.num_experts)
+        shapes, problems = _attempt(functools.partial(_shapes, state_dict))
+        # Other pipeline stages load what this one does not know.
+        has_stages = args.pipeline_model_parallel_size > 1
+        elsewhere = names_of_stages(shapes or {}) if has_stages else set()
+        differences, found = _attempt(
+            functools.partial(find_differences, checkpoint, state_dict, args.num_experts, elsewhere)
         )
+        problems += found
         problems += differences or []
         # Collective on all ranks or on none: the flag is the same everywhere.
         if args.strict_fsdp_dtensor_load:
@@ -190,7 +203,10 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_differences(
-    checkpoint: StoredCheckpoint, state_dict: Mapping[str, Any], num_experts: int | None
+    checkpoint: StoredCheckpoint,
+    state_dict: Mapping[str, Any],
+    num_experts: int | None,
+    elsewhere: Iterable[str] = (),
 ) -> list[str]:
     """Compare the tensors of the model and of the optimizer's state by name and shape.
 
@@ -198,25 +214,21 @@ def find_differences(
         checkpoint: The stored tensors.
         state_dict: The expected tensors, nested, plain or DTensors.
         num_experts: Global number of experts of the model.
+        elsewhere: Names of tensors that other pipeline stages expect.
 
     Returns:
         One sentence for each parameter or state that is missing, has another shape, or is stored
         but not expected, so that loading would drop it.
     """
-    parts = [part for part in ("model", "optimizer") if part in state_dict]
-    wanted = {
-        key: tuple(value.shape)
-        for part in parts
-        for key, value in flatten_state_dict({part: state_dict[part]}).items()
-        if isinstance(value, torch.Tensor)
-    }
+    parts = [part for part in _PARTS if part in state_dict]
+    wanted = _shapes(state_dict)
     problems = [
         f"{key}: expected shape {shape}, got {checkpoint.tensors[key].shape}"
         for key, shape in wanted.items()
         if key in checkpoint.tensors and checkpoint.tensors[key].shape != shape
     ]
     # A rank expects only its own experts; names of the others differ in the index.
-    patterns = {_pattern(key) for key in wanted}
+    patterns = {_pattern(key) for key in (*wanted, *elsewhere)}
     unwanted = [
         key
         for key in checkpoint.tensors
@@ -226,6 +238,16 @@ def find_differences(
     # DCP silently ignores both: missing tensors keep their random or zero values.
     missing = [key for key in wanted if key not in checkpoint.tensors]
     return problems + _group_states(missing, unwanted)
+
+
+def _shapes(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the expected tensors by their names in checkpoints."""
+    return {
+        key: tuple(value.shape)
+        for part in _PARTS
+        for key, value in flatten_state_dict({part: state_dict.get(part, {})}).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _pattern(key: str) -> str:
@@ -256,6 +278,13 @@ def _group_states(missing: list[str], unwanted: list[str]) -> list[str]:
 def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
     # Best effort: this text accompanies an error, and must not raise another one.
     saved, _ = _attempt(lambda: checkpoint.read_object("args"))
+    of_saved, of_run = (getattr(each, "pipeline_model_parallel_size", 1) for each in (saved, args))
+    is_tied = not getattr(args, "untie_embeddings_and_output_weights", True)
+    if is_tied and of_saved != of_run:
+        return (
+            f"{checkpoint.folder} was saved with --pipeline-model-parallel-size {of_saved}, this "
+            f"run has {of_run}: tied embeddings need the same. {_NOTHING_LOADED}"
+        )
     return (
         f"{checkpoint.folder} was saved with --optimizer {getattr(saved, 'optimizer', 'unknown')}, "
         f"this run has --optimizer {args.optimizer}. Load it with the model and optimizer that "

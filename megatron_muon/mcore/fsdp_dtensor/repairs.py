@@ -7,7 +7,7 @@ fp32 or unsharded; and Adam's save hangs if a rank holds an empty shard.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local
 from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.mcore.fsdp_dtensor.stages import LayerNames
 from megatron_muon.mcore.fsdp_dtensor.state import agree_on_step, complete_state
 from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_wrapped
+from megatron_muon.mcore.pipeline_repairs import check_within_stage
 
 # By parameter name, then by kind of state.
 type _States = dict[str, dict[str, Any]]
@@ -141,7 +143,11 @@ class _LocatedParameters:
         buffers = self._model.param_and_grad_buffer
         is_replicated = buffers.ddp_config.data_parallel_sharding_strategy == "no_shard"
         setattr(buffers.dist_index, _IS_REPLICATED, is_replicated)
-        self._parameters = {bare_name(name): p for name, p in buffers.optimizer_named_parameters}
+        # Names are those of checkpoints, across pipeline stages.
+        self._layer_names = names = LayerNames(self._model)
+        self._parameters = {
+            names(bare_name(name)): p for name, p in buffers.optimizer_named_parameters
+        }
         self._elements: dict[str, tuple[int, int]] = {}
         for group in buffers.parameter_groups:
             buffer = group.main_weight_buffer or group.model_weight_buffer
@@ -150,10 +156,16 @@ class _LocatedParameters:
                     start, stop = 0, orig_param.numel()
                 else:
                     start, stop = buffer._get_item_slice_in_shard(index)
-                self._elements[bare_name(buffers.param_to_name[orig_param])] = (start, stop)
+                name = names(bare_name(buffers.param_to_name[orig_param]))
+                self._elements[name] = (start, stop)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yield the modules of the model."""
+        for name, module in self._model.named_modules():
+            yield self._layer_names(name), module
 
     def get_parameter(self, name: str) -> DTensor:
         """Return a parameter by its name, with or without the prefixes of wrappers."""
@@ -179,8 +191,9 @@ def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
         """Make a DTensor that is replicated if the parameter is."""
         if getattr(dist_index, _IS_REPLICATED, False):
             kwargs["is_sharded_param"] = False
-        return original(local_tensor, param, dist_index=dist_index, **kwargs)
+        return make(local_tensor, param, dist_index=dist_index, **kwargs)
 
+    make = check_within_stage(original)
     return make_fsdp_dtensor
 
 

@@ -33,7 +33,19 @@ from helpers.checkpoint_runs import (
     saved_run,
 )
 from helpers.ranks import Run
-from helpers.toy_gpt import BF16, EP, HFSDP, HSDP, MOE, TP, ZERO, relative_differences
+from helpers.toy_gpt import (
+    BF16,
+    EP,
+    HFSDP,
+    HSDP,
+    MOE,
+    NO_MATRIX,
+    PP,
+    TIED,
+    TP,
+    ZERO,
+    relative_differences,
+)
 
 pytestmark = pytest.mark.ranks
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -89,6 +101,11 @@ SAME_WORLD = [
     slow(4, 1, NORMUON_TP, id="zero1_fp32_normuon_tp2_dropout"),
     slow(4, 3, (*NAMO, *EP, *TP, *SEQUENCE, "1", *BF16), id="zero3_bf16_namo_tp2_ep2"),
     slow(2, 3, (*NORMUON, *LION), id="zero3_fp32_normuon_lion"),
+    slow(4, 3, (*PP, *BF16), id="stages_bf16"),
+    slow(4, 3, (*PP, TIED), id="stages_tied"),
+    slow(4, 1, (*PP, *EP, *MIXED), id="stages_experts_in_one_ep2"),
+    slow(4, 3, (*NO_MATRIX, *NORMUON), id="stages_without_matrix_normuon"),
+    slow(8, 3, (*PP, *TP, *HFSDP), id="stages_tp2_hfsdp"),
 ]
 
 
@@ -120,6 +137,9 @@ OTHER_WORLD = [
     slow((2, 2, MIXED), (4, 3, (*EP, *MIXED)), MOE_TOLERANCE, id="ep1_to_ep2"),
     slow((4, 3, (*WHOLE, *TP)), (2, 1, WHOLE), FP32_TOLERANCE, id="normuon_tp2_to_tp1"),
     slow((2, 1, NAMO), (4, 3, (*NAMO, *HSDP)), FP32_TOLERANCE, id="namo"),
+    slow((4, 3, (*PP, *BF16)), (2, 1, BF16), BF16_TOLERANCE, id="stages_to_none"),
+    slow((2, 1, BF16), (4, 3, (*PP, *BF16)), BF16_TOLERANCE, id="none_to_stages"),
+    slow((4, 3, (*PP, *BF16)), (4, 2, (*NO_MATRIX, *BF16)), BF16_TOLERANCE, id="other_stages"),
     slow((2, 0, ()), (2, 1, OTHER_BLOCKS), None, id="to_other_blocks"),
     slow((2, 2, MIXED), (4, 3, TP_MIXED), None, id="tp1_to_tp2_etp2_blockwise"),
 ]
@@ -158,6 +178,25 @@ def test_moments_of_a_tensor_parallel_rank_are_refused_on_another_number_of_them
     assert run.exit_codes == [1, 1]
     assert "got moment2_cols_tensor_rank_0_of_2, moment2_cols_tensor_rank_1_of_2" in run.outputs[0]
     assert "Nothing was loaded." in run.outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        pytest.param((4, (*PP, TIED)), (2, (TIED,)), "expected nothing, got", id="to_none"),
+        pytest.param((2, (TIED,)), (4, (*PP, TIED)), "expected a tensor, got nothing", id="to_two"),
+    ],
+)
+@pytest.mark.slow
+def test_tied_embeddings_are_refused_on_another_number_of_stages(before, after, said, tmp_path):
+    """The last of several stages has a copy under a name of its own."""
+    _, folder = saved(before[0], 3, *before[1])
+    run = resumed_run(after[0], folder, tmp_path / "resumed", ZERO[3], *after[1])
+    assert run.exit_codes == [1] * after[0]
+    for output in run.outputs:
+        assert "output_layer.weight: " in output and said in output
+        assert f"was saved with --pipeline-model-parallel-size {before[0] // 2}, this" in output
+        assert "tied embeddings need the same. Nothing was loaded." in output
 
 
 PLAIN_READER = """

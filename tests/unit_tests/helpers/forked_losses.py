@@ -14,7 +14,7 @@ from typing import Any
 
 from helpers.fused_linear import fuse_linears_of_each_model
 from helpers.ranks import launch
-from helpers.toy_gpt import EP, HFSDP, fsdp_toy_gpt
+from helpers.toy_gpt import EP, HFSDP, INTERLEAVED, NO_MATRIX, PP, TP, fsdp_toy_gpt
 
 FEW = ("--train-iters", "4", "--lr-decay-iters", "20", "--global-batch-size", "8")
 # Ranks and flags. Several microbatches an iteration, over one inner rank or two under HFSDP and
@@ -23,6 +23,9 @@ RUNS = {
     "hfsdp": (4, HFSDP),
     "hfsdp_adam_one_inner_rank": (2, (*HFSDP, "--optimizer", "adam", "--clip-grad", "0.1")),
     "experts_over_one_rank": (2, EP),
+    "stages_hfsdp": (4, (*PP, *HFSDP)),
+    "stages_tensor_parallel_without_layer": (4, (*NO_MATRIX, *TP)),
+    "stages_interleaved": (2, (*INTERLEAVED, "--train-iters", "1")),
 }
 
 

@@ -53,7 +53,8 @@ class Run:
     Args:
         exit_codes: By rank; negative where a signal ended the process.
         outputs: Standard output and error by rank.
-        history: One record an iteration, as rank 0 saw it: loss, grad_norm, num_zeros, skipped.
+        history: One record an iteration, as rank 0 saw it, or with pipeline stages the last rank:
+            loss, grad_norm, num_zeros, skipped.
         results: What the function that was run returned, by rank (JSON values).
     """
 
@@ -318,7 +319,7 @@ def _run_rank(
     torch.set_num_threads(1)
     if place.kind == "cuda":
         _use_gpu(place, is_forked=method == "forkserver")
-    if rank == 0:
+    if rank in (0, int(variables["WORLD_SIZE"]) - 1):
         _record_history(Path(folder) / "history")
     try:
         result = function(*args)
@@ -354,6 +355,8 @@ def _record_history(path: Path) -> None:
     """Write the unrounded numbers of each iteration, which Megatron logs with six digits."""
     import inspect
 
+    import torch
+    from megatron.core import mpu
     from megatron.training import training
 
     original = training.training_log
@@ -361,6 +364,10 @@ def _record_history(path: Path) -> None:
 
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
+        # Only the last stage has the loss.
+        has_stages = mpu.get_pipeline_model_parallel_world_size() > 1
+        if (torch.distributed.get_rank() > 0) != has_stages:
+            return original(*args, **kwargs)
         values = signature.bind(*args, **kwargs).arguments
         record = {
             "iteration": values["iteration"],

@@ -50,11 +50,11 @@ class Repair(NamedTuple):
         return _grad_norms(self.world_size, flags, None if is_repaired else self.attribute)
 
 
-def without(attribute: str) -> None:
-    """Take one patch out of the list before the launcher enables it."""
+def without(name: str) -> None:
+    """Take one patch, by the end of its symbol, out of the list before the launcher enables it."""
     from megatron_muon.mcore import patches
 
-    kept = tuple(patch for patch in patches.PATCHES if patch.target.attribute != attribute)
+    kept = tuple(p for p in patches.PATCHES if not p.target.symbol.endswith(f".{name}"))
     assert len(kept) == len(patches.PATCHES) - 1
     patches.PATCHES = kept
     assert "megatron_muon.mcore.patches" in sys.modules

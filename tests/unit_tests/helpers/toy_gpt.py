@@ -27,6 +27,13 @@ ZERO = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 HSDP = ("--num-distributed-optimizer-instances", "2")
 HFSDP = (*HSDP, "--outer-dp-sharding-strategy", "optim")
 TP = ("--tensor-model-parallel-size", "2")
+PP = ("--pipeline-model-parallel-size", "2")
+# The last stage has the output layer alone, which is no matrix of Muon's.
+NO_MATRIX = (*PP, "--pipeline-model-parallel-layout", "Ett|L")
+# No flag of Megatron's: embedding and output layer share a weight, see toy_gpt().
+TIED = "tied"
+# Two chunks of one layer on each rank.
+INTERLEAVED = (*PP, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 EP = (*MOE, "--expert-model-parallel-size", "2")
 EXPERT_TP = "--expert-tensor-parallel-size"
 # A lower learning rate, because rounding of weights adds up with the way they go.
@@ -35,8 +42,10 @@ FP32_GRADIENTS = tuple(gpt_flags.FP32_GRADIENTS.split())
 
 
 def toy_gpt(*flags: str) -> list[str]:
-    """Return the flags of a toy GPT under DDP with Muon, then ``flags``."""
-    return [*_TOY_GPT.split(), *flags]
+    """Return the flags of a toy GPT under DDP with Muon, then ``flags``; ``TIED`` drops one."""
+    given = [*_TOY_GPT.split(), *flags]
+    dropped = (TIED, "--untie-embeddings-and-output-weights") if TIED in flags else ()
+    return [flag for flag in given if flag not in dropped]
 
 
 # Multi-latent attention, whose values are of another width than its keys.
@@ -62,10 +71,14 @@ def microbatches(number: int, world_size: int, flags: Sequence[str]) -> list[str
     Two on four data-parallel ranks have eight samples. The samples decide how noisy losses are, and
     so the tolerances; microbatches decide how long a run takes.
     """
-    num_data_parallel = world_size // (2 if TP[0] in flags else 1)
+    num_data_parallel = world_size // (2 if TP[0] in flags else 1) // _num_stages(flags)
     size = 12 // (number * num_data_parallel)
     batch = size * number * num_data_parallel
     return ["--global-batch-size", str(batch), "--micro-batch-size", str(size)]
+
+
+def _num_stages(flags: Sequence[str]) -> int:
+    return int(flags[flags.index(PP[0]) + 1]) if PP[0] in flags else 1
 
 
 def fsdp_toy_gpt(sharding: str, *flags: str) -> list[str]:
@@ -112,9 +125,11 @@ def _reference(
         for flag in (TP[0], EXPERT_TP, EP[-2])
     )
     # Experts draw their first weights by their rank: without EP they would have others.
-    num_ranks = max(num_tensor, num_expert * num_expert_tensor)
+    in_stage = max(num_tensor, num_expert * num_expert_tensor)
+    # So do the layers of a stage.
+    num_ranks = in_stage * _num_stages(flags)
     batches = ("--global-batch-size", str(num_samples), "--micro-batch-size")
-    arguments = toy_gpt(*flags, *batches, str(size or num_samples * num_tensor // num_ranks))
+    arguments = toy_gpt(*flags, *batches, str(size or num_samples * num_tensor // in_stage))
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if num_tensor > 1 else None
     return launch(num_ranks, without_query_groups(arguments), before=before, env=env).check()
 

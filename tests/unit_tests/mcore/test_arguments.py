@@ -8,7 +8,7 @@ import types
 
 import pytest
 from helpers.ranks import launch, run_ranks
-from helpers.toy_gpt import HSDP, TP, ZERO, fsdp_toy_gpt, toy_gpt
+from helpers.toy_gpt import HSDP, INTERLEAVED, PP, TP, ZERO, fsdp_toy_gpt, toy_gpt
 
 from megatron_muon.mcore.unsupported import unsupported_settings
 
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.ranks
 
 ZERO_3 = ZERO[3]
 
+ADAM = ("--optimizer", "adam")
 HEADS_TP = ("--muon-split-qkv-per-head", *TP, "--muon-tp-mode", "duplicated")
 UPSTREAM_JOINS = "expected --muon-tp-mode blockwise where upstream's Muon orthogonalizes"
 REFUSALS = [
@@ -32,7 +33,22 @@ REFUSALS = [
         ),
         "scales results before they can be normalized; use --muon-fsdp-exchange owner",
     ),
-    (("--pipeline-model-parallel-size", "2"), "-parallel-size above 1, got 2: "),
+    (
+        (*INTERLEAVED, "--save", "folder"),
+        "got --num-layers-per-virtual-pipeline-stage 1 --save folder: Megatron-FSDP's checkpoints",
+    ),
+    (
+        (*PP, "--pipeline-model-parallel-layout", "Et|t|t|tL", "--load", "folder", *ADAM),
+        "got --pipeline-model-parallel-layout Et|t|t|tL --load folder: Megatron-FSDP's checkpoints",
+    ),
+    (
+        (*PP, "--mtp-num-layers", "1", "--save", "folder", *ADAM),
+        "got --mtp-num-layers 1 --save folder: two stages save their copies of the embedding under",
+    ),
+    (
+        (*PP, "--defer-embedding-wgrad-compute", *ADAM),
+        "Megatron-FSDP reduces the gradient of the output layer before it has been computed",
+    ),
     (("--ckpt-format", "torch_dist"), "other than fsdp_dtensor, got torch_dist: "),
     (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),
     (("--muon-fp32-matmul-prec", "low"), "torch has no such precision"),

@@ -1,0 +1,176 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Repairs of pipeline parallelism under Megatron-FSDP, which megatron-core 0.19.2 lacks.
+
+Without them no model with stages trains under Megatron-FSDP, with any optimizer.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage
+from megatron.core.utils import get_attr_wrapped_model, get_pg_size
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.mcore.fsdp_model import describe_matrix
+from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.exchange import all_gather_rows
+
+# Elements. Source: megatron-core 0.19.2, the minimum of the method that is wrapped.
+_LEAST_UNIT_SIZE = 1_000_000_000
+
+
+def mesh_of_stage(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_get_dp_tp_mesh`` and ``_get_hsdp_tp_mesh``, which arrange all ranks of the job.
+
+    A stage has some of them, and the factors do not multiply to their number: the model cannot be
+    wrapped.
+
+    Communication: with stages one gather of objects over each group of data-parallel ranks.
+    """
+
+    @functools.wraps(original)
+    def mesh(*groups: Any, ep_size: int = 1) -> torch.Tensor:
+        """Return the ranks of this stage, ``(dp_cp, tp)``, under HSDP ``(outer, dp_cp, tp)``."""
+        num_ranks = ep_size
+        for group in groups:
+            num_ranks *= group.size()
+        if num_ranks == dist.get_world_size():
+            return original(*groups, ep_size=ep_size)
+        *outer, tp_group = groups
+        ranks: Any = dist.get_process_group_ranks(tp_group)
+        # The inner ranks first: each step adds an axis in front.
+        for group in reversed(outer):
+            gathered = [None] * group.size()
+            dist.all_gather_object(gathered, ranks, group=group)
+            ranks = gathered
+        return torch.tensor(ranks)
+
+    return mesh
+
+
+def check_within_stage(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``make_fsdp_dtensor``, whose check compares tensors of all ranks of the job.
+
+    Torch's ``DTensor.from_local`` gathers over the job where tensor-parallel ranks are checked, and
+    another stage has other parameters. With stages nothing is checked. Upstream does so by itself
+    without tensor parallelism.
+    """
+
+    @functools.wraps(original)
+    def make_fsdp_dtensor(
+        local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
+    ) -> DTensor:
+        """Make a DTensor without a collective over all ranks of the job."""
+        if dist_index.device_mesh.size() < dist.get_world_size():
+            kwargs["run_check"] = False
+        return original(local_tensor, param, dist_index=dist_index, **kwargs)
+
+    return make_fsdp_dtensor
+
+
+def size_without_units(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``MegatronFSDP._init_fsdp_param_and_grad_buffer``, which divides by the number of units.
+
+    A stage without a layer, such as one of the output layer alone, has none, and fails under
+    optim_grads_params.
+    """
+
+    @functools.wraps(original)
+    def _init_fsdp_param_and_grad_buffer(self: Any) -> None:
+        """Build the buffers, with a size of communication that needs no units."""
+        units, config = tuple(self.fsdp_unit_modules), self.ddp_config
+        if config.suggested_communication_unit_size is not None or any(
+            isinstance(module, units) for module in self.module.modules()
+        ):
+            return original(self)
+        config.suggested_communication_unit_size = _LEAST_UNIT_SIZE
+        try:
+            original(self)
+        finally:
+            config.suggested_communication_unit_size = None
+
+    return _init_fsdp_param_and_grad_buffer
+
+
+def free_views(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``deallocate_output_tensor``, which asserts that the output of a stage is no view.
+
+    The hooks of Megatron-FSDP return the output as a view of itself. The memory is freed if both
+    tensors give it up.
+    """
+
+    @functools.wraps(original)
+    def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
+        """Free the memory of an output that has been sent on, and keep its graph."""
+        base = getattr(out, "_base", None)
+        if deallocate_pipeline_outputs and base is not None and base.shape == out.shape:
+            out.data = base.data = torch.empty((1,), device=out.device, dtype=out.dtype)
+        else:
+            original(out, deallocate_pipeline_outputs)
+
+    return deallocate_output_tensor
+
+
+def sum_whole_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_allreduce_embedding_grad``, which adds up shards of different rows.
+
+    The first and the last stage both have a copy of a tied embedding, each sharded with the other
+    parameters of its stage. Upstream adds the shards of the two ranks that correspond, although
+    they hold other rows, or one of them none.
+    """
+
+    @functools.wraps(original)
+    def _allreduce_embedding_grad(
+        model: list[Any],
+        embd_group: Any,
+        pp_group: Any,
+        weight_getter: Callable[[Any], Any],
+        *rest: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Add the gradients of the copies of an embedding."""
+        if model[0].ddp_config.use_megatron_fsdp:
+            sum_tied_gradient(model, embd_group, pp_group, weight_getter)
+        else:
+            original(model, embd_group, pp_group, weight_getter, *rest, **kwargs)
+
+    return _allreduce_embedding_grad
+
+
+def sum_tied_gradient(
+    model: list[Any], embd_group: Any, pp_group: Any, weight_getter: Callable[[Any], Any]
+) -> None:
+    """Add the gradients of the copies of an embedding, and give each rank its rows of the sum.
+
+    Args:
+        model: Chunks of this rank, whose gradients have been reduced.
+        embd_group: Ranks of the stages that have a copy.
+        pp_group: Ranks of the pipeline.
+        weight_getter: Returns the embedding of a chunk; None if it has none.
+
+    Communication: an all-gather of the rows over the shard group, and an all-reduce of the whole
+        gradient over the embedding group.
+    Memory: until it returns the gradient of the tensor-parallel rank's embedding, and its padding.
+    """
+    ranks = dist.get_process_group_ranks(embd_group) if get_pg_size(embd_group) > 1 else ()
+    if dist.get_rank() not in ranks:
+        return
+    chunk = model[0] if is_pp_first_stage(pp_group) else model[-1]
+    weight = weight_getter(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True))
+    if weight is None or not weight.requires_grad:
+        return
+    matrix = describe_matrix("embedding", weight)
+    # A rank without rows has no gradient, and joins all the same.
+    has_rows = weight.grad is not None
+    grad = local_tensor(weight.grad if has_rows else weight.detach())
+    whole = grad if has_rows else torch.zeros_like(grad)
+    if matrix.shard_group is not None:
+        whole = all_gather_rows(whole, matrix.layout, matrix.shard_group)
+    dist.all_reduce(whole, group=embd_group)
+    if has_rows and matrix.shard_group is not None:
+        start, stop = matrix.local_range
+        grad.copy_(whole[start:stop])
