@@ -179,8 +179,19 @@ def _resolve(target: str) -> tuple[Any, str]:
     return owner, name
 
 
+def _exists(target: str) -> bool:
+    """Return whether the installed release has a name."""
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
 def _apply(row: "Replacement", stack: contextlib.ExitStack) -> None:
     """Replace the name of ``row``, until ``stack`` is closed."""
+    if row.is_optional and not _exists(row.target):
+        return
     owner, name = _resolve(row.target)
     # The raw entry, not getattr: a staticmethod must go back as one, an inherited name must vanish.
     raw = vars(owner).get(name, _ABSENT)

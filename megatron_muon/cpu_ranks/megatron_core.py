@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_muon.cpu_ranks.torch_cuda import DEFAULT_STREAM
 from megatron_muon.user_errors import SettingsError
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer import DBuffer
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -167,3 +169,26 @@ def model_parallel_without_context_from(original: Callable[..., Any]) -> Callabl
         original(*args, **kwargs)
 
     return initialize_model_parallel
+
+
+def buffer_with_stream_from(original: Callable[..., None]) -> Callable[..., None]:
+    """Return ``DBuffer.__init__`` that gives a buffer in CPU memory a stream."""
+
+    @functools.wraps(original)
+    def init(self: "DBuffer", *args: object, **kwargs: object) -> None:
+        """Make the buffer, with a stream."""
+        original(self, *args, **kwargs)
+        self.allocation_stream = DEFAULT_STREAM
+
+    return init
+
+
+def context_of_cuda_from(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fully_shard_context`` that reads "cuda" as the type of its device."""
+
+    @functools.wraps(original)
+    def fully_shard_context(device: object = None, **kwargs: object) -> object:
+        """Ignore the device."""
+        return original(SimpleNamespace(type="cuda"), **kwargs)
+
+    return fully_shard_context

@@ -22,12 +22,14 @@ class Replacement:
         replacement: The new value or, with ``wraps``, a function from the original to it.
         reason: Why, in one clause.
         wraps: Whether ``replacement`` takes the original.
+        is_optional: Whether a release may lack the name.
     """
 
     target: str
     replacement: Any
     reason: str
     wraps: bool = False
+    is_optional: bool = False
 
 
 def _in_cuda(
@@ -43,6 +45,7 @@ _ONE_GENERATOR = "the device draws from the CPU's generator"
 _NO_AVERAGE = "gloo has no average"
 _UNEVEN = "gloo gathers and scatters equal blocks only"
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+_FSDP_V2 = f"{_FSDP}.experimental"
 
 TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
     *_in_cuda(
@@ -83,6 +86,10 @@ TORCH_REPLACEMENTS: tuple[Replacement, ...] = (
         MemPool=refusal("--use-nccl-ub"),
     ),
     *_in_cuda(_ONE_GENERATOR, default_generators=(torch.default_generator,)),
+    *_in_cuda(
+        "ranges are for CUDA's profiler",
+        **{"nvtx.range_push": constant(None), "nvtx.range_pop": constant(None)},
+    ),
     *(
         Replacement(f"{module}.{name}", function, _ONE_GENERATOR)
         for name, function in (
@@ -192,6 +199,26 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
         megatron_core.preprocessing_without_premul_from,
         "gloo has no pre-multiplied sum",
         True,
+    ),
+    Replacement(
+        f"{_FSDP_V2}.dbuffer.DBuffer.__init__",
+        megatron_core.buffer_with_stream_from,
+        "Megatron-FSDP v2 asserts that a buffer has a stream, and none is on the CPU",
+        True,
+    ),
+    *(
+        Replacement(
+            f"{module}.fully_shard_context",
+            megatron_core.context_of_cuda_from,
+            "Megatron-FSDP v2 insists on a CUDA device",
+            True,
+            is_optional=True,
+        )
+        for module in (
+            f"{_FSDP_V2}.fully_shard",
+            _FSDP_V2,
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+        )
     ),
 )
 
