@@ -360,4 +360,40 @@ LATER_PATCHES: tuple[Patch, ...] = (
         checkpoint_repairs.split_fused_latent_states,
         tree_line="",
     ),
+    Patch(
+        Target(
+            "megatron.core.optimizer.fully_sharded_optimizer",
+            "FullyShardedOptimizer.__init__",
+            parameters=names("self, optimizer, config, grad_scaler, init_state_fn, model_chunks"),
+            source_lines=("super().__init__(optimizer, config, grad_scaler, init_state_fn)",),
+        ),
+        "v2: gradients count once in norm and zeros, also with expert parallelism",
+        gradient_repairs.count_shards_once,
+        tree_line="",
+    ),
+    Patch(
+        Target(
+            "megatron.core.optimizer.fully_sharded_optimizer",
+            "FullyShardedOptimizer._copy_main_params_to_model_params",
+            parameters=names("self"),
+            source_lines=("sync_model_weights_from_main_weights(self.get_parameters())",),
+        ),
+        "v2, QK-clip: after a step of Adam clip main weights before compute weights follow them",
+        qk_clip.clip_before_install,
+        tree_line="",
+    ),
+    Patch(
+        Target(
+            f"{_FSDP}.experimental.module",
+            "FsdpContext.register_post_backward_final_callback",
+            parameters=names("self"),
+            source_lines=(
+                "torch.autograd.Variable._execution_engine.queue_callback("
+                "post_backward_final_callback)",
+            ),
+        ),
+        "v2: name parameters without a gradient, which stop the gradients of their module",
+        gradient_repairs.name_missing_gradients,
+        tree_line="",
+    ),
 )
