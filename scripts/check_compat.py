@@ -9,8 +9,10 @@
 
 A case: enable() and disable(); a few test files; five steps of a toy GPT on two CPU ranks with Muon
 under ZeRO-3 Megatron-FSDP; the same under DDP, with the same losses; five steps that save after
-two, and a run that loads and repeats the last three. The exit status is 1 if any result differs
-from the table. A checkout needs pybind11, make and g++ for Megatron's dataset helpers.
+two, and a run that loads and repeats the last three; where Megatron's flags have Megatron-FSDP v2,
+its tests. Below the table are the repairs that a checkout does not need. The exit status is 1 if
+any result differs from the table. A checkout needs pybind11, make and g++ for Megatron's dataset
+helpers.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from compat_steps import (  # noqa: E402
     Outcome,
     differences,
     import_megatron,
+    mended_upstream,
     run_steps,
 )
 
@@ -96,7 +99,8 @@ class Result:
     Args:
         case: The case.
         outcomes: By step.
-        findings: What a refused megatron-core lacks, or how its import fails.
+        findings: What a refused megatron-core lacks, how its import fails, or which repairs it does
+            not need.
     """
 
     case: Case
@@ -199,7 +203,8 @@ def check_here(folder: Path, steps: Sequence[str], megatron: Path | None = None)
         return Result(case, {"install": Outcome("failed", reason)})
     is_partial = bool(transformer_engine_problems())
     case = Case(*map(str, found.values()), transformer_engine="as it is", is_partial=is_partial)
-    return Result(case, run_steps(Environment(Path(sys.executable), folder, env), steps))
+    environment = Environment(Path(sys.executable), folder, env)
+    return Result(case, run_steps(environment, steps), tuple(mended_upstream(environment)))
 
 
 def markdown(results: Sequence[Result], steps: Sequence[str]) -> str:

@@ -38,7 +38,11 @@ from megatron_muon.mcore.fsdp_model import (
     num_rows,
     shape_of,
 )
-from megatron_muon.mcore.fsdp_v2_model import find_shard_groups, is_v2
+from megatron_muon.mcore.fsdp_v2_model import (
+    find_shard_groups,
+    is_sharded_over_instances,
+    is_v2,
+)
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.routing import routing_rule
 from megatron_muon.mcore.splits import tag_blocks
@@ -205,8 +209,10 @@ class _Children:
             child = self._wrapped(self._muon(param_groups))
         else:
             child = self._scalar(name, param_groups)
+        chunk = self._model_chunks[0]
+        is_over = is_sharded_over_instances(chunk, chunk.ddp_config) if self._is_v2 else None
         child.grad_stats_parallel_group = grad_stats_group(
-            self._model_chunks[0].ddp_config, self._groups, is_expert=is_expert
+            chunk.ddp_config, self._groups, is_expert=is_expert, is_over_instances=is_over
         )
         return child
 

@@ -263,7 +263,11 @@ def shards_over_outer_ranks(ddp_config: Any) -> bool:
 
 
 def grad_stats_group(
-    ddp_config: Any, groups: ProcessGroupCollection, *, is_expert: bool
+    ddp_config: Any,
+    groups: ProcessGroupCollection,
+    *,
+    is_expert: bool,
+    is_over_instances: bool | None = None,
 ) -> dist.ProcessGroup:
     """Return the group over which gradient norm and zero count are reduced.
 
@@ -274,13 +278,17 @@ def grad_stats_group(
         ddp_config: Configuration of the model's wrapper.
         groups: Process groups of the model.
         is_expert: Whether the gradients are those of expert parameters.
+        is_over_instances: Whether all instances hold different shards; None for what v1 does, see
+            :func:`shards_over_outer_ranks`.
 
     Raises:
         RuntimeError: HFSDP does not span all ranks of the job.
     """
     if ddp_config.data_parallel_sharding_strategy == "no_shard":
         return groups.tp_ep_pp if is_expert else groups.mp
-    if not shards_over_outer_ranks(ddp_config):
+    if is_over_instances is None:
+        is_over_instances = shards_over_outer_ranks(ddp_config)
+    if not is_over_instances:
         return groups.intra_dist_opt
     num_ranks = dist.get_world_size(groups.intra_dist_opt) * dist.get_world_size(
         groups.inter_dist_opt

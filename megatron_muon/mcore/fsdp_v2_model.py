@@ -48,6 +48,18 @@ def mark(param: Any) -> None:
     param.__fsdp_param__ = True
 
 
+def is_sharded_over_instances(model: torch.nn.Module, ddp_config: Any) -> bool:
+    """Return whether all instances of the optimizer hold different shards.
+
+    Their number does not tell: the wrapper may shard over all data-parallel ranks all the same.
+    """
+    return ddp_config.num_distributed_optimizer_instances > 1 and all(
+        placement.is_shard()
+        for param in model.parameters()
+        for placement in param.placements  # type: ignore[attr-defined]
+    )
+
+
 def find_shard_groups(params: Iterable[DTensor], known: Iterable[Any]) -> Groups:
     """Return the groups over which parameters are sharded, and those of their replicas.
 

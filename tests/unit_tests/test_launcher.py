@@ -45,11 +45,13 @@ def test_run_logs_one_line_for_all_patches_on_rank_0():
 def test_patches_are_listed_on_request(capsys):
     """Sixteen lines at each start hid the others."""
     from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES
-    from megatron_muon.mcore.requirements import REQUIREMENTS
+    from megatron_muon.mcore.requirements import REQUIREMENTS, V2_REQUIREMENTS
 
     assert launcher.main(["--list-patches"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == len(PATCHES) + len(LATER_PATCHES) + len(REQUIREMENTS)
+    assert len(listed) == len(PATCHES) + len(LATER_PATCHES) + len(REQUIREMENTS) + len(
+        V2_REQUIREMENTS
+    )
     for patch, line in zip((*PATCHES, *LATER_PATCHES), listed, strict=False):
         assert line.startswith(f"{patch.target.symbol}: {patch.purpose} (")
     # With which Megatron each symbol was run.
