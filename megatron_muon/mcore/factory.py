@@ -270,10 +270,6 @@ class _Children:
         scalar_config.optimizer = name
         # Only with it does Megatron wrap the optimizer as a DistributedOptimizer; v2 refuses it.
         scalar_config.use_distributed_optimizer = not self._is_v2
-        for group in param_groups:
-            # Transformer Engine's Adam may skip updates of a group that ends in an empty shard.
-            # Source: issue 3207 of NVIDIA/TransformerEngine.
-            group["params"].sort(key=lambda param: param._local_tensor.numel() > 0)
         child = mcore_optimizer._get_megatron_optimizer_based_on_param_groups(
             config=scalar_config,
             model_chunks=self._model_chunks,
@@ -286,6 +282,11 @@ class _Children:
         )
         # A chain asserts one configuration; the inner optimizer was chosen by scalar_config above.
         child.config = self._config
+        if type(child.optimizer).__name__ == "FusedAdam":
+            # Transformer Engine's may skip updates of a group that ends in an empty shard. Source:
+            # issue 3207 of NVIDIA/TransformerEngine.
+            for group in child.optimizer.param_groups:
+                group["params"].sort(key=lambda param: param._local_tensor.numel() > 0)
         return child
 
     @property

@@ -17,6 +17,8 @@ from helpers.checkpoint_runs import (
     assert_same,
     digests,
     gathered,
+    kill_in_save,
+    loadable,
     resumed_run,
     saved_run,
 )
@@ -39,6 +41,8 @@ pytestmark = [pytest.mark.ranks, needs_flags]
 HIGH = ("--muon-fp32-matmul-prec", "high")
 HIGH_TOLERANCE, BF16_TOLERANCE = 5e-7, 1.5e-4
 TEN = ("--train-iters", "10")
+# Iterations follow; the schedule is that of any number of them.
+SHORT = ("--lr-warmup-iters", "0", "--lr-decay-iters", "20", "--train-iters")
 # Of fp32 sums in another order, as in test_gradient_repairs.py.
 NORM_TOLERANCE = 1e-5
 
@@ -79,7 +83,7 @@ def test_norm_is_that_of_all_shards_where_instances_hold_different_ones():
 
     A norm over one instance was that of half the gradients.
     """
-    flags = (*HIGH, "--train-iters", "2")
+    flags = (*HIGH, *SHORT, "2")
     run = train(2, v2_toy_gpt(*flags, *HSDP))
     assert norms(run) == pytest.approx(norms(train(2, v2_toy_gpt(*flags))), rel=NORM_TOLERANCE)
 
@@ -96,7 +100,7 @@ def test_adaptive_methods_are_those_of_v1(method):
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_qk_clip_is_that_of_ddp(optimizer):
     """Main weights are clipped between the step and the refresh of compute weights."""
-    clip = ("--qk-clip", "--qk-clip-threshold", "0.05")
+    clip = ("--qk-clip", "--qk-clip-threshold", "0.005")
     flags = (*HIGH, "--optimizer", optimizer)
     found = train(2, v2_toy_gpt(*flags, *clip)).losses
     expected = train(2, fsdp_toy_gpt(ZERO[3], *flags, *clip)).losses
@@ -231,22 +235,20 @@ def test_weights_load_without_optimizer_state(tmp_path):
 
 def test_save_that_is_killed_leaves_a_checkpoint(tmp_path):
     """SIGKILL in the second save: the tracker points to a sound checkpoint, and it loads."""
-    from checkpoint.test_faults import kill_in_save, loadable
-
-    saves = ("--train-iters", "6", "--save", str(tmp_path), "--save-interval", "3")
+    saves = (*SHORT, "8", "--save", str(tmp_path), "--save-interval", "3")
     killed = launch(2, v2_toy_gpt(*saves), before=functools.partial(kill_in_save, 1, 0.5))
     assert any(killed.exit_codes)
     iteration = loadable(tmp_path)
     assert iteration in (3, 6)
-    load = ("--load", str(tmp_path), "--train-iters", "7")
-    assert len(launch(2, v2_toy_gpt(*load)).check().losses) == 7 - iteration
+    load = (*SHORT, "8", "--load", str(tmp_path))
+    assert len(launch(2, v2_toy_gpt(*load)).check().losses) == 8 - iteration
 
 
 def test_damaged_checkpoint_is_refused(tmp_path):
     """Before anything is loaded, on all ranks."""
-    saves = ("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2")
+    saves = (*SHORT, "2", "--save", str(tmp_path), "--save-interval", "2")
     launch(2, v2_toy_gpt(*saves)).check()
     damaged = max(tmp_path.glob("iter_*/__*.distcp"), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    run = launch(2, v2_toy_gpt("--load", str(tmp_path), "--train-iters", "3"))
+    run = launch(2, v2_toy_gpt(*SHORT, "3", "--load", str(tmp_path)))
     assert run.exit_codes == [1, 1] and "Nothing was loaded." in run.outputs[0]
