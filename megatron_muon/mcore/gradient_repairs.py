@@ -107,37 +107,46 @@ def count_shards_once(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def name_missing_gradients(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``FsdpContext.register_post_backward_final_callback`` to find unused parameters of v2.
+def name_missing_gradients(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``FullyShardedDataParallelV2.__init__`` to name unused parameters.
 
-    Upstream reduces the gradients of a module once all its parameters have one. If one never gets
-    one, the others are not reduced either, and the next backward pass raises that a phase is
-    invalid, without a name.
+    v2 reduces the gradients of a module once all its parameters have one. If one never gets one,
+    the others are not reduced either, and the next backward pass raises that a phase is invalid,
+    without a name.
     """
 
     @functools.wraps(original)
-    def register_post_backward_final_callback(self: Any) -> None:
-        """Raise at the end of this backward pass if gradients are missing."""
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        context = self.module.context
+        register = context.register_post_backward_final_callback
 
-        def raise_where_missing() -> None:
-            """Name what has no gradient in modules that wait for one."""
-            missing = [
-                f"{module.name}.{each.fqns[0]}".lstrip(".")
-                for module in self.forward_order
-                if module.phase is type(module).Phase.BACKWARD
-                for group in module.parameter_groups
-                if group.requires_grad
-                for each in group.fsdp_parameters
-                if each.unsharded.grad is None
-            ]
-            if missing:
-                raise RuntimeError(
-                    f"{', '.join(missing)}: expected a gradient in every backward pass, got none. "
-                    "Megatron-FSDP v2 reduces no gradient of such a module: use every parameter, "
-                    "or freeze those that are not used. Nothing was updated."
-                )
+        def register_both() -> None:
+            """Let the end of this backward pass raise if gradients are missing."""
+            torch.autograd.Variable._execution_engine.queue_callback(
+                functools.partial(_raise_where_missing, context)
+            )
+            register()
 
-        torch.autograd.Variable._execution_engine.queue_callback(raise_where_missing)
-        original(self)
+        context.register_post_backward_final_callback = register_both
 
-    return register_post_backward_final_callback
+    return __init__
+
+
+def _raise_where_missing(context: Any) -> None:
+    """Name what has no gradient in modules that wait for one."""
+    missing = [
+        f"{module.name}.{each.fqns[0]}".lstrip(".")
+        for module in context.forward_order
+        if module.phase is type(module).Phase.BACKWARD
+        for group in module.parameter_groups
+        if group.requires_grad
+        for each in group.fsdp_parameters
+        if each.unsharded.grad is None
+    ]
+    if missing:
+        raise RuntimeError(
+            f"{', '.join(missing)}: expected a gradient in every backward pass, got none. "
+            "Megatron-FSDP v2 reduces no gradient of such a module: use every parameter, or freeze "
+            "those that are not used. Nothing was updated."
+        )

@@ -384,13 +384,13 @@ LATER_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         Target(
-            f"{_FSDP}.experimental.module",
-            "FsdpContext.register_post_backward_final_callback",
-            parameters=names("self"),
-            source_lines=(
-                "torch.autograd.Variable._execution_engine.queue_callback("
-                "post_backward_final_callback)",
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+            "FullyShardedDataParallelV2.__init__",
+            parameters=names(
+                "self, config, ddp_config, module, fsdp_unit_modules, disable_bucketing, device, "
+                "pg_collection"
             ),
+            source_lines=("super().__init__(config=config, module=module)",),
         ),
         "v2: name parameters without a gradient, which stop the gradients of their module",
         gradient_repairs.name_missing_gradients,

@@ -161,6 +161,12 @@ V2_REQUIREMENTS: tuple[Target, ...] = (
             "offset += mesh.get_local_rank(axis) * shard_size",
         ),
     ),
+    # The callback at the end of a backward pass is found by its name on the context.
+    Target(
+        f"{_FSDP}.experimental.module",
+        "FsdpModule.pre_backward",
+        source_lines=("context.register_post_backward_final_callback()",),
+    ),
     Target(
         f"{_FSDP}.experimental.parameter_group",
         "FsdpParameterGroup.sync_model_weight_from_main_weight",

@@ -49,15 +49,16 @@ def test_patches_are_listed_on_request(capsys):
 
     assert launcher.main(["--list-patches"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == len(PATCHES) + len(LATER_PATCHES) + len(REQUIREMENTS) + len(
-        V2_REQUIREMENTS
-    )
+    expected = (*PATCHES, *LATER_PATCHES, *REQUIREMENTS, *V2_REQUIREMENTS)
+    assert len(listed) == len(expected)
     for patch, line in zip((*PATCHES, *LATER_PATCHES), listed, strict=False):
         assert line.startswith(f"{patch.target.symbol}: {patch.purpose} (")
     # With which Megatron each symbol was run.
     both = "(megatron-core 0.19.0, 0.19.1, 0.19.2, Megatron-LM's main at d98e8a64)"
-    assert listed[0].endswith(both) and listed[-1].endswith(f": relied on {both}")
-    assert listed[len(PATCHES)].endswith(" (Megatron-LM's main at d98e8a64)")
+    assert listed[0].endswith(both)
+    assert listed[-1 - len(V2_REQUIREMENTS)].endswith(f": relied on {both}")
+    main = "(Megatron-LM's main at d98e8a64)"
+    assert listed[len(PATCHES)].endswith(f" {main}") and listed[-1].endswith(f"relied on {main}")
 
 
 def _run_script(tmp_path, code: str, name: str = "script.py"):
