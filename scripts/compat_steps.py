@@ -165,9 +165,9 @@ def _smoke(environment: Environment) -> Outcome:
     return outcome_of(*_run_tests(environment, "smoke", *SMOKE_TESTS))
 
 
-def _v2(environment: Environment) -> Outcome:
+def _v2_flags(environment: Environment) -> Outcome:
     """Run what needs Megatron-FSDP v2 in Megatron's flags; "-" where the release lacks it."""
-    status, output = _run_tests(environment, "v2", V2_TESTS, timeout_s=3600.0)
+    status, output = _run_tests(environment, "v2_flags", V2_TESTS, timeout_s=3600.0)
     if status == 0 and not re.search(r"\d+ passed", output):
         return Outcome("-")
     return outcome_of(status, output)
@@ -229,7 +229,7 @@ STEP_FUNCTIONS: dict[str, Callable[[Environment], Outcome]] = {
     "train": _train,
     "parity": _parity,
     "resume": _resume,
-    "v2": _v2,
+    "v2_flags": _v2_flags,
 }
 
 
@@ -246,7 +246,7 @@ def run_steps(environment: Environment, names: Sequence[str]) -> dict[str, Outco
     outcomes: dict[str, Outcome] = {}
     for name in names:
         is_refused = outcomes.get("enable", Outcome("ok")).word == "refused"
-        skip = is_refused and name in ("smoke", "parity", "resume", "v2")
+        skip = is_refused and name in ("smoke", "parity", "resume", "v2_flags")
         outcomes[name] = Outcome("-") if skip else STEP_FUNCTIONS[name](environment)
     return outcomes
 

@@ -282,7 +282,7 @@ class _Children:
         )
         # A chain asserts one configuration; the inner optimizer was chosen by scalar_config above.
         child.config = self._config
-        if type(child.optimizer).__name__ == "FusedAdam":
+        if self._is_v2 and type(child.optimizer).__name__ == "FusedAdam":
             # Transformer Engine's may skip updates of a group that ends in an empty shard. Source:
             # issue 3207 of NVIDIA/TransformerEngine.
             for group in child.optimizer.param_groups:

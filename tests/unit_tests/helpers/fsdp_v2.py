@@ -22,7 +22,7 @@ def _has_flags() -> bool:
 
 needs_flags = pytest.mark.skipif(
     not _has_flags(),
-    reason="needs a Megatron-LM checkout: scripts/check_compat.py --megatron DIR --steps v2",
+    reason="needs a Megatron-LM checkout: scripts/check_compat.py --megatron DIR --steps v2_flags",
 )
 
 
