@@ -49,6 +49,7 @@ def stand_in(mesh_shape: tuple[int, ...], is_shard: tuple[bool, ...]) -> tuple[l
         unsharded.append(torch.nn.Parameter(whole))
     group = type("Group", (), {})()
     group.sharded_parameters, group.unsharded_parameters = params, unsharded
+    group.parameter_names = [f"tensor_{number}" for number in range(len(params))]
     group.main_weight = SimpleNamespace(layout=flat)
     for param in params:
         param._mfsdp_parameter_group = group
