@@ -9,9 +9,10 @@
 
 A case: enable() and disable(); a few test files, and those of Megatron-FSDP's version 2; five steps
 of a toy GPT on two CPU ranks with Muon under ZeRO-3 Megatron-FSDP; the same under DDP, with the
-same losses; five steps that save after two, and a run that loads and repeats the last three. The
-exit status is 1 if any result differs from the table. A checkout needs pybind11, make and g++ for
-Megatron's dataset helpers.
+same losses; five steps that save after two, and a run that loads and repeats the last three; where
+Megatron's flags have version 2, the tests of that. Below the table are the repairs that a checkout
+does not need. The exit status is 1 if any result differs from the table. A checkout needs pybind11,
+make and g++ for Megatron's dataset helpers.
 """
 
 import argparse

@@ -24,6 +24,9 @@ SMOKE_TESTS = (
 # Of the generation that is there; main's has more layouts.
 FSDP_V2_TESTS = ("runtime/test_fsdp_v2_layout", "fsdp2/test_megatron_fsdp_v2")
 
+# Skipped by a release whose arguments lack the flag.
+V2_TESTS = "mcore/test_fsdp_v2_flags"
+
 _ENABLE = """
 import megatron_muon
 megatron_muon.enable()
@@ -51,6 +54,15 @@ for _ in range(20):
 for target in [*(patch.target for patch in PATCHES), *REQUIREMENTS]:
     for problem in target.problems():
         print("DIFFERENCE", problem)
+"""
+
+# Repairs whose place upstream has mended.
+_MENDED = """
+from megatron_muon.mcore.patches import PATCHES
+for patch in PATCHES:
+    if patch.is_repaired():
+        print(f"MENDED {patch.target.symbol}: mended upstream, so that this is skipped: "
+              f"{patch.purpose}")
 """
 
 _FLAGS = (
@@ -152,17 +164,27 @@ def _enable(environment: Environment) -> Outcome:
 
 
 def _smoke(environment: Environment) -> Outcome:
-    return _run_tests(environment, "smoke", SMOKE_TESTS)
+    return outcome_of(*_run_tests(environment, "smoke", *SMOKE_TESTS))
 
 
 def _fsdp_v2(environment: Environment) -> Outcome:
-    return _run_tests(environment, "fsdp_v2", FSDP_V2_TESTS)
+    return outcome_of(*_run_tests(environment, "fsdp_v2", *FSDP_V2_TESTS, timeout_s=900.0))
 
 
-def _run_tests(environment: Environment, name: str, files: Sequence[str]) -> Outcome:
-    tests = [str(ROOT / "tests" / "unit_tests" / f"{file}.py") for file in files]
+def _v2_flags(environment: Environment) -> Outcome:
+    """Run what needs Megatron-FSDP v2 in Megatron's flags; "-" where the release lacks it."""
+    status, output = _run_tests(environment, "v2_flags", V2_TESTS, timeout_s=3600.0)
+    if status == 0 and not re.search(r"\d+ passed", output):
+        return Outcome("-")
+    return outcome_of(status, output)
+
+
+def _run_tests(
+    environment: Environment, step: str, *names: str, timeout_s: float = 300.0
+) -> tuple[int, str]:
+    tests = [str(ROOT / "tests" / "unit_tests" / f"{name}.py") for name in names]
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
-    return outcome_of(*environment.run(name, "-m", "pytest", *options, *tests, timeout_s=900.0))
+    return environment.run(step, "-m", "pytest", *options, *tests, timeout_s=timeout_s)
 
 
 def _train(environment: Environment) -> Outcome:
@@ -214,6 +236,7 @@ STEP_FUNCTIONS: dict[str, Callable[[Environment], Outcome]] = {
     "train": _train,
     "parity": _parity,
     "resume": _resume,
+    "v2_flags": _v2_flags,
 }
 
 
@@ -230,15 +253,23 @@ def run_steps(environment: Environment, names: Sequence[str]) -> dict[str, Outco
     outcomes: dict[str, Outcome] = {}
     for name in names:
         is_refused = outcomes.get("enable", Outcome("ok")).word == "refused"
-        skip = is_refused and name in ("smoke", "fsdp_v2", "parity", "resume")
+        skip = is_refused and name in ("smoke", "fsdp_v2", "parity", "resume", "v2_flags")
         outcomes[name] = Outcome("-") if skip else STEP_FUNCTIONS[name](environment)
     return outcomes
 
 
 def differences(environment: Environment) -> list[str]:
     """List the symbols that the package needs and a refused megatron-core does not have."""
-    _, output = environment.run("differences", "-c", _DIFFERENCES)
-    prefix = "DIFFERENCE "
+    return _lines(environment, "differences", _DIFFERENCES, "DIFFERENCE ")
+
+
+def mended_upstream(environment: Environment) -> list[str]:
+    """List the repairs that the megatron-core of an environment does not need."""
+    return _lines(environment, "mended", _MENDED, "MENDED ")
+
+
+def _lines(environment: Environment, name: str, code: str, prefix: str) -> list[str]:
+    _, output = environment.run(name, "-c", code)
     return [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
 
 

@@ -7,7 +7,8 @@ Files, each importing only those above it::
     refusal                 one refused setting
     pipeline_settings       what pipeline stages cannot have
     unsupported             what Muon under Megatron-FSDP refuses, and why
-    fsdp_model              reads parameters, row shards and groups from Megatron-FSDP
+    fsdp_v2_model           reads parameters, row shards and groups from Megatron-FSDP v2
+    fsdp_model              reads them from v1, or whichever version a model has
     gradient_check          checks that gradients are complete and finite on all ranks
     local_gradients         the gradients of this rank's rows
     gradient_norm           norm, clipping and check, with one host synchronization
@@ -16,6 +17,7 @@ Files, each importing only those above it::
     muon_step               steps them together: momentum, Newton-Schulz, weights
     outer_reductions        checks that HSDP reduced all gradients over the outer ranks
     qk_clip                 clips main weights between step and installation
+    sharded_chunks          what a step does to the model, in both versions
     flags                   command-line flags
     arguments               checks of the command line, and settings read from it
     splits                  tags the rows that are orthogonalized separately
@@ -29,6 +31,7 @@ Files, each importing only those above it::
     fused_gradient_repairs  upstream defects of gradients: fused accumulation
     pipeline_patches        the list of what is changed for pipeline stages
     patches                 the list of what is changed in megatron
+    later_patches           that of what later releases alone have
     requirements            the list of what is relied on
     enable                  applies the patches, and reverts them
 """

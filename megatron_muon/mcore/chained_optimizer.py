@@ -9,15 +9,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
+from megatron.core.optimizer.optimizer import (
+    SEPARATE_GRAD_NORM_GROUPS,
+    ChainedOptimizer,
+    MegatronOptimizer,
+)
 
 from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
 from megatron_muon.mcore.fsdp_dtensor import state as optimizer_state
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
     check_model_chunks,
-    copy_model_weights_to_main_weights,
+    current_device,
     gradients_stay,
 )
 from megatron_muon.mcore.gradient_check import raise_where_gradients_fail
@@ -31,9 +34,8 @@ from megatron_muon.mcore.gradient_norm import (
 from megatron_muon.mcore.local_gradients import LocalGradients
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.muon_step import MuonStep
-from megatron_muon.mcore.outer_reductions import OuterReductions
 from megatron_muon.mcore.pipeline_settings import alignment_problems
-from megatron_muon.mcore.qk_clip import clip_row_shards
+from megatron_muon.mcore.sharded_chunks import sharded_chunk
 from megatron_muon.plan.settings import ExchangeSettings
 
 logger = logging.getLogger(__name__)
@@ -52,8 +54,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         install_optimized_model_weights()
         start_param_sync()                     start the parameter gather
 
-    The last two run once. ``DistributedOptimizer.step_with_ready_grads`` of a child would run them
-    after its own step, and gather weights that the next child has not updated yet.
+    The last two run once. ``step_with_ready_grads`` of a child would run them after its own step,
+    and gather weights that the next child has not updated yet. Megatron-FSDP v2 does the first and
+    the last by itself, and refreshes compute weights in place of installing them.
 
     Optimizer state exists for every parameter on every rank from construction.
 
@@ -78,7 +81,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     def __init__(
         self,
-        chained_optimizers: Sequence[DistributedOptimizer],
+        chained_optimizers: Sequence[MegatronOptimizer],
         model_chunks: Sequence[FSDPModel],
         fqns: Mapping[torch.Tensor, str],
         exchange: ExchangeSettings | None = None,
@@ -95,22 +98,12 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         for muon in muons:
             muon.gradients_stay = stay
         self._gradients = LocalGradients(self.chained_optimizers, fqns, stay=stay)
-        self._outer_reductions = [
-            OuterReductions(chunk)
-            for chunk in self.model_chunks
-            if chunk.module.dist_index.use_hybrid_fsdp
-        ]
         # Named while the model still holds its DTensor parameters.
-        self._state_names = {
-            param: child._param_name(param)
-            for child in self.chained_optimizers
-            for param in child.get_parameters()
-        }
-        main_weights = {
-            param: chunk.param_and_grad_buffer.dist_main_weight[name]
-            for chunk in self.model_chunks
-            for name, param in chunk.param_and_grad_buffer.optimizer_named_parameters
-        }
+        self._state_names = optimizer_state.names_in_checkpoints(
+            self.chained_optimizers, self.model_chunks
+        )
+        self._chunks = [sharded_chunk(chunk) for chunk in self.model_chunks]
+        main_weights = optimizer_state.main_weights(self.model_chunks)
         # Before anything can be saved: ranks that hold different sets of state hang the save.
         for child in self.chained_optimizers:
             optimizer_state.complete_state(child)
@@ -123,14 +116,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         Returns:
             Whether an overflow was found: always False, without loss scaling.
         """
-        for chunk in self.model_chunks:
-            # Megatron's loop has called it already; a loop of the user's own may not have.
-            if not chunk.module.is_param_fsdp_distributed:
-                chunk.finish_grad_sync()
+        unreduced = [each for chunk in self._chunks for each in chunk.finish_gradients()]
         self._problems = self.muon_step.problems() if self.muon_step is not None else []
+        self._problems += unreduced
         self._problems += alignment_problems(self.model_chunks[0].config)
-        for reduction in self._outer_reductions:
-            self._problems += reduction.problems()
         self._gradient_norm = None
         # Upstream would look for a main_grad of every parameter; those of Megatron-FSDP have none.
         self._gradients.collect()
@@ -145,7 +134,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         """
         counted, others = self._gradients.counted, self._gradients.others
         num_problems = len(self._problems) + len(self._gradients.missing)
-        device = self.model_chunks[0].module.device
+        device = current_device()
         if norm_stays_on_device():
             norm = super().get_grad_norm()
             if isinstance(norm, torch.Tensor):
@@ -174,7 +163,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         if found is None:
             # Nobody asked for the norm: gradients may have changed since they were listed.
             self._gradients.collect()
-        device = self.model_chunks[0].module.device
+        device = current_device()
         problems = [*self._problems, *self._gradients.missing]
         raise_where_gradients_fail(self._fqns, problems, device)
         if found is not None:
@@ -207,7 +196,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         if norm > self.config.grad_norm_skip_threshold:
             logger.info("step skipped: gradient norm %s above its threshold", norm)
-            self._gradients.end()
+            self._end()
             return False, norm, num_zeros
         return self.step_with_ready_grads(), norm, num_zeros
 
@@ -232,22 +221,25 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                     # The inner step alone: the wrapper's would install weights, see above.
                     child.optimizer.step()
                     optimizer_state.count_step_of_empty_shards(child.optimizer)
-        self._gradients.end()
+        self._end()
         with _timed(self.config, "optimizer-copy-main-to-model-params"):
-            for chunk in self.model_chunks:
-                clip_row_shards(chunk.module)
-                chunk.module.install_optimized_model_weights()
+            for chunk in self._chunks:
+                chunk.install_weights()
         with _timed(self.config, "params-all-gather"):
             for chunk in self.model_chunks:
                 chunk.start_param_sync()
         return True
 
+    def _end(self) -> None:
+        """Drop what is kept of the gradients of a step."""
+        self._gradients.end()
+        for chunk in self._chunks:
+            chunk.end()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradient buffers of the model, which hold all gradients."""
-        for chunk in self.model_chunks:
-            chunk.zero_grad_buffer()
-        for reduction in self._outer_reductions:
-            reduction.clear()
+        for chunk in self._chunks:
+            chunk.zero_gradients()
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
@@ -267,9 +259,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 "reload_model_params: expected no state_dict, got one. Load main weights with the "
                 "fsdp_dtensor checkpoint instead of --load-main-params-from-ckpt."
             )
-        for chunk in self.model_chunks:
-            for parameter_group in chunk.param_and_grad_buffer.parameter_groups:
-                copy_model_weights_to_main_weights(parameter_group)
+        for chunk in self._chunks:
+            chunk.take_loaded_weights(is_with_state=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and group settings of all parameters by name.
@@ -295,7 +286,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         Communication: one all-reduce of a single int32 over all ranks of the job.
         """
-        device = self.model_chunks[0].module.device
+        device = current_device()
         optimizer_state.raise_where_state_does_not_fit(
             self.chained_optimizers, self._state_names, state_dict, device
         )
@@ -305,6 +296,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             state_dict,
             with_schedule=takes_schedule_of_checkpoint(),
         )
+        for chunk in self._chunks:
+            chunk.take_loaded_weights(is_with_state=True)
 
     def sharded_state_dict(
         self,
@@ -334,7 +327,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         return self.state_dict()
 
 
-def _is_muon(child: DistributedOptimizer) -> bool:
+def _is_muon(child: MegatronOptimizer) -> bool:
     return isinstance(child.optimizer, FSDPZeROTensorParallelMuon)
 
 

@@ -40,8 +40,9 @@ def enable() -> None:
     if problems := dependency_problems():
         raise IncompatibleMegatronError(problems)
     try:
-        from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES
-        from megatron_muon.mcore.requirements import REQUIREMENTS
+        from megatron_muon.mcore.later_patches import LATER_PATCHES
+        from megatron_muon.mcore.patches import PATCHES
+        from megatron_muon.mcore.requirements import REQUIREMENTS, V2_REQUIREMENTS
     except ImportError as error:
         problem = f"megatron-core: expected what Muon imports of it, found {error}."
         raise IncompatibleMegatronError([problem]) from error
@@ -53,7 +54,8 @@ def enable() -> None:
         raise IncompatibleMegatronError(_half_patched(carried, patches))
     # Patches of later releases have no diff.
     patches = later if carried else [*patches, *later]
-    verify_all([*(patch.target for patch in patches), *REQUIREMENTS])
+    of_v2 = V2_REQUIREMENTS if V2_REQUIREMENTS[0].exists() else ()
+    verify_all([*(patch.target for patch in patches), *REQUIREMENTS, *of_v2])
     apply_all(patches)
     _applied.extend(patches)
     _carried.extend(carried)

@@ -18,6 +18,7 @@ from megatron.core.optimizer.emerging_optimizers import (
     _adaptive_muon_config_to_kwargs,
     _muon_config_to_kwargs,
 )
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
@@ -30,10 +31,17 @@ from megatron_muon.mcore.fsdp_model import (
     FSDPParameter,
     check_model_chunks,
     copy_parameter_attributes,
+    current_device,
     describe_matrix,
     grad_stats_group,
     named_optimizer_parameters,
     num_rows,
+    shape_of,
+)
+from megatron_muon.mcore.fsdp_v2_model import (
+    find_shard_groups,
+    is_sharded_over_instances,
+    is_v2,
 )
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.routing import routing_rule
@@ -166,27 +174,34 @@ class _Children:
         self._config = config
         self._model_chunks = list(model_chunks)
         self._groups = pg_collection
+        self._is_v2 = is_v2(model_chunks[0])
         self._matrices: dict[torch.Tensor, ShardedMatrix] = {}
-        self._device = self._model_chunks[0].module.device
 
     def describe_matrices(
         self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]
     ) -> None:
         """Read the row shards of Muon's parameters, or raise on all ranks together."""
         problems = environment_problems()
-        for is_expert in (True, False):
-            for group in groups_by_child.get((self._config.optimizer, is_expert), ()):
-                for param in group["params"]:
-                    try:
-                        self._matrices[param] = describe_matrix(fqns[param], param)
-                    # Ranks have different parameters.
-                    except (RuntimeError, ValueError) as error:
-                        problems.append(str(error))
-        raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
+        params = [
+            param
+            for is_expert in (True, False)
+            for group in groups_by_child.get((self._config.optimizer, is_expert), ())
+            for param in group["params"]
+        ]
+        shard_groups = {}
+        if self._is_v2:
+            shard_groups = find_shard_groups(params, (self._groups.dp_cp, self._groups.expt_dp))
+        for param in params:
+            try:
+                self._matrices[param] = describe_matrix(fqns[param], param, shard_groups)
+            # Ranks have different parameters.
+            except (RuntimeError, ValueError) as error:
+                problems.append(str(error))
+        raise_where_any_rank_fails(problems, None, current_device(), "No optimizer was built.")
 
     def build(
         self, name: str, is_expert: bool, param_groups: list[dict[str, Any]]
-    ) -> DistributedOptimizer:
+    ) -> MegatronOptimizer:
         """Build the optimizer of one name, for experts or for dense parameters."""
         if name == "lion":
             child = self._wrapped(self._lion(param_groups))
@@ -194,8 +209,10 @@ class _Children:
             child = self._wrapped(self._muon(param_groups))
         else:
             child = self._scalar(name, param_groups)
+        chunk = self._model_chunks[0]
+        is_over = is_sharded_over_instances(chunk, chunk.ddp_config) if self._is_v2 else None
         child.grad_stats_parallel_group = grad_stats_group(
-            self._model_chunks[0].ddp_config, self._groups, is_expert=is_expert
+            chunk.ddp_config, self._groups, is_expert=is_expert, is_over_instances=is_over
         )
         return child
 
@@ -209,7 +226,7 @@ class _Children:
         # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
         kwargs.pop("use_syrk", None)
         # Tags alone say what is split: with --muon-no-split-qkv gate and up may still be.
-        kwargs |= {"split_qkv": True, "device": self._device}
+        kwargs |= {"split_qkv": True, "device": current_device()}
         return muon(param_groups, matrices=self._matrices, **kwargs)
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
@@ -222,29 +239,38 @@ class _Children:
         )
         return FSDPLion(param_groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
 
-    def _wrapped(self, inner: FSDPZeROTensorParallelMuon | FSDPLion) -> DistributedOptimizer:
-        child = DistributedOptimizer(
-            inner,
-            self._config,
-            None,
-            # Of any optimizer of emerging-optimizers: it calls _init_group.
-            _EMERGING_OPTIMIZERS["muon"].init_state_fn,
-            model_chunks=self._model_chunks,
-            per_model_buffers=None,
-            data_parallel_group=self._groups.dp_cp,
-            data_parallel_group_gloo=None,
-            data_parallel_group_idx=dist.get_rank(self._groups.mp),
-            distributed_optimizer_instance_id=self._instance_id,
-        )
+    def _wrapped(self, inner: FSDPZeROTensorParallelMuon | FSDPLion) -> MegatronOptimizer:
+        # Of any optimizer of emerging-optimizers: it calls _init_group.
+        init_state = _EMERGING_OPTIMIZERS["muon"].init_state_fn
+        chunks = self._model_chunks
+        child: MegatronOptimizer
+        if self._is_v2:
+            # Releases lack it.
+            from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
+
+            child = FullyShardedOptimizer(inner, self._config, None, init_state, chunks)
+        else:
+            child = DistributedOptimizer(
+                inner,
+                self._config,
+                None,
+                init_state,
+                model_chunks=chunks,
+                per_model_buffers=None,
+                data_parallel_group=self._groups.dp_cp,
+                data_parallel_group_gloo=None,
+                data_parallel_group_idx=dist.get_rank(self._groups.mp),
+                distributed_optimizer_instance_id=self._instance_id,
+            )
         child.tp_group = self._groups.tp
         child.expert_tp_group = self._groups.expt_tp or self._groups.tp
         return child
 
-    def _scalar(self, name: str, param_groups: list[dict[str, Any]]) -> DistributedOptimizer:
+    def _scalar(self, name: str, param_groups: list[dict[str, Any]]) -> MegatronOptimizer:
         scalar_config = copy.copy(self._config)
         scalar_config.optimizer = name
-        # Only with it does Megatron wrap the optimizer as a DistributedOptimizer.
-        scalar_config.use_distributed_optimizer = True
+        # Only with it does Megatron wrap the optimizer as a DistributedOptimizer; v2 refuses it.
+        scalar_config.use_distributed_optimizer = not self._is_v2
         child = mcore_optimizer._get_megatron_optimizer_based_on_param_groups(
             config=scalar_config,
             model_chunks=self._model_chunks,
@@ -257,6 +283,11 @@ class _Children:
         )
         # A chain asserts one configuration; the inner optimizer was chosen by scalar_config above.
         child.config = self._config
+        if self._is_v2 and type(child.optimizer).__name__ == "FusedAdam":
+            # Transformer Engine's may skip updates of a group that ends in an empty shard. Source:
+            # issue 3207 of NVIDIA/TransformerEngine.
+            for group in child.optimizer.param_groups:
+                group["params"].sort(key=lambda param: param._local_tensor.numel() > 0)
         return child
 
     @property
@@ -279,7 +310,7 @@ def _log_routing(
         reason = "embedding, output layer or not 2-D" if is_rest else "2-D weights"
         parts.append(
             f"{name}: {len(params)} {'expert' if is_expert else 'dense'} parameters, "
-            f"{sum(param.orig_param.numel() for param in params):,} elements ({reason})"
+            f"{sum(shape_of(param).numel() for param in params):,} elements ({reason})"
         )
     log_single_rank(
         logger,

@@ -12,37 +12,41 @@ from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.mcore import fsdp_v2_model
+from megatron_muon.mcore.fsdp_v2_model import is_v2
 from megatron_muon.plan.layout import RowLayout, hfsdp_shard_of_rank, shards_from_flat_ranges
+from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2, rows_by_rank
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
-# The wrapper of a model. In later releases the name is a function that chooses between two classes.
-_WRAPPER: type = getattr(
-    mcore_fsdp_adapter, "FullyShardedDataParallelV1", mcore_fsdp_adapter.FullyShardedDataParallel
+# The wrappers of a model. In later releases the first name is a function that chooses between two.
+_WRAPPERS: tuple[type, ...] = tuple(
+    wrapper
+    for name in ("", "V1", "V2")
+    if isinstance(
+        wrapper := getattr(mcore_fsdp_adapter, f"FullyShardedDataParallel{name}", None), type
+    )
 )
-# An instance of it: a torch.nn.Module with .module, a MegatronFSDP, and .ddp_config.
+# An instance of one: a torch.nn.Module with .module, in v1 a MegatronFSDP, and .ddp_config.
 type FSDPModel = Any
 # A DTensor parameter with the attributes Megatron-FSDP sets on it (orig_param, ...).
 type FSDPParameter = Any
 
 
 def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
-    """Return whether Megatron-FSDP shards a model; refuse v2, which may shard it unwrapped.
+    """Return whether Megatron-FSDP shards a model; refuse one that v2 shards unwrapped.
 
     Args:
         model_chunks: What ``get_megatron_optimizer`` was given.
 
     Raises:
-        TypeError: A chunk holds modules with the mixin of Megatron-FSDP v2.
+        TypeError: A chunk has parameters of Megatron-FSDP v2, without Megatron's wrapper.
     """
     for index, chunk in enumerate(model_chunks):
-        if any(
-            ".megatron_fsdp.experimental" in cls.__module__
-            for module in chunk.modules()
-            for cls in type(module).__mro__
-        ):
+        if is_v2(chunk) and not is_wrapped(chunk):
             raise TypeError(
-                f"model_chunks[{index}]: expected Megatron-FSDP, got modules of the experimental "
-                "Megatron-FSDP v2. Muon does not support v2; use --use-megatron-fsdp."
+                f"model_chunks[{index}]: expected a model that Megatron wraps, got a "
+                f"{type(chunk).__name__} that was passed to Megatron-FSDP v2. Use "
+                "--use-megatron-fsdp --megatron-fsdp-version 2, or megatron_muon.fsdp2.Muon."
             )
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
     return getattr(ddp_config, "use_megatron_fsdp", False) or any(map(is_wrapped, model_chunks))
@@ -50,7 +54,7 @@ def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
 
 def is_wrapped(chunk: torch.nn.Module) -> bool:
     """Return whether Megatron-FSDP wraps a model chunk."""
-    return isinstance(chunk, _WRAPPER)
+    return isinstance(chunk, _WRAPPERS)
 
 
 def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
@@ -78,7 +82,7 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
                     f"{name}: expected a DTensor, got {type(param).__name__}. Build the optimizer "
                     "before the first forward pass."
                 )
-        if _has_unrepaired_gradients(chunk):
+        if not is_v2(chunk) and _has_unrepaired_gradients(chunk):
             raise ValueError(
                 f"model_chunks[{index}]: expected a model that was wrapped in Megatron-FSDP after "
                 "megatron_muon.enable(), which repairs its gradients, got one that was wrapped "
@@ -89,8 +93,11 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
 def gradients_stay(chunk: FSDPModel) -> bool:
     """Return whether gradients are in the same memory in every step: that of their buffers.
 
-    Megatron-FSDP copies those of another dtype than the main weights, in every step.
+    Megatron-FSDP copies those of another dtype than the main weights, in every step. That v2 keeps
+    its buffers is no promise.
     """
+    if is_v2(chunk):
+        return False
     buffers = [group.main_grad_buffer for group in chunk.param_and_grad_buffer.parameter_groups]
     return all(each is None or each.dtype == torch.float32 for each in buffers)
 
@@ -141,6 +148,9 @@ def copy_parameter_attributes(param: FSDPParameter) -> None:
     One of them is ``allreduce``, False for experts under expert parallelism. Without it experts
     would be grouped, and their gradient norm reduced, as dense parameters.
     """
+    if is_of_fsdp_v2(param):
+        fsdp_v2_model.copy_attributes(param)
+        return
     copy_optimizer_param_metadata(param, param.orig_param)
     # An attribute of later releases of Megatron-LM, which Megatron-FSDP does not copy either.
     if hasattr(param.orig_param, "use_muon"):
@@ -149,19 +159,46 @@ def copy_parameter_attributes(param: FSDPParameter) -> None:
 
 def num_rows(param: FSDPParameter) -> int:
     """Return the rows of a parameter on its tensor-parallel rank, over all ranks of its shards."""
-    return _local_shape(param.orig_param)[0]
+    return shape_of(param)[0]
 
 
-def _local_shape(orig_param: torch.Tensor) -> torch.Size:
-    return orig_param.to_local().shape if isinstance(orig_param, DTensor) else orig_param.shape
+def shape_of(param: FSDPParameter) -> torch.Size:
+    """Return the shape of a parameter on its tensor-parallel rank, over all ranks of its shards."""
+    whole = param if is_of_fsdp_v2(param) else param.orig_param
+    is_tensor_sharded = whole is not param and isinstance(whole, DTensor)
+    shape: torch.Size = whole.to_local().shape if is_tensor_sharded else whole.shape
+    return shape
 
 
-def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
+def local_rows(fqn: str, param: FSDPParameter) -> tuple[int, int]:
+    """Return the rows ``[start, stop)`` of a matrix that this rank holds."""
+    if is_of_fsdp_v2(param):
+        return rows_by_rank(param)[dist.get_rank()]
+    return describe_matrix(fqn, param).local_range
+
+
+def sharded_module(chunk: FSDPModel) -> Any:
+    """Return what holds the sharded parameters: ``MegatronFSDP`` in v1, the wrapper in v2."""
+    return chunk if is_v2(chunk) else chunk.module
+
+
+def sharded_parameters(module: Any) -> dict[str, FSDPParameter]:
+    """Return the parameters of a :func:`sharded_module` by their bare names, after a step too."""
+    buffers = getattr(module, "param_and_grad_buffer", None)
+    named = buffers.optimizer_named_parameters if buffers else module.named_parameters()
+    return {bare_name(name): param for name, param in named}
+
+
+def describe_matrix(
+    fqn: str, param: FSDPParameter, groups: fsdp_v2_model.Groups | None = None
+) -> ShardedMatrix:
     """Read the row shards of a matrix from its buffer in Megatron-FSDP.
 
     Args:
         fqn: Name of the parameter.
         param: DTensor parameter of a Megatron-FSDP model, 2-D.
+        groups: Those of its ranks, which v2 does not keep; see
+            :func:`~megatron_muon.mcore.fsdp_v2_model.find_shard_groups`.
 
     Returns:
         Its tensor-parallel-local matrix, with the row range of every rank of its shard group
@@ -174,9 +211,11 @@ def describe_matrix(fqn: str, param: FSDPParameter) -> ShardedMatrix:
 
     Communication: none.
     """
+    if groups:
+        return fsdp_v2_model.describe_matrix(fqn, param, groups)
     buffers = param._megatron_fsdp_model.param_and_grad_buffer
     orig_param = param.orig_param
-    num_rows, num_cols = _local_shape(orig_param)
+    num_rows, num_cols = shape_of(param)
     parameter_group = buffers.parameter_groups[buffers.param_to_param_group[orig_param]]
     # Optimizer states follow main weights; with fp32 parameters the model's are the main ones.
     buffer = parameter_group.main_weight_buffer or parameter_group.model_weight_buffer
@@ -224,7 +263,11 @@ def shards_over_outer_ranks(ddp_config: Any) -> bool:
 
 
 def grad_stats_group(
-    ddp_config: Any, groups: ProcessGroupCollection, *, is_expert: bool
+    ddp_config: Any,
+    groups: ProcessGroupCollection,
+    *,
+    is_expert: bool,
+    is_over_instances: bool | None = None,
 ) -> dist.ProcessGroup:
     """Return the group over which gradient norm and zero count are reduced.
 
@@ -235,13 +278,17 @@ def grad_stats_group(
         ddp_config: Configuration of the model's wrapper.
         groups: Process groups of the model.
         is_expert: Whether the gradients are those of expert parameters.
+        is_over_instances: Whether all instances hold different shards; None for what v1 does, see
+            :func:`shards_over_outer_ranks`.
 
     Raises:
         RuntimeError: HFSDP does not span all ranks of the job.
     """
     if ddp_config.data_parallel_sharding_strategy == "no_shard":
         return groups.tp_ep_pp if is_expert else groups.mp
-    if not shards_over_outer_ranks(ddp_config):
+    if is_over_instances is None:
+        is_over_instances = shards_over_outer_ranks(ddp_config)
+    if not is_over_instances:
         return groups.intra_dist_opt
     num_ranks = dist.get_world_size(groups.intra_dist_opt) * dist.get_world_size(
         groups.inter_dist_opt

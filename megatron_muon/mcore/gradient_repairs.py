@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs of the scale and norm of Megatron-FSDP's gradients in megatron-core 0.19.2.
+"""Repairs of scale and norm of gradients, in 0.19.2 and in Megatron-FSDP v2 of later releases.
 
-Adam hides all three defects, as its update hardly changes when gradients are scaled. They matter
-for Muon, whose momentum mixes gradients that were clipped or scaled differently.
+Adam hides the defects, as its update hardly changes when gradients are scaled. They matter for
+Muon, whose momentum mixes gradients that were clipped or scaled differently.
 """
 
 import functools
@@ -11,8 +11,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_muon.mcore import fsdp_v2_model
 from megatron_muon.mcore.fsdp_model import grad_stats_group, shards_over_outer_ranks
 
 _IS_GRADIENT_BUFFER = "_megatron_muon_is_gradient_buffer"
@@ -85,3 +87,66 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
         return optimizer
 
     return _get_megatron_optimizer_based_on_param_groups
+
+
+def count_shards_once(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``FullyShardedOptimizer.__init__``: gradients of v2 are counted once in norm and zeros.
+
+    Upstream sums what it counts over the mesh of DTensors, and then over the data-parallel ranks,
+    which are the same: the norm is sqrt(dp) times too large, and clipping follows it. With expert
+    parallelism it asserts that there is one mesh. Gradients of v1 are counted as local shards, by a
+    mark on their parameters.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for param in self.get_parameters():
+            fsdp_v2_model.mark(param)
+
+    return __init__
+
+
+def name_missing_gradients(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``FullyShardedDataParallelV2.__init__`` to name unused parameters.
+
+    v2 reduces the gradients of a module once all its parameters have one. If one never gets one,
+    the others are not reduced either, and the next backward pass raises that a phase is invalid,
+    without a name.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        context = self.module.context
+        register = context.register_post_backward_final_callback
+
+        def register_both() -> None:
+            """Let the end of this backward pass raise if gradients are missing."""
+            torch.autograd.Variable._execution_engine.queue_callback(
+                functools.partial(_raise_where_missing, context)
+            )
+            register()
+
+        context.register_post_backward_final_callback = register_both
+
+    return __init__
+
+
+def _raise_where_missing(context: Any) -> None:
+    """Name what has no gradient in modules that wait for one."""
+    missing = [
+        f"{module.name}.{each.fqns[0]}".lstrip(".")
+        for module in context.forward_order
+        if module.phase is type(module).Phase.BACKWARD
+        for group in module.parameter_groups
+        if group.requires_grad
+        for each in group.fsdp_parameters
+        if each.unsharded.grad is None
+    ]
+    if missing:
+        raise RuntimeError(
+            f"{', '.join(missing)}: expected a gradient in every backward pass, got none. "
+            "Megatron-FSDP v2 reduces no gradient of such a module: use every parameter, or freeze "
+            "those that are not used. Nothing was updated."
+        )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_muon.runtime.adjacent import AdjacentViews
 
@@ -29,7 +29,7 @@ class LocalGradients:
 
     def __init__(
         self,
-        children: Sequence[DistributedOptimizer],
+        children: Sequence[MegatronOptimizer],
         fqns: Mapping[Any, str],
         *,
         stay: bool,

@@ -345,21 +345,3 @@ PATCHES: tuple[Patch, ...] = (
         tree_line="return open_in_one_step",
     ),
 )
-
-# Of what later releases have: applied where it is there.
-LATER_PATCHES: tuple[Patch, ...] = (
-    Patch(
-        Target(
-            "megatron.training.checkpointing",
-            "handle_mla_down_proj_in_state_dict",
-            parameters=names("model, model_state_dict, optimizer_state_dict"),
-            source_lines=(
-                "model_state_dict[key], model.get_parameter(f'module.{key}'), split_sizes",
-                'for subkey in ["exp_avg", "exp_avg_sq"]:',
-            ),
-        ),
-        "checkpoints: split every state of fused latent attention, not Adam's alone",
-        checkpoint_repairs.split_fused_latent_states,
-        tree_line="",
-    ),
-)

@@ -18,7 +18,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_muon.mcore.fsdp_model import bare_name, describe_matrix, is_wrapped, num_rows
+from megatron_muon.mcore.fsdp_model import (
+    is_wrapped,
+    local_rows,
+    num_rows,
+    sharded_module,
+    sharded_parameters,
+)
 from megatron_muon.mcore.unsupported import QK_CLIP_UNSUPPORTED, unsupported_settings
 from megatron_muon.user_errors import SettingsError
 
@@ -28,7 +34,7 @@ _MAX_LOGIT = "_megatron_muon_max_attention_logit"
 
 
 def clip_before_install(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``DistributedOptimizer._copy_main_params_to_model_params`` to clip main weights first.
+    """Wrap ``_copy_main_params_to_model_params`` of an optimizer to clip main weights first.
 
     It follows a step of Adam, one optimizer for all parameters; ``FSDPMuonChainedOptimizer`` clips
     by itself. A second call in a step finds no logits.
@@ -38,7 +44,7 @@ def clip_before_install(original: Callable[[Any], None]) -> Callable[[Any], None
     def _copy_main_params_to_model_params(self: Any) -> None:
         if self.ddp_config.use_megatron_fsdp and not self.is_stub_optimizer:
             for chunk in self.model_chunks:
-                clip_row_shards(chunk.module)
+                clip_row_shards(sharded_module(chunk))
         original(self)
 
     return _copy_main_params_to_model_params
@@ -51,7 +57,7 @@ def clip_row_shards(fsdp_module: Any) -> None:
     Attention records maximum logits since the last call. They are reset.
 
     Args:
-        fsdp_module: ``MegatronFSDP`` whose main weights have been stepped.
+        fsdp_module: The :func:`sharded_module` of a chunk, whose main weights have been stepped.
 
     Raises:
         SettingsError: Upstream's clip fails for the configuration.
@@ -67,8 +73,7 @@ def clip_row_shards(fsdp_module: Any) -> None:
     if problems := unsupported_settings(vars(config), QK_CLIP_UNSUPPORTED):
         raise SettingsError("\n  ".join(["QK-clip under Megatron-FSDP:", *problems]))
     largest = 0.0
-    buffers = fsdp_module.param_and_grad_buffer
-    params = {bare_name(name): param for name, param in buffers.optimizer_named_parameters}
+    params = sharded_parameters(fsdp_module)
     for name, attention, logits, largest_of_layer in _reduced(fsdp_module):
         largest = max(largest, largest_of_layer)
         # Upstream reads from the device in every layer; here the host has read all layers at once.
@@ -103,13 +108,13 @@ def largest_logit(model: Sequence[Any], log_max_only: bool) -> float:
     Communication: with ``log_max_only`` see :func:`_reduced`; otherwise none.
     """
     largest = 0.0
-    for chunk in model:
+    for module in map(sharded_module, model):
         if log_max_only:
-            for _, attention, _, largest_of_layer in _reduced(chunk.module):
+            for _, attention, _, largest_of_layer in _reduced(module):
                 attention.core_attention.current_max_attn_logits = None
                 largest = max(largest, largest_of_layer)
-        largest = max(largest, getattr(chunk.module, _MAX_LOGIT, 0.0))
-        setattr(chunk.module, _MAX_LOGIT, 0.0)
+        largest = max(largest, getattr(module, _MAX_LOGIT, 0.0))
+        setattr(module, _MAX_LOGIT, 0.0)
     return largest
 
 
@@ -160,7 +165,7 @@ def _clip(name: str, attention: Any, params: dict[str, Any]) -> None:
         child: params[f"{name}.{child}.weight"] for child in _CLIPPED if hasattr(attention, child)
     }
     for child, factors in _factors(attention, weights).items():
-        start, stop = describe_matrix(f"{name}.{child}.weight", weights[child]).local_range
+        start, stop = local_rows(f"{name}.{child}.weight", weights[child])
         weights[child]._local_tensor.mul_(factors[start:stop])
 
 

@@ -136,3 +136,45 @@ REQUIREMENTS: tuple[Target, ...] = (
         source_lines=('"(outer_dp inner_dp) -> (inner_dp outer_dp)",',),
     ),
 )
+
+# Of Megatron-FSDP v2 through flags: relied on where a release has the optimizer of the first.
+V2_REQUIREMENTS: tuple[Target, ...] = (
+    # The chained optimizer casts gradients, and gives them back, as this one and its children do.
+    Target(
+        "megatron.core.optimizer.fully_sharded_optimizer",
+        "FullyShardedOptimizer.step_with_ready_grads",
+        parameters=names("self"),
+        source_lines=("parameter.grad_dtype = original_grad.dtype",),
+    ),
+    # A mark makes gradients local shards (gradient_repairs.py, count_shards_once).
+    Target(
+        "megatron.core.optimizer.optimizer",
+        "MegatronOptimizer._filter_grads_for_norm",
+        source_lines=("grad = param.grad._local_tensor if param.grad is not None else None",),
+    ),
+    # Rows of all ranks (runtime/fsdp_v2_layout.py).
+    Target(
+        f"{_FSDP}.experimental.layout",
+        "GlobalLayout.get_local_range",
+        source_lines=(
+            "for axis, placement in reversed(tuple(enumerate(placements))):",
+            "offset += mesh.get_local_rank(axis) * shard_size",
+        ),
+    ),
+    # The callback at the end of a backward pass is found by its name on the context.
+    Target(
+        f"{_FSDP}.experimental.module",
+        "FsdpModule.pre_backward",
+        source_lines=("context.register_post_backward_final_callback()",),
+    ),
+    Target(
+        f"{_FSDP}.experimental.parameter_group",
+        "FsdpParameterGroup.sync_model_weight_from_main_weight",
+        parameters=names("self"),
+    ),
+    Target(
+        f"{_FSDP}.experimental.parameter_group",
+        "FsdpParameterGroup.reduce_partial_gradients",
+        source_lines=("fsdp_parameter.sharded.grad = self.main_grad.get_dtensor(index)",),
+    ),
+)

@@ -50,6 +50,12 @@ def place_of(param: DTensor) -> tuple[Any, int]:
     return group, found[0]
 
 
+def unsharded_of(param: DTensor) -> torch.Tensor:
+    """Return what modules see in place of a sharded parameter in a forward pass."""
+    group, index = place_of(param)
+    return _parameters(group)[index].unsharded
+
+
 class _Parameter(NamedTuple):
     name: str
     sharded: DTensor

@@ -32,6 +32,7 @@ from megatron_muon.mcore.fsdp_dtensor.stages import (
 )
 from megatron_muon.mcore.fsdp_dtensor.steps import as_in_run, as_stored
 from megatron_muon.mcore.fsdp_model import current_device
+from megatron_muon.mcore.fsdp_v2_model import is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 logger = logging.getLogger(__name__)
@@ -164,6 +165,10 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         args: Any, raw_state_dict: dict[str, Any], model: Any
     ) -> dict[str, Any]:
         """Rename the state to the keys of the checkpoint, and check it against the checkpoint."""
+        if is_v2(model):
+            # As in checkpoints of v1, whose wrapper is two modules.
+            renamed = {f"module.{key}": value for key, value in raw_state_dict["model"].items()}
+            raw_state_dict = {**raw_state_dict, "model": renamed}
         weights = rename_layers(model, raw_state_dict["model"])
         state_dict = original(args, {**raw_state_dict, "model": weights}, model)
         if _being_loaded is None:

@@ -7,7 +7,9 @@ fp32 or unsharded; and Adam's save hangs if a rank holds an empty shard.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.mcore.fsdp_dtensor.stages import LayerNames
 from megatron_muon.mcore.fsdp_dtensor.state import agree_on_step, complete_state
-from megatron_muon.mcore.fsdp_model import bare_name, current_device, is_wrapped
+from megatron_muon.mcore.fsdp_model import (
+    bare_name,
+    current_device,
+    is_wrapped,
+    local_rows,
+    sharded_parameters,
+)
+from megatron_muon.mcore.fsdp_v2_model import is_v2
 from megatron_muon.mcore.pipeline_repairs import check_within_stage
 
 # By parameter name, then by kind of state.
@@ -112,7 +121,7 @@ def _handler(
         model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Rename and split what is saved, or loaded."""
-        located = _LocatedParameters(model)
+        located = _LocatedInV2(model) if is_v2(model) else _LocatedParameters(model)
         model_state_dict, _ = original(located, model_state_dict, None)
         if optimizer_state_dict is None:
             return model_state_dict, None
@@ -181,6 +190,40 @@ class _LocatedParameters:
         return param
 
 
+class _LocatedInV2(_LocatedParameters):
+    """The same of Megatron-FSDP v2, whose layout stands in for the index of meshes of v1."""
+
+    def __init__(self, model: Any) -> None:
+        self.states, self._model = {}, model
+        self._parameters = sharded_parameters(model)
+        self._elements = {}
+        for name, param in self._parameters.items():
+            row_size = math.prod(param.shape[1:])
+            start, stop = local_rows(name, param)
+            self._elements[name] = (start * row_size, stop * row_size)
+            param.megatron_fsdp_dist_index = _MeshOfV2(param)
+
+
+class _MeshOfV2:
+    """What upstream asks of v1's index of meshes, for one parameter of v2."""
+
+    tp_dim = None
+
+    def __init__(self, param: DTensor) -> None:
+        self._mesh, self._placements = param.device_mesh, param.placements
+
+    def get_submesh(self, *_: Any, **__: Any) -> Any:
+        """Return a tensor-parallel mesh of one rank: the parameter is sharded by v2 alone."""
+        return SimpleNamespace(mesh=torch.zeros(1))
+
+    def dtensor(self, local: torch.Tensor, shape: torch.Size) -> DTensor:
+        """Return the shard of a part of the parameter, whose rows are sharded as they were."""
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self._mesh, self._placements, run_check=False, shape=shape, stride=stride
+        )
+
+
 def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the ``make_fsdp_dtensor`` of checkpoints, which assumes that all tensors are sharded."""
 
@@ -188,7 +231,9 @@ def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_fsdp_dtensor(
         local_tensor: torch.Tensor, param: torch.Tensor, dist_index: Any, **kwargs: Any
     ) -> DTensor:
-        """Make a DTensor that is replicated if the parameter is."""
+        """Make a DTensor that is replicated if the parameter is, or sharded as v2 did."""
+        if isinstance(dist_index, _MeshOfV2):
+            return dist_index.dtensor(local_tensor, param.shape)
         if getattr(dist_index, _IS_REPLICATED, False):
             kwargs["is_sharded_param"] = False
         return make(local_tensor, param, dist_index=dist_index, **kwargs)

@@ -20,10 +20,12 @@ import torch.distributed as dist
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
     update_uneven_dtensor_chunk_metadata,
 )
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict
 from megatron.core.utils import log_single_rank
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.mcore.fsdp_v2_model import is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
@@ -33,7 +35,47 @@ logger = logging.getLogger(__name__)
 MOVING_SETTINGS = ("lr", "weight_decay", "step")
 
 
-def complete_state(child: DistributedOptimizer) -> None:
+def names_in_checkpoints(
+    children: Sequence[MegatronOptimizer], model_chunks: Sequence[Any]
+) -> dict[torch.Tensor, str]:
+    """Return the names of parameters in checkpoints, which are the same for v1 and v2."""
+    if not is_v2(model_chunks[0]):
+        return {
+            param: child._param_name(param)
+            for child in children
+            for param in child.get_parameters()
+        }
+    # One wrapper is between the chunk and the model, where v1 has two.
+    params = {
+        f"module.{name}": param
+        for chunk in model_chunks
+        for name, param in chunk.named_parameters()
+    }
+    num_experts = model_chunks[0].config.num_moe_experts
+    of_all_ranks = handle_experts_in_state_dict(params, num_experts)
+    return {param: name for name, param in of_all_ranks.items()}
+
+
+def main_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, DTensor]:
+    """Return by parameter the DTensor on which its rows are recorded.
+
+    Communication: v2 has recorded none, so that for each parameter the shapes of shards are
+        gathered as objects over the axes of its mesh.
+    """
+    weights: dict[torch.Tensor, DTensor] = {}
+    for chunk in model_chunks:
+        if is_v2(chunk):
+            for param in chunk.parameters():
+                update_uneven_dtensor_chunk_metadata(param)
+                weights[param] = param
+            continue
+        buffers = chunk.param_and_grad_buffer
+        for name, param in buffers.optimizer_named_parameters:
+            weights[param] = buffers.dist_main_weight[name]
+    return weights
+
+
+def complete_state(child: MegatronOptimizer) -> None:
     """Create all state of an optimizer, for every parameter on every rank, empty shards included.
 
     Saving runs one collective per tensor, and hangs if ranks hold different sets of tensors;
@@ -51,9 +93,7 @@ def complete_state(child: DistributedOptimizer) -> None:
             group.setdefault("step", 0)
 
 
-def record_offsets(
-    child: DistributedOptimizer, main_weights: Mapping[torch.Tensor, DTensor]
-) -> None:
+def record_offsets(child: MegatronOptimizer, main_weights: Mapping[torch.Tensor, DTensor]) -> None:
     """Record for ``torch.distributed.checkpoint`` that states hold the rows of their weight.
 
     Without a record torch silently assumes even shards for any DTensor.
@@ -88,7 +128,7 @@ def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
             states["step"] += 1
 
 
-def agree_on_step(child: DistributedOptimizer, device: torch.device) -> None:
+def agree_on_step(child: MegatronOptimizer, device: torch.device) -> None:
     """Set the step counters of empty shards, which Adam did not increment, to those of other ranks.
 
     Only upstream's own Adam needs it, as it does not call :func:`count_step_of_empty_shards`.
@@ -109,7 +149,7 @@ def agree_on_step(child: DistributedOptimizer, device: torch.device) -> None:
 
 
 def pack(
-    children: Sequence[DistributedOptimizer], names: Mapping[torch.Tensor, str]
+    children: Sequence[MegatronOptimizer], names: Mapping[torch.Tensor, str]
 ) -> dict[str, dict[str, Any]]:
     """Return the state and settings of all parameters by name.
 
@@ -131,7 +171,7 @@ def pack(
 
 
 def raise_where_state_does_not_fit(
-    children: Sequence[DistributedOptimizer],
+    children: Sequence[MegatronOptimizer],
     names: Mapping[torch.Tensor, str],
     state_dict: Mapping[str, Any],
     device: torch.device,
@@ -190,7 +230,7 @@ def _describe(value: Any) -> str:
 
 @torch.no_grad()
 def unpack(
-    children: Sequence[DistributedOptimizer],
+    children: Sequence[MegatronOptimizer],
     names: Mapping[torch.Tensor, str],
     state_dict: Mapping[str, Any],
     *,

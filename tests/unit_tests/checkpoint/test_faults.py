@@ -7,62 +7,21 @@ import os
 import random
 import resource
 import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.checkpoint_runs import SCHEDULE
+from helpers.checkpoint_runs import SCHEDULE, die, kill_in_save, loadable, wrap
 from helpers.commands import run_torchrun
 from helpers.ranks import PRETRAIN_GPT, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 
-from megatron_muon.checkpoint.folders import TRACKER, find_checkpoint
+from megatron_muon.checkpoint.folders import TRACKER
 from megatron_muon.checkpoint.storage import read_checkpoint
-from megatron_muon.checkpoint.verify import find_problems
 
 pytestmark = pytest.mark.ranks
 
 FLAGS = [*BF16, *SCHEDULE]
-
-
-def _wrap(owner, name: str, call) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapper(*args, **kwargs):
-        return call(original, *args, **kwargs)
-
-    setattr(owner, name, wrapper)
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_in_save(rank: int, fraction: float) -> None:
-    """Kill a rank in the second save, after a fraction of the time that the first one took."""
-    from megatron.training import training
-
-    durations: list[float] = []
-
-    def save(original, *args, **kwargs):
-        if durations and int(os.environ["RANK"]) == rank:
-            threading.Timer(durations[0] * fraction, _die).start()
-        start = time.monotonic()
-        original(*args, **kwargs)
-        durations.append(time.monotonic() - start)
-
-    _wrap(training, "save_checkpoint", save)
-
-
-def loadable(folder: Path) -> int:
-    """Check every byte of what the tracker points to, and return its iteration."""
-    checkpoint = read_checkpoint(find_checkpoint(folder))
-    assert list(find_problems(checkpoint)) == []
-    assert (folder / TRACKER).read_text() == str(checkpoint.read_object("iteration"))
-    return checkpoint.read_object("iteration")
 
 
 # How often the first test below kills a save; ten leave hardly a moment out.
@@ -106,7 +65,7 @@ def test_save_killed_at_random_moments_leaves_a_checkpoint(tmp_path):
 def _kill_before_metadata() -> None:
     from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 
-    _wrap(_FileSystemWriter, "finish", lambda original, *args, **kwargs: _die())
+    wrap(_FileSystemWriter, "finish", lambda original, *args, **kwargs: die())
 
 
 def _kill_in_tracker() -> None:
@@ -120,19 +79,19 @@ def _kill_in_tracker() -> None:
             context = found(path, mode, **kwargs)
             if mode == "w" and os.path.basename(path) == TRACKER:
                 context.__enter__()
-                _die()
+                die()
             return context
 
         return opened if name == "open" else found
 
-    _wrap(MaybeMultiStorageClient, "__getattr__", lookup)
+    wrap(MaybeMultiStorageClient, "__getattr__", lookup)
 
 
 def _after_enable(break_it) -> None:
     """Break something after the patches are applied."""
     from megatron_muon import launcher
 
-    _wrap(launcher, "_report", lambda original, device: break_it())
+    wrap(launcher, "_report", lambda original, device: break_it())
 
 
 @pytest.mark.parametrize("break_it", [_kill_before_metadata, _kill_in_tracker])
@@ -194,7 +153,7 @@ def _fill_disk(save_number: int) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
         return original(*args, **kwargs)
 
-    _wrap(training, "save_checkpoint", save)
+    wrap(training, "save_checkpoint", save)
 
 
 @pytest.mark.slow
@@ -229,7 +188,7 @@ def _at(owner_path: str, name: str, call_number: int, action) -> None:
             action()
         return original(*args, **kwargs)
 
-    _wrap(owner, name, call)
+    wrap(owner, name, call)
 
 
 def _run_out_of_memory() -> None:
@@ -240,11 +199,11 @@ ENGINE = ("megatron_muon.runtime.exchange.Exchange", "start", 4)
 STEP = ("megatron_muon.mcore.muon_step.MuonStep", "step", 3)
 SAVE = ("megatron_muon.mcore.chained_optimizer.FSDPMuonChainedOptimizer", "sharded_state_dict", 2)
 FAULTS = [
-    pytest.param(*ENGINE, _die, -signal.SIGKILL, id="killed_in_the_gather", marks=pytest.mark.slow),
+    pytest.param(*ENGINE, die, -signal.SIGKILL, id="killed_in_the_gather", marks=pytest.mark.slow),
     pytest.param(*ENGINE, _run_out_of_memory, 1, id="raises_in_the_gather", marks=pytest.mark.slow),
     pytest.param(*STEP, _run_out_of_memory, 1, id="raises_in_a_step", marks=pytest.mark.slow),
     pytest.param(*SAVE, _run_out_of_memory, 1, id="raises_in_a_save", marks=pytest.mark.slow),
-    pytest.param(*SAVE, _die, -signal.SIGKILL, id="killed_in_a_save"),
+    pytest.param(*SAVE, die, -signal.SIGKILL, id="killed_in_a_save"),
 ]
 
 
@@ -268,7 +227,7 @@ def _short_timeout(seconds: int) -> None:
         initialize.get_args().distributed_timeout_minutes = seconds / 60
         return original(*args, **kwargs)
 
-    _wrap(initialize, "_initialize_distributed", initialized)
+    wrap(initialize, "_initialize_distributed", initialized)
 
 
 def _stop_in_the_gather(seconds: int) -> None:

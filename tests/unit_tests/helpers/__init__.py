@@ -11,7 +11,8 @@ sharded_muon        Muon on hand-made row shards, beside upstream's on whole mat
 toy_fsdp            a tiny GPT under Megatron-FSDP, from megatron-core alone
 toy_gpt             flags of the toy GPT that runs train, by layout
 repairs             runs with and without a repair of upstream's gradients
-checkpoint_runs     runs that save and load
+fsdp_v2             runs of Megatron-FSDP v2 through flags, on a checkout
+checkpoint_runs     runs that save and load, and kills of them
 broken_optimizers   ways to break Muon on purpose
 collective_timing   collectives that arrive late, or at once
 fused_adam          a stand-in for Transformer Engine's fused Adam

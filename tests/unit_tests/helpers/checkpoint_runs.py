@@ -4,7 +4,11 @@
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,9 @@ import torch
 
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
+from megatron_muon.checkpoint.folders import TRACKER, find_checkpoint
+from megatron_muon.checkpoint.storage import read_checkpoint
+from megatron_muon.checkpoint.verify import find_problems
 
 # Shape of the whole tensor, index at which the shard begins in it, and the shard.
 type Shard = tuple[torch.Size, torch.Size, torch.Tensor]
@@ -145,3 +152,43 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert found.keys() == expected.keys()
     different = [name for name in found if not torch.equal(found[name], expected[name])]
     assert not different, different
+
+
+def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Replace a function by a call that is given it first."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def die() -> None:
+    """End this process as the kernel would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_save(rank: int, fraction: float) -> None:
+    """Kill a rank in the second save, after a fraction of the time that the first one took."""
+    from megatron.training import training
+
+    durations: list[float] = []
+
+    def save(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if durations and int(os.environ["RANK"]) == rank:
+            threading.Timer(durations[0] * fraction, die).start()
+        start = time.monotonic()
+        original(*args, **kwargs)
+        durations.append(time.monotonic() - start)
+
+    wrap(training, "save_checkpoint", save)
+
+
+def loadable(folder: Path) -> int:
+    """Check every byte of what the tracker points to, and return its iteration."""
+    checkpoint = read_checkpoint(find_checkpoint(folder))
+    assert list(find_problems(checkpoint)) == []
+    assert (folder / TRACKER).read_text() == str(checkpoint.read_object("iteration"))
+    return checkpoint.read_object("iteration")

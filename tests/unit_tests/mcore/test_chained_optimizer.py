@@ -291,7 +291,6 @@ REFUSED_SETTINGS = [
 def _refuse() -> list[str]:
     """Ask for what is refused: settings, other wrappers, and an optimizer that comes too late."""
     import torch
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import FsdpModule
 
     from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 
@@ -299,9 +298,6 @@ def _refuse() -> list[str]:
         def finish_grad_sync(self) -> None: ...
 
         def install_optimized_model_weights(self) -> None: ...
-
-    class Sharded(FsdpModule, torch.nn.Linear):
-        pass
 
     def error_of(build: Callable[[], Any]) -> str:
         try:
@@ -316,8 +312,8 @@ def _refuse() -> list[str]:
         for settings, _ in REFUSED_SETTINGS
     ]
     found.append(error_of(lambda: FSDPMuonChainedOptimizer([], [LooksLikeFSDP(2, 2)], {})))
-    sharded = Sharded.__new__(Sharded)
-    torch.nn.Module.__init__(sharded)
+    sharded = torch.nn.Linear(2, 2)
+    sharded.weight._mfsdp_parameter_group = None
     found.append(error_of(lambda: build_optimizer(torch.nn.Sequential(sharded))))
     run_backward(model)
     found.append(error_of(lambda: build_optimizer(model)))
@@ -341,9 +337,9 @@ def test_model_of_another_type_is_refused_whatever_methods_it_has():
     assert "FullyShardedDataParallel, got LooksLikeFSDP" in refusals()[-3]
 
 
-def test_megatron_fsdp_v2_is_refused_though_it_has_no_wrapper():
-    """v2 swaps the class of modules: nothing else tells that their parameters are shards."""
-    assert "Megatron-FSDP v2. Muon does not support v2" in refusals()[-2]
+def test_megatron_fsdp_v2_is_refused_without_a_wrapper():
+    """A model that a script passed to v2 itself, without Megatron's wrapper and its flags."""
+    assert "got a Sequential that was passed to Megatron-FSDP v2" in refusals()[-2]
 
 
 def test_optimizer_is_built_before_the_first_forward():

@@ -1,0 +1,61 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What :func:`megatron_muon.enable` changes of what later releases have, as Megatron-FSDP v2."""
+
+from megatron_muon.mcore import gradient_repairs, qk_clip
+from megatron_muon.mcore.fsdp_dtensor import repairs as checkpoint_repairs
+from megatron_muon.patching.patch import Patch, Target, names
+
+# Applied where they are there. Diffs have none of them.
+LATER_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        Target(
+            "megatron.training.checkpointing",
+            "handle_mla_down_proj_in_state_dict",
+            parameters=names("model, model_state_dict, optimizer_state_dict"),
+            source_lines=(
+                "model_state_dict[key], model.get_parameter(f'module.{key}'), split_sizes",
+                'for subkey in ["exp_avg", "exp_avg_sq"]:',
+            ),
+        ),
+        "checkpoints: split every state of fused latent attention, not Adam's alone",
+        checkpoint_repairs.split_fused_latent_states,
+        tree_line="",
+    ),
+    Patch(
+        Target(
+            "megatron.core.optimizer.fully_sharded_optimizer",
+            "FullyShardedOptimizer.__init__",
+            parameters=names("self, optimizer, config, grad_scaler, init_state_fn, model_chunks"),
+            source_lines=("super().__init__(optimizer, config, grad_scaler, init_state_fn)",),
+        ),
+        "v2: gradients count once in norm and zeros, also with expert parallelism",
+        gradient_repairs.count_shards_once,
+        tree_line="",
+    ),
+    Patch(
+        Target(
+            "megatron.core.optimizer.fully_sharded_optimizer",
+            "FullyShardedOptimizer._copy_main_params_to_model_params",
+            parameters=names("self"),
+            source_lines=("sync_model_weights_from_main_weights(self.get_parameters())",),
+        ),
+        "v2, QK-clip: after a step of Adam clip main weights before compute weights follow them",
+        qk_clip.clip_before_install,
+        tree_line="",
+    ),
+    Patch(
+        Target(
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+            "FullyShardedDataParallelV2.__init__",
+            parameters=names(
+                "self, config, ddp_config, module, fsdp_unit_modules, disable_bucketing, device, "
+                "pg_collection"
+            ),
+            source_lines=("super().__init__(config=config, module=module)",),
+        ),
+        "v2: name parameters without a gradient, which stop the gradients of their module",
+        gradient_repairs.name_missing_gradients,
+        tree_line="",
+    ),
+)

@@ -1,0 +1,123 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a step does to a model chunk around the optimizers, in both versions of Megatron-FSDP."""
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.mcore.fsdp_model import (
+    FSDPModel,
+    copy_model_weights_to_main_weights,
+    named_optimizer_parameters,
+)
+from megatron_muon.mcore.fsdp_v2_model import is_v2
+from megatron_muon.mcore.outer_reductions import OuterReductions
+from megatron_muon.mcore.qk_clip import clip_row_shards
+from megatron_muon.runtime.fsdp_v2_layout import place_of
+
+
+def sharded_chunk(chunk: FSDPModel) -> "ShardedChunk":
+    """Return a wrapped chunk as a step sees it."""
+    return ShardedChunkOfV2(chunk) if is_v2(chunk) else ShardedChunk(chunk)
+
+
+class ShardedChunk:
+    """A chunk of Megatron-FSDP v1.
+
+    Args:
+        chunk: The wrapped chunk.
+    """
+
+    def __init__(self, chunk: FSDPModel) -> None:
+        self._chunk = chunk
+        is_hybrid = chunk.module.dist_index.use_hybrid_fsdp
+        self._outer_reductions = OuterReductions(chunk) if is_hybrid else None
+
+    def finish_gradients(self) -> list[str]:
+        """Reduce and attach gradients, if the loop has not; return problems as sentences."""
+        # Megatron's loop has called it already; a loop of the user's own may not have.
+        if not self._chunk.module.is_param_fsdp_distributed:
+            self._chunk.finish_grad_sync()
+        return self._outer_reductions.problems() if self._outer_reductions is not None else []
+
+    def end(self) -> None:
+        """Undo what :meth:`finish_gradients` did for a step."""
+
+    def install_weights(self) -> None:
+        """Clip the main weights by QK-clip, if it is on, and update the compute weights."""
+        clip_row_shards(self._chunk.module)
+        self._chunk.module.install_optimized_model_weights()
+
+    def zero_gradients(self) -> None:
+        """Zero the gradients of the chunk."""
+        self._chunk.zero_grad_buffer()
+        if self._outer_reductions is not None:
+            self._outer_reductions.clear()
+
+    def take_loaded_weights(self, *, is_with_state: bool) -> None:
+        """Update what follows from the weights that were loaded, with optimizer state or alone."""
+        if not is_with_state:
+            for parameter_group in self._chunk.param_and_grad_buffer.parameter_groups:
+                copy_model_weights_to_main_weights(parameter_group)
+
+
+class ShardedChunkOfV2(ShardedChunk):
+    """A chunk of Megatron-FSDP v2, which reduces gradients in the backward pass.
+
+    Args:
+        chunk: The wrapped chunk.
+    """
+
+    def __init__(self, chunk: FSDPModel) -> None:
+        self._chunk = chunk
+        # Modules hold other parameters while they compute.
+        self._params = dict(named_optimizer_parameters([chunk]))
+        self._groups = dict.fromkeys(place_of(param)[0] for param in self._params.values())
+        self._given: list[tuple[Any, DTensor]] = []
+
+    def finish_gradients(self) -> list[str]:
+        """Cast gradients to the dtype of main weights; return problems as sentences."""
+        problems = []
+        for name, param in self._params.items():
+            grad: Any = param.grad
+            if grad is None:
+                continue
+            if grad.placements != param.placements:
+                problems.append(
+                    f"{name}: expected a gradient with placements {param.placements}, got "
+                    f"{grad.placements}. Run the last microbatch of a step as the last one"
+                )
+            if grad.dtype != param.dtype:
+                self._given.append((param, grad))
+                _set_gradient(param, grad.to(param.dtype))
+        return problems
+
+    def end(self) -> None:
+        """Give parameters the gradients back that were cast."""
+        for param, grad in self._given:
+            _set_gradient(param, grad)
+        self._given.clear()
+
+    def install_weights(self) -> None:
+        """Clip the main weights by QK-clip, if it is on, and update the compute weights."""
+        clip_row_shards(self._chunk)
+        for group in self._groups:
+            group.sync_model_weight_from_main_weight()
+
+    def zero_gradients(self) -> None:
+        """Drop the gradients: the next backward pass overwrites their buffers."""
+        for param in self._params.values():
+            param.grad = None
+
+    def take_loaded_weights(self, *, is_with_state: bool) -> None:
+        """Update the compute weights: the main ones were loaded."""
+        for group in self._groups:
+            group.sync_model_weight_from_main_weight()
+
+
+def _set_gradient(param: Any, grad: DTensor) -> None:
+    # torch compares a gradient with the dtype that the parameter announces.
+    param.grad = None
+    param.grad_dtype = grad.dtype
+    param.grad = grad
