@@ -115,6 +115,7 @@ def test_collectives_are_those_of_the_document(
             ["all_reduce", "int32", 1, world_size],
             ["all_reduce", "int32", 1, world_size],
             ["all_gather_into_tensor", "int64", 1, world_size],
+            ["all_gather_into_tensor", "int32", 2, world_size],
             ["all_reduce", "int32", 1, world_size],
             ["all_gather_into_tensor", "int64", 8, world_size],
             ["all_reduce", "int32", 1, world_size],
