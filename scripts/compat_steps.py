@@ -25,7 +25,7 @@ SMOKE_TESTS = (
 FSDP_V2_TESTS = ("runtime/test_fsdp_v2_layout", "fsdp2/test_megatron_fsdp_v2")
 
 # Skipped by a release whose arguments lack the flag.
-V2_TESTS = "mcore/test_fsdp_v2_flags"
+V2_TESTS = ("mcore/test_fsdp_v2_flags", "mcore/test_fsdp_v2_pipeline")
 
 _ENABLE = """
 import megatron_muon
@@ -173,7 +173,7 @@ def _fsdp_v2(environment: Environment) -> Outcome:
 
 def _v2_flags(environment: Environment) -> Outcome:
     """Run what needs Megatron-FSDP v2 in Megatron's flags; "-" where the release lacks it."""
-    status, output = _run_tests(environment, "v2_flags", V2_TESTS, timeout_s=3600.0)
+    status, output = _run_tests(environment, "v2_flags", *V2_TESTS, timeout_s=3600.0)
     if status == 0 and not re.search(r"\d+ passed", output):
         return Outcome("-")
     return outcome_of(status, output)

@@ -74,6 +74,12 @@ def find_shard_groups(params: Iterable[DTensor], known: Iterable[Any]) -> Groups
     return dict(zip(wanted, found, strict=True))
 
 
+def groups_of_mesh(param: DTensor) -> Groups:
+    """Return the groups of a parameter that is sharded over a mesh of one axis."""
+    ranks, replicas = _shard_and_replica_ranks(param)
+    return {ranks: param.device_mesh.get_group(), replicas: None}
+
+
 def describe_matrix(fqn: str, param: DTensor, groups: Groups) -> ShardedMatrix:
     """Read the row shards of a matrix from the layout of its buffer.
 

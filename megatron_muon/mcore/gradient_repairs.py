@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.mcore import fsdp_v2_model
 from megatron_muon.mcore.fsdp_model import grad_stats_group, shards_over_outer_ranks
+from megatron_muon.runtime.fsdp_v2_layout import unsharded_of
 
 _IS_GRADIENT_BUFFER = "_megatron_muon_is_gradient_buffer"
 
@@ -68,10 +70,11 @@ def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., An
 
 
 def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_get_megatron_optimizer_based_on_param_groups``: HFSDP's norm is that of all shards.
+    """Wrap ``_get_megatron_optimizer_based_on_param_groups``: the norm is that of all shards.
 
     Upstream reduces it over one optimizer instance, which under HFSDP holds only some of the
-    shards: instances have different norms and clip differently.
+    shards: instances have different norms and clip differently. That of v2 is reduced over the
+    data-parallel ranks of one pipeline stage, and so stages differ.
     """
 
     @functools.wraps(original)
@@ -79,10 +82,15 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
         optimizer = original(*args, **kwargs)
         model_chunks = kwargs["model_chunks"] if "model_chunks" in kwargs else args[1]
         ddp_config = getattr(model_chunks[0], "ddp_config", None)
-        if getattr(ddp_config, "use_megatron_fsdp", False) and shards_over_outer_ranks(ddp_config):
+        if not getattr(ddp_config, "use_megatron_fsdp", False):
+            return optimizer
+        is_over = None
+        if is_v2 := fsdp_v2_model.is_v2(model_chunks[0]):
+            is_over = fsdp_v2_model.is_sharded_over_instances(model_chunks[0], ddp_config)
+        if is_v2 or shards_over_outer_ranks(ddp_config):
             groups = kwargs.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
             optimizer.grad_stats_parallel_group = grad_stats_group(
-                ddp_config, groups, is_expert=False
+                ddp_config, groups, is_expert=False, is_over_instances=is_over
             )
         return optimizer
 
@@ -102,6 +110,8 @@ def count_shards_once(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for param in self.get_parameters():
+            # One copy of a tied embedding is not counted.
+            copy_optimizer_param_metadata(param, unsharded_of(param))
             fsdp_v2_model.mark(param)
 
     return __init__
@@ -113,6 +123,9 @@ def name_missing_gradients(original: Callable[..., None]) -> Callable[..., None]
     v2 reduces the gradients of a module once all its parameters have one. If one never gets one,
     the others are not reduced either, and the next backward pass raises that a phase is invalid,
     without a name.
+
+    v2 counts gradients from zero after a forward pass alone. Of two backward passes in a row, as at
+    the end of a schedule with pipeline stages, the second one reduced nothing.
     """
 
     @functools.wraps(original)
@@ -122,7 +135,10 @@ def name_missing_gradients(original: Callable[..., None]) -> Callable[..., None]
         register = context.register_post_backward_final_callback
 
         def register_both() -> None:
-            """Let the end of this backward pass raise if gradients are missing."""
+            """Count from zero, and let the end of this pass raise if gradients are missing."""
+            # The root, which calls this, is the first module of a backward pass.
+            for each in context.forward_order:
+                each._num_ready_grad_parameters = 0
             torch.autograd.Variable._execution_engine.queue_callback(
                 functools.partial(_raise_where_missing, context)
             )

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What :func:`megatron_muon.enable` changes of what later releases have, as Megatron-FSDP v2."""
 
-from megatron_muon.mcore import gradient_repairs, qk_clip
+from megatron_muon.mcore import gradient_repairs, pipeline_repairs, qk_clip
 from megatron_muon.mcore.fsdp_dtensor import repairs as checkpoint_repairs
 from megatron_muon.patching.patch import Patch, Target, names
 
@@ -54,8 +54,39 @@ LATER_PATCHES: tuple[Patch, ...] = (
             ),
             source_lines=("super().__init__(config=config, module=module)",),
         ),
-        "v2: name parameters without a gradient, which stop the gradients of their module",
+        "v2: name parameters without a gradient, which stop the gradients of their module; count "
+        "gradients anew in each of two backward passes in a row, as of pipeline stages",
         gradient_repairs.name_missing_gradients,
+        tree_line="",
+    ),
+    Patch(
+        Target(
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+            "FullyShardedDataParallelV2._validate_config",
+            parameters=names("config, ddp_config, module, pg_collection, disable_bucketing"),
+            source_lines=(
+                '"pipeline_model_parallel_size",',
+                'for group_name in ("tp", "pp", "cp"):',
+                "if not any(isinstance(submodule, MoELayer) for submodule in module.modules()):",
+                'raise ValueError("MFSDP v2 does not support disabling bucketing.")',
+            ),
+        ),
+        "v2: accept pipeline stages, some without experts, and several on a rank",
+        pipeline_repairs.accept_stages,
+        tree_line="",
+    ),
+    Patch(
+        Target(
+            "megatron.core.optimizer.fully_sharded_optimizer",
+            "FullyShardedOptimizer._validate_config",
+            parameters=names("config, model_chunks"),
+            source_lines=(
+                "if len(model_chunks) != 1:",
+                'raise ValueError("MFSDP v2 currently supports exactly one model chunk.")',
+            ),
+        ),
+        "v2: accept several pipeline stages on a rank",
+        pipeline_repairs.accept_chunks,
         tree_line="",
     ),
 )

@@ -5,6 +5,7 @@
 Without them no model with stages trains under Megatron-FSDP, with any optimizer.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_attr_wrapped_model, get_pg_size
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.mcore.fsdp_model import describe_matrix
+from megatron_muon.mcore.fsdp_v2_model import groups_of_mesh
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.exchange import all_gather_rows
+from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2
 
 # Elements. Source: megatron-core 0.19.2, the minimum of the method that is wrapped.
 _LEAST_UNIT_SIZE = 1_000_000_000
@@ -163,7 +167,8 @@ def sum_tied_gradient(
     weight = weight_getter(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True))
     if weight is None or not weight.requires_grad:
         return
-    matrix = describe_matrix("embedding", weight)
+    groups = groups_of_mesh(weight) if is_of_fsdp_v2(weight) else None
+    matrix = describe_matrix("embedding", weight, groups)
     # A rank without rows has no gradient, and joins all the same.
     has_rows = weight.grad is not None
     grad = local_tensor(weight.grad if has_rows else weight.detach())
@@ -174,3 +179,46 @@ def sum_tied_gradient(
     if has_rows and matrix.shard_group is not None:
         start, stop = matrix.local_range
         grad.copy_(whole[start:stop])
+
+
+def accept_stages(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``FullyShardedDataParallelV2._validate_config``, which refuses pipeline stages.
+
+    Everything else stays refused. A stage may have no experts, though others are sharded over
+    expert-parallel ranks; that some have them is Megatron's own check. Of several stages on a rank
+    Megatron turns bucketing off in all but the first one, which v2 refuses and does not have.
+    """
+
+    @functools.wraps(original)
+    def _validate_config(
+        config: Any,
+        ddp_config: Any,
+        module: torch.nn.Module,
+        pg_collection: Any,
+        disable_bucketing: bool,
+    ) -> None:
+        """Check what is not about stages."""
+        if config.pipeline_model_parallel_size > 1:
+            # What upstream sees is a model of this stage alone.
+            config, pg_collection = copy.copy(config), copy.copy(pg_collection)
+            config.pipeline_model_parallel_size, pg_collection.pp = 1, None
+            if not any(isinstance(each, MoELayer) for each in module.modules()):
+                config.expert_model_parallel_size = 1
+            disable_bucketing = False
+        original(config, ddp_config, module, pg_collection, disable_bucketing)
+
+    return _validate_config
+
+
+def accept_chunks(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``FullyShardedOptimizer._validate_config``, which refuses several stages on a rank.
+
+    The optimizer itself handles any number of model chunks.
+    """
+
+    @functools.wraps(original)
+    def _validate_config(config: Any, model_chunks: list[Any]) -> None:
+        """Check what is not about the number of chunks."""
+        original(config, model_chunks[:1])
+
+    return _validate_config

@@ -161,6 +161,12 @@ V2_REQUIREMENTS: tuple[Target, ...] = (
             "offset += mesh.get_local_rank(axis) * shard_size",
         ),
     ),
+    # The count of gradients has this name (gradient_repairs.py, name_missing_gradients).
+    Target(
+        f"{_FSDP}.experimental.module",
+        "FsdpModule.pre_forward",
+        source_lines=("self._num_ready_grad_parameters = 0",),
+    ),
     # The callback at the end of a backward pass is found by its name on the context.
     Target(
         f"{_FSDP}.experimental.module",

@@ -195,7 +195,8 @@ class _LocatedInV2(_LocatedParameters):
 
     def __init__(self, model: Any) -> None:
         self.states, self._model = {}, model
-        self._parameters = sharded_parameters(model)
+        self._layer_names = names = LayerNames(model)
+        self._parameters = {names(n): param for n, param in sharded_parameters(model).items()}
         self._elements = {}
         for name, param in self._parameters.items():
             row_size = math.prod(param.shape[1:])

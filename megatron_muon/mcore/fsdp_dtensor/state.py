@@ -25,6 +25,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_
 from megatron.core.utils import log_single_rank
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.mcore.fsdp_dtensor.stages import rename_layers
 from megatron_muon.mcore.fsdp_v2_model import is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
@@ -49,7 +50,7 @@ def names_in_checkpoints(
     params = {
         f"module.{name}": param
         for chunk in model_chunks
-        for name, param in chunk.named_parameters()
+        for name, param in rename_layers(chunk, dict(chunk.named_parameters())).items()
     }
     num_experts = model_chunks[0].config.num_moe_experts
     of_all_ranks = handle_experts_in_state_dict(params, num_experts)
