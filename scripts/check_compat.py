@@ -33,6 +33,7 @@ from compat_steps import (  # noqa: E402
     Outcome,
     differences,
     import_megatron,
+    mended_upstream,
     run_steps,
 )
 
@@ -98,7 +99,8 @@ class Result:
     Args:
         case: The case.
         outcomes: By step.
-        findings: What a refused megatron-core lacks, or how its import fails.
+        findings: What a refused megatron-core lacks, how its import fails, or which repairs it does
+            not need.
     """
 
     case: Case
@@ -201,7 +203,8 @@ def check_here(folder: Path, steps: Sequence[str], megatron: Path | None = None)
         return Result(case, {"install": Outcome("failed", reason)})
     is_partial = bool(transformer_engine_problems())
     case = Case(*map(str, found.values()), transformer_engine="as it is", is_partial=is_partial)
-    return Result(case, run_steps(Environment(Path(sys.executable), folder, env), steps))
+    environment = Environment(Path(sys.executable), folder, env)
+    return Result(case, run_steps(environment, steps), tuple(mended_upstream(environment)))
 
 
 def markdown(results: Sequence[Result], steps: Sequence[str]) -> str:
