@@ -28,12 +28,13 @@ def ids(some_cases):
 
 
 def test_recipes_cover_what_they_promise():
-    """8 GPUs: ZeRO-1, 2, 3, TP 2, HSDP and EP 8; CPUs: the same on 2 or 4 ranks."""
+    """8 GPUs: ZeRO-1, 2, 3, TP 2, PP 2, HSDP and EP 8; CPUs: the same on 2 or 4 ranks."""
     for some, zero in ((GPU_CASES, (1, 2, 3)), (CPU_CASES, (1, 2, 3))):
         strategies = {case.arguments["--data-parallel-sharding-strategy"] for case in some}
         assert strategies == {("optim", "optim_grads", "optim_grads_params")[z - 1] for z in zero}
         for flag in (
             "--tensor-model-parallel-size",
+            "--pipeline-model-parallel-size",
             "--num-distributed-optimizer-instances",
             "--expert-model-parallel-size",
         ):
@@ -58,6 +59,7 @@ def test_every_case_follows_megatrons_conventions():
             "z2": arguments["--data-parallel-sharding-strategy"] == "optim_grads",
             "z3": arguments["--data-parallel-sharding-strategy"] == "optim_grads_params",
             "tp2": arguments.get("--tensor-model-parallel-size") == "2",
+            "pp2": arguments.get("--pipeline-model-parallel-size") == "2",
             "hsdp2": "--num-distributed-optimizer-instances" in arguments,
             f"ep{arguments.get('--expert-model-parallel-size')}": case.model == "moe",
             "te": arguments["--transformer-impl"] == "transformer_engine",
