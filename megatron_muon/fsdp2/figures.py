@@ -93,6 +93,7 @@ class StepSums:
         numbers = range(max(each[0] for each in of_ranks))
 
         def total(kind: str, number: int) -> float:
+            """Return a sum of squares over all ranks."""
             return sum(squares.get((number, kind), 0.0) for _, squares, _, _ in of_ranks)
 
         counts = [sum(each[2].get(number, 0.0) for each in of_ranks) for number in numbers]

@@ -160,11 +160,10 @@ class Muon(WholeMatrixMuon):
             momentum_dtype,
         )
         problems = dependency_problems() + settings.problems()
-        # torch refuses an empty list, which a pipeline stage may have.
-        given = list(params)
         try:
             super().__init__(
-                given or [{"params": []}],
+                # torch refuses an empty list, which a pipeline stage may have.
+                list(params) or [{"params": []}],
                 lr,
                 momentum,
                 weight_decay,
@@ -179,7 +178,6 @@ class Muon(WholeMatrixMuon):
             problems.append(first_line(error))
             self.param_groups: list[dict[str, Any]] = []
         self._device, self._rows_device = devices_of(self.param_groups)
-
         self._plan(
             NewtonSchulzSettings(
                 num_ns_steps,

@@ -227,6 +227,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
         @in_range("elementwise")
         def step_others() -> None:
+            """Step the parameters that are no matrices of Muon's."""
             for algorithm in _ALGORITHMS:
                 other = self._elementwise(algorithm)
                 if other is not None:

@@ -27,6 +27,7 @@ def scale_function(mode: str, extra_factor: float) -> Callable[[int, int], tuple
     upstream, factor = _OTHERS.get(mode, (mode, 1.0))
 
     def scale(rows: int, cols: int) -> tuple[float, float]:
+        """Return the factors of a matrix."""
         by_shape = 1.0 if upstream is None else get_muon_scale_factor(rows, cols, mode=upstream)
         return by_shape, factor * extra_factor
 

@@ -17,8 +17,11 @@ def in_range[**P, R](name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        """Wrap the function."""
+
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            """Call it, in a range while a profiler runs."""
             if not profiler._is_profiler_enabled:
                 return function(*args, **kwargs)
             with torch.profiler.record_function(f"Muon.{name}"):

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import faulthandler
+import fcntl
 import functools
 import itertools
 import json
@@ -383,13 +384,24 @@ def _record_history(path: Path) -> None:
     training.training_log = training_log
 
 
+_locked: list[Any] = []
+
+
 @functools.cache
 def _ports() -> Iterator[int]:
     """Return ports below those that the kernel assigns, different ones in each test process.
 
-    Another socket could get a port that the kernel has assigned before rank 0 listens on it.
+    Another socket could get a port that the kernel has assigned before rank 0 listens on it. A
+    locked file says which ports a process has: by its number two suites at once met on one port.
     """
-    first = 10_000 + 1000 * (os.getpid() % 20)
+    for block in range(os.getpid(), os.getpid() + 20):
+        path = Path(tempfile.gettempdir(), f"megatron_muon_ports_{os.getuid()}_{block % 20}")
+        file = open(path, "w")  # noqa: SIM115 - locked until this process ends
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+    _locked.append(file)
+    first = 10_000 + 1000 * (block % 20)
     return itertools.cycle(range(first, first + 1000))
 
 
