@@ -117,7 +117,7 @@ def count_shards_once(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def name_missing_gradients(original: Callable[..., None]) -> Callable[..., None]:
+def complete_backward_passes(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``FullyShardedDataParallelV2.__init__`` to name unused parameters.
 
     v2 reduces the gradients of a module once all its parameters have one. If one never gets one,

@@ -56,7 +56,7 @@ LATER_PATCHES: tuple[Patch, ...] = (
         ),
         "v2: name parameters without a gradient, which stop the gradients of their module; count "
         "gradients anew in each of two backward passes in a row, as of pipeline stages",
-        gradient_repairs.name_missing_gradients,
+        gradient_repairs.complete_backward_passes,
         tree_line="",
     ),
     Patch(

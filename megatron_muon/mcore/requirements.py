@@ -161,7 +161,7 @@ V2_REQUIREMENTS: tuple[Target, ...] = (
             "offset += mesh.get_local_rank(axis) * shard_size",
         ),
     ),
-    # The count of gradients has this name (gradient_repairs.py, name_missing_gradients).
+    # The count of gradients has this name (gradient_repairs.py, complete_backward_passes).
     Target(
         f"{_FSDP}.experimental.module",
         "FsdpModule.pre_forward",
