@@ -4,6 +4,7 @@
 
 import itertools
 import math
+import threading
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -34,6 +35,8 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
     exchange = {**OWNER, "wire": wire, "num_buckets": 3}
     optimizers = build_optimizers(num_shards, {}, exchange, **grid)
     counted: Counter[str] = Counter()
+    # The runtime's threads start spreads while this thread counts other collectives.
+    counting = threading.Lock()
     all_to_all, all_reduce = dist.all_to_all_single, dist.all_reduce
     all_gather = dist.all_gather_into_tensor
 
@@ -41,18 +44,21 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
         assert data.numel() == sum(in_sizes) and output.numel() == sum(out_sizes)
         # What a rank sends to itself, as a replica or for a matrix in place, does not leave it.
         to_itself = in_sizes[dist.get_rank(kw["group"])]
-        counted["moved"] += data.nbytes - to_itself * data.element_size()
-        counted["messages"] += 1
+        with counting:
+            counted["moved"] += data.nbytes - to_itself * data.element_size()
+            counted["messages"] += 1
         return all_to_all(output, data, out_sizes, in_sizes, **kw)
 
     def counting_all_gather(output, data, **kw):
         # To each other replica, or through them.
-        counted["moved"] += output.nbytes - data.nbytes
-        counted["spreads"] += 1
+        with counting:
+            counted["moved"] += output.nbytes - data.nbytes
+            counted["spreads"] += 1
         return all_gather(output, data, **kw)
 
     def counting_all_reduce(tensor, **kw):
-        counted["reduced" if tensor.is_floating_point() else "flags"] += tensor.nbytes
+        with counting:
+            counted["reduced" if tensor.is_floating_point() else "flags"] += tensor.nbytes
         return all_reduce(tensor, **kw)
 
     optimizers.set_gradients(0)
