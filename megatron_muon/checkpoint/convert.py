@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_muon.checkpoint.folders import CheckpointError, find_checkpoint
-from megatron_muon.checkpoint.optimizers import OPTIMIZERS, Change, find_changes
+from megatron_muon.checkpoint.optimizers import COPY, OPTIMIZERS, Change, find_changes
 from megatron_muon.checkpoint.storage import StoredCheckpoint, load_chunk, read_checkpoint
 from megatron_muon.checkpoint.to_torch_dist import to_torch_dist
 from megatron_muon.checkpoint.torch_dist import to_fsdp_dtensor
@@ -67,6 +67,12 @@ def convert(
             f"--from {source} --to {destination}: expected fsdp2 and one of "
             f"{', '.join(sorted(others))}, or torch_dist and fsdp_dtensor. Choose what wrote the "
             "checkpoint and what will read it."
+        )
+    if destination == "xtuner":
+        raise CheckpointError(
+            "--to xtuner: expected an optimizer that loads momentum before its first step, got one "
+            "that drops it, its own too (get_optimizer_state_dict finds a state without momentum). "
+            "Start its momentum from zero."
         )
     if pair == {*FORMATS}:
         checkpoint = read_checkpoint(find_checkpoint(path, iteration, source))
@@ -162,7 +168,7 @@ def _convert_folder(checkpoint: StoredCheckpoint, writer: CheckpointWriter, chan
 def _write(checkpoint: StoredCheckpoint, writer: CheckpointWriter, key: str, each: Change) -> None:
     if isinstance(each.value, torch.Tensor):
         writer.add_chunk(key, each.value.shape, [0] * each.value.ndim, each.value)
-    elif each.value is not None:
+    elif each.value is not COPY:
         writer.add_object(key, each.value)
     elif each.key in checkpoint.objects:
         writer.add_stored(key, checkpoint.read_item(checkpoint.objects[each.key]))
@@ -201,7 +207,7 @@ def _convert_file(path: Path, target: Path, change: _Change) -> int:
         if is_nested:
             state_dict |= {"state": {}, "param_groups": groups}
         for key, each in changes.items():
-            value = flat[each.key] if each.value is None else each.value
+            value = flat[each.key] if each.value is COPY else each.value
             if isinstance(value, torch.Tensor):
                 value = _scaled(value, each.factor)
             part, _, rest = key.partition(".")

@@ -54,6 +54,9 @@ _STATE = re.compile(r"state\.(.+)\.([^.]+)$")
 _GROUP = re.compile(r"param_groups\.(.+)\.([^.]+)$")
 
 
+COPY = object()  # not None, which settings of AdamW may be
+
+
 @dataclass(frozen=True)
 class Change:
     """Where a value of the result comes from.
@@ -61,12 +64,12 @@ class Change:
     Args:
         key: The key that is copied, or beside which a new value stands.
         factor: Multiplied with its elements.
-        value: A new value; None for a copy.
+        value: A new value, or ``COPY``.
     """
 
     key: str
     factor: float = 1.0
-    value: Any = None
+    value: Any = COPY
 
 
 @dataclass(frozen=True)

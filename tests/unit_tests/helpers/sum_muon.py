@@ -6,13 +6,16 @@ Written from the recurrences and names of their state: ``dion/muon.py``, ``dion/
 and ``dion/scalar_opts.py`` of microsoft/dion; ``xtuner/v1/optim/muon.py`` of InternLM/xtuner.
 """
 
+import importlib
 from typing import Any
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+from torch.distributed.device_mesh import init_device_mesh
 
 # Of both optimizers that are compared: bf16 would amplify how an average differs from a sum.
 PRECISE = {"nesterov": True, "fp32_matmul_prec": "highest"}
+PACKAGES = {"dion": "dion", "xtuner": "xtuner.v1.optim.muon"}
 
 
 class SumMuon(torch.optim.Optimizer):
@@ -67,3 +70,26 @@ class SumMuon(torch.optim.Optimizer):
             step = float(state["step_dev"])
         root = (state["variance"] / (1 - group["beta2"] ** step)).sqrt() + group["epsilon"]
         param.sub_(group["lr"] / (1 - group["beta1"] ** step) * state["momentum"] / root)
+
+
+def package_muon(groups: list[dict[str, Any]], style: str) -> torch.optim.Optimizer:
+    """Return an optimizer of dion or xtuner itself, with the Newton-Schulz of :class:`SumMuon`.
+
+    They are in no registry. For dion, PYTHONPATH has the folder ``dion`` of its repository; for
+    xtuner, ``xtuner/v1/optim/muon.py`` and ``xtuner/v1/utils/dtensor.py`` without the other files,
+    as importing all of it needs a GPU's packages.
+    """
+    whole = WholeMatrixMuon([torch.nn.Parameter(torch.zeros(2, 2))], **PRECISE)
+
+    def orthogonalize(update: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Return the scaled result of a bfloat16 update."""
+        return whole.scaled_orthogonalize_fn(update.float())
+
+    settings: dict[str, Any] = {"lr": 0.02, "mu": 0.9, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    settings |= {"nesterov": True, "newton_schulz_func": orthogonalize}
+    if style == "dion":
+        settings |= {"adjust_lr": None, "distributed_mesh": init_device_mesh("cpu", (1,))}
+    else:
+        settings["adjust_lr"] = "none"
+    muon = importlib.import_module(PACKAGES[style]).Muon
+    return muon([dict(group) for group in groups], **settings)

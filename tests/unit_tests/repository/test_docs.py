@@ -38,6 +38,8 @@ COVERED = {
     "::test_quickstart_trains_with_both_optimizers_and_reports",
     # Whoever runs the tests runs one of these two.
     "bash scripts/test.sh*": "repository/test_environment.py::test_shell_script_parses",
+    "PYTHONPATH=PEERS bash scripts/test.sh *": "checkpoint/test_convert.py"
+    "::test_a_run_goes_on_with_the_package_itself",
     "bash .ci/run": "repository/test_environment.py::test_shell_script_parses",
     "bash tests/functional/run.sh*": "repository/test_functional.py"
     "::test_runner_judges_a_case_and_leaves_its_inputs_alone",
