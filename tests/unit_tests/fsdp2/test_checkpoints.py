@@ -80,8 +80,8 @@ FORMS = {
     "nested": (False, "named", "named"),
     "flat": (True, "named", "named"),
 }
-# That of torch 2.13 and later refuses shards: "in-place operations that require placement changes".
-if Version(version("torch")).release < (2, 13):
+# That of torch 2.12 and later refuses shards: "in-place operations that require placement changes".
+if Version(version("torch")).release < (2, 12):
     FORMS["of torch"] = (False, "torch", "unnamed")
 
 

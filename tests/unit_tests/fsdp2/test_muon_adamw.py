@@ -5,7 +5,6 @@
 import copy
 import functools
 import io
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from helpers import fsdp2_models
 from helpers.device import device, init_group
-from helpers.fsdp2_models import CASES
+from helpers.fsdp2_models import CASES, mixed_model
 from helpers.ranks import run_ranks
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW, parameter_groups
@@ -98,36 +97,6 @@ def test_one_optimizer_steps_as_muon_and_adamw_do(world_size, case):
         assert found[case] == []
 
 
-class _Modules(torch.nn.Module):
-    """Modules that fully_shard takes: it refuses containers, and asks for a forward pass."""
-
-    def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
-        super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def __getitem__(self, name: str) -> Any:
-        return self.get_submodule(name)
-
-    def forward(self, x: Any) -> Any:
-        return self["head"](self["embed"](x))
-
-
-def _model() -> torch.nn.Module:
-    torch.manual_seed(3)
-    return _Modules(
-        {
-            "embed": torch.nn.Embedding(16, 8),
-            "conv": torch.nn.Conv2d(3, 8, 2),
-            "up": torch.nn.Linear(8, 12),
-            "gate": torch.nn.Linear(8, 4, bias=False),
-            "down": torch.nn.Linear(12, 8, bias=False),
-            "norm": torch.nn.LayerNorm(8),
-            "head": torch.nn.Linear(8, 16, bias=False),
-        }
-    ).to(device())
-
-
 def _grads(model: torch.nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for param in model.parameters():
@@ -137,52 +106,6 @@ def _grads(model: torch.nn.Module, step: int) -> None:
 
             grad = distribute_tensor(grad, param.device_mesh, param.placements)
         param.grad = grad
-
-
-def test_parameters_are_sorted_by_name_shape_and_module(caplog):
-    """What went where is logged, with the matrices that AdamW steps."""
-    with caplog.at_level(logging.INFO, logger="megatron_muon"):
-        groups = parameter_groups(_model(), elementwise_options={"lr": 0.5})
-    names = {group["algorithm"]: group["param_names"] for group in groups}
-    assert names["muon"] == ["up.weight", "down.weight"]
-    rest = ["embed.weight", "conv.weight", "conv.bias", "up.bias", "gate.weight"]
-    assert names["adamw"] == [*rest, "norm.weight", "norm.bias", "head.weight"]
-    assert [group.get("lr") for group in groups] == [None if g["algorithm"] == "muon" else 0.5
-                                                     for g in groups]  # fmt: skip
-    assert "muon: 2 parameters, 192 elements" in caplog.text
-    assert (
-        "adamw, not muon, steps embed.weight, conv.weight, gate.weight, head.weight" in caplog.text
-    )
-
-
-def test_convolutions_go_to_muon_where_that_is_asked_for():
-    """In a group of their own, as matrices of output channels."""
-    groups = parameter_groups(_model(), flatten=True, elementwise_names=[r"^up\."])
-    of_muon = [group for group in groups if group["algorithm"] == "muon"]
-    assert [(g["param_names"], g.get("flatten", False)) for g in of_muon] == [
-        (["conv.weight"], True),
-        (["gate.weight", "down.weight", "head.weight"], False),
-    ]
-
-
-def test_names_of_real_models_are_sorted_rightly():
-    """Of Hugging Face, torchtitan and GPT-2."""
-    matrices = ["layers.0.mlp.gate_proj.weight", "attention.output.dense.weight", "h.0.c.weight",
-                "layers.0.output.weight",
-                "layers.1.moe.experts.w1", "layers.0.attention.wo.weight"]  # fmt: skip
-    others = ["model.embed_tokens.weight", "tok_embeddings.weight", "wte.weight", "lm_head.weight",
-              "output.weight", "layers.0.mlp.gate.weight", "moe.router.gate.weight"]  # fmt: skip
-    model = torch.nn.Module()
-    for name in (*matrices, *others):
-        module = model
-        *path, leaf = name.split(".")
-        for part in path:
-            if not hasattr(module, part):
-                setattr(module, part, torch.nn.Module())
-            module = getattr(module, part)
-        setattr(module, leaf, torch.nn.Parameter(torch.ones(2, 2)))
-    found = {n: g["algorithm"] for g in parameter_groups(model) for n in g["param_names"]}
-    assert found == dict.fromkeys(matrices, "muon") | dict.fromkeys(others, "adamw")
 
 
 @pytest.mark.parametrize(
@@ -213,16 +136,16 @@ def test_names_of_real_models_are_sorted_rightly():
 def test_construction_that_cannot_work_is_refused(build: Callable[[Any], Any], said: str | None):
     """AdamW's arguments count where there is a group of AdamW."""
     if said is None:
-        build(_model())
+        build(mixed_model())
         return
     with pytest.raises((TypeError, ValueError)) as error:
-        build(_model())
+        build(mixed_model())
     assert said in str(error.value)
 
 
 def test_schedulers_copies_and_pickles_before_the_first_step():
     """A trainer may copy an optimizer that it has not stepped; afterwards it has process groups."""
-    model = _model()
+    model = mixed_model()
     optimizer = MuonAdamW.from_model(model, lr=0.1)
     other = copy.deepcopy(model)
     copied = copy.deepcopy(optimizer)
@@ -251,7 +174,7 @@ def test_schedulers_copies_and_pickles_before_the_first_step():
 
 def test_groups_may_be_added_until_the_first_step():
     """They have the defaults of their algorithm."""
-    model = _model()
+    model = mixed_model()
     optimizer = MuonAdamW([model["up"].weight], lr=0.1)
     optimizer.add_param_group({"params": [model["norm"].weight], "algorithm": "lion", "lr": 0.5})
     before = model["norm"].weight.detach().clone()
@@ -266,7 +189,7 @@ def test_groups_may_be_added_until_the_first_step():
 
 def test_state_dict_of_one_rank_resumes():
     """The bits of the run that went on, through torch.save's form."""
-    models = [_model(), _model()]
+    models = [mixed_model(), mixed_model()]
     optimizers = [MuonAdamW.from_model(each, lr=0.1) for each in models]
     for step in range(2):
         _grads(models[0], step)
@@ -287,7 +210,7 @@ def _late() -> list[Any]:
 
     init_group()
     mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
-    late, early = _model(), _model()
+    late, early = mixed_model(), mixed_model()
     optimizer = MuonAdamW.from_model(late, lr=0.1)
     # Nothing is planned by these while parameters are plain.
     optimizer.load_state_dict(optimizer.state_dict())
@@ -353,7 +276,7 @@ def _sharded(shape: list[int]) -> torch.nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = _model()
+    model = mixed_model()
     names = ("replicate", "shard")[-len(shape) :]
     fully_shard(model, mesh=init_device_mesh(device().type, tuple(shape), mesh_dim_names=names))
     return model

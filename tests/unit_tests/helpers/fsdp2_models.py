@@ -275,3 +275,30 @@ CASES: Mapping[int, Sequence[Case]] = {
         stages,
     ),
 }
+
+
+def mixed_model() -> Any:
+    """Return an unsharded model of an embedding, a convolution, layers, a norm and a head."""
+    import torch
+
+    class Model(torch.nn.Module):
+        """Modules that fully_shard takes: it refuses containers, and asks for a forward pass."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(16, 8)
+            self.conv = torch.nn.Conv2d(3, 8, 2)
+            self.up = torch.nn.Linear(8, 12)
+            self.gate = torch.nn.Linear(8, 4, bias=False)
+            self.down = torch.nn.Linear(12, 8, bias=False)
+            self.norm = torch.nn.LayerNorm(8)
+            self.head = torch.nn.Linear(8, 16, bias=False)
+
+        def __getitem__(self, name: str) -> Any:
+            return self.get_submodule(name)
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.embed(x))
+
+    torch.manual_seed(3)
+    return Model().to(device())
