@@ -80,8 +80,7 @@ FORMS = {
     "nested": (False, "named", "named"),
     "flat": (True, "named", "named"),
 }
-# That of torch 2.12 and later refuses matrices with fewer rows than ranks: "in-place operations that
-# require placement changes".
+# That of torch 2.12 and later refuses matrices with fewer rows than ranks.
 if Version(version("torch")).release < (2, 12):
     FORMS["of torch"] = (False, "torch", "unnamed")
 
