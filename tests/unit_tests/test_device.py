@@ -1,10 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``--device cuda`` does, rehearsed without a GPU."""
+"""What ``--device cuda`` does, rehearsed without a GPU; how ranks of tests end."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,3 +107,21 @@ def test_forked_ranks_that_cannot_use_their_gpu_are_spawned(monkeypatch):
     with pytest.warns(UserWarning, match="forked ranks cannot use their GPUs: ranks are spawned"):
         run = run_ranks(2, _where_if_spawned)
     assert run.check().results == [["cpu", "gloo", 2.0]] * 2 and ranks.start_method == "spawn"
+
+
+def _start_process(path: str, is_failing: bool) -> None:
+    """Start a process that outlives this rank by far, and note its number."""
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    process.start()
+    Path(path).write_text(str(process.pid))
+    assert not is_failing
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_rank_ends_the_processes_that_it_started(is_failing, tmp_path):
+    """A save of Megatron starts one, of 0.4 GB; a run of all tests once left dozens."""
+    run = run_ranks(1, _start_process, str(tmp_path / "pid"), is_failing)
+    assert run.exit_codes == [int(is_failing)]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
