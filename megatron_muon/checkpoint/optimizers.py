@@ -246,11 +246,10 @@ def _adamw_changes(
             )
         found = {old.adamw[kind]: key for kind, key in kinds.items() if kind in old.adamw}
         for torch_name, key in found.items():
-            if torch_name in new_names:
-                changes[f"state.{param}.{new_names[torch_name]}"] = Change(key)
+            changes[f"state.{param}.{new_names[torch_name]}"] = Change(key)
         if "step" in found:
             step = max(step, int(read(found["step"])))
-        elif found and "step" in new_names:
+        elif found:
             counter = torch.tensor(float(step), dtype=torch.float32)
             key = next(iter(kinds.values()))
             changes[f"state.{param}.{new_names['step']}"] = Change(key, value=counter)
