@@ -70,9 +70,8 @@ def convert(
         )
     if destination == "xtuner":
         raise CheckpointError(
-            "--to xtuner: expected an optimizer that loads momentum before its first step, got one "
-            "that drops it, its own too (get_optimizer_state_dict finds a state without momentum). "
-            "Start its momentum from zero."
+            "--to xtuner: expected an optimizer that loads momentum before its first step, got "
+            "xtuner's, which has none to load into until then. Start it from zero momentum."
         )
     if pair == {*FORMATS}:
         checkpoint = read_checkpoint(find_checkpoint(path, iteration, source))

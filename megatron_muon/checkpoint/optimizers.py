@@ -52,9 +52,8 @@ OPTIMIZERS = {
 _KEPT_SETTINGS = ("lr", "initial_lr", "weight_decay", "params", "param_names")
 _STATE = re.compile(r"state\.(.+)\.([^.]+)$")
 _GROUP = re.compile(r"param_groups\.(.+)\.([^.]+)$")
-
-
-COPY = object()  # not None, which settings of AdamW may be
+# Instead of None, which is a value of AdamW's settings.
+COPY = object()
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Change:
     Args:
         key: The key that is copied, or beside which a new value stands.
         factor: Multiplied with its elements.
-        value: A new value, or ``COPY``.
+        value: A new value, or ``COPY`` to copy the one of ``key``.
     """
 
     key: str

@@ -130,13 +130,12 @@ def _momentum(optimizer: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("kind", "to"), KINDS)
 def test_a_run_goes_on_with_another_optimizer(kind, to, form, tmp_path):
     """Three steps, a conversion, three steps: the losses of six steps by the first optimizer."""
-    _go_on(kind, to, form, tmp_path, TOLERANCE)
+    assert _go_on(kind, to, form, tmp_path) <= TOLERANCE
     assert sorted(path.name for path in tmp_path.iterdir()) == ["converted", "saved"]
 
 
-def _go_on(
-    kind: str, to: str, form: str, folder: Path, tolerance: float, *, use_packages: bool = False
-) -> None:
+def _go_on(kind: str, to: str, form: str, folder: Path, *, use_packages: bool = False) -> float:
+    """Return by how much losses differ, relatively, from those of the run that did not stop."""
     model, optimizers = _build(kind, form, use_packages=use_packages)
     _train(model, optimizers, range(3))
     _save(model, optimizers, form, folder / "saved")
@@ -150,7 +149,8 @@ def _go_on(
     if to == "fsdp2":
         # Those of AdamW that have another name, or none, in the other optimizer are new.
         assert [_settings(each) for each in optimizers] == settings
-    assert _train(model, optimizers, range(3, 6)) == pytest.approx(expected, rel=tolerance)
+    found = _train(model, optimizers, range(3, 6))
+    return max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
 
 
 def _settings(optimizer: Any) -> list[dict[str, Any]]:
@@ -168,18 +168,21 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 def test_a_run_goes_on_with_the_package_itself(kind, to, form, tmp_path):
     """By hand, with the packages in PYTHONPATH: see :func:`helpers.sum_muon.package_muon`.
 
-    Both round updates to bfloat16: 8.8e-5 has been seen, and 3e-2 without momentum.
+    Both round updates to bfloat16, so losses differ by more: 8.7e-5 has been seen (-rP prints it).
     """
     package = ({kind, to} - {"fsdp2"}).pop()
     pytest.importorskip(PACKAGES[package], reason=f"needs {package} in PYTHONPATH")
     # Without torch.compile of dion's arithmetic, which takes minutes.
     env = {"TORCHDYNAMO_DISABLE": "1"}
-    run_ranks(1, _go_on_with_package, kind, to, form, str(tmp_path), env=env).check()
+    run = run_ranks(1, _go_on_with_package, kind, to, form, str(tmp_path), env=env).check()
+    (difference,) = run.results
+    print(f"largest relative difference: {difference:.1e}")
+    assert difference <= 5e-4
 
 
-def _go_on_with_package(kind: str, to: str, form: str, folder: str) -> None:
+def _go_on_with_package(kind: str, to: str, form: str, folder: str) -> float:
     init_group()
-    _go_on(kind, to, form, Path(folder), 5e-4, use_packages=True)
+    return _go_on(kind, to, form, Path(folder), use_packages=True)
 
 
 @pytest.mark.parametrize("kind", ["dion", "fsdp2"])

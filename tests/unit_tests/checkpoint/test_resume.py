@@ -26,8 +26,8 @@ import torch
 from helpers.checkpoint_runs import (
     LAST,
     SAVED_AT,
+    assert_resumes,
     assert_same,
-    digests,
     gathered,
     resumed_run,
     saved_run,
@@ -113,13 +113,7 @@ SAME_WORLD = [
 def test_resumed_run_is_the_run_that_never_stopped(world_size, zero, flags, tmp_path):
     """Losses, parameters and state of the iterations after, on every rank, bit for bit."""
     first, folder = saved(world_size, zero, *flags)
-    resumed = resumed_run(world_size, folder, tmp_path / "resumed", ZERO[zero], *flags).check()
-    assert resumed.losses == first.losses[SAVED_AT:]
-    assert len(resumed.losses) == LAST - SAVED_AT
-    for rank in range(world_size):
-        found = digests(tmp_path / "resumed", rank)
-        assert found == digests(folder, rank)
-        assert len(set(found)) == LAST - SAVED_AT
+    assert_resumes(first, folder, tmp_path / "resumed", world_size, ZERO[zero], *flags)
 
 
 Z3 = (4, 3, BF16_ON[4])

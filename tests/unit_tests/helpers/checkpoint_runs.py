@@ -113,6 +113,30 @@ def digests(folder: Path, rank: int) -> list[str]:
     return [line for line in lines if int(line.split()[0]) >= SAVED_AT]
 
 
+def assert_resumes(
+    first: Run, saved: Path, resumed: Path, world_size: int, sharding: str, *flags: str
+) -> None:
+    """Resume a saved run, and compare it with the one that never stopped, bit for bit.
+
+    Losses, parameters and state of each iteration that follows are compared, on every rank.
+
+    Args:
+        first: The run that saved.
+        saved: Its folder.
+        resumed: Folder of the resumed run.
+        world_size: Number of ranks of both.
+        sharding: Sharding strategy of both.
+        *flags: Other flags of both.
+    """
+    run = resumed_run(world_size, saved, resumed, sharding, *flags).check()
+    assert run.losses == first.losses[SAVED_AT:]
+    assert len(run.losses) == LAST - SAVED_AT
+    for rank in range(world_size):
+        found = digests(resumed, rank)
+        assert found == digests(saved, rank)
+        assert len(set(found)) == LAST - SAVED_AT
+
+
 def gathered(folder: Path, world_size: int, tp: int = 1, etp: int = 1) -> dict[str, torch.Tensor]:
     """Join what all ranks wrote.
 

@@ -340,10 +340,10 @@ def _run_rank(
 
 
 def _end(status: int) -> NoReturn:
-    """End this rank without tearing the interpreter down, and what it has started with it.
+    """End this rank and the processes that it started, without tearing the interpreter down.
 
-    Megatron's torch_dist saves start a manager of queues, which outlived its rank: a run of all
-    tests left dozens, of 0.4 GB each.
+    Saves in Megatron's torch_dist start a manager of queues. It once outlived its rank, and each
+    run of all tests left processes of 0.4 GB behind.
     """
     for process in multiprocessing.active_children():
         process.kill()

@@ -75,9 +75,9 @@ class SumMuon(torch.optim.Optimizer):
 def package_muon(groups: list[dict[str, Any]], style: str) -> torch.optim.Optimizer:
     """Return an optimizer of dion or xtuner itself, with the Newton-Schulz of :class:`SumMuon`.
 
-    They are in no registry. For dion, PYTHONPATH has the folder ``dion`` of its repository; for
-    xtuner, ``xtuner/v1/optim/muon.py`` and ``xtuner/v1/utils/dtensor.py`` without the other files,
-    as importing all of it needs a GPU's packages.
+    No registry has them. PYTHONPATH must contain the folder ``dion`` of dion's repository; of
+    xtuner's, ``xtuner/v1/optim/muon.py`` and ``xtuner/v1/utils/dtensor.py`` with empty
+    ``__init__.py`` files, as its own import packages that need a GPU.
     """
     whole = WholeMatrixMuon([torch.nn.Parameter(torch.zeros(2, 2))], **PRECISE)
 

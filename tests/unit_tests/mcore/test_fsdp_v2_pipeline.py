@@ -10,10 +10,9 @@ import functools
 
 import pytest
 from helpers.checkpoint_runs import (
-    LAST,
     SAVED_AT,
+    assert_resumes,
     assert_same,
-    digests,
     gathered,
     resumed_run,
     saved_run,
@@ -158,14 +157,9 @@ def test_tensor_parallelism_with_stages_stays_refused():
 )
 def test_resumed_run_is_the_run_that_never_stopped(world_size, flags, tmp_path):
     """Losses, parameters and state of the iterations after, on every rank, bit for bit."""
-    first = saved_run(world_size, tmp_path / "saved", ZERO[3], *V2, *flags)
-    resumed = resumed_run(
-        world_size, tmp_path / "saved", tmp_path / "resumed", ZERO[3], *V2, *flags
-    ).check()
-    assert resumed.losses == first.losses[SAVED_AT:]
-    for rank in range(world_size):
-        found = digests(tmp_path / "resumed", rank)
-        assert found == digests(tmp_path / "saved", rank) and len(found) == LAST - SAVED_AT
+    flags = (ZERO[3], *V2, *flags)
+    first = saved_run(world_size, tmp_path / "saved", *flags)
+    assert_resumes(first, tmp_path / "saved", tmp_path / "resumed", world_size, *flags)
 
 
 @pytest.mark.parametrize(
