@@ -84,6 +84,8 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
         ddp_config = getattr(model_chunks[0], "ddp_config", None)
         if not getattr(ddp_config, "use_megatron_fsdp", False):
             return optimizer
+        # Version 1 follows its settings; main's version 2 ignores the number of instances, so its
+        # placements are read.
         is_over = None
         if is_v2 := fsdp_v2_model.is_v2(model_chunks[0]):
             is_over = fsdp_v2_model.is_sharded_over_instances(model_chunks[0], ddp_config)
