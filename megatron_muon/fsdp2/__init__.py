@@ -23,7 +23,8 @@ Files, each importing only those above it::
     figures      norms of a step
     step_rows    local tensors of a step, and memory of its results
     muon         Muon
-    groups       the parameters of a model, sorted by name
+    fused        layout of a matrix that its module states
+    groups       the parameters of a model, sorted by evidence
     muon_adamw   Muon, AdamW and Lion in one optimizer
 """
 

@@ -15,18 +15,18 @@ from megatron_muon.runtime.dtensor_layout import local_tensor
 
 # Of a parameter group: they decide the plan, so those of construction stay. A group without them
 # gets none: a checkpoint of torch.optim.Muon has no such keys.
-_PLANNED = {"split_sizes": None, "transposed": False, "flatten": False}
+PLANNED = {"split_sizes": None, "transposed": False, "flatten": False}
 
 
 def planned_keys(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what the plan was made for, by group."""
-    return [{key: group[key] for key in _PLANNED if key in group} for group in groups]
+    return [{key: group[key] for key in PLANNED if key in group} for group in groups]
 
 
 def keep_planned(groups: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]) -> None:
     """Put back what the plan was made for; warn where the checkpoint has something else."""
     for number, (group, planned) in enumerate(zip(groups, own, strict=True)):
-        for key, default in _PLANNED.items():
+        for key, default in PLANNED.items():
             loaded, kept = group.pop(key, default), planned.get(key, default)
             if _as_tuple(loaded) != _as_tuple(kept):
                 warnings.warn(

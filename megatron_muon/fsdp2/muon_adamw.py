@@ -10,9 +10,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import elementwise_problems, refuse_grad_scaler
-from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, parameter_groups
-from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, planned_keys
+from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, choose, groups_of, log_choices
+from megatron_muon.fsdp2.loading import PLANNED, keep_dtypes, keep_planned, planned_keys
 from megatron_muon.fsdp2.muon import Muon
+from megatron_muon.fsdp2.parameters import SplitSizes, named_parameters
 from megatron_muon.fsdp2.rectangles import is_known_by_shapes
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.lion import FSDPLion
@@ -91,6 +92,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._inner: dict[str, torch.optim.Optimizer] = {}
         self._muon: Muon | None = None
         self._planned: list[torch.Tensor] = []
+        self._reasons: dict[str, str] = {}
         # Only what all groups have: schedulers look for momentum here.
         # torch refuses an empty list, which a pipeline stage may have.
         super().__init__(list(params) or [{"params": []}], common)  # type: ignore[arg-type]
@@ -105,9 +107,10 @@ class MuonAdamW(torch.optim.Optimizer):
         elementwise: str = "adamw",
         elementwise_options: Mapping[str, Any] | None = None,
         flatten: bool = False,
+        splits: Mapping[str, SplitSizes] | None = None,
         **options: Any,  # noqa: ANN401 - of __init__, by name
     ) -> Self:
-        """Build it for a model, whose parameters :func:`parameter_groups` sorts by name.
+        """Build it for a model, whose parameters :func:`parameter_groups` sorts.
 
         Args:
             model: The model.
@@ -116,16 +119,20 @@ class MuonAdamW(torch.optim.Optimizer):
             elementwise: See :func:`parameter_groups`.
             elementwise_options: See :func:`parameter_groups`.
             flatten: See :func:`parameter_groups`.
+            splits: See :func:`parameter_groups`.
             options: Other arguments of the class.
         """
-        groups = parameter_groups(
+        choices = choose(
             model,
             elementwise_names=elementwise_names,
             elementwise=elementwise,
-            elementwise_options=elementwise_options,
             flatten=flatten,
+            splits=splits,
         )
-        return cls(groups, lr, **options)
+        log_choices(choices)
+        optimizer = cls(groups_of(choices, elementwise_options or {}), lr, **options)
+        optimizer._reasons = {each.name: each.reason for each in choices}
+        return optimizer
 
     @property
     def algorithms(self) -> tuple[str, ...]:
@@ -136,6 +143,28 @@ class MuonAdamW(torch.optim.Optimizer):
     def muon(self) -> Muon | None:
         """What steps the matrices; None before it is planned."""
         return self._muon
+
+    def __repr__(self) -> str:
+        """Return a line for each group: its algorithm and settings."""
+        lines = []
+        for algorithm, group in zip(self._algorithms, self.param_groups, strict=True):
+            keys = {key: group[key] for key in group if key not in ("params", "param_names")}
+            if algorithm == "muon":
+                keys |= {key: self._muon_options[key] for key in ("nesterov", "scale_mode")}
+            text = ", ".join(f"{key}={value!r}" for key, value in keys.items())
+            lines.append(f"  {algorithm}, {len(group['params'])} parameters: {text}\n")
+        return f"{type(self).__name__}(\n{''.join(lines)})"
+
+    def summary(self) -> str:
+        """Return a line for each parameter: name, shape, algorithm, layout, and the reason."""
+        lines = []
+        for algorithm, group in zip(self._algorithms, self.param_groups, strict=True):
+            layout = [f"{key} {group[key]}" for key in PLANNED if group.get(key)]
+            for each in named_parameters([group]):
+                reason = self._reasons.get(each.name, "given")
+                shape = tuple(each.param.shape)
+                lines.append("  ".join([each.name, str(shape), algorithm, *layout, reason]))
+        return "\n".join(lines)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, until the first step.
@@ -281,7 +310,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 f"({', '.join(given) or 'those of its plan'}), which cannot be copied. Build "
                 "another one, and load the state of this one."
             )
-        names = ("_defaults", "_muon_options", "_algorithms", "_muon", "_planned")
+        names = ("_defaults", "_muon_options", "_algorithms", "_muon", "_planned", "_reasons")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own, "_inner": {}}
 

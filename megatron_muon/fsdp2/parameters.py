@@ -46,6 +46,11 @@ class NamedParameter:
     is_transposed: bool
     flattens: bool
 
+    @property
+    def output_dim(self) -> int:
+        """Dimension of outputs of a matrix, which ``split_sizes`` split."""
+        return int(self.is_transposed)
+
 
 def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[NamedParameter]:
     """Yield the parameters of groups, viewed as they are."""
@@ -199,7 +204,7 @@ class PlainGroups:
         mine = {
             number: local_tensor(each.param).shape[dim]
             for number, each in enumerate(parameters)
-            if (dim := _partition_dim(each.param)) is not None and dim < each.param.ndim
+            if (dim := partition_dim(each.param)) is not None and dim < each.param.ndim
         }
         if self.blocks is None:
             return {number: [size] for number, size in mine.items()}
@@ -219,7 +224,7 @@ class PlainGroups:
             )
         shape = list(each.param.shape)
         placements: list[Placement] = [Replicate()] * mesh.ndim
-        dim = _partition_dim(each.param)
+        dim = partition_dim(each.param)
         if dim is not None and sizes is not None:
             if self.blocks is None:
                 raise ValueError(
@@ -237,7 +242,7 @@ class PlainGroups:
         return _as_dtensor(each.param.detach(), mesh, placements, shape)
 
 
-def _partition_dim(param: torch.Tensor) -> int | None:
+def partition_dim(param: torch.Tensor) -> int | None:
     """Return the dimension that Megatron or Transformer Engine has cut into blocks, or None."""
     dim = getattr(param, "partition_dim", -1)
     # Both set it for all ranks, with this mark for one of a layer that is cut.

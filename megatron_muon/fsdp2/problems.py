@@ -169,7 +169,11 @@ def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | 
     try:
         problem = _tensor_problem(parameter, device) or _layout_problem(parameter.view)
         if problem is None:
-            segments_of(parameter.view.shape[-2], parameter.split_sizes)
+            segments_of(
+                parameter.view.shape[-2:][parameter.output_dim],
+                parameter.split_sizes,
+                is_transposed=parameter.is_transposed,
+            )
     except ValueError as error:
         problem = str(error)
     return None if problem is None else f"{parameter.name}: {problem}"
@@ -185,11 +189,6 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
         )
     if parameter.view.numel() == 0:
         return f"expected elements, got shape {tuple(param.shape)}. Leave it out"
-    if parameter.view.ndim == 3 and parameter.split_sizes is not None:
-        return (
-            f"split_sizes: expected none for a batch of matrices, got {parameter.split_sizes}. "
-            "Leave the matrices whole, or keep the parts as parameters of their own"
-        )
     # It would step a gathered copy that FSDP2 frees, and the model would learn nothing.
     is_plain = not isinstance(parameter.view, DTensor)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1

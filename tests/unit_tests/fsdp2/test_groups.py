@@ -1,29 +1,70 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters of a model go to Muon, by name, shape and kind of module."""
+"""Which parameters of a model go to Muon, by module, names and shape."""
 
 import logging
+from typing import Any
 
+import pytest
 import torch
 from helpers.fsdp2_models import mixed_model
+from torch import nn
 
-from megatron_muon.fsdp2 import parameter_groups
+from megatron_muon.fsdp2 import MuonAdamW, parameter_groups
+
+
+def algorithms(model: nn.Module, **options: Any) -> dict[str, str]:
+    """Return the algorithm of each parameter, by every name that it has."""
+    groups = parameter_groups(model, **options)
+    found = {param: group["algorithm"] for group in groups for param in group["params"]}
+    return {name: found[p] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def layouts(model: nn.Module, **options: Any) -> dict[str, tuple[Any, bool]]:
+    """Return ``split_sizes`` and ``transposed`` of each parameter of Muon."""
+    return {
+        name: (group.get("split_sizes"), group.get("transposed", False))
+        for group in parameter_groups(model, **options)
+        for name in group["param_names"]
+        if group["algorithm"] == "muon"
+    }
+
+
+def modules(**children: nn.Module) -> nn.Module:
+    """Return a module with children."""
+    module = nn.Module()
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module
+
+
+def bare(**shapes: tuple[int, ...]) -> nn.Module:
+    """Return a module with parameters of its own."""
+    module = nn.Module()
+    for name, shape in shapes.items():
+        setattr(module, name, nn.Parameter(torch.rand(shape)))
+    return module
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Return a linear layer without a bias."""
+    return nn.Linear(inputs, outputs, bias=False)
 
 
 def test_parameters_are_sorted_by_name_shape_and_module(caplog):
-    """What went where is logged, with the matrices that AdamW steps."""
-    with caplog.at_level(logging.INFO, logger="megatron_muon"):
+    """Matrices go to Muon; a line of each kind says why, at a level that is shown by default."""
+    with caplog.at_level(logging.WARNING, logger="megatron_muon"):
         groups = parameter_groups(mixed_model(), elementwise_options={"lr": 0.5})
     names = {group["algorithm"]: group["param_names"] for group in groups}
-    assert names["muon"] == ["up.weight", "down.weight"]
-    rest = ["embed.weight", "conv.weight", "conv.bias", "up.bias", "gate.weight"]
+    # A gate without experts is half of a SwiGLU.
+    assert names["muon"] == ["up.weight", "gate.weight", "down.weight"]
+    rest = ["embed.weight", "conv.weight", "conv.bias", "up.bias"]
     assert names["adamw"] == [*rest, "norm.weight", "norm.bias", "head.weight"]
     assert [group.get("lr") for group in groups] == [None if g["algorithm"] == "muon" else 0.5
                                                      for g in groups]  # fmt: skip
-    assert "muon: 2 parameters, 192 elements" in caplog.text
-    assert (
-        "adamw, not muon, steps embed.weight, conv.weight, gate.weight, head.weight" in caplog.text
-    )
+    assert "muon: linear: 3 parameters, 224 elements: up.weight, gate.weight" in caplog.text
+    assert "adamw: embedding: 1 parameters, 128 elements: embed.weight" in caplog.text
+    assert "unclear" not in caplog.text
 
 
 def test_convolutions_go_to_muon_where_that_is_asked_for():
@@ -39,18 +80,263 @@ def test_convolutions_go_to_muon_where_that_is_asked_for():
 def test_names_of_real_models_are_sorted_rightly():
     """Of Hugging Face, torchtitan and GPT-2."""
     matrices = ["layers.0.mlp.gate_proj.weight", "attention.output.dense.weight", "h.0.c.weight",
-                "layers.0.output.weight",
+                "layers.0.output.weight", "layers.2.mlp.gate.weight", "layers.2.mlp.up.weight",
+                "embedder.layers.0.attention.q.weight",
                 "layers.1.moe.experts.w1", "layers.0.attention.wo.weight"]  # fmt: skip
     others = ["model.embed_tokens.weight", "tok_embeddings.weight", "wte.weight", "lm_head.weight",
-              "output.weight", "layers.0.mlp.gate.weight", "moe.router.gate.weight"]  # fmt: skip
-    model = torch.nn.Module()
+              "output.weight", "layers.1.moe.gate.weight", "moe.router.gate.weight",
+              "pretrained.v_head.summary.weight", "value_head.weight", "qa_outputs.weight",
+              "to_logits.weight", "score.weight", "classifier.out_proj.weight", "pos_embed",
+              "layers.3.shared_head.head.weight"]  # fmt: skip
+    model = nn.Module()
     for name in (*matrices, *others):
         module = model
         *path, leaf = name.split(".")
         for part in path:
             if not hasattr(module, part):
-                setattr(module, part, torch.nn.Module())
+                setattr(module, part, nn.Module())
             module = getattr(module, part)
-        setattr(module, leaf, torch.nn.Parameter(torch.ones(2, 2)))
-    found = {n: g["algorithm"] for g in parameter_groups(model) for n in g["param_names"]}
-    assert found == dict.fromkeys(matrices, "muon") | dict.fromkeys(others, "adamw")
+        setattr(module, leaf, nn.Parameter(torch.ones(2, 2)))
+    assert algorithms(model) == dict.fromkeys(matrices, "muon") | dict.fromkeys(others, "adamw")
+
+
+@pytest.mark.parametrize("is_head_first", [False, True])
+@pytest.mark.parametrize("names", [("shared", "out"), ("tok", "lm_head"), ("rows", "predictions")])
+def test_shared_embedding_is_stepped_by_adamw(names, is_head_first):
+    """Muon got the embedding of T5, BART and GPT-2, whose head was registered later."""
+    embedding, head = nn.Embedding(24, 8), linear(8, 24)
+    head.weight = embedding.weight
+    children = dict(zip(names, (embedding, head), strict=True))
+    ordered = dict(reversed(children.items())) if is_head_first else children
+    found = algorithms(modules(**ordered, body=linear(8, 8)))
+    assert found == {
+        f"{names[0]}.weight": "adamw",
+        f"{names[1]}.weight": "adamw",
+        "body.weight": "muon",
+    }
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "",
+        "_orig_mod.",
+        "module.",
+        "_fsdp_wrapped_module.",
+        "net.",
+        "backbone.",
+        "module._orig_mod.",
+    ],
+)
+def test_output_layer_is_known_behind_a_prefix(prefix):
+    """Muon got it behind torch.compile's and DDP's."""
+    block = modules(attention=modules(output=linear(8, 8)), output=linear(8, 8))
+    model = modules(tok=nn.Embedding(24, 8), layers=nn.ModuleList([block]), output=linear(8, 24))
+    for name in reversed(prefix.split(".")[:-1]):
+        model = modules(**{name: model})
+    found = algorithms(model)
+    assert found[f"{prefix}output.weight"] == "adamw"
+    # A pipeline stage has no embedding.
+    assert algorithms(modules(layers=nn.ModuleList([block]), output=linear(8, 24))) == {
+        "layers.0.attention.output.weight": "muon",
+        "layers.0.output.weight": "muon",
+        "output.weight": "adamw",
+    }
+    assert found[f"{prefix}layers.0.attention.output.weight"] == "muon"
+    assert found[f"{prefix}layers.0.output.weight"] == "muon"
+
+
+def test_head_is_known_by_the_rows_of_an_embedding():
+    """Unless a later layer takes its outputs, or it is in a block, or all sides are equal."""
+    block = modules(up=linear(8, 24), down=linear(24, 8))
+    model = modules(
+        tok=nn.Embedding(24, 8),
+        positions=nn.Embedding(16, 8),
+        wide=linear(8, 16),
+        narrow=linear(16, 8),
+        square=linear(24, 24),
+        layers=nn.ModuleList([block]),
+        last=linear(8, 24),
+    )
+    found = algorithms(model)
+    assert {name for name, algorithm in found.items() if algorithm == "adamw"} == {
+        "tok.weight",
+        "positions.weight",
+        "last.weight",
+    }
+    # Sequential numbers its layers, and a class of its own may look rows up.
+    rows = type("Table", (nn.Embedding,), {})
+    found = algorithms(nn.Sequential(rows(24, 8), linear(8, 24), linear(24, 8), linear(8, 24)))
+    assert list(found.values()) == ["adamw", "muon", "muon", "adamw"]
+
+
+def test_tensors_that_multiply_nothing_as_a_matrix_are_stepped_by_adamw(caplog):
+    """Muon got decay rates, mixing factors, tokens, position tables and depthwise filters."""
+    model = bare(
+        A_log=(64, 8),
+        time_mix_key=(1, 1, 32),
+        cls_token=(1, 1, 32),
+        reg_token=(1, 4, 32),
+        latents=(6, 32),
+        pos_embed=(1, 9, 32),
+        conv1d_weight=(64, 1, 4),
+        bias_table=(9, 4),
+        lora_A=(4, 1),
+    )
+    model.one = linear(8, 1)
+    model.depthwise = nn.Conv1d(8, 8, 3, groups=8, bias=False)
+    model.normed = nn.utils.weight_norm(linear(8, 6))
+    model.parametrized = nn.utils.parametrizations.weight_norm(linear(8, 6))
+    matrices = modules(experts=bare(gate_up_proj=(4, 64, 32), w2=(4, 32, 32)), in_proj=linear(8, 6))
+    matrices.attention = nn.MultiheadAttention(8, 2, bias=False)
+    matrices.memory = nn.LSTM(8, 6, bias=False)
+    model.matrices = matrices
+    with caplog.at_level(logging.WARNING, logger="megatron_muon"):
+        found = algorithms(model, flatten=True)
+    names = {name for name, _ in matrices.named_parameters(prefix="matrices")}
+    assert {name for name, algorithm in found.items() if algorithm == "muon"} == names
+    unclear = [record.args[0] for record in caplog.records if "unclear" in record.message]
+    assert any("A_log, reg_token, latents" in each for each in unclear)
+    assert any(each == "matrices.experts.gate_up_proj" for each in unclear)
+
+
+def test_use_muon_of_a_parameter_or_its_module_decides():
+    """As under Megatron; fully_shard keeps the attribute of a module, not that of a parameter."""
+    model = modules(lm_head=linear(8, 24), body=linear(8, 8), other=linear(8, 8))
+    model.lm_head.weight.use_muon = True
+    model.body.weight.use_muon = False
+    model.other.use_muon = False
+    assert algorithms(model) == {
+        "lm_head.weight": "muon",
+        "body.weight": "adamw",
+        "other.weight": "adamw",
+    }
+
+
+def test_gate_is_a_router_only_beside_experts():
+    """A third of a dense SwiGLU went to AdamW where it was called gate."""
+    swiglu = modules(gate=linear(8, 6), up=linear(8, 6), down=linear(6, 8))
+    moe = modules(gate=linear(8, 4), experts=nn.ModuleList([swiglu]), shared_experts=swiglu)
+    counted = modules(gate=modules(wg=linear(8, 4)))
+    counted.num_experts = 4
+    found = algorithms(modules(dense=swiglu, moe=moe, counted=counted))
+    assert {name for name, algorithm in found.items() if algorithm == "adamw"} == {
+        "moe.gate.weight",
+        "counted.gate.wg.weight",
+    }
+
+
+def test_experts_are_split_as_their_module_says():
+    """Gate and up of all experts of transformers 5 were one matrix each."""
+    plain = bare(gate_up_proj=(4, 12, 5), down_proj=(4, 5, 6))
+    llama4 = bare(gate_up_proj=(4, 5, 12), down_proj=(4, 6, 5))
+    gpt_oss = bare(gate_up_proj=(4, 6, 12), gate_up_proj_bias=(4, 12), down_proj=(4, 6, 6))
+    gpt_oss.is_concatenated, gpt_oss.is_transposed = False, True
+    without_gate = bare(up_proj=(4, 5, 6), down_proj=(4, 6, 5))
+    without_gate.is_transposed = True
+    jetmoe = modules(input_linear=bare(weight=(4, 12, 5)), output_linear=bare(weight=(4, 5, 6)))
+    model = modules(
+        a=modules(experts=plain),
+        b=modules(experts=llama4),
+        c=modules(experts=gpt_oss),
+        d=modules(experts=without_gate),
+        e=modules(experts=jetmoe),
+        f=modules(gate_up_proj=linear(5, 12), down_proj=linear(6, 5)),
+    )
+    assert layouts(model) == {
+        "a.experts.gate_up_proj": (2, False),
+        "a.experts.down_proj": (None, False),
+        "b.experts.gate_up_proj": (2, True),
+        "b.experts.down_proj": (None, True),
+        "c.experts.gate_up_proj": ((1, 1), True),
+        "c.experts.down_proj": (None, True),
+        "d.experts.up_proj": (None, True),
+        "d.experts.down_proj": (None, True),
+        "e.experts.input_linear.weight": (2, False),
+        "e.experts.output_linear.weight": (None, False),
+        "f.gate_up_proj.weight": (2, False),
+        "f.down_proj.weight": (None, False),
+    }
+
+
+def attention(key: str, outputs: int, inputs: int = 8, **attributes: Any) -> nn.Module:
+    """Return an attention layer that says its numbers of heads."""
+    module = modules(**{key: linear(inputs, outputs)})
+    module.config = nn.Module()
+    for name, value in attributes.items():
+        setattr(module.config if name.startswith("num_key") else module, name, value)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes"),
+    [
+        # Phi-3; grouped queries; vision towers, by the heads or the width; Hiera, which widens.
+        (attention("qkv_proj", 24, num_heads=4, num_key_value_heads=4), 3),
+        (attention("qkv_proj", 16, num_heads=4, num_key_value_heads=2), (8, 4, 4)),
+        (attention("qkv", 24), 3),
+        (attention("qkv", 48, num_heads=4), 3),
+        # CodeGen stores another order, and says no number of groups; nothing says anything.
+        (attention("qkv_proj", 24, num_heads=4), None),
+        (attention("qkv", 20), None),
+        # GPT-NeoX and BLOOM, by head; Falcon, by group, and with one group.
+        (attention("query_key_value", 24, num_heads=4), (2, 2, 2)),
+        (attention("query_key_value", 16, num_heads=4, num_kv_heads=2), (4, 2, 2)),
+        (attention("query_key_value", 12, num_heads=4, num_kv_heads=1), (8, 2, 2)),
+        # GPT-BigCode, of one group, and of as many as heads.
+        (attention("c_attn", 12, num_heads=4, kv_heads=1, multi_query=True), (8, 2, 2)),
+        (attention("c_attn", 24, num_heads=4, kv_heads=4, multi_query=False), (2, 2, 2)),
+    ],
+)
+def test_attention_is_split_where_its_module_says_the_sizes(layer, sizes, caplog):
+    """Otherwise a warning names it; names alone say no order."""
+    with caplog.at_level(logging.WARNING, logger="megatron_muon"):
+        ((found, is_transposed),) = layouts(layer).values()
+    assert (found, is_transposed) == (sizes, False)
+    assert ("fused, in one matrix" in caplog.text) == (sizes is None)
+
+
+def test_layers_of_gpt2_are_transposed():
+    """Its linear layer, transformers' Conv1D, stores (inputs, outputs)."""
+    layer = bare(weight=(8, 24))
+    layer.nx, layer.nf = 8, 24
+    cross = bare(weight=(8, 16))
+    cross.nx, cross.nf = 8, 16
+    model = modules(attn=modules(c_attn=layer), crossattention=modules(c_attn=cross))
+    assert layouts(model) == {
+        "attn.c_attn.weight": (3, True),
+        "crossattention.c_attn.weight": (2, True),
+    }
+
+
+def test_splits_of_the_user_come_first():
+    """Sizes by pattern; None keeps a matrix whole."""
+    model = modules(
+        attention=nn.MultiheadAttention(8, 2, bias=False),
+        first=attention("qkv_proj", 20),
+        second=attention("qkv", 24),
+    )
+    found = layouts(model, splits={r"first\.qkv_proj": [8, 8, 4], r"second\.qkv": None})
+    assert found == {
+        "attention.in_proj_weight": (3, False),
+        "attention.out_proj.weight": (None, False),
+        "first.qkv_proj.weight": ((8, 8, 4), False),
+        "second.qkv.weight": (None, False),
+    }
+    with pytest.raises(ValueError, match=r"splits: expected patterns that find parameters of Muon"):
+        parameter_groups(model, splits={"query": 3})
+
+
+def test_what_was_chosen_is_shown():
+    """Groups did not say whose they are, nor with which settings."""
+    model = modules(embed=nn.Embedding(24, 8), attention=nn.MultiheadAttention(8, 2, bias=False))
+    optimizer = MuonAdamW.from_model(model, lr=0.1)
+    text = repr(optimizer)
+    assert "muon, 1 parameters: split_sizes=3, lr=0.1" in text
+    assert "nesterov=True, scale_mode='match_adamw'" in text
+    assert "adamw, 1 parameters: lr=0.1" in text
+    assert optimizer.summary().splitlines() == [
+        "attention.in_proj_weight  (24, 8)  muon  split_sizes 3  linear",
+        "attention.out_proj.weight  (8, 8)  muon  linear",
+        "embed.weight  (24, 8)  adamw  embedding",
+    ]

@@ -69,53 +69,51 @@ class Reference:
         return _joined(each, matrices), _joined(each, momentum)
 
 
-def _parts(each: Sharded, whole: Any) -> list[Any]:
-    """Cut a parameter into what Newton-Schulz sees: other code than the package's."""
+def _pieces(each: Sharded) -> list[tuple[Any, Any, Any]]:
+    """Return the indices of what Newton-Schulz sees: other code than the package's."""
     import torch
 
-    if whole.ndim == 3:
-        return list(whole)
-    sizes = each.keys.get("split_sizes")
-    if sizes is None:
-        return [whole]
-    rows = torch.arange(len(whole))
-    return [whole[rows[block == rows_block(each, rows)]] for block in range(num_blocks(each))]
+    matrices: list[Any] = [...] if each.whole.ndim == 2 else list(range(len(each.whole)))
+    is_transposed = each.keys.get("transposed", False)
+    num_rows, num_cols = each.whole.shape[-2:]
+    rows, cols = torch.arange(num_rows)[:, None], torch.arange(num_cols)[None, :]
+    outputs = (cols if is_transposed else rows).flatten()
+    of_output = _block_of_output(each, outputs)
+    found = []
+    for matrix in matrices:
+        for block in of_output.unique():
+            chosen = outputs[of_output == block]
+            found.append(
+                (matrix, rows, chosen[None, :])
+                if is_transposed
+                else (matrix, chosen[:, None], cols)
+            )
+    return found
+
+
+def _block_of_output(each: Sharded, outputs: Any) -> Any:
+    import torch
+
+    sizes = each.keys.get("split_sizes") or 1
+    if isinstance(sizes, int):
+        return outputs // (len(outputs) // sizes)
+    if len(sizes) == 1:
+        return outputs // sizes[0]
+    of_group = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return of_group.repeat(len(outputs) // sum(sizes))
+
+
+def _parts(each: Sharded, whole: Any) -> list[Any]:
+    return [whole[piece].contiguous() for piece in _pieces(each)]
 
 
 def _joined(each: Sharded, parts: Sequence[Any]) -> Any:
     import torch
 
-    parts = [part.detach() for part in parts]
-    if each.whole.ndim == 3:
-        return torch.stack(list(parts))
-    if each.keys.get("split_sizes") is None:
-        return parts[0]
-    rows = torch.arange(len(each.whole))
-    joined = torch.empty_like(each.whole)
-    for block, part in enumerate(parts):
-        joined[rows_block(each, rows) == block] = part
+    joined = torch.full_like(each.whole, float("nan"))
+    for piece, part in zip(_pieces(each), parts, strict=True):
+        joined[piece] = part.detach()
     return joined
-
-
-def rows_block(each: Sharded, rows: Any) -> Any:
-    """Return the block of each row."""
-    import torch
-
-    sizes = each.keys["split_sizes"]
-    if isinstance(sizes, int):
-        return rows // (len(each.whole) // sizes)
-    if len(sizes) == 1:
-        return rows // sizes[0]
-    of_group = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    return of_group.repeat(len(each.whole) // sum(sizes))
-
-
-def num_blocks(each: Sharded) -> int:
-    """Count the blocks of a fused parameter."""
-    sizes = each.keys["split_sizes"]
-    if isinstance(sizes, int):
-        return sizes
-    return len(sizes) if len(sizes) > 1 else len(each.whole) // sizes[0]
 
 
 def _step_all(cases: Sequence[str]) -> dict[str, list[str]]:

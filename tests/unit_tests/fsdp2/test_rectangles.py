@@ -176,6 +176,16 @@ def test_blocks_that_repeat_stay_together(num_rows, split_sizes, expected):
     ]
 
 
+def test_interleaved_outputs_have_owners_of_their_own():
+    """Gate and up of gpt-oss; groups of columns are refused, as their shards would be cut up."""
+    assert segments_of(7 * 2, (1, 1), is_transposed=True) == [
+        Segment(RowRange(0, 14), None, 2),
+        Segment(RowRange(1, 14), None, 2),
+    ]
+    with pytest.raises(ValueError, match="split_sizes: expected all columns of a transposed"):
+        segments_of(12, (4, 1, 1), is_transposed=True)
+
+
 @pytest.mark.parametrize("split_sizes", [0, -1, 4, (), (0, 6), (4, 3), (-1, 7)])
 def test_blocks_that_do_not_divide_are_refused(split_sizes):
     """They would leave rows out."""

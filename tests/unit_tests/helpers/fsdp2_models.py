@@ -163,6 +163,31 @@ def transposed() -> list[Sharded]:
     return [*_one_axis((12, 5), transposed=True), *_one_axis((12, 5), (5, 12))]
 
 
+def fused_experts() -> list[Sharded]:
+    """Gate and up of experts: rows or columns, halves or interleaved, cut in each dimension."""
+    stored = {"transposed": True}
+    return [
+        *_one_axis((6, 8, 5), (3, 14, 5), split_sizes=2),
+        *_one_axis((3, 12, 5), split_sizes=(5, 7), dim=1),
+        *_one_axis((3, 6, 12), split_sizes=(1, 1), dim=2),
+        *_one_axis((6, 5, 8), (3, 5, 14), split_sizes=2, **stored),
+        *_one_axis((3, 12, 8), split_sizes=(1, 1), dim=1, **stored),
+        *_one_axis((3, 5, 18), split_sizes=(1, 1), dim=2, **stored),
+    ]
+
+
+def fused_columns() -> list[Sharded]:
+    """GPT-2's query, key and value, other columns, and interleaved rows and columns."""
+    stored = {"transposed": True}
+    return [
+        *_one_axis((7, 24), split_sizes=3, **stored),
+        *_one_axis((8, 10), split_sizes=(5, 2, 3), **stored),
+        *_one_axis((8, 18), split_sizes=(4, 7, 7), dim=1, **stored),
+        *_one_axis((6, 12), split_sizes=(1, 1, 1, 1), dim=1, **stored),
+        *_one_axis((14, 12), split_sizes=(1, 1)),
+    ]
+
+
 def hybrid() -> list[Sharded]:
     """Two replicas of two shards, some of them empty."""
     mesh = _mesh([2, 2], "replica shard")
@@ -260,6 +285,8 @@ ONE_AXIS: Sequence[Case] = (
     fused,
     query_key_value,
     transposed,
+    fused_experts,
+    fused_columns,
     tensor_parallel_alone,
 )
 CASES: Mapping[int, Sequence[Case]] = {

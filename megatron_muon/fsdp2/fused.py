@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Layout of a matrix that its module states: orientation, and the matrices fused into it.
+
+Gate and up, or query, key and value, are often one parameter, and Newton-Schulz would mix them.
+Attributes of the module and shapes of its other matrices say how they are stored. A name alone does
+not, and then nothing is split.
+"""
+
+import re
+from typing import NamedTuple
+
+import torch
+
+from megatron_muon.fsdp2.parameters import SplitSizes
+
+# Fused gate and up, and the matrix that their product is multiplied by.
+_GATED = {
+    "gate_up_proj": "down_proj",
+    "gate_up": "down",
+    "input_linear": "output_linear",
+    "Wi": "Wo",
+    "w12": "w3",
+}
+_QUERY_KEY_VALUE = ("query_key_value", "qkv_proj", "qkv", "Wqkv", "c_attn", "in_proj_weight")
+_FUSED = re.compile("|".join((*_QUERY_KEY_VALUE, "gate_up", "qkv")))
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
+
+
+class Layout(NamedTuple):
+    """How a matrix is stored.
+
+    Args:
+        split_sizes: See :func:`~megatron_muon.fsdp2.batches.segments_of`.
+        is_transposed: Whether it is (inputs, outputs).
+        is_unclear: Whether its name says that it is fused, and nothing says of what.
+    """
+
+    split_sizes: SplitSizes
+    is_transposed: bool
+    is_unclear: bool
+
+
+def layout_of(
+    container: torch.nn.Module, key: str, module: torch.nn.Module, param: torch.Tensor
+) -> Layout:
+    """Return the layout of a matrix, or of each matrix of a batch.
+
+    Args:
+        container: Module with the other matrices of the layer: the parent of a linear layer.
+        key: Name of the matrix in it.
+        module: Module that has the parameter.
+        param: ``(outputs, inputs)`` or its transpose, also as a batch.
+    """
+    shape = tuple(param.shape[-2:])
+    # GPT-2's "Conv1D", a linear layer of transformers.
+    is_conv1d = shape == (getattr(module, "nx", None), getattr(module, "nf", None))
+    is_transposed = is_conv1d or getattr(container, "is_transposed", False) is True
+    gated = _gated_shapes(container, key)
+    if gated is not None:
+        up, down = gated
+        # One of them holds at most: down would have twice its own inputs.
+        is_transposed = up[::-1] == (2 * down[0], down[1])
+        is_fused = is_transposed or up == (2 * down[1], down[0])
+        if is_fused and key in _GATED:
+            is_interleaved = getattr(container, "is_concatenated", True) is False
+            return Layout((1, 1) if is_interleaved else 2, is_transposed, False)
+    outputs, inputs = shape[::-1] if is_transposed else shape
+    sizes = _query_key_value(container, key, outputs, inputs) if key in _QUERY_KEY_VALUE else None
+    return Layout(sizes, is_transposed, sizes is None and _FUSED.search(key) is not None)
+
+
+def _gated_shapes(
+    container: torch.nn.Module, key: str
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the shapes of a fused gate and up, and of the matrix behind it; None of others."""
+    for up, down in _GATED.items():
+        if key in (up, down):
+            both = [getattr(container, name, None) for name in (up, down)]
+            # Parameters of the module, or of linear layers in it.
+            both = [getattr(each, "weight", each) for each in both]
+            if all(isinstance(each, torch.Tensor) for each in both):
+                return tuple(both[0].shape[-2:]), tuple(both[1].shape[-2:])  # type: ignore[union-attr]
+    return None
+
+
+def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs: int) -> SplitSizes:
+    """Return how query, key and value are stored, or None."""
+    heads, groups = _number(container, _HEADS), _number(container, _GROUPS)
+    # Falcon and GPT-BigCode name the attribute; the name is that of Megatron's own layout: query,
+    # key and value of one group follow one another, then the next group.
+    if key == "query_key_value" or hasattr(container, "multi_query"):
+        groups = groups or heads
+        if not heads or not groups or heads % groups:
+            return None
+        dim, rest = divmod(outputs, heads + 2 * groups)
+        return None if rest else (heads // groups * dim, dim, dim)
+    # CodeGen's and MiniMax's are neither, and have heads alone.
+    if key == "qkv_proj" and not groups:
+        return None
+    if groups in (None, heads) and outputs % (3 * (heads or inputs)) == 0:
+        return 3
+    # GPT-2's cross-attention has no query in it.
+    if key == "c_attn" and outputs == 2 * inputs:
+        return 2
+    if not heads or not groups or outputs % (heads + 2 * groups):
+        return None
+    dim = outputs // (heads + 2 * groups)
+    return (heads * dim, groups * dim, groups * dim)
+
+
+def _number(module: torch.nn.Module, names: tuple[str, ...]) -> int | None:
+    """Return the first of some numbers that a module or its configuration has."""
+    for holder in (module, getattr(module, "config", None)):
+        for name in names:
+            number = getattr(holder, name, None)
+            if type(number) is int and number > 0:
+                return number
+    return None
