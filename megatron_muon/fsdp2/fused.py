@@ -88,14 +88,16 @@ def _gated_shapes(
 def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs: int) -> SplitSizes:
     """Return how query, key and value are stored, or None."""
     heads, groups = _number(container, _HEADS), _number(container, _GROUPS)
+    said = _number(container, ("head_dim", "head_size"))
     # Falcon and GPT-BigCode name the attribute; the name is that of Megatron's own layout: query,
     # key and value of one group follow one another, then the next group.
     if key == "query_key_value" or hasattr(container, "multi_query"):
         groups = groups or heads
         if not heads or not groups or heads % groups:
             return None
-        dim, rest = divmod(outputs, heads + 2 * groups)
-        return None if rest else (heads // groups * dim, dim, dim)
+        dim = outputs // (heads + 2 * groups)
+        sizes: tuple[int, ...] = (heads // groups * dim, dim, dim)
+        return sizes if outputs == groups * sum(sizes) and said in (None, dim) else None
     # CodeGen's and MiniMax's are neither, and have heads alone.
     if key == "qkv_proj" and not groups:
         return None
@@ -107,7 +109,7 @@ def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs:
     if not heads or not groups or outputs % (heads + 2 * groups):
         return None
     dim = outputs // (heads + 2 * groups)
-    return (heads * dim, groups * dim, groups * dim)
+    return (heads * dim, groups * dim, groups * dim) if said in (None, dim) else None
 
 
 def _number(module: torch.nn.Module, names: tuple[str, ...]) -> int | None:

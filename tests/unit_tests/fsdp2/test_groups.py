@@ -276,6 +276,8 @@ def attention(key: str, outputs: int, inputs: int = 8, **attributes: Any) -> nn.
         (attention("qkv_proj", 16, num_heads=4, num_key_value_heads=2), (8, 4, 4)),
         (attention("qkv", 24), 3),
         (attention("qkv", 48, num_heads=4), 3),
+        # The width of a head says that the numbers are not those of this layer.
+        (attention("query_key_value", 24, num_heads=4, num_kv_heads=2, head_size=2), None),
         # CodeGen stores another order, and says no number of groups; nothing says anything.
         (attention("qkv_proj", 24, num_heads=4), None),
         (attention("qkv", 20), None),

@@ -1,0 +1,199 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What Muon gets of 40 architectures of transformers: the table in docs/architectures.md.
+
+    python scripts/architectures.py              # from the record in tests/
+    python scripts/architectures.py --record     # from transformers, on meta devices
+
+The record has names, shapes, classes and what modules say of themselves, so that continuous
+integration applies the rule to them without transformers. It holds one layer of each kind.
+"""
+
+import argparse
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_muon.fsdp2.groups import choose
+
+ROOT = Path(__file__).parent.parent
+RECORD = ROOT / "tests/unit_tests/repository/architectures.json"
+PAGE = ROOT / "docs/architectures.md"
+# transformers' model types, and what their first layers need to be of each kind.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen3": {}, "gemma3_text": {}, "phi3": {}, "glm4": {}, "opt": {}, "gpt2": {},
+    "gpt_neox": {}, "bloom": {}, "falcon": {}, "mpt": {}, "codegen": {}, "gpt_bigcode": {},
+    "minimax": {}, "mamba": {}, "mamba2": {}, "jamba": {}, "rwkv": {}, "recurrent_gemma": {},
+    "nemotron_h": {}, "qwen3_next": {}, "lfm2": {}, "kimi_linear": {}, "mixtral": {},
+    "qwen3_moe": {}, "deepseek_v3": {"first_k_dense_replace": 1}, "gpt_oss": {},
+    "llama4_text": {}, "granitemoehybrid": {}, "jetmoe": {}, "olmoe": {},
+    "glm4_moe": {"first_k_dense_replace": 1}, "switch_transformers": {}, "t5": {}, "bart": {},
+    "bert": {}, "albert": {}, "modernbert": {}, "roberta": {}, "vit": {}, "dinov2": {},
+    "siglip": {}, "clip": {}, "swin": {}, "whisper": {}, "wav2vec2": {},
+}  # fmt: skip
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers",
+           "decoder_layers", "num_decoder_layers")  # fmt: skip
+_BASES = (torch.nn.Embedding, torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d)
+_KINDS = re.compile("Embed|Expert|Router|Norm")
+_SAYS = re.compile(r"(num|n|kv)_\w*(heads?|experts)|nx|nf|is_\w+ed|multi_query|weight_[gv]")
+
+
+def build(model_type: str, changes: dict[str, Any]) -> torch.nn.Module:
+    """Build a model of transformers with its default configuration and six layers, on meta."""
+    import transformers  # type: ignore[import-not-found, unused-ignore]
+
+    config = transformers.AutoConfig.for_model(model_type)
+    parts = [each for each in vars(config).values() if hasattr(each, "to_dict")]
+    for part in (config, *parts):
+        for name in (*_LAYERS, *changes):
+            if isinstance(getattr(part, name, None), int):
+                setattr(part, name, changes.get(name, min(6, getattr(part, name))))
+        if isinstance(vars(part).get("layer_types"), list):
+            part.layer_types = part.layer_types[:6]
+    heads = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "CTC")
+    for auto in (getattr(transformers, f"AutoModelFor{head}") for head in heads):
+        if type(config) in auto._model_mapping:
+            with torch.device("meta"):
+                model = auto.from_config(config)
+            model.tie_weights()
+            return model
+    raise ValueError(f"{model_type}: expected a class with a head, got none")
+
+
+def record(model: torch.nn.Module) -> dict[str, Any]:
+    """Return what the rule looks at: one tensor of each kind, and the modules around it."""
+    first: dict[str, str] = {}
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.ndim < 2:
+            continue
+        kind = re.sub(r"(?<=[._])\d+", "*", name)
+        if first.setdefault(kind, name) == name:
+            names.setdefault(id(param), []).append(name)
+    shapes = {id(param): list(param.shape) for param in model.parameters()}
+    paths = {path[: i and i - 1] for path in first.values() for i in _dots(path)}
+    modules = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        recorded = [type(module).__name__, _base(module), _says(module)]
+        # Others are modules that only contain some.
+        if path in paths and (recorded[1:] != ["Module", {}] or _KINDS.search(str(recorded[0]))):
+            modules[path] = recorded
+    params: list[Any] = [["", shapes[key], *of_param] for key, of_param in names.items()]
+    found: dict[str, Any] = {"modules": modules, "params": params}
+    kinds = choices(found)
+    for each in params:
+        each[0] = kinds[each[2]]
+    return found
+
+
+def _dots(path: str) -> list[int]:
+    return [0, *(match.end() for match in re.finditer(r"\.", path))]
+
+
+def _base(module: torch.nn.Module) -> str:
+    return next((base.__name__ for base in _BASES if isinstance(module, base)), "Module")
+
+
+def _says(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the numbers and flags of a module, and those of its configuration."""
+    config = getattr(module, "config", None)
+    says: dict[str, Any] = {
+        key: value
+        for key, value in vars(module).items()
+        if _SAYS.fullmatch(key) and isinstance(value, int)
+    }
+    numbers = {} if config is None else {
+        name: getattr(config, name)
+        for name in ("num_attention_heads", "num_key_value_heads", "num_kv_heads")
+        if isinstance(getattr(config, name, None), int)
+    }  # fmt: skip
+    return says | ({"config": numbers} if numbers else {})
+
+
+def rebuild(recorded: dict[str, Any]) -> torch.nn.Module:
+    """Return a model of modules with the recorded names, shapes, bases and attributes."""
+    built: dict[str, torch.nn.Module] = {}
+
+    def add(path: str) -> torch.nn.Module:
+        """Return a module, with those that contain it."""
+        if path not in built:
+            name, base, says = recorded["modules"].get(path, ["Module", "Module", {}])
+            made: Any = type(name, (getattr(torch.nn, base),), {})
+            built[path] = module = made.__new__(made)
+            torch.nn.Module.__init__(module)
+            for key, value in says.items():
+                value = type("Config", (), value) if key == "config" else value
+                setattr(module, key, value)
+            parent, _, own = path.rpartition(".")
+            if path:
+                add(parent).add_module(own, module)
+        return built[path]
+
+    for _, shape, *names in recorded["params"]:
+        param = torch.nn.Parameter(torch.empty(shape, device="meta"))
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            add(path).register_parameter(leaf, param)
+    return built[""]
+
+
+def choices(recorded: dict[str, Any]) -> dict[str, str]:
+    """Return algorithm, layout and reason of each recorded parameter."""
+    return {
+        each.name: each.kind + " (warned)" * each.is_unclear for each in choose(rebuild(recorded))
+    }
+
+
+_USUAL = ("embedding", "head", "output layer", "bias")
+_INTRODUCTION = """# What Muon gets of an architecture
+
+By `MuonAdamW.from_model` with its defaults; [fsdp2.md](fsdp2.md#which-parameters-muon-gets) has the
+rule. {} architectures of transformers 5.24, one layer of each kind, as `python
+scripts/architectures.py` writes them. AdamW steps embeddings, heads and biases of all of them; what
+else it steps is listed, but for vectors. Brackets say into how many matrices one is split, or into
+which outputs; T, that it is stored as (inputs, outputs). A warning names what is in italics.
+"""
+
+
+def page(records: dict[str, Any]) -> str:
+    """Return the page with a row for each architecture."""
+    lines = [_INTRODUCTION.format(len(records)), "| model | Muon | AdamW |", "| --- | --- | --- |"]
+    for model_type, recorded in records.items():
+        cells: dict[str, dict[str, None]] = {"muon": {}, "adamw": {}}
+        for kind, _, name, *_ in recorded["params"]:
+            algorithm, _, reason = kind.partition(": ")
+            algorithm, _, layout = algorithm.partition(", ")
+            if algorithm == "muon" or reason not in _USUAL:
+                cells[algorithm][_cell(name, layout, reason)] = None
+        lines.append(f"| {model_type} | " + " | ".join(", ".join(c) for c in cells.values()) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(name: str, layout: str, reason: str) -> str:
+    short = ".".join([p for p in name.removesuffix(".weight").split(".") if not p.isdigit()][-2:])
+    is_stored = layout.endswith("transposed")
+    sizes = layout.removesuffix("transposed").strip(", ").removeprefix("split ")
+    text = f"`{short}`" + (f" [{sizes.strip('()')}]" if sizes else "") + " T" * is_stored
+    return f"*{text}*" if reason.endswith("(warned)") else text
+
+
+def main() -> None:
+    """Record the architectures if asked to, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--record", action="store_true", help="needs transformers")
+    logging.disable(logging.WARNING)
+    if parser.parse_args().record:
+        found = {}
+        for model_type, changes in ARCHITECTURES.items():
+            found[model_type] = record(build(model_type, changes))
+        rows = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()]
+        RECORD.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    PAGE.write_text(page(json.loads(RECORD.read_text())))
+
+
+if __name__ == "__main__":
+    main()

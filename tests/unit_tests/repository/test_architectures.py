@@ -1,0 +1,66 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What Muon gets of real architectures, from a record of their modules, names and shapes."""
+
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ROOT
+from torch import nn
+
+from megatron_muon.fsdp2.groups import choose
+
+
+def _script() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "architectures", ROOT / "scripts" / "architectures.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script = _script()
+RECORDS = json.loads(script.RECORD.read_text())
+
+
+def test_at_least_forty_architectures_are_recorded():
+    """By the list in the script."""
+    assert RECORDS.keys() == script.ARCHITECTURES.keys()
+    assert len(RECORDS) >= 40
+
+
+@pytest.mark.parametrize("model_type", RECORDS)
+def test_matrices_of_real_architectures_go_to_muon(model_type):
+    """A changed rule changes the training of somebody: it must be meant."""
+    recorded = RECORDS[model_type]
+    assert script.choices(recorded) == {name: kind for kind, _, name, *_ in recorded["params"]}
+
+
+def test_page_is_that_of_the_record():
+    """`python scripts/architectures.py` writes it."""
+    assert script.PAGE.read_text() == script.page(RECORDS)
+
+
+def test_matrices_of_torch_go_to_muon():
+    """nn.Transformer, with an embedding and a head, needs no record."""
+    model = nn.Module()
+    with torch.device("meta"):
+        model.tokens = nn.Embedding(64, 16)
+        model.transformer = nn.Transformer(16, 2, 1, 1, 32, bias=False)
+        model.generator = nn.Linear(16, 64, bias=False)
+    found = {each.name: (each.algorithm, each.split_sizes) for each in choose(model)}
+    matrices = {name: kind for name, kind in found.items() if kind[0] == "muon"}
+    block = ("linear1.weight", None), ("linear2.weight", None)
+    encoder = [*block, ("self_attn.in_proj_weight", 3), ("self_attn.out_proj.weight", None)]
+    decoder = [*encoder, *((f"multihead_attn.{n}", k) for n, k in
+                           (("in_proj_weight", 3), ("out_proj.weight", None)))]  # fmt: skip
+    assert matrices == {
+        f"transformer.{half}.layers.0.{name}": ("muon", sizes)
+        for half, layer in (("encoder", encoder), ("decoder", decoder))
+        for name, sizes in layer
+    }
