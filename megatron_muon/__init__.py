@@ -9,7 +9,6 @@ describes everything that this package exports.
 Parts, each importing only those above it::
 
     user_errors     errors that the user can repair
-    closed_pipe     commands exit quietly if the reader of their output does
     newton_schulz/  ways to compute Newton-Schulz, and their costs
     plan/           which rank orthogonalizes which matrix, and which rows are sent; no torch
     report/         time, bytes and memory of a plan; plans of jobs that do not run

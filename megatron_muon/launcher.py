@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.closed_pipe import run_until_closed_pipe
 from megatron_muon.user_errors import SettingsError, UserError
 
 _LIST_PATCHES = "--list-patches"
@@ -62,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(_USAGE + "\n")
         return 0 if argv else 2
     if argv[0] == _LIST_PATCHES:
-        return run_until_closed_pipe(_list_patches)
+        return _list_patches()
     script = Path(argv[0])
     if not script.is_file():
         raise SettingsError(f"SCRIPT: expected the path of a Python file, got {argv[0]}. {_USAGE}")

@@ -32,13 +32,11 @@ from compat_steps import (  # noqa: E402
     Environment,
     Outcome,
     differences,
-    import_megatron,
     mended_upstream,
     run_steps,
 )
 
 from megatron_muon.patching import versions  # noqa: E402
-from megatron_muon.patching.packages import transformer_engine_problems  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +48,12 @@ class Case:
         emerging_optimizers: Release of emerging-optimizers.
         torch: Release of torch.
         transformer_engine: What to install of Transformer Engine; empty for nothing.
-        is_partial: Whether that is not all of it, so that ``import megatron.core`` fails.
     """
 
     megatron_core: str
     emerging_optimizers: str
     torch: str
     transformer_engine: str = ""
-    is_partial: bool = False
 
     @property
     def versions(self) -> dict[str, str]:
@@ -74,7 +70,7 @@ class Case:
     def claim(self) -> str:
         """What the package's table expects of every step: ``ok`` or ``refused``."""
         found = {name: None if v == "none" else v for name, v in self.versions.items()}
-        return "refused" if self.is_partial or versions.version_problems(found) else "ok"
+        return "refused" if versions.version_problems(found) else "ok"
 
 
 _NEWEST = tuple(versions.TABLE[0].versions.values())
@@ -83,9 +79,6 @@ _NEWEST = tuple(versions.TABLE[0].versions.values())
 # PYTHONPATH.
 CASES: tuple[Case, ...] = (
     *(Case(*row.versions.values()) for row in versions.TABLE if not row.tree),
-    Case(*_NEWEST, "transformer-engine", is_partial=True),
-    Case(*_NEWEST, "transformer-engine-cu13", is_partial=True),
-    Case(*_NEWEST, "transformer-engine[core_cu13]", is_partial=True),
 )
 
 # Its extension is compiled at installation, which takes minutes and needs the headers of CUDA 13.
@@ -176,9 +169,7 @@ def check(case: Case, folder: Path, uv: Sequence[str], steps: Sequence[str]) -> 
         return Result(case, {"install": Outcome("failed", reason)})
     outcomes = run_steps(environment, steps)
     findings: Sequence[str] = ()
-    if case.is_partial:
-        findings = [f"`import megatron.core` by itself: {import_megatron(environment)}"]
-    elif versions.version_problems(case.versions):
+    if versions.version_problems(case.versions):
         findings = differences(environment)
     return Result(case, outcomes, tuple(findings))
 
@@ -201,8 +192,7 @@ def check_here(folder: Path, steps: Sequence[str], megatron: Path | None = None)
         reason = f"{', '.join(absent)}: expected to be installed, found none"
         case = Case(*(version or "none" for version in found.values()), transformer_engine="-")
         return Result(case, {"install": Outcome("failed", reason)})
-    is_partial = bool(transformer_engine_problems())
-    case = Case(*map(str, found.values()), transformer_engine="as it is", is_partial=is_partial)
+    case = Case(*map(str, found.values()), transformer_engine="as it is")
     environment = Environment(Path(sys.executable), folder, env)
     return Result(case, run_steps(environment, steps), tuple(mended_upstream(environment)))
 

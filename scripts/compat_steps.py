@@ -271,9 +271,3 @@ def mended_upstream(environment: Environment) -> list[str]:
 def _lines(environment: Environment, name: str, code: str, prefix: str) -> list[str]:
     _, output = environment.run(name, "-c", code)
     return [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
-
-
-def import_megatron(environment: Environment) -> str:
-    """Import megatron.core without this package; return the outcome."""
-    outcome = outcome_of(*environment.run("import", "-c", "import megatron.core"))
-    return f"{outcome.word} {outcome.reason}".strip()

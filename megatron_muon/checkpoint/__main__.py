@@ -13,7 +13,6 @@ from megatron_muon.checkpoint.optimizers import OPTIMIZERS
 from megatron_muon.checkpoint.report import describe
 from megatron_muon.checkpoint.storage import read_checkpoint
 from megatron_muon.checkpoint.verify import find_problems
-from megatron_muon.closed_pipe import run_until_closed_pipe
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,4 +86,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_until_closed_pipe(lambda: main(sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))

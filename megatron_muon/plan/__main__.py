@@ -4,8 +4,7 @@
 
 import sys
 
-from megatron_muon.closed_pipe import run_until_closed_pipe
 from megatron_muon.report.command import main
 
 if __name__ == "__main__":
-    sys.exit(run_until_closed_pipe(main))
+    sys.exit(main())

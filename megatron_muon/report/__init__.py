@@ -1,15 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan means: predicted times, bytes and memory of every rank.
+"""What a plan means: estimated times, bytes and memory of every rank.
 
 It imports no torch, and no plan depends on it.
 
 Files, each importing only those above it::
 
-    step_times     times, traffic and calls of one bucket
-    step_estimate  the predicted time of a step: a model of discrete events
-    rank_report    what plans mean for each rank, in numbers
-    table          the table that users read
-    preview/       plans of jobs that do not run
-    command        ``python -m megatron_muon.plan``
+    rank_report  what plans mean for each rank, in numbers
+    table        the table that users read
+    preview/     plans of jobs that do not run
+    command      ``python -m megatron_muon.plan``
 """

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import get_args
 
 from megatron_muon.newton_schulz.registry import BackendChoice, requested_backends
@@ -25,7 +24,6 @@ from megatron_muon.report.preview.simulation import (
     Simulation,
     report_of,
     simulate,
-    simulate_shard_map,
 )
 from megatron_muon.report.table import table
 from megatron_muon.user_errors import in_flags
@@ -42,8 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     # Defaults are those of a live run, so that a plan without flags is the plan of such a run.
     defaults = ExchangeSettings()
     rates = CostModel()
-    source = parser.add_argument_group("model: a shard map, a preset, or Megatron's flags")
-    source.add_argument("--shards", type=Path, metavar="FILE", help="JSON map of row shards")
+    source = parser.add_argument_group("model: a preset, or Megatron's flags")
     source.add_argument("--preset", choices=PRESETS)
     # Named as in Megatron-LM, so that the flags of a training script can be copied here.
     for field in dataclasses.fields(ModelShape):
@@ -128,8 +125,6 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 def _simulation(options: argparse.Namespace, settings: ExchangeSettings) -> Simulation:
     machine = _machine(options)
-    if options.shards is not None:
-        return simulate_shard_map(options.shards, machine, settings)
     # Flags that were given replace the fields of a preset.
     fields = {
         field.name: getattr(options, field.name)
@@ -174,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = _settings(options)
         report = report_of(_simulation(options, settings), settings)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(in_flags(str(error)))
     if options.json:
         json.dump(report.as_json(), sys.stdout)

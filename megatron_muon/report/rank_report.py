@@ -3,15 +3,13 @@
 """What plans mean for each rank, in numbers: times, bytes, memory, calls."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.sizes import RankSizes, StackSize
+from megatron_muon.plan.sizes import BucketTraffic, OnOffNode, RankSizes, StackSize
 from megatron_muon.plan.staging import PlanStaging, StagingLayout
-from megatron_muon.report.step_estimate import step_ns
-from megatron_muon.report.step_times import BucketReport, PlanTimes, Traffic, stacks_ns
 
 
 @dataclass
@@ -30,7 +28,6 @@ class RankReport:
         receive_ns: Estimated time of what it receives.
         num_matrices: Matrices it owns, or has a part of.
         num_calls: Calls of Newton-Schulz: each orthogonalizes one stack.
-        step_ns: Estimated time until it is done with a step.
         staging_bytes: Memory of messages and stacks while a step runs; nothing stays between steps.
         num_split_groups: Sets of ranks that it splits matrices with: each is a communicator.
     """
@@ -46,7 +43,6 @@ class RankReport:
     receive_ns: int = 0
     num_matrices: int = 0
     num_calls: int = 0
-    step_ns: int = 0
     staging_bytes: int = 0
     num_split_groups: int = 0
 
@@ -101,9 +97,9 @@ class Report:
         return self.busiest_ns / self.ideal_ns if self.ideal_ns else 1.0
 
     @property
-    def gpu_step_ns(self) -> int:
-        """Predicted step of the slowest rank, if hosts keep up."""
-        return max(rank.step_ns for rank in self.ranks)
+    def min_step_ns(self) -> int:
+        """Time of the busiest GPU or link: no step is shorter."""
+        return max(max(rank.load_ns + rank.passes_ns, rank.traffic_ns) for rank in self.ranks)
 
     @property
     def host_ns(self) -> int:
@@ -141,7 +137,7 @@ class Report:
             "blocks_by_backend": self.num_blocks,
             "newton_schulz_ms": self.busiest_ns / 1e6,
             "ideal_newton_schulz_ms": self.ideal_ns / 1e6,
-            "predicted_step_ms": self.gpu_step_ns / 1e6,
+            "min_step_ms": self.min_step_ns / 1e6,
             "host_ms": self.host_ns / 1e6,
             "max_staging_bytes": max(rank.staging_bytes for rank in self.ranks),
             "ranks": [
@@ -188,8 +184,6 @@ class _Builder:
         self._totals: Counter[str] = Counter()
         self._num_blocks: Counter[str] = Counter()
         self._matrices: list[dict[str, Any]] = []
-        self._times: list[PlanTimes] = []
-        self._local_ns: Counter[int] = Counter()
         self._staging: dict[int, list[PlanStaging]] = defaultdict(list)
 
     def add_matrices(self, plan: ExchangePlan) -> None:
@@ -224,64 +218,87 @@ class _Builder:
 
     def add_plan(self, plan: ExchangePlan) -> None:
         """Add traffic, calls, memory and times."""
-        on_node_gbps = plan.cost.on_node_gbps(plan.ranks)
+        wire = plan.wire
         local = plan.stacking.stacks(plan.local)
         for rank, stacks in local.items():
-            self._local_ns[rank] += stacks_ns(plan, stacks)
-            self._add_calls(plan, rank, stacks_ns(plan, stacks), stacks)
+            self._add_calls(plan, rank, stacks)
             copies = 2 * sum(stack.num_matrices for stack in stacks)
             self._ranks[rank].host_ns += plan.cost.host_ns(copies, 0)
-        times = []
+        num_collectives = 1 + plan.num_scatters * (1 + plan.order.has_replicas)
         for bucket in plan.buckets:
-            report = BucketReport.of(plan, bucket, on_node_gbps)
-            times.append(report.times)
-            self._totals["moved"] += sum(count.total for count in report.gather.sent.values())
-            self._add_traffic(plan, report.gather, plan.wire.gather_bytes, on_node_gbps)
-            self._add_traffic(plan, report.scatter, plan.wire.scatter_bytes, on_node_gbps)
-            for rank, num_bytes in report.passed_on.items():
-                self._add_passed_on(rank, num_bytes, report.times.all_gather_ns[rank], plan)
-            for rank, calls in report.stacks.items():
-                self._add_calls(plan, rank, report.times.load_ns[rank], calls)
-            num_collectives = 1 + plan.num_scatters * (1 + plan.order.has_replicas)
+            traffic = plan.sizes.traffic(bucket, counts_pieces=True)
+            sent, received = traffic.gather(plan.cost)
+            self._totals["moved"] += sum(count.total for count in sent.values())
+            self._add_traffic(plan, sent, received, wire.gather_bytes)
+            if plan.order.has_replicas:
+                self._add_scatters(plan, traffic)
+            else:
+                # The inverse of the gather.
+                self._add_traffic(plan, received, sent, wire.scatter_bytes)
+            for rank, stacks in plan.stacking.stacks(bucket).items():
+                self._add_calls(plan, rank, stacks)
+            num_copies = traffic.num_pieces()
             for rank in plan.ranks:
                 self._ranks[rank].host_ns += plan.cost.host_ns(
-                    report.num_copies.get(rank, 0), num_collectives
+                    num_copies.get(rank, 0), num_collectives
                 )
-        self._times.append(
-            PlanTimes(plan.ranks, times, plan.order, plan.cost.latency_ns(plan.ranks))
-        )
-        # A gather's bytes are its elements, times the width; moved is in elements.
         self._add_staging(plan, local)
 
     def _add_traffic(
-        self, plan: ExchangePlan, traffic: Traffic, width: int, on_node_gbps: float
+        self,
+        plan: ExchangePlan,
+        sent: Mapping[int, OnOffNode],
+        received: Mapping[int, OnOffNode],
+        width: int,
     ) -> None:
-        for rank, count in traffic.sent.items():
-            self._ranks[rank].elements_sent += count.total // width
-            self._ranks[rank].bytes_sent += count.total
-            self._ranks[rank].send_ns += plan.cost.messages_ns(*count, on_node_gbps)
-        for rank, count in traffic.received.items():
-            self._ranks[rank].bytes_received += count.total
-            self._ranks[rank].receive_ns += plan.cost.messages_ns(*count, on_node_gbps)
+        """Add a collective by the elements that each rank sends and receives."""
+        cost = plan.cost
+        gbps = cost.on_node_gbps(plan.ranks)
+        for rank, (on_node, off_node) in sent.items():
+            share = self._ranks[rank]
+            share.elements_sent += on_node + off_node
+            share.bytes_sent += width * (on_node + off_node)
+            share.send_ns += cost.messages_ns(width * on_node, width * off_node, gbps)
+        for rank, (on_node, off_node) in received.items():
+            share = self._ranks[rank]
+            share.bytes_received += width * (on_node + off_node)
+            share.receive_ns += cost.messages_ns(width * on_node, width * off_node, gbps)
 
-    def _add_passed_on(self, rank: int, num_bytes: int, time_ns: int, plan: ExchangePlan) -> None:
-        """Add what a replica passes on: every chunk goes from replica to replica."""
-        share = self._ranks[rank]
-        share.elements_sent += num_bytes // plan.wire.scatter_bytes
-        share.bytes_sent += num_bytes
-        share.bytes_received += num_bytes
-        share.send_ns += time_ns
-        share.receive_ns += time_ns
-
-    def _add_calls(
-        self, plan: ExchangePlan, rank: int, time_ns: int, stacks: Sequence[StackSize]
-    ) -> None:
-        self._ranks[rank].load_ns += time_ns
-        self._ranks[rank].num_calls += len(stacks)
-        self._ranks[rank].host_ns += sum(
-            plan.cost.launches_ns(stack.num_matrices, *stack.block, stack.num_parts)
-            for stack in stacks
+    def _add_scatters(self, plan: ExchangePlan, traffic: BucketTraffic) -> None:
+        """Add what owners send to replicas, and what these pass on to each other."""
+        cost, width = plan.cost, plan.wire.scatter_bytes
+        sent: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        received: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        for _, shard in traffic.scatters(plan.num_scatters, cost):
+            for part in shard.shares:
+                if part.owner != part.holder:
+                    off_node = int(cost.node(part.owner) != cost.node(part.holder))
+                    sent[part.owner][off_node] += part.num_elements
+                    received[part.holder][off_node] += part.num_elements
+            if shard.num_passed_on:
+                time_ns = cost.all_gather_ns(shard.holders, width * shard.num_elements)
+                for holder in shard.holders:
+                    share = self._ranks[holder]
+                    share.elements_sent += shard.num_passed_on
+                    share.bytes_sent += width * shard.num_passed_on
+                    share.bytes_received += width * shard.num_passed_on
+                    share.send_ns += time_ns
+                    share.receive_ns += time_ns
+        self._add_traffic(
+            plan,
+            {rank: OnOffNode(*count) for rank, count in sent.items()},
+            {rank: OnOffNode(*count) for rank, count in received.items()},
+            width,
         )
+
+    def _add_calls(self, plan: ExchangePlan, rank: int, stacks: Sequence[StackSize]) -> None:
+        """Add the Newton-Schulz calls of some stacks: those that exist, not full ones."""
+        share = self._ranks[rank]
+        share.num_calls += len(stacks)
+        for stack in stacks:
+            size = stack.num_matrices, *stack.block, stack.num_parts
+            share.load_ns += plan.cost.stack_ns(*size, on_node=stack.on_node)
+            share.host_ns += plan.cost.launches_ns(*size)
 
     def _add_staging(self, plan: ExchangePlan, local: dict[int, list[StackSize]]) -> None:
         nothing = RankSizes.nothing(plan.num_scatters)
@@ -302,16 +319,11 @@ class _Builder:
         """Return the report of what was added."""
         for rank, staging in self._staging.items():
             self._ranks[rank].staging_bytes = StagingLayout.build(staging).num_bytes
-        local_ns = {rank: self._local_ns[rank] for rank in self._ranks}
-        passes_ns = {rank: share.passes_ns for rank, share in self._ranks.items()}
-        for rank, time_ns in step_ns(self._times, local_ns, passes_ns).items():
-            self._ranks[rank].step_ns = time_ns
-        gather_bytes = self._plans[0].wire.gather_bytes
         return Report(
             list(self._ranks.values()),
             self._totals["ns"] // len(self._ranks),
             self._totals["elements"],
-            self._totals["moved"] // gather_bytes,
+            self._totals["moved"],
             self._totals["lower_bound"],
             self._totals["norms"],
             max(len(plan.buckets) for plan in self._plans),

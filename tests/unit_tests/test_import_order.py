@@ -32,21 +32,20 @@ class Layer(NamedTuple):
 TORCH, MEGATRON = "torch", "megatron"
 LAYERS = {
     "user_errors": Layer(barred=frozenset({TORCH, MEGATRON})),
-    "closed_pipe": Layer(barred=frozenset({TORCH, MEGATRON})),
     "newton_schulz": Layer(barred=frozenset({MEGATRON})),
-    "plan": Layer(frozenset({"closed_pipe", "newton_schulz"}), frozenset({TORCH, MEGATRON})),
+    "plan": Layer(frozenset({"newton_schulz"}), frozenset({TORCH, MEGATRON})),
     "report": Layer(
         frozenset({"user_errors", "newton_schulz", "plan"}), frozenset({TORCH, MEGATRON})
     ),
     "runtime": Layer(frozenset({"newton_schulz", "plan", "report"}), frozenset({MEGATRON})),
     "fsdp2": Layer(frozenset({"newton_schulz", "plan", "runtime"}), frozenset({MEGATRON})),
-    "checkpoint": Layer(frozenset({"closed_pipe"}), barred=frozenset({MEGATRON})),
+    "checkpoint": Layer(barred=frozenset({MEGATRON})),
     "patching": Layer(frozenset({"user_errors"}), frozenset({TORCH, MEGATRON})),
     "cpu_ranks": Layer(frozenset({"user_errors"})),
     "mcore": Layer(
         frozenset({"user_errors", "newton_schulz", "plan", "runtime", "checkpoint", "patching"})
     ),
-    "launcher": Layer(frozenset({"user_errors", "closed_pipe", "cpu_ranks", "mcore", "patching"})),
+    "launcher": Layer(frozenset({"user_errors", "cpu_ranks", "mcore", "patching"})),
     # What it exports. All but mcore.enable and patching is imported at first use.
     "__init__": Layer(
         frozenset({"plan", "patching", "cpu_ranks", "mcore", "launcher"}),

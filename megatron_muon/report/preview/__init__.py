@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of jobs that do not run: from the shape of a model, or from a map of its shards.
+"""Plans of jobs that do not run: from the shape of a model.
 
 Files, each importing only those above it::
 

@@ -1,13 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of jobs that are not running: from a model's shape, or from a map of its shards."""
+"""Plans of jobs that are not running: from a model's shape."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import (
@@ -317,61 +315,3 @@ def _local_shape(parameter: Parameter, num_tensor_ranks: int) -> tuple[int, ...]
 @lru_cache(maxsize=64)
 def _cached_layouts(shapes: tuple[tuple[int, ...], ...], num_shards: int) -> list[RowLayout | None]:
     return unit_layouts(shapes, num_shards) if shapes else []
-
-
-def read_shard_map(path: Path) -> tuple[int, list[MatrixLayout]]:
-    """Read which rank holds how many rows of each matrix from a JSON file.
-
-    The file holds ``{"world_size": W, "matrices": [{"group": [ranks in shard order], "cols": C,
-    "rows": {rank: local rows}, ...}]}``; ranks that hold nothing may be left out of ``rows``, and
-    ``"fqn"`` or ``"param"`` names the matrix.
-
-    Returns:
-        The number of ranks, and the layouts in the file's order.
-
-    Raises:
-        ValueError: The file is not such a map, or a rank is out of range.
-    """
-    try:
-        data = json.loads(path.read_text())
-        world_size = int(data["world_size"])
-        matrices = [
-            _read_matrix(index, entry, world_size) for index, entry in enumerate(data["matrices"])
-        ]
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f'{path}: expected {{"world_size": W, "matrices": [{{"group", "cols", "rows"}}]}}, '
-            f"got something else ({type(error).__name__}: {error}). See python -m "
-            "megatron_muon.plan --help."
-        ) from error
-    if not matrices:
-        raise ValueError(
-            f"{path}: expected at least one matrix, got none. List the matrices of the job."
-        )
-    return world_size, matrices
-
-
-def _read_matrix(index: int, entry: Mapping[str, Any], world_size: int) -> MatrixLayout:
-    name = str(entry.get("fqn", f"matrix {index} (param {entry.get('param', index)})"))
-    group, cols = [int(rank) for rank in entry["group"]], int(entry["cols"])
-    rows = {int(rank): int(count) for rank, count in entry["rows"].items()}
-    strangers = sorted(rank for rank in rows if rank not in group)
-    strangers += [rank for rank in group if not 0 <= rank < world_size]
-    if strangers or cols < 1 or sum(rows.values()) < 1 or min(rows.values()) < 0:
-        raise ValueError(
-            f"{name}: expected rows on ranks of its group, below {world_size}, got {strangers}, "
-            f"row counts {sorted(rows.values())[:4]} or {cols} columns. Correct the shard map."
-        )
-    # Ranks follow one another in the order of the group, which need not ascend.
-    shards, start = [], 0
-    for rank in group:
-        shards.append((start, start + rows.get(rank, 0)))
-        start += rows.get(rank, 0)
-    layout = RowLayout(start, cols, tuple(shards))
-    return whole_matrix(name, layout, [[(rank,) for rank in group]])
-
-
-def simulate_shard_map(path: Path, machine: Machine, settings: ExchangeSettings) -> Simulation:
-    """Plan the job that a shard map describes, all its domains at once."""
-    world_size, matrices = read_shard_map(path)
-    return Simulation(world_size, tuple(_plan_all(world_size, [[matrices]], machine, settings)))

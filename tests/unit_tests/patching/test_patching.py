@@ -3,20 +3,17 @@
 """Patches: verified as a whole, applied once, taken back."""
 
 import dataclasses
-import importlib.util
 import inspect
 import os
 import re
 import subprocess
 import sys
-import sysconfig
 import types
 
 import pytest
 
 from megatron_muon.mcore import enable as enabling
 from megatron_muon.patching import IncompatibleMegatronError, packages
-from megatron_muon.patching.packages import transformer_engine_problems
 from megatron_muon.patching.patch import Patch, Target, apply_all, revert_all, verify_all
 from megatron_muon.patching.versions import TABLE, version_problems, warn_where_untested
 
@@ -247,109 +244,6 @@ def _python(folder, code: str) -> subprocess.CompletedProcess:
         env={**os.environ, "PYTHONPATH": path},
         timeout=120,
     )
-
-
-CODE, CORE, TORCH = "transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"
-
-
-def _install(folder, *parts: str, libraries: tuple[str, ...] = (), version: str = "2.20.2"):
-    """Fake packages of Transformer Engine, which fail to import as a part of it does."""
-    package = folder / "transformer_engine" / "wheel_lib"
-    package.mkdir(parents=True, exist_ok=True)
-    (package.parent / "__init__.py").write_text("raise RuntimeError('obscure')")
-    for library in libraries:
-        (package / library).touch()
-    for part in parts:
-        info = folder / f"{part.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Name: {part}\nVersion: {version}\n")
-
-
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    """A folder that stands for all installed packages."""
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("parts", "lacks"),
-    [
-        ((CODE,), f"without transformer-engine-cu12 or {CORE} and without {TORCH}"),
-        ((CORE,), f"without {CODE} and without {TORCH}"),
-        ((CODE, CORE), f"{CODE} 2.20.2, {CORE} 2.20.2 without {TORCH}"),
-        ((), "found a module of that name without"),
-    ],
-)
-def test_parts_of_transformer_engine_are_named(site, parts, lacks):
-    """The empty meta package and a core without the extension break ``import megatron.core``."""
-    _install(site, *parts)
-    (problem,) = transformer_engine_problems()
-    assert lacks in problem and "pip uninstall" in problem and "pip install" in problem
-
-
-@pytest.mark.parametrize(
-    ("parts", "libraries"),
-    [
-        (None, ()),
-        ((CODE, CORE, TORCH), ()),
-        ((CODE,), ("libtransformer_engine.so", "transformer_engine_torch.cpython-312.so")),
-    ],
-    ids=["absent", "wheels", "built from source"],
-)
-def test_whole_or_absent_transformer_engine_is_no_problem(site, parts, libraries):
-    """From PyPI's three packages, or built from source: one package and two libraries."""
-    if parts is not None:
-        _install(site, *parts, libraries=libraries)
-    assert transformer_engine_problems() == []
-
-
-def test_package_hidden_from_cpu_ranks_is_no_problem(site):
-    """CPU ranks hide a build whose libraries are then not found, and that was refused."""
-    from megatron_muon.cpu_ranks.hidden import without_transformer_engine
-
-    _install(site, CODE)
-    with without_transformer_engine():
-        assert transformer_engine_problems() == []
-    assert transformer_engine_problems() != []
-
-
-def test_build_that_keeps_its_libraries_elsewhere_is_no_problem(site, monkeypatch):
-    """A container's own build names no part of PyPI's, and can be imported."""
-    package = site / "transformer_engine"
-    (package / "pytorch").mkdir(parents=True)
-    for folder in (package, package / "pytorch"):
-        (folder / "__init__.py").touch()
-    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, name, None)
-        monkeypatch.delitem(sys.modules, name)
-    assert transformer_engine_problems() == []
-
-
-def test_parts_of_transformer_engine_in_two_versions_are_named(site):
-    """It refuses to be imported then."""
-    _install(site, CODE, CORE)
-    _install(site, TORCH, version="2.19.0")
-    (problem,) = transformer_engine_problems()
-    assert f"in one version, found {CODE} 2.20.2, {CORE} 2.20.2, {TORCH} 2.19.0." in problem
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is not None,
-    reason="Transformer Engine is installed: what the fake lacks is there",
-)
-def test_launcher_names_a_part_of_transformer_engine_before_megatron_fails(tmp_path):
-    """CPU ranks import megatron, which would raise the package's own error."""
-    _install(tmp_path, CODE)
-    (tmp_path / "script.py").touch()
-    code = "import sys; from megatron_muon.launcher import main; sys.exit(main(sys.argv[1:]))"
-    done = _python(tmp_path, code.replace("sys.argv[1:]", repr([str(tmp_path / "script.py")])))
-    assert done.returncode == 1
-    assert "IncompatibleMegatronError" in done.stderr and "obscure" not in done.stderr
-    assert f"found {CODE} 2.20.2 without" in done.stderr
 
 
 ENABLE_TWICE = """

@@ -31,7 +31,7 @@ def _bytes(plan: ExchangePlan, bucket: RankBucket, rank: int) -> tuple[int, int]
 def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
     """Bytes of messages, staging memory and calls, without a plan of every rank.
 
-    Every schedule ends, and no step is shorter than the work and the traffic of any rank.
+    No step is shorter than the work and the traffic of any rank.
     """
     report = build_report(range(1 + max(plan.ranks)), [plan])
     for rank in plan.ranks:
@@ -45,9 +45,8 @@ def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
         assert found.staging_bytes == schedule.staging.num_bytes
         assert found.num_calls == sum(len(each.stacks) for each in owned)
     for rank in report.ranks:
-        # Times of several scatters, or rounds, are rounded down.
-        assert report.gpu_step_ns >= rank.load_ns + rank.passes_ns - 100
-        assert rank.step_ns <= report.gpu_step_ns
+        assert report.min_step_ns >= rank.load_ns + rank.passes_ns
+        assert report.min_step_ns >= max(rank.send_ns, rank.receive_ns)
     sent = sum(rank.bytes_sent for rank in report.ranks)
     assert sent == sum(rank.bytes_received for rank in report.ranks)
     if all("owner" in matrix for matrix in report.matrices):

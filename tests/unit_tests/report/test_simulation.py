@@ -71,14 +71,10 @@ def test_preview_plans_what_a_run_plans(limit):
     assert plan.entries() == dense.entries()
 
 
-def _step_ns(plan: ExchangePlan) -> int:
-    return build_report(plan.ranks, [plan]).gpu_step_ns
-
-
 def test_splitting_is_for_jobs_with_more_ranks_than_matrices():
     """128 matrices cannot keep 512 ranks busy unless they are split."""
     split, whole = (_report("llama3-8b", Parallelism(dp=512), max_parts=n) for n in (8, 1))
-    assert whole.gpu_step_ns > 3 * split.gpu_step_ns
+    assert whole.min_step_ns > 3 * split.min_step_ns
     assert whole.busiest_over_ideal > 7 and split.busiest_over_ideal < 2.2
 
 
@@ -107,16 +103,6 @@ def test_chunks_that_replicas_pass_on_cross_nodes_once():
         time_ns = plan.cost.messages_ns(7 * num_bytes, 56 * num_bytes, on_node_gbps)
         sends_all_ns = max(sends_all_ns, time_ns)
     assert sends_all_ns > 2 * max(rank.send_ns for rank in report.ranks)
-    assert sends_all_ns > report.gpu_step_ns
-
-
-def test_several_buckets_hide_traffic_and_depth_hides_waiting():
-    """Llama-3-8B on one node: all in one bucket, or with one gather in flight."""
-    chosen, one_bucket, flat = (
-        _report("llama3-8b", Parallelism(dp=8), **settings).gpu_step_ns
-        for settings in ({}, {"num_buckets": 1}, {"depth": 1})
-    )
-    assert one_bucket > 1.02 * chosen and flat > 1.02 * chosen
 
 
 def test_stacks_are_for_experts():
@@ -129,7 +115,7 @@ def test_stacks_are_for_experts():
     ]
     stacked, alone = (max(rank.num_calls for rank in report.ranks) for report in reports)
     assert alone > 5 * stacked
-    assert reports[1].gpu_step_ns > 1.15 * reports[0].gpu_step_ns
+    assert reports[1].min_step_ns > 1.15 * reports[0].min_step_ns
 
 
 def test_memory_is_shared_by_buffers_that_are_not_alive_together():

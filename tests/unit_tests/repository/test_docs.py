@@ -230,7 +230,7 @@ def test_plans_of_performance_are_those_of_today(flags, figures):
         f"{report['moved_fraction']:.1%}",
         f"{report['bytes'] / len(report['ranks']) / 1e6:,.0f}",
         f"{report['newton_schulz_ms']:.1f}",
-        f"{report['predicted_step_ms']:.1f}",
+        f"{report['min_step_ms']:.1f}",
         f"{report['host_ms']:.1f}",
         f"{staging / 1e9:.1f}",
     ]
