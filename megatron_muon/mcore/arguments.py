@@ -92,6 +92,36 @@ def _split_refusals(args: argparse.Namespace) -> list[str]:
     return refusals
 
 
+def check_yaml(config: Any, path: str) -> None:
+    """Refuse Muon with Megatron-FSDP from a YAML configuration.
+
+    Megatron reads the file instead of the command line, whose flags it drops, and validates it
+    without :func:`check`.
+
+    Args:
+        config: What the file says.
+        path: The file.
+
+    Raises:
+        SettingsError: The file or the command line asks for it.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--optimizer", default=getattr(config, "optimizer", "adam"))
+    parser.add_argument(
+        "--use-megatron-fsdp",
+        action="store_true",
+        default=bool(getattr(config, "use_megatron_fsdp", False)),
+    )
+    # Both may ask for it: Megatron drops the command line, but the user meant it.
+    asked, _ = parser.parse_known_args(sys.argv[1:])
+    if asked.use_megatron_fsdp and asked.optimizer not in ("adam", "sgd"):
+        raise SettingsError(
+            f"--yaml-cfg: expected command-line flags for --optimizer {asked.optimizer} "
+            f"--use-megatron-fsdp, got {path}, for which Megatron drops them. "
+            "Pass the settings as flags."
+        )
+
+
 def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``add_megatron_arguments`` to add the flags of this package."""
 
@@ -128,6 +158,19 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
             args.optimizer = asked
 
     return validate_args
+
+
+def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``load_yaml``; see :func:`check_yaml`."""
+
+    @functools.wraps(original)
+    def load_yaml(yaml_path: str) -> Any:
+        """Load the file, then refuse Muon with Megatron-FSDP."""
+        config = original(yaml_path)
+        check_yaml(config, yaml_path)
+        return config
+
+    return load_yaml
 
 
 def takes_schedule_of_checkpoint() -> bool:

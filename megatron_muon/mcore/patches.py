@@ -71,6 +71,18 @@ PATCHES: tuple[Patch, ...] = (
         arguments.validate,
         tree_line="muon_arguments.check(args)",
     ),
+    # Megatron reads this file in place of the command line, so the checks of flags never run.
+    Patch(
+        Target(
+            "megatron.training.yaml_arguments",
+            "load_yaml",
+            parameters=names("yaml_path"),
+            source_lines=("config_namespace.yaml_cfg = yaml_path",),
+        ),
+        "refuse Muon with Megatron-FSDP from --yaml-cfg, which skips the checks of flags",
+        arguments.refuse_yaml,
+        tree_line="check_yaml(config_namespace, yaml_path)",
+    ),
     # Looked up by its module's global name at each call, so replacing the attribute is enough.
     Patch(
         Target(

@@ -37,7 +37,8 @@ with contextlib.suppress(ImportError):  # a run imports these when it needs them
     import megatron.core.datasets.blended_megatron_dataset_builder
     import megatron.core.datasets.helpers
     import megatron.core.models.mimo
-    import megatron.core.tokenizers.text.libraries  # noqa: F401
+    import megatron.core.tokenizers.text.libraries
+    import megatron.training.yaml_arguments  # noqa: F401
 
 
 def _remember_help_texts() -> None:
