@@ -4,11 +4,16 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_muon.checkpoint.convert import FORMATS, convert
-from megatron_muon.checkpoint.folders import CheckpointError, find_checkpoint
+from megatron_muon.checkpoint.folders import (
+    CheckpointError,
+    escaped,
+    expecting,
+    find_checkpoint,
+)
 from megatron_muon.checkpoint.optimizers import OPTIMIZERS
 from megatron_muon.checkpoint.report import describe
 from megatron_muon.checkpoint.storage import read_checkpoint
@@ -51,38 +56,39 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        if arguments.command == "convert":
-            done = convert(
-                arguments.dir,
-                arguments.target,
-                arguments.source,
-                arguments.destination,
-                momentum=arguments.momentum,
-                iteration=arguments.ckpt_step,
-            )
-            sys.stdout.write(done + "\n")
-            return 0
-        checkpoint = read_checkpoint(find_checkpoint(arguments.dir, arguments.ckpt_step))
-        if arguments.command == "inspect":
-            for line in describe(checkpoint):
-                sys.stdout.write(line + "\n")
-            return 0
-        problems = list(find_problems(checkpoint))
-    except BrokenPipeError:
-        raise
-    except (CheckpointError, OSError) as error:
-        problems = [str(error)]
-    for problem in problems:
-        sys.stderr.write(problem + "\n")
-    if problems:
+        with expecting(f"to {arguments.command} it", arguments.dir):
+            for line in _run(arguments):
+                sys.stdout.write(escaped(line) + "\n")
+    except CheckpointError as error:
+        sys.stderr.write(f"{error}\n")
         return 1
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> Iterator[str]:
+    """Run a command, and yield the lines that it prints."""
+    if arguments.command == "convert":
+        yield convert(
+            arguments.dir,
+            arguments.target,
+            arguments.source,
+            arguments.destination,
+            momentum=arguments.momentum,
+            iteration=arguments.ckpt_step,
+        )
+        return
+    checkpoint = read_checkpoint(find_checkpoint(arguments.dir, arguments.ckpt_step))
+    if arguments.command == "inspect":
+        yield from describe(checkpoint)
+        return
+    if problems := list(find_problems(checkpoint)):
+        raise CheckpointError(*problems)
     files = checkpoint.items_by_file()
     num_bytes = sum(item.length for items in files.values() for item in items)
-    sys.stdout.write(
+    yield (
         f"{checkpoint.folder}: sound; {len(checkpoint.tensors)} tensors, "
-        f"{len(checkpoint.objects)} objects, {num_bytes:,} bytes in {len(files)} files\n"
+        f"{len(checkpoint.objects)} objects, {num_bytes:,} bytes in {len(files)} files"
     )
-    return 0
 
 
 if __name__ == "__main__":

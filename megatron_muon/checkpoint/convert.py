@@ -14,17 +14,26 @@ Nothing of a checkpoint is executed, and nothing is left where a conversion fail
 """
 
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_muon.checkpoint.folders import CheckpointError, find_checkpoint
+from megatron_muon.checkpoint.folders import CheckpointError, expecting, find_checkpoint
 from megatron_muon.checkpoint.optimizers import COPY, OPTIMIZERS, Change, find_changes
-from megatron_muon.checkpoint.storage import StoredCheckpoint, load_chunk, read_checkpoint
+from megatron_muon.checkpoint.storage import (
+    StoredCheckpoint,
+    check_archive,
+    check_extent,
+    load_chunk,
+    read_checkpoint,
+    unchanged,
+)
 from megatron_muon.checkpoint.to_torch_dist import to_torch_dist
 from megatron_muon.checkpoint.torch_dist import to_fsdp_dtensor
+from megatron_muon.checkpoint.verify import find_misfits
 from megatron_muon.checkpoint.writing import CheckpointWriter, replacing
 
 FORMATS = ("torch_dist", "fsdp_dtensor")
@@ -56,7 +65,8 @@ def convert(
         A line that says what was converted.
 
     Raises:
-        CheckpointError: Something is missing or unknown, or ``target`` exists.
+        CheckpointError: Something is missing, unknown or damaged, ``target`` exists, or another
+            process saves the checkpoint meanwhile.
 
     Memory: for folders the largest chunk, three times; for files the whole file, twice.
     """
@@ -73,23 +83,27 @@ def convert(
             "--to xtuner: expected an optimizer that loads momentum before its first step, got "
             "xtuner's, which has none to load into until then. Start it from zero momentum."
         )
-    if pair == {*FORMATS}:
-        checkpoint = read_checkpoint(find_checkpoint(path, iteration, source))
-        write = to_fsdp_dtensor if source == "torch_dist" else to_torch_dist
-        with replacing(target) as temporary:
-            return write(checkpoint, temporary)
+    is_format = source in FORMATS
 
     def change(keys: list[str], read: Callable[[str], Any]) -> dict[str, Change]:
         """Return the changes of the state of one optimizer."""
         return find_changes(keys, read, source, destination, momentum)
 
-    with replacing(target) as temporary:
-        if path.is_file():
-            number = _convert_file(path, temporary, change)
-        else:
-            stored = read_checkpoint(find_checkpoint(path, iteration))
-            temporary.mkdir()
-            number = _convert_folder(stored, CheckpointWriter(temporary), change)
+    with expecting(f"to convert it for {destination}", path):
+        if is_format or not path.is_file():
+            path = find_checkpoint(path, iteration, source if is_format else FORMATS[1])
+        with replacing(target) as temporary, unchanged(path):
+            if path.is_file():
+                number = _convert_file(path, temporary, change)
+            else:
+                stored = read_checkpoint(path)
+                for problem in find_misfits(stored):
+                    raise CheckpointError(problem)
+                if is_format:
+                    write = to_fsdp_dtensor if source == "torch_dist" else to_torch_dist
+                    return write(stored, temporary)
+                temporary.mkdir()
+                number = _convert_folder(stored, CheckpointWriter(temporary), change)
     return f"{target}: momentum of {number} parameters of {source} converted for {destination}"
 
 
@@ -187,13 +201,12 @@ def _path(like: tuple[str | int, ...], key: str) -> tuple[str | int, ...]:
 
 
 def _convert_file(path: Path, target: Path, change: _Change) -> int:
-    try:
+    with expecting("a file of torch.save that weights_only=True reads", path):
+        if zipfile.is_zipfile(path):  # not the format of torch before 1.6
+            with open(path, "rb") as file:
+                check_archive(file, path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged or unsafe file raises anything
-        raise CheckpointError(
-            f"{path}: expected a file of torch.save that weights_only=True reads, got "
-            f"{type(error).__name__}: {error}."
-        ) from error
+        check_extent(content, path.stat().st_size, path)
     number = 0
     for state_dict in _optimizer_states(content):
         ids = {str(name): name for name in state_dict.get("state", {})}

@@ -9,6 +9,8 @@ finished      a checkpoint whose ``.metadata`` exists: it is written after all o
 ============  ==================================================================================
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -22,7 +24,37 @@ _WHAT_TO_DO = {
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, or does not fit what it is loaded into."""
+    """A checkpoint cannot be read, or does not fit what it is loaded into.
+
+    Every argument is one line of the text, whatever names of keys and files contain.
+    """
+
+    def __str__(self) -> str:
+        """Return a line for each argument."""
+        return "\n".join(escaped(str(line)) for line in self.args)
+
+
+def escaped(text: str) -> str:
+    """Return a text with its control characters escaped, as ``repr`` does."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+@contextmanager
+def expecting(what: str, where: object) -> Iterator[None]:
+    """Let whatever is raised inside be a CheckpointError.
+
+    Args:
+        what: The expectation.
+        where: Key or path to name.
+    """
+    try:
+        yield
+    except (CheckpointError, BrokenPipeError):
+        raise
+    except Exception as error:  # crafted or damaged files raise anything
+        # Torch adds paragraphs of advice.
+        text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        raise CheckpointError(f"{where}: expected {what}, got {text}.") from error
 
 
 def iteration_folder(folder: Path, iteration: int) -> Path:
@@ -35,7 +67,7 @@ def finished_iterations(folder: Path) -> list[int]:
     return sorted(
         int(path.parent.name.removeprefix("iter_"))
         for path in folder.glob(f"iter_*/{METADATA}")
-        if path.parent.name.removeprefix("iter_").isdigit()
+        if path.parent.name.removeprefix("iter_").isdecimal()
     )
 
 
@@ -96,10 +128,11 @@ def _tracked_folder(folder: Path) -> Path:
             f"{tracker}: expected the tracker of a --save folder, got no such file. "
             f"{_what_to_load(folder)}"
         )
-    text = tracker.read_text(errors="replace").strip()
+    with open(tracker, errors="replace") as file:
+        text = file.read(99).strip()
     if text == "release":
         return folder / text
-    if not text.isdigit():
+    if not text.isdecimal():
         raise CheckpointError(
             f"{tracker}: expected an iteration or 'release', got {text!r}. {_what_to_load(folder)}"
         )

@@ -124,13 +124,13 @@ def find_changes(
             if target == "fsdp2" and "params" in of_group and set(listed) == set(params):
                 changes |= _new_settings(group, {"param_names": params})
         except CheckpointError as error:
-            problems.append(str(error))
+            problems += error.args
     problems += [
         f"state.{param}: expected a parameter of a group, got one of none"
         for param in states.keys() - members
     ]
     if problems:
-        raise CheckpointError("\n".join([*problems, "Nothing was written."]))
+        raise CheckpointError(*problems, "Nothing was written.")
     return changes
 
 
@@ -152,7 +152,7 @@ def _is_muon(
     if algorithm not in ("muon", "adamw"):
         raise CheckpointError(
             f"param_groups.{name}: expected algorithm 'muon' or 'adamw' of {source}, got "
-            f"{algorithm!r}. Pass the optimizer that wrote it by --from."
+            f"{algorithm!r:.99}. Pass the optimizer that wrote it by --from."
         )
     return algorithm == "muon"
 
@@ -207,7 +207,7 @@ def _muon_changes(
         key = kinds[old.momentum]
         changes[f"state.{param}.{new.momentum}"] = Change(key, factor)
     if problems:
-        raise CheckpointError("\n".join(problems))
+        raise CheckpointError(*problems)
     if old.mu == new.mu and old.is_sum == new.is_sum:
         changes |= {key: Change(key) for key in group.keys.values()}
         return changes

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_muon.checkpoint.folders import CheckpointError
-from megatron_muon.checkpoint.storage import StoredCheckpoint, StoredTensor, load_tensor
+from megatron_muon.checkpoint.storage import StoredCheckpoint, StoredTensor, load_chunk
 
 # Wrappers of the model add ``module.``, a different number of times in bf16 and fp32.
-_MODEL = re.compile(r"^model\.(?:module\.)*(?P<name>.+)$")
-_STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)$")
+_KEY = re.compile(
+    r"(?s)(?:model|(optimizer\.state))\.(?:module\.)*+(?P<name>.+?)(?(1)\.(?P<kind>[^.]+))\Z"
+)
 # Arguments of Megatron that describe the ranks that wrote a checkpoint.
 _WORLD = {
     "world_size": "ranks",
@@ -39,25 +39,32 @@ def describe(checkpoint: StoredCheckpoint) -> Iterator[str]:
     Raises:
         CheckpointError: A tensor or object that is described cannot be read.
     """
-    args = checkpoint.read_object("args") if "args" in checkpoint.objects else None
-    iteration = "iteration" in checkpoint.objects and checkpoint.read_object("iteration")
+    args = checkpoint.read_object("args")
     yield f"{checkpoint.folder}"
-    yield f"  iteration: {iteration or 'unknown'}"
-    yield f"  optimizer: {getattr(args, 'optimizer', 'unknown')}; {_describe_state(checkpoint)}"
+    yield f"  iteration: {_scalar(checkpoint.read_object('iteration')) or 'unknown'}"
+    optimizer = _scalar(getattr(args, "optimizer", None)) or "unknown"
+    parameters = _by_parameter(checkpoint)
+    states = (", ".join(sorted(kinds.keys() - {"weight"})) for kinds in parameters.values())
+    counts = [
+        f"{kinds} for {n} parameters" for kinds, n in sorted(Counter(states).items()) if kinds
+    ]
+    yield f"  optimizer: {optimizer}; {'; '.join(counts) or 'no optimizer state'}"
     world = [
-        f"{title} {getattr(args, name)}"
+        f"{title} {value}"
         for name, title in _WORLD.items()
-        if getattr(args, name, None) is not None
+        if (value := _scalar(getattr(args, name, None))) is not None
     ]
     yield f"  saved from: {', '.join(world) or 'unknown'}"
-    for name, kinds in sorted(_tensors_by_parameter(checkpoint).items()):
-        shape = "x".join(map(str, next(iter(kinds.values()))[1].shape))
+    for name, kinds in sorted(parameters.items()):
+        tensors = {kind: tensor for kind, tensor in kinds.items() if tensor}
         described = [
             f"{kind} {str(tensor.dtype).removeprefix('torch.')} norm "
-            f"{_norm(checkpoint, key, tensor):.9g}"
-            for kind, (key, tensor) in kinds.items()
+            f"{_norm(checkpoint, tensor):.9g}"
+            for kind, tensor in tensors.items()
         ]
-        yield f"  {name}: {shape}; {', '.join(described)}"
+        if described:
+            shape = "x".join(map(str, next(iter(tensors.values())).shape))
+            yield f"  {name}: {shape}; {', '.join(described)}"
     num_bytes: dict[str, int] = defaultdict(int)
     for key, tensor in checkpoint.tensors.items():
         num_bytes[key.partition(".")[0]] += tensor.num_bytes
@@ -65,39 +72,22 @@ def describe(checkpoint: StoredCheckpoint) -> Iterator[str]:
     yield f"  objects: {len(checkpoint.objects)}; files: {len(checkpoint.items_by_file())}"
 
 
-def _describe_state(checkpoint: StoredCheckpoint) -> str:
-    """Return which states an optimizer keeps, and for how many stored parameters."""
-    kinds: dict[str, set[str]] = defaultdict(set)
-    for key in checkpoint.tensors.keys() | checkpoint.objects.keys():
-        if match := _STATE.match(key):
-            kinds[match["name"]].add(match["kind"])
-    counts = Counter(", ".join(sorted(states)) for states in kinds.values())
-    described = [f"{states} for {n} parameters" for states, n in sorted(counts.items())]
-    return "; ".join(described) or "no optimizer state"
+def _scalar(value: object) -> int | str | None:
+    """Return a number or text, and None for what may be too long to print."""
+    return value if isinstance(value, int | str) else None
 
 
-def _tensors_by_parameter(
-    checkpoint: StoredCheckpoint,
-) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
-    """Return key and tensor of weight and states, by parameter and kind."""
-    parameters: dict[str, dict[str, tuple[str, StoredTensor]]] = defaultdict(dict)
+def _by_parameter(checkpoint: StoredCheckpoint) -> dict[str, dict[str, StoredTensor | None]]:
+    """Return weight and states by parameter and kind; None for a state that is no tensor."""
+    parameters: dict[str, dict[str, StoredTensor | None]] = defaultdict(dict)
     # Keys of the model come before keys of the optimizer.
-    for key, tensor in sorted(checkpoint.tensors.items()):
-        if match := _MODEL.match(key):
-            parameters[match["name"]]["weight"] = key, tensor
-        elif match := _STATE.match(key):
-            parameters[match["name"]][match["kind"]] = key, tensor
+    for key in sorted(checkpoint.tensors.keys() | checkpoint.objects.keys()):
+        if match := _KEY.match(key):
+            parameters[match["name"]][match["kind"] or "weight"] = checkpoint.tensors.get(key)
     return parameters
 
 
-def _norm(checkpoint: StoredCheckpoint, key: str, tensor: StoredTensor) -> float:
+def _norm(checkpoint: StoredCheckpoint, tensor: StoredTensor) -> float:
     # Chunk by chunk, as the whole tensor may not fit into memory.
-    total = 0.0
-    for chunk in tensor.chunks:
-        values = load_tensor(checkpoint.read_item(chunk), key)
-        if tuple(values.shape) != chunk.sizes:
-            raise CheckpointError(
-                f"{key}: expected a chunk of shape {chunk.sizes}, got {tuple(values.shape)}."
-            )
-        total += float(values.to(torch.float64).square().sum())
-    return math.sqrt(total)
+    chunks = (load_chunk(checkpoint, chunk).to(torch.float64) for chunk in tensor.chunks)
+    return math.sqrt(sum(float(values.square().sum()) for values in chunks))

@@ -9,24 +9,31 @@ object     any other value, pickled
 item       the bytes of a chunk or object: an archive of ``torch.save``, in one of the files
 =========  =====================================================================================
 
-Unpickling never runs code from the checkpoint: only a few plain values are built, instances of all
-other classes become inert.
+Nothing in a checkpoint is trusted. Unpickling never runs code from it: only a few plain values are
+built, instances of all other classes become inert. Files are regular ones of its folder, and
+numbers are checked before anything is read or allocated by them. Python's unpickler itself is not
+bounded: a crafted pickle can use up the memory or end the process.
 
 Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2.11.
 """
 
 import io
+import itertools
 import math
+import os
 import pickle
+import stat
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from megatron_muon.checkpoint.folders import METADATA, CheckpointError
+from megatron_muon.checkpoint.folders import METADATA, CheckpointError, expecting
 
 # Plain values, or inert stand-ins of other objects.
 type StoredObject = Any
@@ -86,38 +93,116 @@ class StoredCheckpoint:
     def items_by_file(self) -> dict[str, list[Item]]:
         """Return the items of every file, in the order of their bytes."""
         items = [chunk for tensor in self.tensors.values() for chunk in tensor.chunks]
-        by_file: dict[str, list[Item]] = {}
-        for item in sorted([*items, *self.objects.values()], key=lambda i: (i.file, i.offset)):
-            by_file.setdefault(item.file, []).append(item)
-        return by_file
+        items = sorted([*items, *self.objects.values()], key=attrgetter("file", "offset"))
+        return {name: [*own] for name, own in itertools.groupby(items, attrgetter("file"))}
 
     def read_item(self, item: Item) -> bytes:
-        """Read the bytes of an item.
+        """Read the bytes of an item, and compare the checksums of its records.
 
         Raises:
-            CheckpointError: The file is missing or too short.
+            CheckpointError: The file is missing or too short, or the item has changed.
         """
         path = self.folder / item.file
-        try:
-            with open(path, "rb") as file:
-                file.seek(item.offset)
-                found = file.read(item.length)
-        except OSError as error:
-            raise CheckpointError(f"{path}: expected a readable file, got {error}.") from error
-        if len(found) != item.length:
-            raise CheckpointError(
-                f"{path}: expected {item.offset + item.length} bytes or more, got "
-                f"{path.stat().st_size}: the file is truncated."
-            )
+        with expecting("a regular file, no link or pipe", path), open_regular(path) as file:
+            size, end = os.fstat(file.fileno()).st_size, item.offset + item.length
+            file.seek(min(item.offset, size))
+            # Before anything is allocated.
+            found = file.read(item.length) if end <= size else b""
+            if len(found) != item.length:
+                raise CheckpointError(
+                    f"{path}: expected {end} bytes or more, got {size}: the file is truncated."
+                )
+        with expecting("an archive of torch.save", item.key):
+            # zipfile skips leading bytes, which no checksum covers.
+            if not found.startswith(b"PK"):
+                raise zipfile.BadZipFile("bytes before the archive")
+            check_archive(io.BytesIO(found), item.key)
         return found
 
     def read_object(self, key: str) -> StoredObject:
-        """Read an object.
+        """Read an object; None where there is none.
 
         Raises:
             CheckpointError: It cannot be read.
         """
-        return load_object(self.read_item(self.objects[key]), key)
+        if key not in self.objects:
+            return None
+        data = self.read_item(self.objects[key])
+        value = load_object(data, key)
+        check_extent(value, len(data), key)
+        return value
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file of a checkpoint, which another user may have written.
+
+    A link could have any file of this machine copied, and a pipe or device could block.
+    """
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("a pipe or device")
+        yield file
+
+
+def check_archive(file: IO[bytes], where: object) -> None:
+    """Compare the checksums of an archive of ``torch.save``, which ``torch.load`` does not.
+
+    Raises:
+        CheckpointError: A record has changed, or records are compressed or overlap.
+    """
+    with zipfile.ZipFile(file) as archive:
+        num_bytes = sum(record.file_size for record in archive.infolist())
+        if num_bytes > file.seek(0, os.SEEK_END):
+            raise zipfile.BadZipFile(f"records of {num_bytes} bytes in a smaller archive")
+        if damaged := archive.testzip():
+            raise CheckpointError(
+                f"{where}: expected the checksum of its record {damaged}, got another"
+            )
+
+
+def check_extent(value: StoredObject, num_bytes: int, where: object) -> None:
+    """Refuse a value that nobody can walk in time, such as a list that holds itself.
+
+    Raises:
+        CheckpointError: It has far more elements than its ``num_bytes`` bytes could.
+    """
+    waiting, left = [value], num_bytes + 1_000_000
+    while waiting:
+        inner = waiting.pop()
+        inner = vars(inner) if isinstance(inner, _Inert) else inner
+        inner = [*inner.values()] if isinstance(inner, dict) else inner
+        if isinstance(inner, list | tuple):
+            left -= len(inner)
+            waiting += inner
+        if left < 0:
+            raise CheckpointError(
+                f"{where}: expected fewer values than bytes, got lists that hold one another or "
+                "themselves."
+            )
+
+
+@contextmanager
+def unchanged(path: Path) -> Iterator[None]:
+    """Refuse a folder or file that is saved anew while it is read.
+
+    Raises:
+        CheckpointError: At the end, some file is not the same as at the beginning.
+    """
+    before = _stamps(path)
+    yield
+    if _stamps(path) != before:
+        raise CheckpointError(
+            f"{path}: expected files that do not change while they are read, got new ones: another "
+            "process saves there. Wait until it has ended."
+        )
+
+
+def _stamps(path: Path) -> set[tuple[Path, int, int, int]]:
+    """Return inode, size and time of change of every file."""
+    files = filter(Path.is_file, path.iterdir()) if path.is_dir() else [path]
+    return {(f, s.st_ino, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())}
 
 
 def read_checkpoint(folder: Path) -> StoredCheckpoint:
@@ -130,13 +215,14 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
         CheckpointError: ``.metadata`` is missing or damaged.
     """
     path = folder / METADATA
-    try:
-        with open(path, "rb") as file:
+    with expecting("the metadata of torch.distributed.checkpoint", path):
+        with open_regular(path) as file:
             metadata = _Unpickler(file).load()
         if type(metadata).__name__ != "Metadata":
             raise TypeError(f"{type(metadata).__name__} in place of Metadata")
         stored = {
-            (index.fqn, tuple(getattr(index, "offset", None) or ())): info
+            # Hashing what is no text could take for ever.
+            (str.__str__(index.fqn), _numbers(getattr(index, "offset", None) or ())): info
             for index, info in metadata.storage_data.items()
         }
         tensors, objects = {}, {}
@@ -146,12 +232,17 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
             else:
                 objects[key] = _item(key, stored[key, ()])
         paths = getattr(metadata, "planner_data", None)
-    except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(
-            f"{path}: expected the metadata of torch.distributed.checkpoint, got "
-            f"{type(error).__name__}: {error}."
-        ) from error
+        check_extent(paths, path.stat().st_size, path)
     return StoredCheckpoint(folder, tensors, objects, paths if isinstance(paths, dict) else {})
+
+
+def _numbers(values: Iterable[object]) -> tuple[int, ...]:
+    """Return the plain numbers of a shape or position."""
+    numbers: tuple[Any, ...] = tuple(values)
+    # They are not printed, as they could be of any length.
+    if len(numbers) > 16 or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("numbers that are negative, no integers, or of more than 16 dimensions")
+    return numbers
 
 
 def _stored_tensor(
@@ -159,23 +250,25 @@ def _stored_tensor(
 ) -> StoredTensor:
     chunks = []
     for chunk in value.chunks:
-        offsets = tuple(chunk.offsets)
+        offsets = _numbers(chunk.offsets)
         # Tensors that are not sharded are stored without an offset.
         info = stored[key, offsets] if (key, offsets) in stored else stored[key, ()]
-        chunks.append(_item(key, info, offsets, tuple(chunk.sizes)))
+        chunks.append(_item(key, info, offsets, _numbers(chunk.sizes)))
     dtype = value.properties.state[0]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{dtype} in place of a dtype")
-    return StoredTensor(tuple(value.size), dtype, tuple(chunks))
+        raise TypeError(f"{type(dtype).__name__} in place of a dtype")
+    return StoredTensor(_numbers(value.size), dtype, tuple(chunks))
 
 
 def _item(key: str, info: StoredObject, *chunk: tuple[int, ...]) -> Item:
     # A path that leaves the folder would read any file of this machine.
-    if Path(info.relative_path).name != info.relative_path or min(info.offset, info.length) < 0:
-        raise ValueError(f"bytes {info.offset}, {info.length} of {info.relative_path}")
+    name = info.relative_path
+    if Path(name).name != name:
+        raise ValueError(f"{name} in place of a file of the folder")
     if getattr(info, "transform_descriptors", None):
-        raise ValueError(f"{key} transformed by {info.transform_descriptors}")
-    return Item(key, info.relative_path, info.offset, info.length, *chunk)
+        raise ValueError(f"{key} transformed")
+    offset, length = _numbers((info.offset, info.length))
+    return Item(key, name, offset, length, *chunk)
 
 
 def load_tensor(data: bytes, key: str) -> torch.Tensor:
@@ -184,7 +277,12 @@ def load_tensor(data: bytes, key: str) -> torch.Tensor:
     Raises:
         CheckpointError: The bytes are no tensor.
     """
-    return _load(key, lambda: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    with expecting("a tensor of torch.save", key):
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        # A view may have any number of elements of one stored one.
+        if found.nbytes > len(data):
+            raise ValueError(f"{found.nbytes} bytes in an archive of {len(data)}")
+        return found
 
 
 def load_chunk(checkpoint: StoredCheckpoint, item: Item) -> torch.Tensor:
@@ -210,24 +308,10 @@ def load_object(data: bytes, key: str) -> StoredObject:
     Raises:
         CheckpointError: The bytes are no archive of ``torch.save``.
     """
-
-    def load() -> StoredObject:
-        """Unpickle the object; its torch part is never executed."""
-        # torch.load would refuse the object or run its code, depending on weights_only.
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            return _Unpickler(io.BytesIO(archive.read(name))).load()
-
-    return _load(key, load)
-
-
-def _load[T](key: str, load: Callable[[], T]) -> T:
-    try:
-        return load()
-    except Exception as error:  # a damaged archive raises anything
-        raise CheckpointError(
-            f"{key}: expected an archive of torch.save, got {type(error).__name__}: {error}."
-        ) from error
+    # torch.load would refuse the object or run its code, depending on weights_only.
+    with expecting("an archive of torch.save", key), zipfile.ZipFile(io.BytesIO(data)) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        return _Unpickler(io.BytesIO(archive.read(name))).load()
 
 
 class _Inert:
@@ -235,11 +319,8 @@ class _Inert:
 
     def __new__(cls, *arguments: object) -> "_Inert":
         inert = super().__new__(cls)
-        inert.arguments = arguments
+        inert.arguments = arguments  # type: ignore[attr-defined]
         return inert
-
-    def __init__(self, *arguments: object) -> None:
-        self.arguments = arguments
 
     def __setstate__(self, state: object) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})

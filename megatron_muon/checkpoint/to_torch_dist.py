@@ -22,14 +22,13 @@ from megatron_muon.checkpoint.folders import TRACKER, CheckpointError, iteration
 from megatron_muon.checkpoint.storage import StoredCheckpoint, StoredTensor, load_chunk
 from megatron_muon.checkpoint.torch_dist import (
     ADAM,
-    BUFFERS,
     COMMON,
     GATED,
     MASTER,
     MUON,
     OWN_NORMS,
-    READ_ARGS,
-    is_plain,
+    plain_args,
+    refuse_other_states,
 )
 from megatron_muon.checkpoint.writing import CheckpointWriter
 
@@ -84,9 +83,8 @@ def to_torch_dist(checkpoint: StoredCheckpoint, folder: Path) -> str:
     stored = _stored(weights, checkpoint, args)
     common = _common(checkpoint, states, args)
     iteration = int(common["iteration"])
-    folder.mkdir()
     inner = iteration_folder(folder, iteration)
-    inner.mkdir()
+    inner.mkdir(parents=True)
     writer = CheckpointWriter(inner)
     params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     num_momentum = 0
@@ -117,14 +115,10 @@ def to_torch_dist(checkpoint: StoredCheckpoint, folder: Path) -> str:
 
 
 def _args(checkpoint: StoredCheckpoint) -> argparse.Namespace:
-    found = vars(checkpoint.read_object("args")) if "args" in checkpoint.objects else {}
-    args = {key: value for key, value in found.items() if is_plain(value)}
-    missing = sorted(READ_ARGS - args.keys())
-    if missing or args["fp16"]:
+    args = plain_args(checkpoint, checkpoint.read_object("args"))
+    if args["fp16"]:
         raise CheckpointError(
-            f"{checkpoint.folder}: expected args with {', '.join(sorted(READ_ARGS))}, of a run in "
-            f"fp32 or bf16, got {'fp16' if not missing else 'no ' + ', '.join(missing)}. Save it "
-            "by Megatron-LM 0.19."
+            f"{checkpoint.folder}: expected args of a run in fp32 or bf16, got fp16."
         )
     of_fsdp = ("use_megatron_fsdp", "use_distributed_optimizer")
     args |= {"ckpt_format": "torch_dist"} | dict.fromkeys(of_fsdp, False)
@@ -143,17 +137,7 @@ def _tensors(checkpoint: StoredCheckpoint) -> tuple[dict[str, str], dict[str, di
             weights[match[1]] = key
         elif not key.startswith("rng_state."):
             problems.append(f"{key}: expected a weight, or a state of an optimizer, got neither.")
-    for name in weights.keys() | states.keys():
-        kinds = states[name].keys()
-        is_buffer = name.endswith(BUFFERS) and not kinds
-        if name not in weights or not (is_buffer or kinds in (MUON, ADAM | {"step"})):
-            problems.append(
-                f"{name}: expected a weight with momentum_buffer of Muon, or exp_avg, exp_avg_sq "
-                f"and step of Adam, got {', '.join(sorted(kinds)) or 'none of them'}. Only "
-                "--optimizer muon is converted."
-            )
-    if problems:
-        raise CheckpointError("\n".join([*sorted(problems), "Nothing was written."]))
+    refuse_other_states(weights, states, ADAM | {"step"}, problems)
     return weights, states
 
 
@@ -210,7 +194,7 @@ def _stored(
         if len(numbers) > 1
     ]
     if problems:
-        raise CheckpointError("\n".join([*sorted(problems), "Nothing was written."]))
+        raise CheckpointError(*sorted(problems), "Nothing was written.")
     return stored
 
 

@@ -20,6 +20,7 @@ fsdp_dtensor_checkpoint.py`` of NVIDIA/Megatron-LM 0.19.2, and checkpoints that 
 
 import argparse
 import io
+import itertools
 import re
 import struct
 import zipfile
@@ -31,7 +32,12 @@ from typing import Any
 
 import torch
 
-from megatron_muon.checkpoint.folders import TRACKER, CheckpointError, iteration_folder
+from megatron_muon.checkpoint.folders import (
+    TRACKER,
+    CheckpointError,
+    expecting,
+    iteration_folder,
+)
 from megatron_muon.checkpoint.storage import (
     StoredCheckpoint,
     StoredObject,
@@ -92,14 +98,13 @@ def to_fsdp_dtensor(checkpoint: StoredCheckpoint, folder: Path) -> str:
     common = _common(checkpoint)
     args = common["args"]
     weights, states = _by_parameter(checkpoint)
-    step = _step(checkpoint, common)
-    groups = list(_groups(common.get("optimizer")))
+    groups = list(itertools.chain(*_values(common["optimizer"], "param_groups")))
+    step = _step(checkpoint, common, groups)
     prefix = "module." * (3 if args.bf16 or args.fp16 else 2)
     is_release = checkpoint.folder.name == "release"
     iteration = int(common["iteration"])
-    folder.mkdir()
     inner = folder / "release" if is_release else iteration_folder(folder, iteration)
-    inner.mkdir()
+    inner.mkdir(parents=True)
     writer = CheckpointWriter(inner)
     num_momentum = 0
     for name, key in weights.items():
@@ -132,7 +137,7 @@ def to_fsdp_dtensor(checkpoint: StoredCheckpoint, folder: Path) -> str:
 
 
 def _common(checkpoint: StoredCheckpoint) -> dict[str, Any]:
-    found = checkpoint.read_object(COMMON) if COMMON in checkpoint.objects else None
+    found = checkpoint.read_object(COMMON)
     common = found[0] if isinstance(found, list) and found else {}
     missing = [name for name in ("args", "iteration", "optimizer") if name not in common]
     if missing:
@@ -141,15 +146,22 @@ def _common(checkpoint: StoredCheckpoint) -> dict[str, Any]:
             f"{sorted(common) or 'nothing'}. Save weights and optimizer by Megatron-LM 0.19, "
             "without --no-save-optim."
         )
-    # Values of Megatron's own classes, which only a run imports, are left out.
-    args = {key: value for key, value in vars(common["args"]).items() if is_plain(value)}
-    if missing := sorted(READ_ARGS - args.keys()):
+    args = plain_args(checkpoint, common["args"])
+    args.pop("arguments", None)
+    return {**common, "args": argparse.Namespace(**args)}
+
+
+def plain_args(checkpoint: StoredCheckpoint, args: StoredObject) -> dict[str, Any]:
+    """Return arguments without values of Megatron's own classes, which only a run imports."""
+    plain = {
+        key: value for key, value in vars(args or argparse.Namespace()).items() if is_plain(value)
+    }
+    if missing := sorted(READ_ARGS - plain.keys()):
         raise CheckpointError(
             f"{checkpoint.folder}: expected the arguments {', '.join(missing)}, got none. "
             "Save it by Megatron-LM 0.19."
         )
-    args.pop("arguments", None)
-    return {**common, "args": argparse.Namespace(**args)}
+    return plain
 
 
 def _by_parameter(checkpoint: StoredCheckpoint) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
@@ -166,20 +178,30 @@ def _by_parameter(checkpoint: StoredCheckpoint) -> tuple[dict[str, str], dict[st
             )
         else:
             weights[key] = key
-    for name in weights.keys() | states.keys():
-        kinds = states[name].keys() - {MASTER}
-        is_buffer = name.endswith(BUFFERS)
-        if name not in weights or not (is_buffer or kinds in (MUON, ADAM)):
-            problems.append(
-                f"{name}: expected a weight with momentum_buffer of Muon, or exp_avg and "
-                f"exp_avg_sq of Adam, got {', '.join(sorted(kinds)) or 'none of them'}. Only "
-                "--optimizer muon is converted."
-            )
     if not any(kinds.keys() >= MUON for kinds in states.values()):
         problems.append(f"{checkpoint.folder}: expected momentum of Muon, got none.")
-    if problems:
-        raise CheckpointError("\n".join([*problems, "Nothing was written."]))
+    refuse_other_states(weights, states, ADAM, problems)
     return weights, states
+
+
+def refuse_other_states(
+    weights: Mapping[str, str],
+    states: Mapping[str, Mapping[str, str]],
+    adam: set[str],
+    problems: list[str],
+) -> None:
+    """Raise if there are problems, or parameters without state of Muon or Adam."""
+    for name in weights.keys() | states.keys():
+        kinds = states[name].keys() - {MASTER}
+        is_buffer = name.endswith(BUFFERS) and not kinds
+        if name not in weights or not (is_buffer or kinds in (MUON, adam)):
+            problems.append(
+                f"{name}: expected a weight with momentum_buffer of Muon, or "
+                f"{', '.join(sorted(adam))} of Adam, got "
+                f"{', '.join(sorted(kinds)) or 'none of them'}. Only --optimizer muon is converted."
+            )
+    if problems:
+        raise CheckpointError(*sorted(problems), "Nothing was written.")
 
 
 def _parts(
@@ -244,14 +266,13 @@ def _split(
             writer.add_chunk(target.format(part.name), part.shape(stored), begin, own)
 
 
-def _groups(value: object) -> Iterator[dict[str, Any]]:
-    """Yield the parameter groups of an optimizer, or of several that are chained."""
-    if isinstance(value, Mapping):
-        if isinstance(value.get("param_groups"), list):
-            yield from value["param_groups"]
-        else:
-            for each in value.values():
-                yield from _groups(each)
+def _values(nested: object, name: str) -> Iterator[Any]:
+    """Yield the values of a name in the state of an optimizer, or of several that are chained."""
+    if isinstance(nested, Mapping):
+        if name in nested:
+            yield nested[name]
+        for each in nested.values():
+            yield from _values(each, name)
 
 
 def _settings(
@@ -300,10 +321,12 @@ def _objects(common: Mapping[str, Any]) -> dict[str, Any]:
     return objects
 
 
-def _step(checkpoint: StoredCheckpoint, common: Mapping[str, Any]) -> float:
+def _step(
+    checkpoint: StoredCheckpoint, common: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> float:
     """Return how often Adam has stepped."""
-    found = {float(group["step"]) for group in _groups(common["optimizer"]) if "step" in group}
-    for counter in _counters(common["optimizer"]):
+    found = {float(group["step"]) for group in groups if "step" in group}
+    for counter in _values(common["optimizer"], "common_step"):
         found.add(_scalar(checkpoint, counter))
     if len(found) != 1:
         raise CheckpointError(
@@ -313,19 +336,11 @@ def _step(checkpoint: StoredCheckpoint, common: Mapping[str, Any]) -> float:
     return found.pop()
 
 
-def _counters(value: object) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        if "common_step" in value:
-            yield value["common_step"]
-        for each in value.values():
-            yield from _counters(each)
-
-
 def _scalar(checkpoint: StoredCheckpoint, value: StoredObject) -> float:
     """Return the value of a float32 scalar, whose bytes unpickling has left out."""
     if isinstance(value, int | float):
         return float(value)
-    try:
+    with expecting("common_step as a float32 tensor of Megatron-LM 0.19", COMMON):
         storage, offset = value.arguments[:2]
         _, kind, record, _, _ = storage.arguments[0]
         data = checkpoint.read_item(checkpoint.objects[COMMON])
@@ -333,8 +348,3 @@ def _scalar(checkpoint: StoredCheckpoint, value: StoredObject) -> float:
             name = next(n for n in archive.namelist() if n.endswith(f"/data/{record}"))
             assert kind.__name__ == "FloatStorage"
             return float(struct.unpack_from("<f", archive.read(name), 4 * offset)[0])
-    except Exception as error:  # a pickle of another form raises anything
-        raise CheckpointError(
-            f"{COMMON}: expected common_step as a float32 tensor, got {type(error).__name__}: "
-            f"{error}. Save it by Megatron-LM 0.19."
-        ) from error

@@ -8,9 +8,10 @@ Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2
 """
 
 import io
+import logging
 import os
 import pickle
-import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_muon.checkpoint.folders import METADATA, CheckpointError
 
+logger = logging.getLogger(__name__)
+
 # Files of a few GiB are read in parallel, and are no larger than those that ranks write.
 _FILE_BYTES = 4 << 30
 
@@ -39,21 +42,37 @@ def replacing(target: Path) -> Iterator[Path]:
 
     Raises:
         CheckpointError: ``target`` exists.
+        FileExistsError: It has come to exist meanwhile; it is not replaced.
     """
-    if target.exists():
+    if os.path.lexists(target):
         raise CheckpointError(
             f"{target}: expected a path to write to, got one that exists. Choose another one."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
+    prefix = f".{target.name}.converting-"
+    for path in target.parent.iterdir():
+        if path.name.startswith(prefix):
+            logger.warning(
+                "%s: of a conversion that was killed, or runs. Remove it if none runs.", path
+            )
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as folder:
+        temporary = Path(folder, target.name)
         yield temporary
-        os.replace(temporary, target)
-    finally:
+        for path in Path(folder).rglob("*"):
+            _sync(path)
         if temporary.is_dir():
-            shutil.rmtree(temporary)
+            # A rename alone would replace an empty folder that has appeared meanwhile.
+            target.mkdir()
+            temporary.rename(target)
         else:
-            temporary.unlink(missing_ok=True)
+            os.link(temporary, target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 class CheckpointWriter:
@@ -117,14 +136,8 @@ class CheckpointWriter:
         Args:
             paths: Nested names of each key, by which torch makes nested dictionaries again.
         """
-        for path in self._files:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
         metadata = Metadata(self._entries, dict(paths or {}), self._places)
-        with open(self._folder / METADATA, "wb") as file:
-            pickle.dump(metadata, file)
-            file.flush()
-            os.fsync(file.fileno())
+        (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
 
 
 def _archive(value: Any) -> bytes:  # noqa: ANN401 - whatever is pickled

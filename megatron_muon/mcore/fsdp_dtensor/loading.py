@@ -116,7 +116,7 @@ def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
     try:
         return call(), []
     except CheckpointError as error:
-        return None, [str(error)]
+        return None, str(error).splitlines()
     except Exception as error:  # the other ranks would wait for this one
         return None, [f"{type(error).__name__}: {error}"]
 
@@ -176,6 +176,16 @@ def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         checkpoint = _being_loaded.checkpoint
         state_dict = with_stored_generator(state_dict, checkpoint.objects)
         if "optimizer" in state_dict:
+            stored = (*checkpoint.tensors, *checkpoint.objects)
+            # Equal on all ranks.
+            if args.strict_fsdp_dtensor_load and not any(
+                k.startswith("optimizer.") for k in stored
+            ):
+                raise CheckpointError(
+                    f"{checkpoint.folder}: expected optimizer state, got none, as --no-save-optim "
+                    "leaves it out. Pass --no-load-optim, which loads the weights and starts "
+                    f"momentum at zero. {_NOTHING_LOADED}"
+                )
             state_dict["optimizer"] = as_stored(checkpoint, state_dict["optimizer"])
             _being_loaded.optimizer = state_dict["optimizer"]
         else:
@@ -317,7 +327,7 @@ def _raise_together(problems: list[str], advice: str) -> None:
     if dist.is_initialized():
         raise_where_any_rank_fails(problems, None, current_device(), advice)
     elif problems:
-        raise CheckpointError("\n  ".join([*problems, advice]))
+        raise CheckpointError(*problems, advice)
 
 
 def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:

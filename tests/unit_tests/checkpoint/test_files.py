@@ -128,7 +128,7 @@ def test_files_outside_of_the_folder_are_refused(file, folder):
     index = next(iter(metadata.storage_data))
     metadata.storage_data[index] = replace(metadata.storage_data[index], relative_path=file)
     path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="ValueError: bytes"):
+    with pytest.raises(CheckpointError, match="in place of a file of the folder"):
         read_checkpoint(folder / "iter_0000030")
 
 
@@ -266,3 +266,32 @@ def test_tiling_is_recognized(rows, num_column_blocks, data):
     others = [*chunks[:index], *chunks[index + 1 :]]
     for wrong in ([*others, moved], others, [*chunks, chunks[index]]):
         assert not _is_tiled(replace(tensor, chunks=tuple(wrong)))
+
+
+# A line of its own, a control sequence, and text that runs from right to left.
+ODD = "model.a\n/x: sound; 5 tensors\x1b[2J\u202eb\ud800"
+
+
+def test_keys_are_printed_on_one_line_without_control_characters(tmp_path, capsys):
+    """Control sequences of a key reached the terminal, and a line break began another line."""
+    state = _state(tmp_path) | {ODD: torch.ones(2, 2), f"{ODD}2": torch.ones(3)}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    path = tmp_path / "saved" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata[f"{ODD}2"].size = torch.Size([4])
+    path.write_bytes(pickle.dumps(metadata))
+    to = (str(tmp_path / "new"), "--from", "fsdp_dtensor", "--to", "torch_dist")
+    for command, more in (("inspect", ()), ("verify", ()), ("convert", to)):
+        assert main([command, str(tmp_path / "saved"), *more]) == int(command != "inspect")
+        text = "".join(capsys.readouterr())
+        assert "a\\n/x: sound; 5 tensors\\x1b[2J\\u202eb\\ud800" in text
+        assert all(line.isprintable() for line in text.splitlines())
+
+
+def test_settings_that_are_no_numbers_or_texts_are_not_printed(tmp_path, capsys):
+    """Lists in args stopped inspect."""
+    args = argparse.Namespace(optimizer=["x"] * 9, world_size=[1, 2])
+    dcp.save({"args": args}, checkpoint_id=tmp_path, no_dist=True)
+    assert main(["inspect", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "  optimizer: unknown;" in text and "  saved from: unknown" in text

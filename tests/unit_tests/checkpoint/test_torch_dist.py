@@ -334,7 +334,7 @@ REFUSED_BACK: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "decoder.layers.w: expected it in all layers with one shape, got shapes [(4, 2)] of 2",
     ),
     "fp16": (OF_MUON, {**ARGS, "fp16": True}, "of a run in fp32 or bf16, got fp16"),
-    "no arguments": (OF_MUON, {}, "got no bf16, fp16"),
+    "no arguments": (OF_MUON, {}, "expected the arguments bf16, fp16"),
     "no settings": (OF_MUON, ARGS, "expected settings of Muon, and one step count of Adam, got"),
 }
 

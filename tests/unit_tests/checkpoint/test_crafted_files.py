@@ -1,0 +1,384 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints written by an attacker are refused by every command: in one line, and soon."""
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from megatron_muon.checkpoint.__main__ import main
+from megatron_muon.checkpoint.storage import read_checkpoint
+from megatron_muon.checkpoint.verify import find_problems
+
+# Against hangs alone.
+_LIMIT_SECONDS = 120
+NAME = "module.module.decoder.layers.0.w"
+WEIGHT = f"model.{NAME[7:]}"
+ARGS = {
+    "bf16": False,
+    "fp16": False,
+    "swiglu": True,
+    "transformer_impl": "local",
+    "moe_grouped_gemm": False,
+    "optimizer": "muon",
+}
+STATE = {
+    WEIGHT: torch.ones(4, 4),
+    f"optimizer.state.{NAME}.momentum_buffer": torch.ones(4, 4),
+    f"optimizer.param_to_group_meta.{NAME}.lr": 0.1,
+    "args": argparse.Namespace(**ARGS),
+    "iteration": 3,
+}
+SECRET = "a secret of this machine"
+
+
+def _save(folder: Path, **more: Any) -> Path:
+    dcp.save(STATE | more, checkpoint_id=folder / "saved", no_dist=True)
+    return folder / "saved"
+
+
+def _run(*arguments: object) -> tuple[int, str]:
+    """Run a command in a process of its own, and return its status and what it prints."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe(duplex=False)
+
+    def child() -> None:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            status = main([*map(str, arguments)])
+        theirs.send((status, out.getvalue()))
+
+    process = context.Process(target=child)
+    process.start()
+    theirs.close()
+    try:
+        assert mine.poll(_LIMIT_SECONDS), "the command hangs"
+        return mine.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _assert_refused(folder: Path, *commands: str) -> None:
+    """Every command ends with status 1 and one line, and convert writes nothing."""
+    names = sorted(folder.iterdir())
+    for command in commands or ("inspect", "verify", "convert"):
+        more = (folder / "new", "--from", "fsdp_dtensor", "--to", "torch_dist")
+        status, text = _run(command, folder / "saved", *(more if command == "convert" else ()))
+        assert status == 1, (command, text)
+        assert "expected" in text and SECRET not in text and "Traceback" not in text
+        lines = [line for line in text.splitlines() if "expected" in line]
+        assert command == "verify" or len(lines) == 1, text
+        assert sorted(folder.iterdir()) == names
+
+
+def test_the_checkpoint_itself_is_sound(tmp_path):
+    """Each case below differs from it by one fault, so that nothing else is refused."""
+    saved = _save(tmp_path)
+    for command in ("inspect", "verify"):
+        assert _run(command, saved)[0] == 0
+    # Reached by a link of the user's own, as `latest -> iter_0000010`.
+    (tmp_path / "latest").symlink_to(saved)
+    to = ("--from", "fsdp_dtensor", "--to", "torch_dist")
+    status, text = _run("convert", tmp_path / "latest", tmp_path / "new", *to)
+    assert status == 0, text
+    assert list(find_problems(read_checkpoint(tmp_path / "new" / "iter_0000003"))) == []
+
+
+def _data(saved: Path) -> Path:
+    return saved / "__0_0.distcp"
+
+
+def _link(saved: Path) -> None:
+    _data(saved).rename(saved.parent / "outside")
+    (saved / "__0_0.distcp").symlink_to("../outside")
+
+
+def _secret_link(saved: Path) -> None:
+    (saved.parent / "outside").write_text(SECRET * 1000)
+    _data(saved).unlink()
+    (saved / "__0_0.distcp").symlink_to(saved.parent / "outside")
+
+
+def _device(saved: Path) -> None:
+    _data(saved).unlink()
+    (saved / "__0_0.distcp").symlink_to("/dev/zero")
+
+
+def _pipe(saved: Path) -> None:
+    _data(saved).unlink()
+    os.mkfifo(saved / "__0_0.distcp")
+
+
+def _folder(saved: Path) -> None:
+    _data(saved).unlink()
+    (saved / "__0_0.distcp").mkdir()
+
+
+def _metadata_link(saved: Path) -> None:
+    (saved / ".metadata").rename(saved.parent / "outside")
+    (saved / ".metadata").symlink_to("../outside")
+
+
+def _metadata_pipe(saved: Path) -> None:
+    (saved / ".metadata").unlink()
+    os.mkfifo(saved / ".metadata")
+
+
+def _metadata_of_zeros(saved: Path) -> None:
+    os.truncate(saved / ".metadata", 0)
+    os.truncate(saved / ".metadata", 1 << 40)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _link,
+        _secret_link,
+        _device,
+        _pipe,
+        _folder,
+        _metadata_link,
+        _metadata_pipe,
+        _metadata_of_zeros,
+    ],
+)
+def test_only_regular_files_of_the_folder_are_read(damage, tmp_path):
+    """Convert copied a file outside through a link, and waited for ever for a named pipe."""
+    damage(_save(tmp_path))
+    _assert_refused(tmp_path)
+
+
+def _nested(depth: int = 60) -> list[Any]:
+    nested: list[Any] = [1]
+    for _ in range(depth):
+        nested = [nested, nested]
+    return nested
+
+
+def _index(metadata: Metadata, key: str = WEIGHT) -> MetadataIndex:
+    return next(index for index in metadata.storage_data if index.fqn == key)
+
+
+def _place(**changes: Any) -> Callable[[Metadata], None]:
+    """Return what changes the place of the weight's one chunk."""
+
+    def change(metadata: Metadata) -> None:
+        index = _index(metadata)
+        place = metadata.storage_data[index]
+        for name, value in changes.items():
+            object.__setattr__(place, name, value)
+
+    return change
+
+
+def _chunks(*boxes: tuple[Any, Any]) -> Callable[[Metadata], None]:
+    """Return what gives the weight other chunks, all with the same bytes."""
+
+    def change(metadata: Metadata) -> None:
+        place = metadata.storage_data.pop(_index(metadata))
+        chunk = metadata.state_dict_metadata[WEIGHT].chunks[0]
+        chunks = []
+        for offsets, sizes in boxes:
+            metadata.storage_data[MetadataIndex(WEIGHT, torch.Size([len(chunks)]))] = place
+            chunks.append(replace(chunk))
+            object.__setattr__(chunks[-1], "offsets", offsets)
+            object.__setattr__(chunks[-1], "sizes", sizes)
+            index = MetadataIndex(WEIGHT)
+            object.__setattr__(index, "offset", offsets)
+            metadata.storage_data[index] = place
+        metadata.state_dict_metadata[WEIGHT].chunks = chunks
+
+    return change
+
+
+def _shape(shape: Any) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        metadata.state_dict_metadata[WEIGHT].size = shape
+
+    return change
+
+
+def _name(name: Any) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        object.__setattr__(_index(metadata), "fqn", name)
+
+    return change
+
+
+def _names(metadata: Metadata) -> None:
+    metadata.planner_data = {"a": (_nested(), _nested())}
+
+
+TABLES = {
+    "length of 2**40": _place(length=2**40),
+    "length of 2**62": _place(length=2**62),
+    "length of 2**64": _place(length=2**64),
+    "length of -1": _place(length=-1),
+    "length of True": _place(length=True),
+    "length of 1.5": _place(length=1.5),
+    "no length": _place(length=None),
+    "offset of 2**64": _place(offset=2**64),
+    "offset of 2**40": _place(offset=2**40),
+    "offset of -1": _place(offset=-1),
+    "offset of True": _place(offset=True),
+    "offset of lists": _place(offset=_nested()),
+    "lists": _place(offset=_nested(), length=_nested(), relative_path=_nested()),
+    "transformed": _place(transform_descriptors=_nested()),
+    "parent": _place(relative_path=".."),
+    "folder": _place(relative_path="."),
+    "no name": _place(relative_path=""),
+    "absolute": _place(relative_path="/etc/hostname"),
+    "folder in it": _place(relative_path="sub/__0_0.distcp"),
+    "NUL": _place(relative_path="a\0b"),
+    "long name": _place(relative_path="n" * 300),
+    "number as name": _place(relative_path=3),
+    "control sequence": _place(relative_path="\x1b[2J"),
+    "lists as shape": _shape(_nested()),
+    "number as shape": _shape(4),
+    "name of lists": _name(_nested()),
+    "no text as name": _name(7),
+    "nested names": _names,
+}
+# Of these inspect may print what is there.
+TILINGS = {
+    "outside": _chunks(((2, 0), (4, 4))),
+    "far outside": _chunks(((2**40, 0), (4, 4))),
+    "twice": _chunks(((0, 0), (4, 4)), ((0, 1), (4, 3))),
+    "overlap": _chunks(((0, 0), (3, 4)), ((2, 0), (2, 4))),
+    "hole": _chunks(((0, 0), (3, 4))),
+    "none": _chunks(),
+    "negative": _chunks(((-1, 0), (5, 4))),
+    "negative sizes": _chunks(((0, 0), (-4, -4))),
+    "truth as offset": _chunks(((False, 0), (4, 4))),
+    "one dimension": _chunks(((0,), (16,))),
+    "three dimensions": _chunks(((0, 0, 0), (4, 4, 1))),
+    "large": _chunks(((0, 0), (2**31, 2**31))),
+    "other shape": _shape((4, 5)),
+    "large shape": _shape((2**40, 4)),
+    "negative shape": _shape((-4, -4)),
+    "60 dimensions": _shape((1,) * 60),
+}
+
+
+@pytest.mark.parametrize("case", [*TABLES, *TILINGS])
+def test_table_of_contents_is_not_trusted(case, tmp_path):
+    """Lengths of 2**40 ended in MemoryError, others in tracebacks, lists for ever."""
+    saved = _save(tmp_path)
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    (TABLES | TILINGS)[case](metadata)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    commands = ("inspect", "verify", "convert")
+    _assert_refused(tmp_path, *commands[case in TILINGS :])
+
+
+def _archive(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _compressed(value: object) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(_archive(value))) as old, zipfile.ZipFile(buffer, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name), zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def _repeated(num_records: int) -> bytes:
+    """Return an archive whose directory names one record many times."""
+    data = _archive(torch.ones(1 << 16))
+    start = data.index(b"PK\x01\x02")
+    end = data.index(b"PK\x05\x06") if b"PK\x06\x06" not in data else data.index(b"PK\x06\x06")
+    entry = next(
+        data[at:]
+        for at in range(start, end)
+        if data[at : at + 4] == b"PK\x01\x02" and b"data/0" in data[at : at + 80]
+    )
+    length = 46 + sum(int.from_bytes(entry[at : at + 2], "little") for at in (28, 30, 32))
+    directory = data[start:end] + entry[:length] * num_records
+    total = (data[start:end].count(b"PK\x01\x02") + num_records).to_bytes(2, "little")
+    sizes = len(directory).to_bytes(4, "little") + start.to_bytes(4, "little")
+    return data[:start] + directory + b"PK\x05\x06\0\0\0\0" + total * 2 + sizes + b"\0\0"
+
+
+def _cyclic() -> dict[str, Any]:
+    cyclic: dict[str, Any] = {}
+    cyclic["a"] = [cyclic]
+    return cyclic
+
+
+def _deep(depth: int = 50_000) -> bytes:
+    """Return an archive of nested lists, deeper than Python's pickle writes them."""
+    nested = b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
+        archive.writestr("archive/data.pkl", nested)
+    return buffer.getvalue()
+
+
+def _with_lists() -> argparse.Namespace:
+    return argparse.Namespace(**ARGS, more=_nested())
+
+
+# The key, its bytes, and the commands that read them.
+ITEMS: dict[str, tuple[str, Callable[[], bytes], tuple[str, ...]]] = {
+    "compressed": (WEIGHT, lambda: _compressed(torch.zeros(4, 1 << 20)), ()),
+    "repeated": (WEIGHT, lambda: _repeated(20_000), ()),
+    "view": (WEIGHT, lambda: _archive(torch.ones(1).expand(1 << 40)), ()),
+    "view of the shape": (WEIGHT, lambda: _archive(torch.ones(1).expand(1 << 20, 1 << 20)), ()),
+    "meta": (WEIGHT, lambda: _archive(torch.empty(1 << 20, 1 << 20, device="meta")), ()),
+    "list": (WEIGHT, lambda: _archive([1]), ()),
+    "text": (WEIGHT, lambda: _archive("\x1b[2J"), ()),
+    "nested": (WEIGHT, lambda: _archive(_nested()), ()),
+    "raw pickle": (WEIGHT, lambda: pickle.dumps(_nested()), ()),
+    "other shape": (WEIGHT, lambda: _archive(torch.ones(4, 5)), ()),
+    "lists as iteration": ("iteration", lambda: _archive(_nested()), ("inspect", "convert")),
+    "cyclic iteration": ("iteration", lambda: _archive(_cyclic()), ("inspect", "convert")),
+    "deep iteration": ("iteration", _deep, ("convert",)),
+    "lists in args": ("args", lambda: _archive(_with_lists()), ("inspect", "convert")),
+    "cyclic args": ("args", lambda: _archive(_cyclic()), ("inspect", "convert")),
+    "deep args": ("args", _deep, ("convert",)),
+    "number as args": ("args", lambda: _archive(3), ("convert",)),
+    "lists as setting": (
+        f"optimizer.param_to_group_meta.{NAME}.lr",
+        lambda: _archive(_nested()),
+        ("convert",),
+    ),
+    "deep setting": (f"optimizer.param_to_group_meta.{NAME}.lr", _deep, ("convert",)),
+    "text as iteration": ("iteration", lambda: _archive("\x1b[2J"), ("convert",)),
+    "long number": ("iteration", lambda: _archive(10**5000), ("inspect", "convert")),
+}
+
+
+@pytest.mark.parametrize("case", ITEMS)
+def test_items_are_not_trusted(case, tmp_path):
+    """Lists that share lists stopped inspect, and a list in place of a number was a traceback."""
+    key, data, commands = ITEMS[case]
+    saved = _save(tmp_path)
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    (saved / "z.distcp").write_bytes(data())
+    index, size = _index(metadata, key), (saved / "z.distcp").stat().st_size
+    old = metadata.storage_data[index]
+    # No hole is left, so that nothing else is wrong.
+    sound = _data(saved).read_bytes()
+    (saved / "__0_0.distcp").write_bytes(sound[: old.offset] + sound[old.offset + old.length :])
+    for other, place in metadata.storage_data.items():
+        if place.offset > old.offset:
+            metadata.storage_data[other] = replace(place, offset=place.offset - old.length)
+    metadata.storage_data[index] = replace(old, relative_path="z.distcp", offset=0, length=size)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    _assert_refused(tmp_path, *commands)
