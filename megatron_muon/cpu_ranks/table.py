@@ -219,6 +219,7 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
             f"{_FSDP}.experimental",
             f"{_FSDP}.experimental.fully_shard",
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+            "megatron.core.distributed.fsdp.mcore_adapter_v2",
         )
     ),
 )

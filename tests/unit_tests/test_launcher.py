@@ -44,15 +44,16 @@ def test_run_logs_one_line_for_all_patches_on_rank_0():
 
 def test_patches_are_listed_on_request(capsys):
     """Sixteen lines at each start hid the others."""
-    from megatron_muon.mcore.later_patches import LATER_PATCHES
+    from megatron_muon.mcore.later_patches import LATER_PATCHES, V2_PATCHES
     from megatron_muon.mcore.patches import PATCHES
     from megatron_muon.mcore.requirements import REQUIREMENTS, V2_REQUIREMENTS
 
     assert launcher.main(["--list-patches"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    expected = (*PATCHES, *LATER_PATCHES, *REQUIREMENTS, *V2_REQUIREMENTS)
+    later = (*LATER_PATCHES, *V2_PATCHES)
+    expected = (*PATCHES, *later, *REQUIREMENTS, *V2_REQUIREMENTS)
     assert len(listed) == len(expected)
-    for patch, line in zip((*PATCHES, *LATER_PATCHES), listed, strict=False):
+    for patch, line in zip((*PATCHES, *later), listed, strict=False):
         assert line.startswith(f"{patch.target.symbol}: {patch.purpose} (")
     # With which Megatron each symbol was run.
     both = "(megatron-core 0.19.0, 0.19.1, 0.19.2, Megatron-LM's main at d98e8a64)"
