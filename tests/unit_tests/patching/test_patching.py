@@ -210,6 +210,8 @@ def test_enable_refuses_a_misfit_of_any_package_with_the_table(monkeypatch, pack
         # Main has this version at every commit; one was tried.
         ({"megatron-core": "0.20.0+d98e8a64dd", "torch": "2.11.0"}, False),
         ({"megatron-core": "0.20.0+d98e8a6", "torch": "2.11.0"}, False),
+        # The documents said that it was run, and the start that nobody has.
+        ({"megatron-core": "0.20.0+d98e8a64dd", "torch": "2.15.0"}, False),
         ({"megatron-core": "0.20.0+abc1234"}, True),
         ({"megatron-core": "0.20.0"}, True),
         ({"megatron-core": "0.20.0rc1"}, True),
