@@ -222,6 +222,13 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
             "megatron.core.distributed.fsdp.mcore_adapter_v2",
         )
     ),
+    # Last: on import, megatron.training binds names that are replaced above.
+    Replacement(
+        "megatron.training.arguments.validate_args",
+        megatron_core.validate_args_from,
+        "the defaults are kernels of Transformer Engine, Apex and CUDA",
+        True,
+    ),
 )
 
 REPLACEMENTS: tuple[Replacement, ...] = TORCH_REPLACEMENTS + MEGATRON_REPLACEMENTS
