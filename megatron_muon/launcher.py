@@ -17,7 +17,8 @@ from megatron_muon.user_errors import SettingsError, UserError
 _LIST_PATCHES = "--list-patches"
 _USAGE = f"""\
 usage: torchrun [TORCHRUN OPTIONS] -m megatron_muon SCRIPT [SCRIPT ARGUMENTS]
-       python -m megatron_muon {_LIST_PATCHES}"""
+       python -m megatron_muon {_LIST_PATCHES}
+other commands: python -m megatron_muon.plan --help, python -m megatron_muon.checkpoint --help"""
 _DEVICES = ("cpu", "cuda")
 # How long ranks other than 0 wait after a user's error. torchrun ends all ranks as soon as one
 # ends, and rank 0, which alone prints the error, may have started later.
