@@ -16,7 +16,8 @@ from megatron_muon.user_errors import SettingsError, UserError
 _LIST_PATCHES = "--list-patches"
 _USAGE = f"""\
 usage: torchrun [TORCHRUN OPTIONS] -m megatron_muon SCRIPT [SCRIPT ARGUMENTS]
-       python -m megatron_muon {_LIST_PATCHES}"""
+       python -m megatron_muon {_LIST_PATCHES}
+other commands: python -m megatron_muon.plan --help, python -m megatron_muon.checkpoint --help"""
 _DEVICES = ("cpu", "cuda")
 # How long ranks other than 0 wait after a user's error. torchrun ends all ranks as soon as one
 # ends, and rank 0, which alone prints the error, may have started later.
@@ -126,14 +127,16 @@ def _list_patches() -> int:
     from megatron_muon.patching import check_packages
 
     check_packages()
-    from megatron_muon.mcore.later_patches import LATER_PATCHES
+    from megatron_muon.mcore.later_patches import LATER_PATCHES, V2_PATCHES
     from megatron_muon.mcore.patches import PATCHES
     from megatron_muon.mcore.requirements import REQUIREMENTS, V2_REQUIREMENTS
     from megatron_muon.patching.versions import megatron_of_table
 
     releases, commits = megatron_of_table()
     lines = [f"{each.target.symbol}: {each.purpose} ({releases}, {commits})" for each in PATCHES]
-    lines += [f"{each.target.symbol}: {each.purpose} ({commits})" for each in LATER_PATCHES]
+    lines += [
+        f"{each.target.symbol}: {each.purpose} ({commits})" for each in LATER_PATCHES + V2_PATCHES
+    ]
     lines += [f"{each.symbol}: relied on ({releases}, {commits})" for each in REQUIREMENTS]
     lines += [f"{each.symbol}: relied on ({commits})" for each in V2_REQUIREMENTS]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -22,7 +22,11 @@ SMOKE_TESTS = (
     "mcore/test_factory",
 )
 # Of the generation that is there; main's has more layouts.
-FSDP_V2_TESTS = ("runtime/test_fsdp_v2_layout", "fsdp2/test_megatron_fsdp_v2")
+FSDP_V2_TESTS = (
+    "runtime/test_fsdp_v2_layout",
+    "fsdp2/test_megatron_fsdp_v2",
+    "patching/test_moved_adapters",
+)
 
 # Skipped by a release whose arguments lack the flag.
 V2_TESTS = ("mcore/test_fsdp_v2_flags", "mcore/test_fsdp_v2_pipeline")
@@ -58,8 +62,9 @@ for target in [*(patch.target for patch in PATCHES), *REQUIREMENTS]:
 
 # Repairs whose place upstream has mended.
 _MENDED = """
+from megatron_muon.mcore.later_patches import V2_PATCHES
 from megatron_muon.mcore.patches import PATCHES
-for patch in PATCHES:
+for patch in (*PATCHES, *V2_PATCHES):
     if patch.is_repaired():
         print(f"MENDED {patch.target.symbol}: mended upstream, so that this is skipped: "
               f"{patch.purpose}")

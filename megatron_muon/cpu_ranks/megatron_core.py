@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,35 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+
+logger = logging.getLogger(__name__)
+
+# Arguments of Megatron, whose defaults are kernels of Transformer Engine, Apex or CUDA.
+_WITHOUT_KERNELS = {
+    "transformer_impl": "local",
+    "apply_rope_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+
+
+def validate_args_from(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``validate_args`` that sets arguments without which no CPU rank starts."""
+
+    @functools.wraps(original)
+    def validate_args(args: Any, *defaults: object) -> Any:  # noqa: ANN401 - a Namespace
+        """Set the arguments, and validate them."""
+        vars(args).update(_WITHOUT_KERNELS)
+        # It orders kernels of a GPU: FSDP refuses 1, and tensor parallelism without it the others.
+        number = "8" if args.use_megatron_fsdp or args.use_torch_fsdp2 else "1"
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = number
+        logger.info(
+            "CPU ranks have CUDA_DEVICE_MAX_CONNECTIONS=%s and %s", number, _WITHOUT_KERNELS
+        )
+        return original(args, *defaults)
+
+    return validate_args
 
 
 def move_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:

@@ -219,7 +219,15 @@ MEGATRON_REPLACEMENTS: tuple[Replacement, ...] = (
             f"{_FSDP}.experimental",
             f"{_FSDP}.experimental.fully_shard",
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+            "megatron.core.distributed.fsdp.mcore_adapter_v2",
         )
+    ),
+    # Last: on import, megatron.training binds names that are replaced above.
+    Replacement(
+        "megatron.training.arguments.validate_args",
+        megatron_core.validate_args_from,
+        "the defaults are kernels of Transformer Engine, Apex and CUDA",
+        True,
     ),
 )
 

@@ -40,21 +40,22 @@ def enable() -> None:
     if problems := dependency_problems():
         raise IncompatibleMegatronError(problems)
     try:
-        from megatron_muon.mcore.later_patches import LATER_PATCHES
+        from megatron_muon.mcore.later_patches import LATER_PATCHES, V2_PATCHES
         from megatron_muon.mcore.patches import PATCHES
-        from megatron_muon.mcore.requirements import REQUIREMENTS, V2_REQUIREMENTS
+        from megatron_muon.mcore.requirements import REQUIREMENTS, V2_FLAG, V2_REQUIREMENTS
     except ImportError as error:
         problem = f"megatron-core: expected what Muon imports of it, found {error}."
         raise IncompatibleMegatronError([problem]) from error
 
     patches = [patch for patch in PATCHES if not patch.is_repaired()]
     later = [patch for patch in LATER_PATCHES if patch.target.exists()]
+    of_v2 = V2_REQUIREMENTS if V2_FLAG.exists() else ()
+    later += [patch for patch in V2_PATCHES if of_v2 and not patch.is_repaired()]
     carried = [patch for patch in patches if patch.is_in_tree()]
     if carried and len(carried) < len(patches):
         raise IncompatibleMegatronError(_half_patched(carried, patches))
     # Patches of later releases have no diff.
     patches = later if carried else [*patches, *later]
-    of_v2 = V2_REQUIREMENTS if V2_REQUIREMENTS[0].exists() else ()
     verify_all([*(patch.target for patch in patches), *REQUIREMENTS, *of_v2])
     apply_all(patches)
     _applied.extend(patches)

@@ -5,10 +5,13 @@
 import argparse
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_args
+from difflib import get_close_matches
+from functools import partial
+from typing import Any, NoReturn, get_args
 
 from megatron_muon.newton_schulz.registry import BackendChoice
 from megatron_muon.plan.settings import ExchangeMode, ExchangeSettings, WireChoice
+from megatron_muon.user_errors import SettingsError
 
 # Flags of the exchange, --muon-fsdp-<name>: the defaults are those of ExchangeSettings.
 EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
@@ -59,17 +62,25 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
         "help": "Log who orthogonalizes what, and what it costs.",
     },
 }
-# Proposed for Megatron-LM, and added where its parser does not know them.
-_SPLIT_FLAGS: Mapping[str, str] = {
-    "--muon-split-glu": "Orthogonalize gate and up of gated feed-forward layers and experts "
-    "separately.",
-    "--muon-split-mla": "Multi-latent attention: orthogonalize the parts of queries with and "
-    "without position separately, and keys and values.",
-    "--muon-split-qkv-per-head": "Orthogonalize every head of query, key and value separately.",
-    "--moe-router-skip-muon": "Step routers with --muon-scalar-optimizer.",
-}
-# Fields of OptimizerConfig that Megatron's parser may have no flags for.
-_ADAPTIVE_FLAGS: Mapping[str, Mapping[str, Any]] = {
+# Proposed for Megatron-LM, or fields of OptimizerConfig: added where its parser does not know them.
+_OTHER_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "--muon-split-glu": {
+        "action": "store_true",
+        "help": "Orthogonalize gate and up of gated feed-forward layers and experts separately.",
+    },
+    "--muon-split-mla": {
+        "action": "store_true",
+        "help": "Multi-latent attention: orthogonalize the parts of queries with and without "
+        "position separately, and keys and values.",
+    },
+    "--muon-split-qkv-per-head": {
+        "action": "store_true",
+        "help": "Orthogonalize every head of query, key and value separately.",
+    },
+    "--moe-router-skip-muon": {
+        "action": "store_true",
+        "help": "Step routers with --muon-scalar-optimizer.",
+    },
     "--adaptive-muon-moment2-method": {
         "choices": ("adamuon", "normuon", "namo"),
         "default": "adamuon",
@@ -89,8 +100,18 @@ _ADAPTIVE_FLAGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def _refuse(known: Mapping[str, Any], text: str) -> NoReturn:
+    """Raise an error of argparse, with the flags that look like unknown ones."""
+    unknown = text.partition("unrecognized arguments: ")[2].split()
+    near = ", ".join(flag for word in unknown for flag in get_close_matches(word, known, 1))
+    if "'match_adamw'" in text:
+        near = "--muon-scale-mode spectral --muon-extra-scale-factor 0.2"
+    raise SettingsError(f"{text}. Did you mean {near}?" if near else text)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of this package."""
+    """Add the flags of this package, and let errors be one line: Megatron has 1,600 of usage."""
+    parser.error = partial(_refuse, parser._option_string_actions)  # type: ignore[method-assign]
     # Megatron owns --muon-*; a name of their own keeps these flags out of the way of later ones.
     group = parser.add_argument_group(title="muon under Megatron-FSDP")
     defaults = dataclasses.asdict(ExchangeSettings())
@@ -106,12 +127,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Do not compare a checkpoint with its checksums before it is loaded, for which "
         "the ranks together read it once more.",
     )
-    group = parser.add_argument_group(title="what Muon orthogonalizes separately")
-    for flag, text in _SPLIT_FLAGS.items():
-        if flag not in parser._option_string_actions:
-            group.add_argument(flag, action="store_true", help=text)
-    group = parser.add_argument_group(title="adaptive Muon")
-    for flag, settings in _ADAPTIVE_FLAGS.items():
+    for flag, settings in _OTHER_FLAGS.items():
         if flag not in parser._option_string_actions:
             group.add_argument(flag, **settings)
     return parser

@@ -3,11 +3,11 @@
 """Read the parameters, row shards and groups of a Megatron-FSDP model."""
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.tensor import DTensor
@@ -18,18 +18,16 @@ from megatron_muon.plan.layout import RowLayout, hfsdp_shard_of_rank, shards_fro
 from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2, rows_by_rank
 from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
-# The wrappers of a model. In later releases the first name is a function that chooses between two.
-_WRAPPERS: tuple[type, ...] = tuple(
-    wrapper
-    for name in ("", "V1", "V2")
-    if isinstance(
-        wrapper := getattr(mcore_fsdp_adapter, f"FullyShardedDataParallel{name}", None), type
-    )
-)
-# An instance of one: a torch.nn.Module with .module, in v1 a MegatronFSDP, and .ddp_config.
+# Megatron's wrapper: a torch.nn.Module with .module, in v1 a MegatronFSDP, and .ddp_config.
 type FSDPModel = Any
 # A DTensor parameter with the attributes Megatron-FSDP sets on it (orig_param, ...).
 type FSDPParameter = Any
+
+
+def adapter_module(version: int) -> str:
+    """Return the module with Megatron's wrapper of a version; later releases have two."""
+    later = f"megatron.core.distributed.fsdp.mcore_adapter_v{version}"
+    return later if find_spec(later) else "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 
 
 def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
@@ -54,7 +52,11 @@ def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
 
 def is_wrapped(chunk: torch.nn.Module) -> bool:
     """Return whether Megatron-FSDP wraps a model chunk."""
-    return isinstance(chunk, _WRAPPERS)
+    # The classes and their modules have other names in later releases.
+    return any(
+        each.__module__.startswith("megatron.core.distributed.fsdp.mcore_")
+        for each in type(chunk).__mro__
+    )
 
 
 def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:

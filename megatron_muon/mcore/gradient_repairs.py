@@ -88,6 +88,10 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
         # placements are read.
         is_over = None
         if is_v2 := fsdp_v2_model.is_v2(model_chunks[0]):
+            # Pull request 6489: each rank's part is divided by the number of its copies, and the
+            # sum is that of all ranks.
+            if "get_grad_norm" in vars(type(optimizer)):
+                return optimizer
             is_over = fsdp_v2_model.is_sharded_over_instances(model_chunks[0], ddp_config)
         if is_v2 or shards_over_outer_ranks(ddp_config):
             groups = kwargs.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()

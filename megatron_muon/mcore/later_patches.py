@@ -4,6 +4,7 @@
 
 from megatron_muon.mcore import gradient_repairs, pipeline_repairs, qk_clip
 from megatron_muon.mcore.fsdp_dtensor import repairs as checkpoint_repairs
+from megatron_muon.mcore.fsdp_model import adapter_module
 from megatron_muon.patching.patch import Patch, Target, names
 
 # Applied where they are there. Diffs have none of them.
@@ -20,8 +21,11 @@ LATER_PATCHES: tuple[Patch, ...] = (
         ),
         "checkpoints: split every state of fused latent attention, not Adam's alone",
         checkpoint_repairs.split_fused_latent_states,
-        tree_line="",
     ),
+)
+
+# Releases with Megatron-FSDP v2 in Megatron's flags must have all of them.
+V2_PATCHES: tuple[Patch, ...] = (
     Patch(
         Target(
             "megatron.core.optimizer.fully_sharded_optimizer",
@@ -31,7 +35,8 @@ LATER_PATCHES: tuple[Patch, ...] = (
         ),
         "v2: gradients count once in norm and zeros, also with expert parallelism",
         gradient_repairs.count_shards_once,
-        tree_line="",
+        # Pull request 6489, whose optimizer counts by placements.
+        repaired_text="def get_grad_norm(",
     ),
     Patch(
         Target(
@@ -42,11 +47,10 @@ LATER_PATCHES: tuple[Patch, ...] = (
         ),
         "v2, QK-clip: after a step of Adam clip main weights before compute weights follow them",
         qk_clip.clip_before_install,
-        tree_line="",
     ),
     Patch(
         Target(
-            "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+            adapter_module(2),
             "FullyShardedDataParallelV2.__init__",
             parameters=names(
                 "self, config, ddp_config, module, fsdp_unit_modules, disable_bucketing, device, "
@@ -57,11 +61,10 @@ LATER_PATCHES: tuple[Patch, ...] = (
         "v2: name parameters without a gradient, which stop the gradients of their module; count "
         "gradients anew in each of two backward passes in a row, as of pipeline stages",
         gradient_repairs.complete_backward_passes,
-        tree_line="",
     ),
     Patch(
         Target(
-            "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+            adapter_module(2),
             "FullyShardedDataParallelV2._validate_config",
             parameters=names("config, ddp_config, module, pg_collection, disable_bucketing"),
             source_lines=(
@@ -73,7 +76,6 @@ LATER_PATCHES: tuple[Patch, ...] = (
         ),
         "v2: accept pipeline stages, some without experts, and several on a rank",
         pipeline_repairs.accept_stages,
-        tree_line="",
     ),
     Patch(
         Target(
@@ -87,6 +89,5 @@ LATER_PATCHES: tuple[Patch, ...] = (
         ),
         "v2: accept several pipeline stages on a rank",
         pipeline_repairs.accept_chunks,
-        tree_line="",
     ),
 )

@@ -194,7 +194,7 @@ PATCHES: tuple[Patch, ...] = (
         "fused accumulation, optim: Transformer Engine adds microbatches, and overwrites none",
         fused_gradient_repairs.overwrite_only_buckets,
         # Pull request 6357.
-        repaired_line="param.overwrite_main_grad = self.data_parallel_sharding_strategy in [",
+        repaired_text="param.overwrite_main_grad = self.data_parallel_sharding_strategy in [",
         tree_line="# megatron-muon 0009: under optim the buffer holds earlier microbatches.",
     ),
     Patch(

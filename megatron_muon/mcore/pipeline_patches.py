@@ -4,6 +4,7 @@
 
 from megatron_muon.mcore import pipeline_repairs
 from megatron_muon.mcore.fsdp_dtensor import stages
+from megatron_muon.mcore.fsdp_model import adapter_module
 from megatron_muon.patching.patch import Patch, Target, names
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
@@ -13,7 +14,7 @@ PIPELINE_PATCHES: tuple[Patch, ...] = (
     *(
         Patch(
             Target(
-                "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+                adapter_module(1),
                 name,
                 parameters=names(parameters),
                 source_lines=("torch.arange(world_size),", "return dp_tp_meshes[0]"),

@@ -137,7 +137,8 @@ REQUIREMENTS: tuple[Target, ...] = (
     ),
 )
 
-# Of Megatron-FSDP v2 through flags: relied on where a release has the optimizer of the first.
+# Of Megatron-FSDP v2 through flags: where a release has the first, the others are relied on.
+V2_FLAG = Target("megatron.core.distributed", "DistributedDataParallelConfig.megatron_fsdp_version")
 V2_REQUIREMENTS: tuple[Target, ...] = (
     # The chained optimizer casts gradients, and gives them back, as this one and its children do.
     Target(

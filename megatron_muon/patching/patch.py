@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import pkgutil
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,10 +56,7 @@ class Target:
 
     def holder(self) -> Any:
         """Import the object that the symbol is an attribute of."""
-        holder = importlib.import_module(self.module)
-        for part in self.name.split(".")[:-1]:
-            holder = getattr(holder, part)
-        return holder
+        return pkgutil.resolve_name(f"{self.module}:{self.name.rpartition('.')[0]}")
 
     @property
     def attribute(self) -> str:
@@ -116,23 +114,23 @@ class Patch:
         tree_line: Line, without indentation, that the diff in ``patches/`` adds to megatron's
             source for the same change; empty if there is no diff.
         tree_module: Module that the diff adds it to; None for the target's.
-        repaired_line: Line of the target in a later release that needs no repair; None if there is
-            no such release.
+        repaired_text: Text in the target's class or module, in a later release that needs no
+            repair; None if there is no such release.
     """
 
     target: Target
     purpose: str
     wrap: Callable[[Any], Any] = field(repr=False)
-    tree_line: str
+    tree_line: str = ""
     tree_module: str | None = None
-    repaired_line: str | None = None
+    repaired_text: str | None = None
 
     def is_repaired(self) -> bool:
         """Return whether the imported megatron no longer needs this change."""
-        if self.repaired_line is None:
+        if self.repaired_text is None:
             return False
         try:
-            return self.repaired_line in _lines(self.target.found())
+            return self.repaired_text in _source(self.target.holder())
         except (ImportError, AttributeError, OSError, TypeError):
             return False
 

@@ -74,6 +74,7 @@ TABLE: tuple[Combination, ...] = (
     Combination("0.19.2", "0.3.0", "2.9.1"),
     Combination("0.19.0", "0.3.0", "2.11.0"),
     Combination("0.19.1", "0.3.0", "2.11.0", tree="Megatron-LM's tag core_v0.19.0"),
+    Combination("0.20.0", "0.3.0", "2.15.0", tree="Megatron-LM's main", commit="d98e8a64"),
     Combination("0.20.0", "0.3.0", "2.11.0", tree="Megatron-LM's main", commit="d98e8a64"),
     Combination(
         "0.18.2",
@@ -115,8 +116,8 @@ def megatron_of_table() -> tuple[str, str]:
     """Return the releases of megatron-core that work, and the commits of its main, as texts."""
     rows = [row for row in TABLE if not row.refusal]
     releases = sorted({row.megatron_core for row in rows if not row.commit})
-    commits = [f"{row.tree} at {row.commit}" for row in rows if row.commit]
-    return f"megatron-core {', '.join(releases)}", ", ".join(commits)
+    commits = {f"{row.tree} at {row.commit}" for row in rows if row.commit}
+    return f"megatron-core {', '.join(releases)}", ", ".join(sorted(commits))
 
 
 def _verdict(row: Combination) -> str:

@@ -8,7 +8,9 @@ Names that are not documented, calls and steps with known results, and how torch
 import importlib.metadata
 import os
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
+from itertools import starmap
 
 import torch
 
@@ -162,16 +164,29 @@ def environment_problems() -> list[str]:
 
 
 def missing_symbols() -> list[str]:
-    """List the names that torch and emerging-optimizers lack, a sentence each."""
-    return [
-        f"{symbol.replace(':', '.')}: expected it for {use}, got none in {_release_of(symbol)}. "
-        f"{_ADVICE}"
-        for symbol, use in _SYMBOLS.items()
-        if not _exists(symbol)
-    ]
+    """List the names that torch and emerging-optimizers lack, a sentence each.
+
+    A package whose own import fails has one sentence, with that error.
+    """
+    return list(dict.fromkeys(filter(None, starmap(_problem_of, _SYMBOLS.items()))))
 
 
 _ADVICE = "Install a release of docs/support.md"
+
+
+def _problem_of(symbol: str, use: str) -> str:
+    try:
+        pkgutil.resolve_name(symbol)
+    except Exception as error:
+        release = _release_of(symbol)
+        if symbol.partition(":")[0] in sys.modules:
+            name = symbol.replace(":", ".")
+            return f"{name}: expected it for {use}, got none in {release}. {_ADVICE}"
+        return (
+            f"{release}: expected its import to work, got {error!r}. Install what it needs, as "
+            "absl-py (pip install absl-py), and run Python without -OO"
+        )
+    return ""
 
 
 def _other_results() -> list[str]:
@@ -197,11 +212,3 @@ def _release_of(symbol: str) -> str:
         return f"emerging-optimizers {importlib.metadata.version('emerging-optimizers')}"
     except importlib.metadata.PackageNotFoundError:
         return "emerging-optimizers, which is not installed"
-
-
-def _exists(symbol: str) -> bool:
-    try:
-        pkgutil.resolve_name(symbol)
-    except (AttributeError, ImportError):
-        return False
-    return True

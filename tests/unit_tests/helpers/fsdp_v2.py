@@ -35,7 +35,7 @@ def without(attributes: Sequence[str]) -> None:
     """Take patches of later releases out of the list before the launcher enables them."""
     from megatron_muon.mcore import later_patches
 
-    kept = tuple(p for p in later_patches.LATER_PATCHES if p.target.name not in attributes)
-    assert len(kept) == len(later_patches.LATER_PATCHES) - len(attributes)
-    later_patches.LATER_PATCHES = kept
+    kept = tuple(p for p in later_patches.V2_PATCHES if p.target.name not in attributes)
+    assert len(kept) == len(later_patches.V2_PATCHES) - len(attributes)
+    later_patches.V2_PATCHES = kept
     assert "megatron_muon.mcore.later_patches" in sys.modules

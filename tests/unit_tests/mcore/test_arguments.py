@@ -114,6 +114,18 @@ UNSHARDED = {
 }
 
 
+# Errors of argparse, and their ends.
+MISTYPED = {
+    ("--muon-nestrov",): "unrecognized arguments: --muon-nestrov. Did you mean --muon-nesterov?",
+    ("--muon-fsdp-wires=bf16", "--lrr", "1"): "Did you mean --muon-fsdp-wire, --lr?",
+    ("--optimizer", "moun"): "argument --optimizer: invalid choice: 'moun' (choose from",
+    ("--lr", "high"): "argument --lr: invalid float value: 'high'",
+    ("--muon-scale-mode", "match_adamw"): (
+        "Did you mean --muon-scale-mode spectral --muon-extra-scale-factor 0.2?"
+    ),
+}
+
+
 def _refusals(command_lines: list[list[str]]) -> list[str]:
     """Parse command lines as pretrain_gpt.py does, and return what each is refused with."""
     import contextlib
@@ -144,6 +156,7 @@ def _refusals(command_lines: list[list[str]]) -> list[str]:
 def refusals() -> dict[tuple[str, ...], str]:
     """Parse every command line of this file once, in one process."""
     lines = [tuple(fsdp_toy_gpt(ZERO_3, *flags)) for flags, _ in REFUSALS]
+    lines += [tuple(fsdp_toy_gpt(ZERO_3, *flags)) for flags in MISTYPED]
     lines += [NO_OVERLAP, OUTER, BOTH, ADAM_FSDP, MUON_DDP, *UNSHARDED]
     run = run_ranks(1, _refusals, list(map(list, lines)), env={"WORLD_SIZE": "2"}).check()
     return dict(zip(lines, run.results[0], strict=True))
@@ -158,6 +171,13 @@ def test_refusal_names_the_flag_the_reason_and_the_way_out(flags, message):
     assert message in refusals()[tuple(fsdp_toy_gpt(ZERO_3, *flags))]
 
 
+@pytest.mark.parametrize(("flags", "message"), MISTYPED.items(), ids=lambda value: value[0])
+def test_mistyped_flag_is_one_line_with_a_suggestion(flags, message):
+    """Each rank printed all of Megatron's flags, 1,606 lines, and what was wrong below them."""
+    (line,) = refusals()[tuple(fsdp_toy_gpt(ZERO_3, *flags))].splitlines()
+    assert message in line and not line.startswith("exit code")
+
+
 @pytest.mark.parametrize(("line", "message"), UNSHARDED.items(), ids=["heads", "router"])
 def test_flags_that_cannot_work_are_refused_without_megatron_fsdp_too(line, message):
     """They would be ignored, or mean something else."""
@@ -168,7 +188,7 @@ def test_flags_that_cannot_work_are_refused_without_megatron_fsdp_too(line, mess
     ("flags", "message", "code"),
     [
         (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16.", 1),
-        (("--muon-fsdp-exchange", "nobody"), "invalid choice: 'nobody'", 2),
+        (("--muon-fsdp-exchange", "nobody"), "invalid choice: 'nobody'", 1),
     ],
 )
 def test_refusal_ends_every_rank(flags, message, code):

@@ -121,12 +121,23 @@ def test_argument_of_muon_that_is_not_known_is_refused(monkeypatch):
         assert is_known or name in target.problems()[0]
 
 
+class Later:
+    """A class that needs no change."""
+
+    def scale(self):
+        """Is what an older release has, too."""
+
+    def own_norm(self):
+        """Is new."""
+
+
 def test_change_that_a_release_has_made_is_not_made_again(stub):
-    """Found by a line of its source; a line that is not there leaves the change needed."""
-    repaired = dataclasses.replace(_patch("scale"), repaired_line="scaled = x * factor")
-    assert repaired.is_repaired() and not _patch("scale").is_repaired()
-    assert not dataclasses.replace(repaired, repaired_line="scaled = 0").is_repaired()
-    gone = dataclasses.replace(repaired, target=Target("stub_megatron", "gone"))
+    """Found by a text of the class, also of another method; without it the change is needed."""
+    stub.Later = Later
+    repaired = dataclasses.replace(_patch("Later.scale"), repaired_text="def own_norm(")
+    assert repaired.is_repaired() and not _patch("Later.scale").is_repaired()
+    assert not dataclasses.replace(repaired, repaired_text="def other_norm(").is_repaired()
+    gone = dataclasses.replace(repaired, target=Target("stub_megatron", "Gone.scale"))
     assert not gone.is_repaired() and not gone.target.exists() and repaired.target.exists()
 
 
@@ -196,6 +207,8 @@ def test_enable_refuses_a_misfit_of_any_package_with_the_table(monkeypatch, pack
         # Main has this version at every commit; one was tried.
         ({"megatron-core": "0.20.0+d98e8a64dd", "torch": "2.11.0"}, False),
         ({"megatron-core": "0.20.0+d98e8a6", "torch": "2.11.0"}, False),
+        # The documents said that it was run, and the start that nobody has.
+        ({"megatron-core": "0.20.0+d98e8a64dd", "torch": "2.15.0"}, False),
         ({"megatron-core": "0.20.0+abc1234"}, True),
         ({"megatron-core": "0.20.0"}, True),
         ({"megatron-core": "0.20.0rc1"}, True),

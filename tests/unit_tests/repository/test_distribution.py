@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -81,3 +82,43 @@ print(megatron_muon.__file__, bool(param.isfinite().all()))
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(tmp_path / "megatron_muon" / "__init__.py"), "True"]
+
+
+EDITABLE = """
+import sys
+from setuptools.build_meta import build_editable
+build_editable(sys.argv[1])
+"""
+USER_SCRIPT = """
+from megatron_muon.plan.settings import ExchangeSettings
+
+reveal_type(ExchangeSettings().max_parts)
+"""
+
+
+def test_type_checker_follows_an_editable_install(tmp_path: Path) -> None:
+    """The package has types, and mypy found no module: the install was a hook for imports."""
+    source, folder = tmp_path / "source", tmp_path / "environment"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megatron_muon", source / "megatron_muon", ignore=ignored)
+    command = [sys.executable, "-c", EDITABLE, str(tmp_path)]
+    subprocess.run(command, cwd=source, capture_output=True, check=True, timeout=120)
+    venv.create(folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(site)
+    (tmp_path / "script.py").write_text(USER_SCRIPT)
+    python = str(folder / "bin" / "python")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-executable", python, "script.py"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert 'Revealed type is "int"' in done.stdout, done.stdout + done.stderr

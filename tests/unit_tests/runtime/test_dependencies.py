@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Releases that lack what is relied on are refused with the name; others work."""
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -89,6 +90,40 @@ import megatron_muon.fsdp2
     assert done.returncode == 1
     for name in ("muon.MuonScaleT", "muon_utils.batched_newton_schulz_step"):
         assert f"orthogonalized_optimizers.{name}: expected it for" in done.stderr
+
+
+WITHOUT_ABSL = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "absl":
+            raise ModuleNotFoundError("No module named 'absl'", name="absl")
+sys.meta_path.insert(0, Finder())
+"""
+NO_ABSL = r"got ModuleNotFoundError\(.No module named 'absl'.\). Install what it needs, as absl-py"
+NO_DOCSTRING = r"got AttributeError\(.'NoneType' object has no attribute 'format'.\). Install"
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "does", "said"),
+    [
+        ((), WITHOUT_ABSL, "import megatron_muon.fsdp2", NO_ABSL),
+        ((), WITHOUT_ABSL, "import megatron_muon; megatron_muon.enable()", NO_ABSL),
+        (("-OO",), "", "import megatron_muon.fsdp2", NO_DOCSTRING),
+    ],
+)
+def test_error_of_an_import_is_shown_in_place_of_what_follows_from_it(options, before, does, said):
+    """Without absl-py ten symbols of the right release were missing, and absl was not named."""
+    done = subprocess.run(
+        [sys.executable, *options, "-c", before + does],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert re.search(rf"emerging-optimizers \S+: expected its import to work, {said}", done.stderr)
+    assert "got none in" not in done.stderr
 
 
 def _build_on_a_torch_without(name: str) -> str:

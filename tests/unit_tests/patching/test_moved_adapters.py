@@ -1,0 +1,204 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Wrappers of Megatron-FSDP in other modules, as in Megatron-LM's nightly documentation.
+
+A copy of the megatron that is installed, or of a checkout (``scripts/check_compat.py --megatron``),
+is changed like that: ``mcore_adapter_v1`` and ``mcore_adapter_v2`` hold the classes, and
+``mcore_fsdp_adapter`` is left with what chooses between them.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import megatron.core
+import pytest
+from helpers.fsdp_v2 import needs_flags, v2_toy_gpt
+from helpers.ranks import ROOT
+
+INSTALLED = Path(megatron.core.__file__).parents[1]
+V1, V2 = "mcore_adapter_v1", "mcore_adapter_v2"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy to change; its version is that of the original."""
+    shutil.copytree(INSTALLED, tmp_path / "megatron", ignore=shutil.ignore_patterns(".git"))
+    info = tmp_path / "megatron" / "core" / "package_info.py"
+    from megatron.core.package_info import __version__
+
+    info.write_text(f"{info.read_text()}\n__version__ = {__version__!r}\n")
+    return tmp_path
+
+
+def replace_everywhere(tree: Path, old: str, new: str) -> None:
+    """Replace a text in all modules."""
+    for path in tree.rglob("*.py"):
+        if old in (code := path.read_text()):
+            path.write_text(code.replace(old, new))
+
+
+def move_adapters(tree: Path) -> None:
+    """Move the classes, with what they call, and let importers follow."""
+    folder = tree / "megatron" / "core" / "distributed" / "fsdp"
+    path = folder / "mcore_fsdp_adapter.py"
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    parts = {"": [], V1: [], V2: []}
+    start = 0
+    for node in ast.parse(text).body:
+        names = [V1]
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names = [V1, V2, ""]
+        elif node.name == "FullyShardedDataParallelV2":
+            names = [V2]
+        elif isinstance(node, ast.FunctionDef) and node.name == "FullyShardedDataParallel":
+            names = [""]
+        for name in names:
+            parts[name] += lines[start : node.end_lineno]
+        start = node.end_lineno
+    for module in (V1, V2):
+        code = "".join(parts[module])
+        if classes := re.findall(r"^class (\w+)", code, re.M):
+            (folder / f"{module}.py").write_text(code)
+            parts[""] += [f"\n\nfrom .{module} import {', '.join(classes)}\n"]
+    path.write_text("".join(parts[""]))
+    name = "import FullyShardedDataParallelV2"
+    replace_everywhere(tree, f"fsdp.mcore_fsdp_adapter {name}", f"fsdp.{V2} {name}")
+
+
+def run_in(tree: Path, *arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess:
+    """Run Python with a tree in place of the installed megatron."""
+    folders = [str(tree), str(ROOT), str(ROOT / "scripts")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tree,
+        env={**environment, "MEGATRON_MUON_DEVICE": "cpu"},
+        timeout=timeout_s,
+    )
+
+
+MOVED = """
+import importlib, sys
+from megatron.core.distributed import DistributedDataParallel
+from megatron_muon import enable
+enable()
+from megatron_muon.mcore.fsdp_model import is_wrapped
+
+package = "megatron.core.distributed.fsdp."
+old = importlib.import_module(package + "mcore_fsdp_adapter")
+assert "torch.arange" not in open(old.__file__).read()
+v1 = importlib.import_module(package + "mcore_adapter_v1")
+for name in ("_get_dp_tp_mesh", "_get_hsdp_tp_mesh"):
+    assert hasattr(getattr(v1, name), "__wrapped__"), name
+wrappers = [getattr(v1, name) for name in vars(v1) if name.startswith("FullyShardedDataParallel")]
+assert wrappers
+if hasattr(old, "FullyShardedDataParallelV2"):
+    v2 = importlib.import_module(package + "mcore_adapter_v2").FullyShardedDataParallelV2
+    assert hasattr(v2.__init__, "__wrapped__") and hasattr(v2._validate_config, "__wrapped__")
+    wrappers.append(v2)
+for wrapper in wrappers:
+    assert is_wrapped(wrapper.__new__(wrapper)), wrapper
+assert not is_wrapped(DistributedDataParallel.__new__(DistributedDataParallel))
+"""
+
+
+def test_wrappers_are_found_and_repaired_in_the_modules_of_nightly(tree):
+    """Two repairs of v2 vanished without a word there, and no model counted as wrapped."""
+    move_adapters(tree)
+    done = run_in(tree, "-c", MOVED)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_release_with_v2_whose_targets_are_elsewhere_is_refused(tree):
+    """With the flag ``--megatron-fsdp-version`` a repair that finds no place is an error."""
+    config = tree / "megatron" / "core" / "distributed" / "distributed_data_parallel_config.py"
+    if "megatron_fsdp_version: int" not in (code := config.read_text()):
+        field = "    megatron_fsdp_version: int = 1\n"
+        at = re.search(r"^    \w+: \w+ = \w+\n", code, re.M).start()
+        config.write_text(code[:at] + field + code[at:])
+    replace_everywhere(tree, "FullyShardedDataParallelV2", "FsdpAdapter")
+    done = run_in(tree, "-c", "from megatron_muon import enable; enable()")
+    assert "IncompatibleMegatronError" in done.stderr
+    for name in ("__init__", "_validate_config"):
+        symbol = f"mcore_fsdp_adapter.FullyShardedDataParallelV2.{name}"
+        assert f"{symbol}: expected it to exist, found AttributeError" in done.stderr
+    assert "nothing was changed" in done.stderr
+
+
+OWN_NORM = """
+    def get_grad_norm(self):
+        raise RuntimeError("upstream's own norm")
+
+    def count_zeros(self):
+        raise RuntimeError("upstream's own count")
+"""
+
+
+def losses(tree: Path, *flags: str) -> list[str]:
+    """Return losses and norms of two ranks, as logged."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "megatron_muon", str(ROOT / "scripts" / "pretrain_gpt.py")]
+    done = run_in(tree, *command, *v2_toy_gpt("--train-iters", "2", *flags))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = re.findall(r"lm loss: (\S+).*grad norm: (\S+) .*", done.stdout)
+    assert len(found) == 2
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_flags
+def test_moved_v2_trains_as_where_it_was(tree):
+    """Its repairs are those of the classes that Megatron builds, and Muon counts its own norm."""
+    flags = ("--lr-warmup-iters", "0", "--log-num-zeros-in-grad")
+    before = losses(tree, *flags)
+    move_adapters(tree)
+    optimizer = tree / "megatron" / "core" / "optimizer" / "fully_sharded_optimizer.py"
+    optimizer.write_text(optimizer.read_text() + OWN_NORM)
+    assert losses(tree, *flags) == before
+
+
+MENDED = """
+from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
+from megatron_muon import enable
+enable()
+from megatron_muon.mcore.gradient_repairs import count_shards_once
+from megatron_muon.mcore.later_patches import V2_PATCHES
+
+assert [each.wrap for each in V2_PATCHES if each.is_repaired()] == [count_shards_once]
+assert not hasattr(FullyShardedOptimizer.__init__, "__wrapped__")
+"""
+
+
+@needs_flags
+def test_norm_that_upstream_has_mended_is_left_alone(tree):
+    """Pull request 6489: the repair went on top of it, and no list said that it was mended."""
+    optimizer = tree / "megatron" / "core" / "optimizer" / "fully_sharded_optimizer.py"
+    optimizer.write_text(optimizer.read_text() + OWN_NORM)
+    done = run_in(tree, "-c", MENDED)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_group_of_upstreams_own_norm_is_left_alone(monkeypatch):
+    """It divides by copies and sums over all ranks: over one instance the norm was too small."""
+    from megatron_muon.mcore import fsdp_v2_model, gradient_repairs
+
+    class Upstream:
+        grad_stats_parallel_group = "all ranks"
+
+        def get_grad_norm(self):
+            """Is its own, as in pull request 6489."""
+
+    monkeypatch.setattr(fsdp_v2_model, "is_v2", lambda model: True)
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    build = gradient_repairs.reduce_grad_norm_over_instances(lambda config, chunks: Upstream())
+    assert build(None, [chunk]).grad_stats_parallel_group == "all ranks"
