@@ -40,7 +40,7 @@ from megatron_muon.runtime.agreement import (
     raise_where_any_rank_fails,
     raise_where_ranks_differ,
 )
-from megatron_muon.runtime.dependencies import dependency_problems
+from megatron_muon.runtime.dependencies import dependency_problems, environment_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.owner_compute import OwnerCompute
 
@@ -159,7 +159,7 @@ class Muon(WholeMatrixMuon):
             newton_schulz,
             momentum_dtype,
         )
-        problems = dependency_problems() + settings.problems()
+        problems = dependency_problems() + environment_problems() + settings.problems()
         try:
             super().__init__(
                 # torch refuses an empty list, which a pipeline stage may have.

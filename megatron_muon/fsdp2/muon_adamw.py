@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Self
 
 import torch
@@ -13,6 +14,7 @@ from megatron_muon.fsdp2.gradients import elementwise_problems, refuse_grad_scal
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, parameter_groups
 from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, planned_keys
 from megatron_muon.fsdp2.muon import Muon
+from megatron_muon.fsdp2.problems import Settings
 from megatron_muon.fsdp2.rectangles import is_known_by_shapes
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.lion import FSDPLion
@@ -77,16 +79,22 @@ class MuonAdamW(torch.optim.Optimizer):
         fused: bool | None = None,
         **muon_options: Any,  # noqa: ANN401 - of Muon, by name
     ) -> None:
-        unknown = sorted(set(muon_options).difference(Muon.__init__.__kwdefaults__ or ()))
+        known = {**(Muon.__init__.__kwdefaults__ or {})}
+        unknown = sorted(muon_options.keys() - known.keys())
         if unknown:
             raise TypeError(f"MuonAdamW: expected arguments of Muon, got {unknown}. Leave them out")
+        self._muon_options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
+        known |= self._muon_options
+        # On each rank alone: there may be no process group yet. Arguments are those of all ranks.
+        problems = Settings(**{each.name: known[each.name] for each in fields(Settings)}).problems()
+        if problems:
+            raise ValueError("; ".join(problems))
         common = {"lr": lr, "weight_decay": weight_decay}
         self._defaults: dict[str, dict[str, Any]] = {
             "muon": {**common, "momentum": momentum},
             "adamw": {**common, "betas": betas, "eps": eps, "foreach": foreach, "fused": fused},
             "lion": {**common, "betas": betas},
         }
-        self._muon_options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
         self._algorithms: list[str] = []
         self._inner: dict[str, torch.optim.Optimizer] = {}
         self._muon: Muon | None = None
