@@ -99,9 +99,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self._inner: dict[str, torch.optim.Optimizer] = {}
         self._muon: Muon | None = None
         self._planned: list[torch.Tensor] = []
-        # Only what all groups have: schedulers look for momentum here.
         # torch refuses an empty list, which a pipeline stage may have.
-        super().__init__(list(params) or [{"params": []}], common)  # type: ignore[arg-type]
+        super().__init__(list(params) or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
 
     @classmethod
     def from_model(
@@ -165,6 +164,9 @@ class MuonAdamW(torch.optim.Optimizer):
         for key, value in self._defaults[algorithm].items():
             param_group.setdefault(key, value)
         super().add_param_group(param_group)
+        if algorithm != "muon":
+            # A default that is there for schedules, see _elementwise().
+            del param_group["momentum"]
         self._algorithms.append(algorithm)
         # It checks their values, and adds its other keys.
         self._inner.pop(algorithm, None)
@@ -183,6 +185,10 @@ class MuonAdamW(torch.optim.Optimizer):
             # Arguments are checked, not the keys of groups: so they are given too.
             made = torch.optim.AdamW if algorithm == "adamw" else FSDPLion
             self._inner[algorithm] = made(groups, **self._defaults[algorithm])
+        for group in groups:
+            # OneCycleLR and CyclicLR set it in all groups, as they find it in the defaults.
+            if "momentum" in group:
+                group["betas"] = (group["momentum"], *group["betas"][1:])
         optimizer = self._inner[algorithm]
         # The same dictionaries: schedulers change their values, and loading replaces them.
         optimizer.param_groups, optimizer.state = groups, self.state
