@@ -10,13 +10,14 @@ from typing import Any, Self
 import torch
 from torch.optim.optimizer import ParamsT
 
-from megatron_muon.fsdp2.gradients import elementwise_problems, refuse_grad_scaler
+from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, parameter_groups
 from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, planned_keys
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.problems import Settings
 from megatron_muon.fsdp2.rectangles import is_known_by_shapes
 from megatron_muon.runtime.agreement import first_line
+from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.lion import FSDPLion
 from megatron_muon.runtime.ranges import in_range
 
@@ -80,6 +81,7 @@ class MuonAdamW(torch.optim.Optimizer):
         **muon_options: Any,  # noqa: ANN401 - of Muon, by name
     ) -> None:
         known = {**(Muon.__init__.__kwdefaults__ or {})}
+        del known["others"]
         unknown = sorted(muon_options.keys() - known.keys())
         if unknown:
             raise TypeError(f"MuonAdamW: expected arguments of Muon, got {unknown}. Leave them out")
@@ -197,25 +199,29 @@ class MuonAdamW(torch.optim.Optimizer):
     def _plan(self) -> Muon:
         """Plan the exchange of matrices if it is not planned; called by all ranks together."""
         if self._muon is None:
-            muon = Muon(self._groups("muon"), **self._muon_options)
+            others = self._groups("adamw") + self._groups("lion")
+            muon = Muon(self._groups("muon"), others=others, **self._muon_options)
             # A state that was loaded before has momentum already.
             for param, state in muon.state.items():
                 state.update(self.state.get(param, {}))
-            self._planned = [param for group in muon.param_groups for param in group["params"]]
+            self._planned = self._params()
             self._muon = muon
         self._muon.param_groups = self._groups("muon")
         return self._muon
 
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def _changes(self) -> list[str]:
         """List what has changed since the plan was made, as sentences."""
-        now = [param for group in self._groups("muon") for param in group["params"]]
+        now = self._params()
         if len(now) == len(self._planned) and all(
             a is b for a, b in zip(now, self._planned, strict=True)
         ):
             return []
         return [
-            f"param_groups: expected the {len(self._planned)} matrices that were planned at the "
-            f"first step, got {len(now)}, or others. Build a new optimizer"
+            f"param_groups: expected the {len(self._planned)} parameters of the first step, got "
+            f"{len(now)}, or others. Build a new optimizer"
         ]
 
     @torch.no_grad()
@@ -248,8 +254,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     with _state_of_empty_shards(other):
                         other.step()
 
-        problems = elementwise_problems(self._groups("adamw") + self._groups("lion"))
-        muon._step_meanwhile(step_others, self._changes() + problems)
+        muon._step_meanwhile(step_others, self._changes())
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if muon.state is not self.state:
             self.state.update(muon.state)
@@ -302,18 +307,24 @@ class MuonAdamW(torch.optim.Optimizer):
 
 @contextmanager
 def _state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer make state of empty shards of Megatron-FSDP's version 1, without gradients.
+    """Let an optimizer step empty shards whose gradients have another empty shape, or are missing.
 
-    Its checkpoints gather every tensor of every state: they hang where a rank lacks some of them.
+    Megatron-FSDP's version 1 gives them no gradients, and its checkpoints gather every tensor of
+    every state: they hang where a rank lacks some of them.
     """
     empty = [
-        param
+        (param, param.grad)
         for group in optimizer.param_groups
         for param in group["params"]
-        if param.grad is None and is_known_by_shapes(param) and not param._local_tensor.numel()
+        if not local_tensor(param).numel()
+        and (
+            is_known_by_shapes(param)
+            if param.grad is None
+            else local_tensor(param.grad).shape != local_tensor(param).shape
+        )
     ]
-    for param in empty:
+    for param, _ in empty:
         param.grad = torch.zeros_like(param)
     yield
-    for param in empty:
-        param.grad = None
+    for param, grad in empty:
+        param.grad = grad
