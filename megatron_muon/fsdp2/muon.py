@@ -20,7 +20,7 @@ from megatron_muon.fsdp2.gradients import (
     parameters_without_gradient,
     refuse_grad_scaler,
 )
-from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, momentum_problems, planned_keys
+from megatron_muon.fsdp2.loading import load_together
 from megatron_muon.fsdp2.main_params import MainParams
 from megatron_muon.fsdp2.offload import place_momentum, wait_for_copies
 from megatron_muon.fsdp2.parameters import (
@@ -101,6 +101,11 @@ class Muon(WholeMatrixMuon):
         others: Groups of parameters that another optimizer steps while this one does, as
             :class:`MuonAdamW` lets it: their gradients are checked too.
 
+    Attributes:
+        fresh_if_moved: Whether a state is loaded although it has none for some parameters, or that
+            of another algorithm. They get fresh state, and parameter groups that the checkpoint
+            does not have keep their values. False when it is built: such a state is refused.
+
     Raises:
         RuntimeError: On all ranks, naming ranks and parameters, when one cannot be stepped (see
             docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters or
@@ -125,6 +130,7 @@ class Muon(WholeMatrixMuon):
     _step_rows: StepRows
     _parameters: list[NamedParameter]
     _is_built: bool = False
+    fresh_if_moved: bool = False
     # From the first change of a step to its end: if it does not come there, nobody knows which
     # weights and momentum have changed.
     _is_changing: bool = False
@@ -306,37 +312,12 @@ class Muon(WholeMatrixMuon):
         Called by all ranks that step together.
 
         Raises:
-            RuntimeError: On all ranks, when a parameter gets no momentum, or one that is sharded
-                otherwise.
+            RuntimeError: On all ranks, when one cannot load its state, a parameter gets no
+                momentum, or one that is sharded otherwise. The old state stays.
 
         Communication: a flag over the ranks that step together.
         """
-        own = planned_keys(self.param_groups)
-        problems = []
-        try:
-            super().load_state_dict(state_dict)
-            keep_dtypes(self.param_groups, self.state, state_dict, self.momentum_dtype)
-        # Other ranks may have loaded theirs.
-        except (KeyError, TypeError, ValueError) as error:
-            problems.append(first_line(error))
-        self._check_loaded(own, problems)
-
-    def _check_loaded(self, own: Sequence[dict[str, Any]], problems: Sequence[str]) -> None:
-        """Check a state that has been loaded; see :meth:`load_state_dict`.
-
-        Args:
-            own: What :func:`~megatron_muon.fsdp2.loading.planned_keys` was before.
-            problems: What has gone wrong on this rank, as sentences.
-        """
-        keep_planned(self.param_groups, own)
-        self._main_params.create(self.state)
-        problems = [*problems, *momentum_problems(self.param_groups, self.state)]
-        problems += place_momentum(
-            self.state, self.momentum_dtype, in_cpu_memory=self.offload_momentum
-        )
-        if self._holders:
-            raise_where_any_rank_fails(problems, self._group, self._device, "Do not train on.")
-        self._is_changing = False
+        load_together(self, self, ["muon"] * len(self.param_groups), state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:

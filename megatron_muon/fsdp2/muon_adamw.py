@@ -8,15 +8,15 @@ from dataclasses import fields
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, parameter_groups
-from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, planned_keys
+from megatron_muon.fsdp2.loading import arranged, load_together
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.problems import Settings
 from megatron_muon.fsdp2.rectangles import is_known_by_shapes
-from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.lion import FSDPLion
 from megatron_muon.runtime.ranges import in_range
@@ -52,6 +52,9 @@ class MuonAdamW(torch.optim.Optimizer):
         muon_options: Other arguments of :class:`Muon`, among them ``exchange`` and, for plain
             tensors, ``process_group`` and ``tensor_group``.
 
+    Attributes:
+        fresh_if_moved: See :class:`Muon`.
+
     Raises:
         TypeError: An unknown argument, or a list that :class:`Muon` would not take.
         ValueError: An unknown algorithm, a parameter twice, or an argument that AdamW refuses.
@@ -64,6 +67,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     # torch.amp.GradScaler then calls step() whatever it has found, so that it can be refused.
     _step_supports_amp_scaling = True
+    fresh_if_moved: bool = False
 
     def __init__(
         self,
@@ -265,30 +269,26 @@ class MuonAdamW(torch.optim.Optimizer):
         """Load the state of all groups; called by all ranks together.
 
         Args:
-            state_dict: Of this class, or without state: then only the groups are taken, and nothing
-                is planned.
+            state_dict: Of this class, or without state: if no rank has any before the first step,
+                only the groups are taken, and nothing is planned.
 
         Raises:
             RuntimeError: As :meth:`Muon.load_state_dict`, or as the construction of :class:`Muon`.
 
-        Communication: a flag over the ranks that step together; at first also that of the
-            construction of :class:`Muon`.
+        Communication: a flag over the ranks that step together; at first also a gather of objects
+            over the job, and that of the construction of :class:`Muon`.
         """
-        own = planned_keys(self._groups("muon"))
-        if not state_dict["state"]:
-            super().load_state_dict(state_dict)
-            keep_planned(self._groups("muon"), own)
+        has_state = [bool(state_dict.get("state", True))]
+        if self._muon is None and dist.is_initialized():
+            # A rank may have no parameters, and no state of its own: it plans with the others.
+            has_state *= dist.get_world_size()
+            dist.all_gather_object(has_state, has_state[0])
+        if self._muon is not None or any(has_state):
+            load_together(self._plan(), self, self._algorithms, state_dict)
             return
-        muon = self._plan()
-        problems = []
-        try:
-            super().load_state_dict(state_dict)
-            keep_dtypes(self.param_groups, self.state, state_dict, muon.momentum_dtype)
-        # Other ranks may have loaded theirs.
-        except (KeyError, TypeError, ValueError) as error:
-            problems.append(first_line(error))
-        muon.param_groups, muon.state = self._groups("muon"), self.state
-        muon._check_loaded(own, problems)
+        # Without state none is that of another algorithm.
+        of_none = ["adamw"] * len(self.param_groups)
+        super().load_state_dict(arranged(self, of_none, state_dict)[0])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles need, until the exchange is planned."""
