@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.parameters import NamedParameter, named_parameters
-from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput
-from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.fsdp2.parameters import NamedParameter, PlainGroups
+from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput, ranks_of_mesh
+from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.finite import find_not_finite
 from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2, names_that_block_gradients
@@ -19,8 +19,38 @@ from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2, names_that_block
 _ADVICE = "Nothing was updated."
 
 
+type Holders = tuple[str, tuple[int, ...], bool]
+
+
+def by_holders(
+    inputs: Sequence[DTensorPlanInput], others: Sequence[NamedParameter], plain: PlainGroups
+) -> dict[Holders, NamedParameter]:
+    """Return this rank's parameters by name, ranks that hold them, and whether they are Muon's.
+
+    Pipeline stages may share names. Ranks of other domains hold other matrices of a batch, which
+    may be without gradients of their own. Parameters without names are numbered, those of Muon and
+    others from 0 each.
+
+    Args:
+        inputs: Those of Muon.
+        others: Those that AdamW or Lion steps.
+        plain: Ranks with copies or blocks of those that are plain tensors.
+    """
+    copies = plain.replicas or plain.blocks
+    ranks = (own_rank(),) if copies is None else tuple(dist.get_process_group_ranks(copies))
+    found = {
+        (each.name, given.plan_input.domain.ranks, True): each
+        for given in inputs
+        for each in given.parameters
+    }
+    for each in others:
+        mesh = getattr(each.param, "device_mesh", None)
+        found[each.name, ranks if mesh is None else ranks_of_mesh(mesh), False] = each
+    return found
+
+
 def parameters_without_gradient(
-    inputs: Sequence[DTensorPlanInput],
+    holders: Mapping[Holders, NamedParameter],
     group: dist.ProcessGroup | None,
     device: torch.device,
     known_problems: Sequence[str] = (),
@@ -28,7 +58,7 @@ def parameters_without_gradient(
     """Return the parameters that nobody has a gradient of, once all others are found to be fine.
 
     Args:
-        inputs: Of this rank.
+        holders: Parameters of this rank, of :func:`by_holders`.
         group: Ranks that step together; None for all of the job.
         device: Where flags are reduced.
         known_problems: Others of this rank, as sentences.
@@ -40,22 +70,21 @@ def parameters_without_gradient(
             on others.
 
     Communication: one all-reduce of two int32 over the group, read by the host once. Where a
-        gradient is missing: one more of two int32 a parameter over each domain, and a flag.
+        gradient is missing: a gather of names over the group, and a flag.
     """
-    parameters = [each for given in inputs for each in given.parameters]
-    problems = [*known_problems, *blocked_problems(parameters)]
+    problems = [*known_problems, *_blocked_problems(holders.values())]
     grads: list[tuple[str, torch.Tensor]] = []
-    for each in parameters:
-        found = _problems(each)
+    for (*_, is_muon), each in holders.items():
+        found = _problems(each) if is_muon else _elementwise_problems(each)
         problems += found
         # One with a problem is left out: a sparse gradient has no norm of this kind.
         if each.param.grad is not None and not found and _num_local(each.param):
             grads.append((each.name, local_tensor(each.param.grad)))
     not_finite = find_not_finite(grads, device)
-    num_missing = sum(_is_missing(each) for each in parameters)
+    missing = [key for key, each in holders.items() if _is_missing(each)]
     # One tensor for both: an all-reduce costs its latency, and the host waits once. Filled on the
     # device: for a copy of the numbers the host would wait, until all of the backward pass is done.
-    flags = torch.full((2,), num_missing, dtype=torch.int32, device=device)
+    flags = torch.full((2,), len(missing), dtype=torch.int32, device=device)
     flags[0].copy_(not_finite.number.add_(len(problems)))
     if dist.is_initialized():
         dist.all_reduce(flags, group=group)
@@ -64,19 +93,19 @@ def parameters_without_gradient(
     if num_problems:
         problems += not_finite.explain()
         raise_where_any_rank_fails(problems, group, device, _ADVICE)
-    if not num_missing:
-        return set()
     # All ranks come here together, since they have seen the same sum: those that lack nothing too.
-    without: set[torch.Tensor] = set()
-    for given in inputs:
-        names = _missing_on_some(given, without, device)
-        problems += [
-            f"{name}: expected a gradient on all ranks that hold the parameter or on none, got it "
-            "on some. Let all ranks use the parameter in the loss"
-            for name in names
+    if num_missing and dist.is_initialized():
+        of_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, (own_rank(), missing), group=group)
+        problems = [
+            f"{key[0]}: expected a gradient on all ranks that hold the parameter or on none, got "
+            f"none on rank {rank}. Let all ranks use the parameter in the loss"
+            for rank, lacking in of_ranks
+            for key in holders.keys() & set(lacking)
+            if holders[key].param.grad is not None and _num_local(holders[key].param)
         ]
-    raise_where_any_rank_fails(problems, group, device, _ADVICE)
-    return without
+        raise_where_any_rank_fails(problems, group, device, _ADVICE)
+    return {holders[key].param for key in missing}
 
 
 def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attributes of GradScaler's
@@ -93,29 +122,6 @@ def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attribute
             "step: expected gradients that are not scaled, got a GradScaler. Compute in bfloat16, "
             "which needs none."
         )
-
-
-def _missing_on_some(
-    given: DTensorPlanInput, without: set[torch.Tensor], device: torch.device
-) -> list[str]:
-    """Return names of parameters with a gradient on some ranks; add to ``without`` those on none.
-
-    Ranks that hold nothing of a parameter have no say.
-    """
-    # Counted over the domain, not the mesh: ranks of other domains hold other matrices of a batch,
-    # which may be without gradients of their own.
-    holds = [bool(_num_local(each.param)) for each in given.parameters]
-    missing = [_is_missing(each) for each in given.parameters]
-    counts = torch.tensor([missing, holds], dtype=torch.int32, device=device)
-    if given.plan_input.domain.group is not None:
-        dist.all_reduce(counts, group=given.plan_input.domain.group)
-    names = []
-    for each, num_missing, num_holding in zip(given.parameters, *counts.tolist(), strict=True):
-        if num_missing == num_holding:
-            without.add(each.param)
-        elif num_missing:
-            names.append(each.name)
-    return names
 
 
 def _is_missing(parameter: NamedParameter) -> bool:
@@ -138,7 +144,7 @@ def _problems(parameter: NamedParameter) -> list[str]:
     ]
 
 
-def blocked_problems(parameters: Iterable[NamedParameter]) -> list[str]:
+def _blocked_problems(parameters: Iterable[NamedParameter]) -> list[str]:
     """Return why version 2 of Megatron-FSDP has set no gradients, a sentence a module."""
     problems: dict[int, str] = {}
     for each in parameters:
@@ -153,18 +159,16 @@ def blocked_problems(parameters: Iterable[NamedParameter]) -> list[str]:
     return list(problems.values())
 
 
-def elementwise_problems(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return why AdamW or Lion cannot step parameters, as sentences."""
-    params = [param for group in groups for param in group["params"]]
-    if all(param.grad is not None and param.grad.dtype == param.dtype for param in params):
+def _elementwise_problems(parameter: NamedParameter) -> list[str]:
+    """Return why AdamW or Lion cannot step a parameter, a sentence or none."""
+    param, grad = parameter.param, parameter.param.grad
+    # Not placements: torch's AdamW reduces a partial gradient of a DTensor.
+    if grad is None or (grad.dtype, grad.layout) == (param.dtype, param.layout):
         return []
-    parameters = list(named_parameters(groups))
-    return blocked_problems(parameters) + [
-        f"{each.name}: expected a gradient of {each.param.dtype} for AdamW or Lion, got "
-        f"{each.param.grad.dtype}. Reduce gradients in that dtype; leave precision_aware out of "
-        "fully_shard_optimizer()"
-        for each in parameters
-        if each.param.grad is not None and each.param.grad.dtype != each.param.dtype
+    return [
+        f"{parameter.name}: expected a gradient of {param.dtype} for AdamW or Lion, got "
+        f"{grad.dtype}, {grad.layout}. Reduce gradients in that dtype; leave precision_aware out "
+        "of fully_shard_optimizer()"
     ]
 
 
@@ -174,7 +178,9 @@ def _is_alike(param: torch.Tensor, grad: torch.Tensor) -> bool:
     return (
         # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
         other.dtype in (torch.float32, torch.bfloat16)
-        and (own.shape, own.device, own.layout) == (other.shape, other.device, other.layout)
+        and (own.device, own.layout) == (other.device, other.layout)
+        # FSDP2 makes empty shards of several shapes.
+        and (own.shape == other.shape or own.numel() == other.numel() == 0)
         and isinstance(grad, DTensor) == isinstance(param, DTensor)
         and getattr(grad, "placements", None) == getattr(param, "placements", None)
     )

@@ -10,71 +10,156 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2 import main_params
+from megatron_muon.fsdp2.offload import place_momentum
 from megatron_muon.fsdp2.parameters import named_parameters
+from megatron_muon.runtime.agreement import first_line, raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
 # Of a parameter group: they decide the plan, so those of construction stay. A group without them
 # gets none: a checkpoint of torch.optim.Muon has no such keys.
 PLANNED = {"split_sizes": None, "transposed": False, "flatten": False}
+# In the state of a parameter.
+_KEYS = {"muon": {"momentum_buffer"}, "adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
+_ADVICE = (
+    "Nothing was loaded. Choose algorithms and groups as the run that saved did, or load the "
+    "weights alone, or set fresh_if_moved of the optimizer to True: parameters that have moved get "
+    "fresh state, and their groups keep the values of this run."
+)
 
 
-def planned_keys(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the plan was made for, by group."""
-    return [{key: group[key] for key in PLANNED if key in group} for group in groups]
+def arranged(
+    optimizer: Any,  # noqa: ANN401 - a Muon, which imports this, or a MuonAdamW
+    algorithms: Sequence[str],
+    state_dict: Mapping[str, Any],
+) -> tuple[dict[str, Any], list[str]]:
+    """Arrange a state as the groups of an optimizer are; nothing is loaded here.
 
+    Args:
+        optimizer: The optimizer. If its ``fresh_if_moved`` is set, parameters that have moved get
+            fresh state, with a warning.
+        algorithms: Of its groups.
+        state_dict: What is to be loaded.
 
-def keep_planned(groups: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]) -> None:
-    """Put back what the plan was made for; warn where the checkpoint has something else."""
-    for number, (group, planned) in enumerate(zip(groups, own, strict=True)):
+    Returns:
+        The state, by names of parameters, and what is wrong with it, as sentences.
+    """
+    named = list(named_parameters(optimizer.param_groups))
+    places = _places(state_dict["param_groups"], [each.name for each in named])
+    found: list[str] = []
+    state: dict[str, Any] = {}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        values, num_found, first = group, len(found), len(state)
+        for each in named[first : first + len(group["params"])]:
+            key, values = places.get(each.name, (None, {}))
+            saved = state_dict["state"].get(key, {})
+            # From a flat state torch makes empty dictionaries of what is not there.
+            state[each.name] = {k: v for k, v in saved.items() if v != {}}
+            problem = _problem(each.param, algorithms[number], state[each.name])
+            is_muon = algorithms[number] == "muon"
+            # Without a gradient a parameter of AdamW has no state.
+            if problem and (saved or key is None or is_muon):
+                found.append(f"{each.name}: {problem}")
+                zeros = torch.zeros_like(each.param)
+                state[each.name] = {"momentum_buffer": zeros} if is_muon else {}
+        if "lr" not in values:
+            found.append(f"group {number}: expected parameters of one group, got those of several")
         for key, default in PLANNED.items():
-            loaded, kept = group.pop(key, default), planned.get(key, default)
+            loaded, kept = values.get(key, default), group.get(key, default)
             if _as_tuple(loaded) != _as_tuple(kept):
                 warnings.warn(
                     f"group {number}: the checkpoint has {key} {loaded}, this run {kept}, which it "
                     "keeps.",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
-        group.update(planned)
+        # What a checkpoint of an earlier torch lacks is that of this run, and so are names.
+        taken = {k: v for k, v in values.items() if k not in (*PLANNED, "param_names")}
+        groups.append(
+            {**group, **(taken if len(found) == num_found else {}), "params": [*state][first:]}
+        )
+    if optimizer.fresh_if_moved and found:
+        warnings.warn("fresh state, or values of this run:\n" + "\n".join(found), stacklevel=4)
+        found = []
+    return {**state_dict, "state": state, "param_groups": groups}, found
 
 
-def keep_dtypes(
-    groups: Sequence[Mapping[str, Any]],
-    state: Mapping[torch.Tensor, dict[str, Any]],
+def _places(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """Return key and group of each parameter in a state, by name, or by position without names.
+
+    torch's ``set_optimizer_state_dict`` has put parameters in order by their names, which are the
+    keys then: ``param_names`` may be those of another group.
+    """
+    saved = {
+        name: (key, group)
+        for group in saved_groups
+        for name, key in zip(group.get("param_names", ()), group["params"], strict=False)
+        if isinstance(key, int)
+    }
+    if saved.keys() & set(names):
+        return saved
+    places = [(key, group) for group in saved_groups for key in group["params"]]
+    if len(places) != len(names):
+        raise ValueError(f"param_groups: expected {len(names)} parameters, got {len(places)}")
+    return dict(zip(names, places, strict=True))
+
+
+def _problem(param: torch.Tensor, algorithm: str, saved: Mapping[str, Any]) -> str | None:
+    """Describe why a state is not that of a parameter, or return None."""
+    expected, got = _KEYS[algorithm], saved.keys() & set.union(*_KEYS.values())
+    if got != expected:
+        return f"expected {sorted(expected)} of {algorithm}, got {sorted(got)}"
+    sharding = _sharding(saved.get("momentum_buffer", param))
+    if sharding != _sharding(param):
+        return (
+            f"expected momentum of {_sharding(param)}, got {sharding}. Load through "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+    return None
+
+
+def load_together(
+    muon: Any,  # noqa: ANN401
+    optimizer: Any,  # noqa: ANN401
+    algorithms: Sequence[str],
     state_dict: Mapping[str, Any],
-    momentum_dtype: torch.dtype,
 ) -> None:
-    """Take momentum and float32 copies again: torch loads them in the parameter's dtype.
+    """Load a state on all ranks that step together, or raise on all of them.
 
     Args:
-        groups: All groups of an optimizer that has loaded the state.
-        state: Of the optimizer.
-        state_dict: What was loaded.
-        momentum_dtype: Of momentum.
+        muon: Steps the matrices.
+        optimizer: The one that it is a part of, or the same.
+        algorithms: Of the groups of the optimizer.
+        state_dict: Its state.
+
+    Raises:
+        RuntimeError: On all ranks, with what is wrong. State and groups are those of before.
+
+    Communication: a flag over the ranks that step together.
     """
-    ids = [each for group in state_dict["param_groups"] for each in group["params"]]
-    params = [param for group in groups for param in group["params"]]
-    for number, param in zip(ids, params, strict=False):
-        saved, loaded = state_dict["state"].get(number, {}), state.get(param, {})
-        for key, dtype in (("momentum_buffer", momentum_dtype), (main_params.KEY, torch.float32)):
-            if key in loaded and key in saved and loaded[key].dtype != dtype:
-                loaded[key] = saved[key].to(device=loaded[key].device, dtype=dtype)
-
-
-def momentum_problems(
-    groups: Sequence[Mapping[str, Any]], state: Mapping[torch.Tensor, Mapping[str, Any]]
-) -> list[str]:
-    """List the parameters without momentum, or with one that is sharded otherwise."""
-    problems = []
-    for each in named_parameters(groups):
-        loaded = state.get(each.param, {}).get("momentum_buffer")
-        expected = _sharding(each.param)
-        got = "nothing" if loaded is None else _sharding(loaded)
-        if got != expected:
-            problems.append(
-                f"{each.name}: expected momentum of {expected}, got {got}. Load through "
-                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+    before = optimizer.state, optimizer.param_groups
+    try:
+        given, problems = arranged(optimizer, algorithms, state_dict)
+        if not problems:
+            torch.optim.Optimizer.load_state_dict(optimizer, given)
+            # Again what torch has loaded in the dtype of the parameter.
+            for each in named_parameters(optimizer.param_groups):
+                own = optimizer.state[each.param]
+                for key in own.keys() & {"momentum_buffer", main_params.KEY}:
+                    own[key] = given["state"][each.name][key].to(own[key].device)
+            muon._main_params.create(optimizer.state)
+            problems = place_momentum(
+                optimizer.state, muon.momentum_dtype, in_cpu_memory=muon.offload_momentum
             )
-    return problems
+    # Whatever it is: other ranks may have loaded theirs.
+    except Exception as error:
+        problems = [first_line(error)]
+    try:
+        if muon._holders:
+            raise_where_any_rank_fails(problems, muon._group, muon._device, _ADVICE)
+    except RuntimeError:
+        optimizer.state, optimizer.param_groups = before
+        raise
+    muon.state, muon._is_changing = optimizer.state, False
 
 
 def _sharding(tensor: torch.Tensor) -> str:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon for DTensors: momentum on shards, Newton-Schulz on whole matrices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,13 @@ from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.figures import StepFigures, StepSums
-from megatron_muon.fsdp2.gradients import parameters_without_gradient, refuse_grad_scaler
-from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, momentum_problems, planned_keys
+from megatron_muon.fsdp2.gradients import (
+    Holders,
+    by_holders,
+    parameters_without_gradient,
+    refuse_grad_scaler,
+)
+from megatron_muon.fsdp2.loading import load_together
 from megatron_muon.fsdp2.main_params import MainParams
 from megatron_muon.fsdp2.offload import place_momentum, wait_for_copies
 from megatron_muon.fsdp2.parameters import (
@@ -24,7 +29,7 @@ from megatron_muon.fsdp2.parameters import (
     devices_of,
     named_parameters,
 )
-from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput, find_plan_inputs
+from megatron_muon.fsdp2.plan_inputs import find_plan_inputs
 from megatron_muon.fsdp2.problems import (
     Settings,
     parameter_problem,
@@ -40,7 +45,7 @@ from megatron_muon.runtime.agreement import (
     raise_where_any_rank_fails,
     raise_where_ranks_differ,
 )
-from megatron_muon.runtime.dependencies import dependency_problems
+from megatron_muon.runtime.dependencies import dependency_problems, environment_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.owner_compute import OwnerCompute
 
@@ -93,6 +98,13 @@ class Muon(WholeMatrixMuon):
             rounded once a step.
         offload_momentum: Whether momentum is in CPU memory, pinned. A step copies it to the device
             and back, and the host waits for it in the end. No GPU has run it yet.
+        others: Groups of parameters that another optimizer steps while this one does, as
+            :class:`MuonAdamW` lets it: their gradients are checked too.
+
+    Attributes:
+        fresh_if_moved: Whether a state is loaded although it has none for some parameters, or that
+            of another algorithm. They get fresh state, and parameter groups that the checkpoint
+            does not have keep their values. False when it is built: such a state is refused.
 
     Raises:
         RuntimeError: On all ranks, naming ranks and parameters, when one cannot be stepped (see
@@ -114,10 +126,14 @@ class Muon(WholeMatrixMuon):
     _step_supports_amp_scaling = True
 
     compute: OwnerCompute
-    _inputs: list[DTensorPlanInput]
+    _holders: dict[Holders, NamedParameter]
     _step_rows: StepRows
     _parameters: list[NamedParameter]
     _is_built: bool = False
+    fresh_if_moved: bool = False
+    # From the first change of a step to its end: if it does not come there, nobody knows which
+    # weights and momentum have changed.
+    _is_changing: bool = False
 
     def __init__(
         self,
@@ -141,6 +157,7 @@ class Muon(WholeMatrixMuon):
         newton_schulz: Callable[[torch.Tensor], torch.Tensor] | None = None,
         momentum_dtype: torch.dtype = torch.float32,
         offload_momentum: bool = False,
+        others: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.exchange = exchange or ExchangeSettings()
         if newton_schulz is not None:
@@ -148,6 +165,7 @@ class Muon(WholeMatrixMuon):
             self.exchange = replace(self.exchange, max_parts=1)
         self._group, self._plain = group, PlainGroups(process_group, tensor_group)
         self.momentum_dtype, self.offload_momentum = momentum_dtype, offload_momentum
+        self._others = list(named_parameters(others))
         settings = Settings(
             weight_decay_method,
             fp32_matmul_prec,
@@ -159,7 +177,7 @@ class Muon(WholeMatrixMuon):
             newton_schulz,
             momentum_dtype,
         )
-        problems = dependency_problems() + settings.problems()
+        problems = dependency_problems() + environment_problems() + settings.problems()
         try:
             super().__init__(
                 # torch refuses an empty list, which a pipeline stage may have.
@@ -193,14 +211,11 @@ class Muon(WholeMatrixMuon):
         # For all parameters from the start: checkpoints need no step to make state.
         for param_group in self.param_groups:
             self._init_group(param_group, skip_non_grad_params=False)
-        problems = self._place_momentum()
+        problems = place_momentum(self.state, self.momentum_dtype, in_cpu_memory=offload_momentum)
         if offload_momentum:
             raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
         self._main_params.create(self.state)
         self._is_built = True
-
-    def _place_momentum(self) -> list[str]:
-        return place_momentum(self.state, self.momentum_dtype, in_cpu_memory=self.offload_momentum)
 
     def _plan(
         self, newton_schulz: NewtonSchulzSettings, other_settings: str, problems: list[str]
@@ -232,8 +247,11 @@ class Muon(WholeMatrixMuon):
                 self._device,
                 "Muon settings",
             )
-        found = find_plan_inputs(parameters, self._group, self._device)
+        found = find_plan_inputs(
+            parameters, self._group, self._device, has_others=bool(self._others)
+        )
         self._inputs, self._group = found.inputs, found.group
+        self._holders = by_holders(found.inputs, self._others, self._plain)
         # Kernels are checked here, in the precision of a step.
         with fp32_matmul_precision(self.fp32_matmul_prec):
             self.compute = OwnerCompute(
@@ -294,34 +312,12 @@ class Muon(WholeMatrixMuon):
         Called by all ranks that step together.
 
         Raises:
-            RuntimeError: On all ranks, when a parameter gets no momentum, or one that is sharded
-                otherwise.
+            RuntimeError: On all ranks, when one cannot load its state, a parameter gets no
+                momentum, or one that is sharded otherwise. The old state stays.
 
         Communication: a flag over the ranks that step together.
         """
-        own = planned_keys(self.param_groups)
-        problems = []
-        try:
-            super().load_state_dict(state_dict)
-            keep_dtypes(self.param_groups, self.state, state_dict, self.momentum_dtype)
-        # Other ranks may have loaded theirs.
-        except (KeyError, TypeError, ValueError) as error:
-            problems.append(first_line(error))
-        self._check_loaded(own, problems)
-
-    def _check_loaded(self, own: Sequence[dict[str, Any]], problems: Sequence[str]) -> None:
-        """Check a state that has been loaded; see :meth:`load_state_dict`.
-
-        Args:
-            own: What :func:`~megatron_muon.fsdp2.loading.planned_keys` was before.
-            problems: What has gone wrong on this rank, as sentences.
-        """
-        keep_planned(self.param_groups, own)
-        self._main_params.create(self.state)
-        problems = [*problems, *momentum_problems(self.param_groups, self.state)]
-        problems += self._place_momentum()
-        if self._inputs:
-            raise_where_any_rank_fails(problems, self._group, self._device, "Do not train on.")
+        load_together(self, self, ["muon"] * len(self.param_groups), state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -337,7 +333,8 @@ class Muon(WholeMatrixMuon):
 
         Raises:
             RuntimeError: On all ranks, when a gradient is not finite, or missing on some ranks;
-                nothing was updated. Gradients are scaled by a ``GradScaler``.
+                nothing was updated. Gradients are scaled by a ``GradScaler``. The last step ended
+                in the middle by an error on one rank, and no state has been loaded since.
         """
         loss = None
         if closure is not None:
@@ -357,14 +354,17 @@ class Muon(WholeMatrixMuon):
             problems: Sentences for which all ranks refuse the step.
         """
         # A rank without parameters has nothing to step, and nothing to agree on.
-        if not self._inputs:
-            if meanwhile is not None:
-                meanwhile()
+        if not self._holders:
             return
         refuse_grad_scaler(self)
         rows = self._step_rows
         problems = [*problems, *rows.allocate(), *self.compute.memory_problems()]
-        without = parameters_without_gradient(self._inputs, self._group, self._device, problems)
+        if self._is_changing:
+            problems.append(
+                "step: expected the last one to have ended, got an error while it changed weights "
+                "and state. Load a checkpoint, weights and optimizer"
+            )
+        without = parameters_without_gradient(self._holders, self._group, self._device, problems)
         momentum = {
             param: local_tensor(self.state[param]["momentum_buffer"])
             for group in self.param_groups
@@ -374,6 +374,7 @@ class Muon(WholeMatrixMuon):
             rows.sums.clear()
         weights = self._main_params.weights(self.state)
         is_copied = self.momentum_dtype != torch.float32 or self.offload_momentum
+        self._is_changing = True
         for number, group in enumerate(self.param_groups):
             rows.advance(
                 number,
@@ -394,3 +395,4 @@ class Muon(WholeMatrixMuon):
         rows.free()
         if self.offload_momentum:
             wait_for_copies(self._device)
+        self._is_changing = False

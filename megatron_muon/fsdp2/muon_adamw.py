@@ -4,18 +4,21 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from megatron_muon.fsdp2.gradients import elementwise_problems, refuse_grad_scaler
+from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, choose, groups_of, log_choices
-from megatron_muon.fsdp2.loading import PLANNED, keep_dtypes, keep_planned, planned_keys
+from megatron_muon.fsdp2.loading import PLANNED, arranged, load_together
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import SplitSizes, named_parameters
+from megatron_muon.fsdp2.problems import Settings
 from megatron_muon.fsdp2.rectangles import is_known_by_shapes
-from megatron_muon.runtime.agreement import first_line
+from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.lion import FSDPLion
 from megatron_muon.runtime.ranges import in_range
 
@@ -50,6 +53,9 @@ class MuonAdamW(torch.optim.Optimizer):
         muon_options: Other arguments of :class:`Muon`, among them ``exchange`` and, for plain
             tensors, ``process_group`` and ``tensor_group``.
 
+    Attributes:
+        fresh_if_moved: See :class:`Muon`.
+
     Raises:
         TypeError: An unknown argument, or a list that :class:`Muon` would not take.
         ValueError: An unknown algorithm, a parameter twice, or an argument that AdamW refuses.
@@ -62,6 +68,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     # torch.amp.GradScaler then calls step() whatever it has found, so that it can be refused.
     _step_supports_amp_scaling = True
+    fresh_if_moved: bool = False
 
     def __init__(
         self,
@@ -78,24 +85,30 @@ class MuonAdamW(torch.optim.Optimizer):
         fused: bool | None = None,
         **muon_options: Any,  # noqa: ANN401 - of Muon, by name
     ) -> None:
-        unknown = sorted(set(muon_options).difference(Muon.__init__.__kwdefaults__ or ()))
+        known = {**(Muon.__init__.__kwdefaults__ or {})}
+        del known["others"]
+        unknown = sorted(muon_options.keys() - known.keys())
         if unknown:
             raise TypeError(f"MuonAdamW: expected arguments of Muon, got {unknown}. Leave them out")
+        self._muon_options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
+        known |= self._muon_options
+        # On each rank alone: there may be no process group yet. Arguments are those of all ranks.
+        problems = Settings(**{each.name: known[each.name] for each in fields(Settings)}).problems()
+        if problems:
+            raise ValueError("; ".join(problems))
         common = {"lr": lr, "weight_decay": weight_decay}
         self._defaults: dict[str, dict[str, Any]] = {
             "muon": {**common, "momentum": momentum},
             "adamw": {**common, "betas": betas, "eps": eps, "foreach": foreach, "fused": fused},
             "lion": {**common, "betas": betas},
         }
-        self._muon_options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
         self._algorithms: list[str] = []
         self._inner: dict[str, torch.optim.Optimizer] = {}
         self._muon: Muon | None = None
         self._planned: list[torch.Tensor] = []
         self._reasons: dict[str, str] = {}
-        # Only what all groups have: schedulers look for momentum here.
         # torch refuses an empty list, which a pipeline stage may have.
-        super().__init__(list(params) or [{"params": []}], common)  # type: ignore[arg-type]
+        super().__init__(list(params) or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
 
     @classmethod
     def from_model(
@@ -186,6 +199,9 @@ class MuonAdamW(torch.optim.Optimizer):
         for key, value in self._defaults[algorithm].items():
             param_group.setdefault(key, value)
         super().add_param_group(param_group)
+        if algorithm != "muon":
+            # A default that is there for schedules, see _elementwise().
+            del param_group["momentum"]
         self._algorithms.append(algorithm)
         # It checks their values, and adds its other keys.
         self._inner.pop(algorithm, None)
@@ -204,6 +220,10 @@ class MuonAdamW(torch.optim.Optimizer):
             # Arguments are checked, not the keys of groups: so they are given too.
             made = torch.optim.AdamW if algorithm == "adamw" else FSDPLion
             self._inner[algorithm] = made(groups, **self._defaults[algorithm])
+        for group in groups:
+            # OneCycleLR and CyclicLR set it in all groups, as they find it in the defaults.
+            if "momentum" in group:
+                group["betas"] = (group["momentum"], *group["betas"][1:])
         optimizer = self._inner[algorithm]
         # The same dictionaries: schedulers change their values, and loading replaces them.
         optimizer.param_groups, optimizer.state = groups, self.state
@@ -212,25 +232,29 @@ class MuonAdamW(torch.optim.Optimizer):
     def _plan(self) -> Muon:
         """Plan the exchange of matrices if it is not planned; called by all ranks together."""
         if self._muon is None:
-            muon = Muon(self._groups("muon"), **self._muon_options)
+            others = self._groups("adamw") + self._groups("lion")
+            muon = Muon(self._groups("muon"), others=others, **self._muon_options)
             # A state that was loaded before has momentum already.
             for param, state in muon.state.items():
                 state.update(self.state.get(param, {}))
-            self._planned = [param for group in muon.param_groups for param in group["params"]]
+            self._planned = self._params()
             self._muon = muon
         self._muon.param_groups = self._groups("muon")
         return self._muon
 
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def _changes(self) -> list[str]:
         """List what has changed since the plan was made, as sentences."""
-        now = [param for group in self._groups("muon") for param in group["params"]]
+        now = self._params()
         if len(now) == len(self._planned) and all(
             a is b for a, b in zip(now, self._planned, strict=True)
         ):
             return []
         return [
-            f"param_groups: expected the {len(self._planned)} matrices that were planned at the "
-            f"first step, got {len(now)}, or others. Build a new optimizer"
+            f"param_groups: expected the {len(self._planned)} parameters of the first step, got "
+            f"{len(now)}, or others. Build a new optimizer"
         ]
 
     @torch.no_grad()
@@ -263,8 +287,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     with _state_of_empty_shards(other):
                         other.step()
 
-        problems = elementwise_problems(self._groups("adamw") + self._groups("lion"))
-        muon._step_meanwhile(step_others, self._changes() + problems)
+        muon._step_meanwhile(step_others, self._changes())
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if muon.state is not self.state:
             self.state.update(muon.state)
@@ -275,30 +298,26 @@ class MuonAdamW(torch.optim.Optimizer):
         """Load the state of all groups; called by all ranks together.
 
         Args:
-            state_dict: Of this class, or without state: then only the groups are taken, and nothing
-                is planned.
+            state_dict: Of this class, or without state: if no rank has any before the first step,
+                only the groups are taken, and nothing is planned.
 
         Raises:
             RuntimeError: As :meth:`Muon.load_state_dict`, or as the construction of :class:`Muon`.
 
-        Communication: a flag over the ranks that step together; at first also that of the
-            construction of :class:`Muon`.
+        Communication: a flag over the ranks that step together; at first also a gather of objects
+            over the job, and that of the construction of :class:`Muon`.
         """
-        own = planned_keys(self._groups("muon"))
-        if not state_dict["state"]:
-            super().load_state_dict(state_dict)
-            keep_planned(self._groups("muon"), own)
+        has_state = [bool(state_dict.get("state", True))]
+        if self._muon is None and dist.is_initialized():
+            # A rank may have no parameters, and no state of its own: it plans with the others.
+            has_state *= dist.get_world_size()
+            dist.all_gather_object(has_state, has_state[0])
+        if self._muon is not None or any(has_state):
+            load_together(self._plan(), self, self._algorithms, state_dict)
             return
-        muon = self._plan()
-        problems = []
-        try:
-            super().load_state_dict(state_dict)
-            keep_dtypes(self.param_groups, self.state, state_dict, muon.momentum_dtype)
-        # Other ranks may have loaded theirs.
-        except (KeyError, TypeError, ValueError) as error:
-            problems.append(first_line(error))
-        muon.param_groups, muon.state = self._groups("muon"), self.state
-        muon._check_loaded(own, problems)
+        # Without state none is that of another algorithm.
+        of_none = ["adamw"] * len(self.param_groups)
+        super().load_state_dict(arranged(self, of_none, state_dict)[0])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles need, until the exchange is planned."""
@@ -317,18 +336,24 @@ class MuonAdamW(torch.optim.Optimizer):
 
 @contextmanager
 def _state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer make state of empty shards of Megatron-FSDP's version 1, without gradients.
+    """Let an optimizer step empty shards whose gradients have another empty shape, or are missing.
 
-    Its checkpoints gather every tensor of every state: they hang where a rank lacks some of them.
+    Megatron-FSDP's version 1 gives them no gradients, and its checkpoints gather every tensor of
+    every state: they hang where a rank lacks some of them.
     """
     empty = [
-        param
+        (param, param.grad)
         for group in optimizer.param_groups
         for param in group["params"]
-        if param.grad is None and is_known_by_shapes(param) and not param._local_tensor.numel()
+        if not local_tensor(param).numel()
+        and (
+            is_known_by_shapes(param)
+            if param.grad is None
+            else local_tensor(param.grad).shape != local_tensor(param).shape
+        )
     ]
-    for param in empty:
+    for param, _ in empty:
         param.grad = torch.zeros_like(param)
     yield
-    for param in empty:
-        param.grad = None
+    for param, grad in empty:
+        param.grad = grad

@@ -68,6 +68,7 @@ class _Facts(NamedTuple):
         groups: Names of the process groups that it knows, by a checksum of their ranks.
         steps_with: A checksum of the ranks that it steps together with; None for all of them.
         shapes: Shapes of the shards from which rows follow, by parameter.
+        has_any: Whether it has parameters, planned or not.
     """
 
     num_ranks_on_node: int
@@ -75,6 +76,7 @@ class _Facts(NamedTuple):
     groups: Mapping[int, Sequence[str]]
     steps_with: int | None
     shapes: Mapping[tuple[int, int], tuple[int, ...]]
+    has_any: bool
 
 
 class PlanInputs(NamedTuple):
@@ -95,6 +97,8 @@ def find_plan_inputs(
     parameters: Sequence[NamedParameter],
     group: dist.ProcessGroup | None,
     device: torch.device,
+    *,
+    has_others: bool = False,
 ) -> PlanInputs:
     """Sort parameters by plan, and make their process groups; called by all ranks together.
 
@@ -102,6 +106,7 @@ def find_plan_inputs(
         parameters: Of this rank, checked; it may have none.
         group: Ranks that step together; None for all that have parameters.
         device: Where a flag is reduced.
+        has_others: Whether this rank steps parameters that are not planned.
 
     Raises:
         RuntimeError: On all ranks, when ranks of a domain have other plans or do not step together,
@@ -112,7 +117,7 @@ def find_plan_inputs(
     """
     keys = [_key(parameter.view) for parameter in parameters]
     known = _known_groups(parameters)
-    facts = _gather_facts(parameters, keys, known, group)
+    facts = _gather_facts(parameters, keys, known, group, has_others)
     # Before any collective of a plan: a rank that lacks it would never join.
     problems = _missing_parameters(parameters, keys, facts)
     problems += _not_together(parameters, keys, group, facts)
@@ -121,7 +126,7 @@ def find_plan_inputs(
     for number, (key, parameter) in enumerate(zip(keys, parameters, strict=True)):
         by_key[key].append((parameter, _rectangles(number, parameter.view, facts)))
     # Ranks without parameters have nothing to step, and nothing to agree on.
-    with_parameters = tuple(rank for rank, each in enumerate(facts) if each.keys)
+    with_parameters = tuple(rank for rank, each in enumerate(facts) if each.has_any)
     groups = _groups(by_key, with_parameters if group is None else (), known, facts)
     nodes = ranks_per_node([each.num_ranks_on_node for each in facts])
     inputs, problems = [], []
@@ -147,6 +152,7 @@ def _gather_facts(
     keys: Sequence[_Key],
     known: Mapping[tuple[int, ...], Sequence[dist.ProcessGroup]],
     group: dist.ProcessGroup | None,
+    has_others: bool,
 ) -> list[_Facts]:
     """Gather what all ranks know, by rank."""
     shapes = {
@@ -163,6 +169,7 @@ def _gather_facts(
         },
         None if group is None else _checksum(_ranks_of(group)),
         shapes,
+        has_others or bool(keys),
     )
     if not dist.is_initialized():
         return [mine]
@@ -222,11 +229,12 @@ def _not_together(
 
 def _shape_key(number: int, param: DTensor) -> tuple[int, int]:
     """Return what names a parameter on all ranks of its mesh."""
-    return number, _checksum(_ranks_of_mesh(param.device_mesh))
+    return number, _checksum(ranks_of_mesh(param.device_mesh))
 
 
 @functools.lru_cache(maxsize=64)
-def _ranks_of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
+def ranks_of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of a mesh, in its order."""
     return tuple(mesh.mesh.flatten().tolist())
 
 
@@ -236,7 +244,7 @@ def _rectangles(number: int, param: torch.Tensor, facts: Sequence[_Facts]) -> Re
     key = _shape_key(number, param)
     # A rank that lacks the parameter makes the tiling fail, which is an error on all.
     nothing = (0,) * param.ndim
-    ranks = _ranks_of_mesh(param.device_mesh)
+    ranks = ranks_of_mesh(param.device_mesh)
     return rectangles_of(param, tuple(facts[rank].shapes.get(key, nothing) for rank in ranks))
 
 

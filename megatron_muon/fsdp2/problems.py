@@ -27,7 +27,6 @@ from megatron_muon.fsdp2.scales import SCALE_MODES
 from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import own_rank
-from megatron_muon.runtime.dependencies import environment_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2
 from megatron_muon.runtime.weight_decay import WEIGHT_DECAY_METHODS
@@ -63,7 +62,7 @@ class Settings:
     num_ns_steps: int
     scale_mode: str
     use_syrk: bool
-    exchange: ExchangeSettings
+    exchange: ExchangeSettings | None
     newton_schulz: Callable[..., torch.Tensor] | None
     momentum_dtype: torch.dtype
 
@@ -73,13 +72,13 @@ class Settings:
         return self.fp32_matmul_prec == "medium" and self.newton_schulz is None
 
     def problems(self) -> list[str]:
-        """List what cannot work, a sentence each, with problems of the environment.
+        """List what cannot work, a sentence each.
 
         Emerging-optimizers finds unknown names in a step, when weights are decayed and other ranks
         wait.
         """
-        found = environment_problems()
-        found += [
+        exchange = self.exchange or ExchangeSettings()
+        found = [
             f"{name}: expected one of {sorted(choices)}, got {getattr(self, name)!r}. Choose one"
             for name, choices in (
                 ("weight_decay_method", WEIGHT_DECAY_METHODS),
@@ -88,6 +87,8 @@ class Settings:
             )
             if getattr(self, name) not in choices
         ]
+        if self.num_ns_steps < 1:
+            found.append(f"num_ns_steps: expected at least 1, got {self.num_ns_steps}. Pass more")
         if self.use_syrk:
             found.append(
                 "use_syrk: expected False, got True. Pass "
@@ -103,18 +104,18 @@ class Settings:
                 f"newton_schulz: expected a function of a stack, got {self.newton_schulz!r}. To "
                 "choose a form by name, use exchange.newton_schulz"
             )
-        if self.newton_schulz is not None and self.exchange.newton_schulz != "standard":
+        if self.newton_schulz is not None and exchange.newton_schulz != "standard":
             found.append(
                 "exchange.newton_schulz: expected standard with a newton_schulz function, got "
-                f"{self.exchange.newton_schulz}. Pass one of them"
+                f"{exchange.newton_schulz}. Pass one of them"
             )
-        if self.exchange.mode != "owner":
+        if exchange.mode != "owner":
             found.append(
-                f"exchange.mode: expected owner, got {self.exchange.mode}, which is Megatron's. "
+                f"exchange.mode: expected owner, got {exchange.mode}, which is Megatron's. "
                 "Leave it out"
             )
         for check in (
-            lambda: self.exchange.wire_for(self.is_bf16),
+            lambda: exchange.wire_for(self.is_bf16),
             lambda: coefficients_of(self.num_ns_steps, self.coefficient_type),
         ):
             try:

@@ -97,8 +97,8 @@ class StepRows:
             nesterov: Whether the gradient is averaged in once more.
             is_copied: Whether momentum is of another dtype, or on another device.
         """
-        # An empty shard may have no gradient, and has nothing to step.
-        stepped = [p for p in group["params"] if p.grad is not None and p not in without]
+        # An empty shard may have no gradient, or one of another shape, and has nothing to step.
+        stepped = [p for p in group["params"] if self._results[p].numel() and p not in without]
         grads = [local_tensor(param.grad) for param in stepped]
         if self.sums is not None:
             self.sums.add("gradient", number, dict(zip(stepped, grads, strict=True)))

@@ -33,6 +33,9 @@ def find_not_finite(grads: Sequence[tuple[str, torch.Tensor]], device: torch.dev
         if grads
         else [torch.zeros((), device=device)]
     )
+    # As of an embedding in CPU memory beside a model on a GPU.
+    if len({norm.device for norm in norms}) > 1:
+        norms = [norm.to(device) for norm in norms]
     not_finite = ~torch.stack([norm.float() for norm in norms]).isfinite()
 
     def explain() -> list[str]:

@@ -115,6 +115,10 @@ def _grads(model: torch.nn.Module, step: int) -> None:
         (lambda m: parameter_groups(m.requires_grad_(False)), "expected trainable parameters"),
         (lambda m: MuonAdamW([{"params": [m["up"].weight], "algorithm": "sgd"}]), "got 'sgd'"),
         (lambda m: MuonAdamW([m["up"].weight], mu=0.9), "expected arguments of Muon, got ['mu']"),
+        (lambda m: MuonAdamW([m["up"].weight], scale_mode="rms"), "scale_mode: expected one of"),
+        (lambda m: MuonAdamW([m["up"].weight], coefficient_type="cubic"), "coefficient_type: exp"),
+        (lambda m: MuonAdamW([m["up"].weight], num_ns_steps=0), "num_ns_steps: expected at least"),
+        (lambda m: MuonAdamW([m["up"].weight], fp32_matmul_prec="bf16"), "fp32_matmul_prec: exp"),
         (lambda m: MuonAdamW([m["up"].weight], betas=(2.0, 0.9)), None),
         (
             lambda m: MuonAdamW(
@@ -134,7 +138,7 @@ def _grads(model: torch.nn.Module, step: int) -> None:
     ],
 )  # fmt: skip
 def test_construction_that_cannot_work_is_refused(build: Callable[[Any], Any], said: str | None):
-    """AdamW's arguments count where there is a group of AdamW."""
+    """Muon's arguments count always, AdamW's where there is a group of AdamW; not in a step."""
     if said is None:
         build(mixed_model())
         return
@@ -244,7 +248,7 @@ def test_parameters_may_become_shards_before_the_first_step():
     """As accelerate swaps them; a change after that is an error on all ranks."""
     for equal, error in run_ranks(2, _late).check().results:
         assert all(equal) and len(equal) == 10
-        assert "rank 1: param_groups: expected the 3 matrices that were planned" in error
+        assert "rank 1: param_groups: expected the 10 parameters of the first step" in error
 
 
 def _refused() -> list[str]:

@@ -324,7 +324,7 @@ def _refuse_to_step() -> dict[str, Any]:
     ("case", "said"),
     [
         ("nan", "rank 1: w0: expected a finite gradient, got NaN or Inf"),
-        ("missing_on_one", "ranks 0, 1: w0: expected a gradient on all ranks that hold the param"),
+        ("missing_on_one", "rank 1: w0: expected a gradient on all ranks that hold the parameter"),
         ("other_placement", "w0: expected a gradient like the parameter, torch.float32 (3, 4)"),
         ("scaled", "step: expected gradients that are not scaled, got a GradScaler"),
         ("unscaled", "step: expected gradients that are not scaled, got a GradScaler"),

@@ -1,0 +1,306 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""States of other algorithms and groups: refused and nothing changed, or fresh state instead."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+from helpers.device import device, init_group, kind
+from helpers.ranks import run_ranks
+
+from megatron_muon.fsdp2 import Muon, MuonAdamW
+
+# The router is Muon's with the first, and AdamW's with the second.
+FEW = (r"embed", r"bias$")
+MORE = (*FEW, r"router")
+OPTIONS = {"weight_decay": 0.1, "scale_mode": "spectral", "fp32_matmul_prec": "high"}
+
+
+class Model(torch.nn.Module):
+    """A matrix of each algorithm, and one that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = torch.nn.Embedding(12, 6), torch.nn.Linear(6, 10)
+        self.router = torch.nn.Linear(10, 4, bias=False)
+
+
+def _model(*, is_sharded: bool) -> Model:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = Model().to(device())
+    if is_sharded:
+        fully_shard(model, mesh=init_device_mesh(kind(), (torch.distributed.get_world_size(),)))
+    return model
+
+
+def _optimizer(model: Model, elementwise: Sequence[str], lr: float = 0.1) -> MuonAdamW:
+    by_algorithm: dict[str, list[Any]] = {"muon": [], "adamw": []}
+    for name, param in model.named_parameters():
+        is_other = any(pattern.strip("$") in name for pattern in elementwise)
+        by_algorithm["adamw" if is_other else "muon"].append((name, param))
+    groups = [{"params": params, "algorithm": name} for name, params in by_algorithm.items()]
+    return MuonAdamW(groups, lr, **OPTIONS)
+
+
+def _step(model: Model, optimizer: Any, seed: int) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        grad = torch.randn(param.shape, generator=generator).to(device())
+        if isinstance(param, DTensor):
+            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = grad
+    optimizer.step()
+
+
+def _whole(tensor: Any) -> Any:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def _weights(model: Model) -> dict[str, Any]:
+    return {name: _whole(param) for name, param in model.named_parameters()}
+
+
+def _router_stepped_alone(weight: Any, grad: Any, *, is_muon: bool) -> Any:
+    """Return a whole matrix after its first step, with optimizers of others."""
+    param = torch.nn.Parameter(weight.clone())
+    param.grad = grad
+    if is_muon:
+        WholeMatrixMuon([param], 0.1, 0.95, nesterov=True, **OPTIONS).step()
+    else:
+        torch.optim.AdamW([param], lr=0.1, weight_decay=0.1).step()
+    return param.detach()
+
+
+def _get(model: Model, optimizer: Any, form: str) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    if form == "plain":
+        return copy.deepcopy(optimizer.state_dict())
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    return copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+
+
+def _set(model: Model, optimizer: Any, state: Any, form: str) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    if form == "plain":
+        optimizer.load_state_dict(state)
+        return
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    set_optimizer_state_dict(model, optimizer, state, options=options)
+
+
+def _load_moved(form: str, to_muon: bool, is_sharded: bool) -> dict[str, Any]:
+    """Load where the router has another algorithm; return errors, and what differs afterwards."""
+    if is_sharded:
+        init_group()
+    saved_by, loaded_by = (MORE, FEW) if to_muon else (FEW, MORE)
+    model = _model(is_sharded=is_sharded)
+    optimizer = _optimizer(model, saved_by)
+    _step(model, optimizer, 0)
+    state, weights = _get(model, optimizer, form), copy.deepcopy(model.state_dict())
+    _step(model, optimizer, 1)
+    expected = _weights(model)
+    # Refused: the next step is that of a run that has loaded nothing.
+    models = [_model(is_sharded=is_sharded) for _ in range(2)]
+    optimizers = [_optimizer(each, loaded_by) for each in models]
+    for each, own in zip(models, optimizers, strict=True):
+        _step(each, own, 2)
+    try:
+        _set(models[0], optimizers[0], copy.deepcopy(state), form)
+        error = "no error"
+    except RuntimeError as raised:
+        error = str(raised)
+    for each, own in zip(models, optimizers, strict=True):
+        _step(each, own, 3)
+    pairs = zip(_weights(models[0]).items(), _weights(models[1]).values(), strict=True)
+    changed = [name for (name, one), other in pairs if not torch.equal(one, other)]
+    # Taken, with fresh state of the router alone.
+    model = _model(is_sharded=is_sharded)
+    model.load_state_dict(weights)
+    optimizer = _optimizer(model, loaded_by)
+    optimizer.fresh_if_moved = True
+    before = _whole(model.router.weight)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        _set(model, optimizer, state, form)
+    _step(model, optimizer, 1)
+    grad = _whole(model.router.weight.grad)
+    expected["router.weight"] = _router_stepped_alone(before, grad, is_muon=to_muon)
+    different = {
+        name: (value - expected[name]).abs().max().item()
+        for name, value in _weights(model).items()
+        if not torch.equal(value, expected[name])
+    }
+    texts = [str(each.message) for each in warned if "fresh state" in str(each.message)]
+    return {"error": error, "changed": changed, "different": different, "warned": texts}
+
+
+def _check_moved(found: dict[str, Any], to_muon: bool) -> None:
+    said = "expected ['momentum_buffer'] of muon" if to_muon else "['exp_avg', 'exp_avg_sq'] of ad"
+    assert "router.weight: " in found["error"] and said in found["error"]
+    assert "up.weight" not in found["error"] and "fresh_if_moved" in found["error"]
+    assert found["changed"] == []
+    # On shards the router is computed in another order.
+    assert found["different"].keys() <= {"router.weight"}
+    assert all(value < 1e-6 for value in found["different"].values())
+    (warned,) = found["warned"]
+    assert "router.weight" in warned and "up.weight" not in warned
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("to_muon", [True, False])
+@pytest.mark.parametrize("form", ["nested", "flat"])
+def test_state_of_another_algorithm_is_refused_or_left_out(form, to_muon):
+    """A matrix had moved between Muon and AdamW: zip(), AttributeError, or KeyError in a step."""
+    for found in run_ranks(2, _load_moved, form, to_muon, True).check().results:
+        _check_moved(found, to_muon)
+
+
+@pytest.mark.parametrize("to_muon", [True, False])
+def test_plain_state_of_another_algorithm_is_refused_or_left_out(to_muon):
+    """Positions say nothing where groups have other sizes: names do."""
+    _check_moved(_load_moved("plain", to_muon, False), to_muon)
+
+
+def _two(names: Sequence[str], lr: float = 0.1) -> tuple[dict[str, Any], MuonAdamW]:
+    torch.manual_seed(0)
+    params = {name: torch.nn.Parameter(torch.randn(4, 4)) for name in "ab"}
+    return params, MuonAdamW([(name, params[name]) for name in names], lr)
+
+
+def test_plain_state_is_loaded_by_name():
+    """Two matrices of one shape had changed places, and got each other's momentum in silence."""
+    (params, saved), (others, loaded) = _two("ab"), _two("ba", lr=0.5)
+    for name in "ab":
+        params[name].grad = torch.randn(4, 4)
+    saved.step()
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for name in "ab":
+        one, other = saved.state[params[name]], loaded.state[others[name]]
+        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+    assert loaded.param_groups[0]["lr"] == 0.1
+    assert loaded.param_groups[0]["param_names"] == ["b", "a"]
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_state_of_adamw_is_refused_by_its_keys(names):
+    """The advice was to make the call that had been made."""
+    params = {name: torch.nn.Parameter(torch.randn(4, 4)) for name in "ab"}
+    given = list(params.items()) if names else list(params.values())
+    adamw = torch.optim.AdamW(given)
+    for param in params.values():
+        param.grad = torch.ones(4, 4)
+    adamw.step()
+    for make in (Muon, MuonAdamW):
+        with pytest.raises(RuntimeError) as error:
+            make(given).load_state_dict(adamw.state_dict())
+        assert "got ['exp_avg', 'exp_avg_sq']" in str(error.value)
+        assert "weights alone" in str(error.value) and "Load through" not in str(error.value)
+
+
+def test_group_whose_parameters_were_in_several_is_refused():
+    """Torch leaves out its values: the next step ended with a KeyError of lr."""
+    _, loaded = _two("ab", lr=0.5)
+    nested = {
+        "state": {name: {"momentum_buffer": torch.ones(4, 4)} for name in "ab"},
+        "param_groups": [{"params": ["a", "b"]}],
+    }
+    with pytest.raises(RuntimeError, match="group 0: expected parameters of one group"):
+        loaded.load_state_dict(nested)
+    loaded.fresh_if_moved = True
+    with pytest.warns(UserWarning, match="group 0"):
+        loaded.load_state_dict(nested)
+    assert loaded.param_groups[0]["lr"] == 0.5
+    assert all(each["momentum_buffer"].eq(1).all() for each in loaded.state.values())
+
+
+FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no state": lambda state: state.pop("state"),
+    "text": lambda state: state["state"][0].update(momentum_buffer="x"),
+    "no groups": lambda state: state.update(param_groups=None),
+    "other name": lambda state: state["param_groups"][0]["param_names"].insert(0, "other"),
+    "no parameter state": lambda state: state.update(state={}),
+}
+
+
+def _load_faulty() -> list[list[Any]]:
+    """Spoil the state on rank 1, load it, and step beside a run that has not."""
+    init_group()
+    found = []
+    for make in (_optimizer, _muon):
+        for spoil in FAULTS.values():
+            models = [_model(is_sharded=True) for _ in range(2)]
+            optimizers = [make(model, FEW) for model in models]
+            for model, optimizer in zip(models, optimizers, strict=True):
+                _step(model, optimizer, 0)
+            state = copy.deepcopy(optimizers[0].state_dict())
+            for each in state["state"].values():
+                each.update({k: v + 1 for k, v in each.items()})
+            if torch.distributed.get_rank() == 1:
+                spoil(state)
+            try:
+                optimizers[0].load_state_dict(state)
+                error = "no error"
+            except RuntimeError as raised:
+                error = str(raised)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                _step(model, optimizer, 1)
+            pairs = zip(_weights(models[0]).values(), _weights(models[1]).values(), strict=True)
+            found.append([error, all(torch.equal(one, other) for one, other in pairs)])
+    return found
+
+
+def _muon(model: Model, elementwise: Sequence[str]) -> Muon:
+    return Muon([("up", model.up.weight), ("router", model.router.weight)])
+
+
+@functools.cache
+def faulty_loads() -> list[list[list[Any]]]:
+    """Return the error and whether the next step is undisturbed, by rank and case."""
+    return run_ranks(2, _load_faulty).check().results
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", range(2 * len(FAULTS)))
+def test_load_that_fails_on_one_rank_changes_nothing_on_any(number):
+    """Rank 1 raised alone, and rank 0 waited; or both kept half of the refused state."""
+    for found in faulty_loads():
+        error, is_undisturbed = found[number]
+        assert error.startswith("Stopping on all ranks:") and "rank 1: " in error
+        assert is_undisturbed
+
+
+def _load_with_an_idle_rank() -> list[Any]:
+    """Load the first state where rank 1, as some pipeline stages, has no parameters."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    init_group()
+    is_idle = torch.distributed.get_rank() == 1
+    meshes = [DeviceMesh(kind(), [rank]) for rank in range(2)]
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), meshes[0], [Replicate()]))
+    optimizer = MuonAdamW([] if is_idle else [("w", param)])
+    momentum = distribute_tensor(torch.ones(4, 4), meshes[0], [Replicate()])
+    state = optimizer.state_dict()
+    state["state"] = {} if is_idle else {0: {"momentum_buffer": momentum}}
+    optimizer.load_state_dict(state)
+    return [float(each["momentum_buffer"].to_local().sum()) for each in optimizer.state.values()]
+
+
+@pytest.mark.ranks
+def test_rank_without_parameters_joins_a_load():
+    """It had no state to load, planned nothing, and the others waited."""
+    assert run_ranks(2, _load_with_an_idle_rank).check().results == [[16.0], []]

@@ -1,0 +1,394 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that cannot be made, or that end in the middle: no rank goes on as if nothing had been."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.device import device, init_group, kind
+from helpers.ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_muon.fsdp2 import Muon, MuonAdamW
+
+
+class Model(torch.nn.Module):
+    """Two matrices of Muon's, an embedding and vectors of AdamW's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6)
+        self.norm, self.down = torch.nn.LayerNorm(6), torch.nn.Linear(6, 4)
+
+
+def _model(dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(0)
+    return Model().to(device(), dtype)
+
+
+def _sharded() -> Model:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = _model()
+    fully_shard(model, mesh=init_device_mesh(kind(), (torch.distributed.get_world_size(),)))
+    return model
+
+
+def _muon(model: Model) -> Muon:
+    return Muon([("up", model.up.weight), ("down", model.down.weight)], nesterov=True)
+
+
+def _muon_adamw(model: Model) -> MuonAdamW:
+    is_matrix = {id(model.up.weight), id(model.down.weight)}
+    named = list(model.named_parameters())
+    return MuonAdamW(
+        [
+            {"params": [(n, p) for n, p in named if id(p) in is_matrix]},
+            {"params": [(n, p) for n, p in named if id(p) not in is_matrix], "algorithm": "adamw"},
+        ],
+        lr=0.1,
+    )
+
+
+def _grads(model: torch.nn.Module, seed: int) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        grad = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
+        if isinstance(param, DTensor):
+            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = grad
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _values(model: torch.nn.Module, optimizer: Any) -> list[Any]:
+    """Return copies of this rank's weights and state."""
+    found = [_local(param).detach().clone() for param in model.parameters()]
+    for param in model.parameters():
+        found += [_local(each).clone() for each in optimizer.state.get(param, {}).values()]
+    return found
+
+
+def _is_equal(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+class FailAt(TorchDispatchMode):
+    """Raise at an operation, counted from 0; None only lists them."""
+
+    def __init__(self, number: int | None) -> None:
+        super().__init__()
+        self.number = number
+        self.names: list[str] = []
+
+    def __torch_dispatch__(  # noqa: D105
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # torch.optim marks the beginning and end of a step for profilers.
+        if func.namespace != "profiler":
+            self.names.append(str(func))
+            if len(self.names) - 1 == self.number:
+                raise torch.OutOfMemoryError(f"no memory for {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def _error_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (_muon, torch.float32),
+        (_muon_adamw, torch.float32),
+        pytest.param(_muon_adamw, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_step_after_one_that_ended_in_the_middle(make, dtype):
+    """Each operation in turn ran out of memory: of 174 retries 158 went on with half of a step."""
+
+    def stepped() -> tuple[Model, Any]:
+        model = _model(dtype)
+        optimizer = make(model)
+        _grads(model, 0)
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = stepped()
+    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    _grads(model, 1)
+    with FailAt(None) as operations:
+        optimizer.step()
+    expected = _values(model, optimizer)
+    refused = []
+    for number in range(len(operations.names)):
+        model, optimizer = stepped()
+        _grads(model, 1)
+        with pytest.raises(RuntimeError), FailAt(number):
+            optimizer.step()
+        error = _error_of(optimizer.step)
+        if error == "no error":
+            assert _is_equal(_values(model, optimizer), expected), operations.names[number]
+            continue
+        assert "step: expected the last one to have ended" in error
+        refused.append(number)
+        # What to do, as it says.
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        optimizer.step()
+        assert _is_equal(_values(model, optimizer), expected), operations.names[number]
+    # Before the first change a step may be repeated, and after it never.
+    first = refused[0]
+    assert 0 < first < len(operations.names) // 4
+    assert refused == list(range(first, len(operations.names)))
+
+
+def _end_in_the_middle() -> list[Any]:
+    """Fail on rank 1 once it has joined all collectives of a step, and on both ranks before."""
+    init_group()
+    model = _sharded()
+    optimizer = _muon_adamw(model)
+    _grads(model, 0)
+    optimizer.step()
+    with FailAt(None) as operations:
+        optimizer.step()
+    joined = max(i for i, name in enumerate(operations.names) if name.startswith("c10d"))
+    first = next(i for i, name in enumerate(operations.names) if "_foreach_lerp" in name)
+    found: list[Any] = []
+    is_last = torch.distributed.get_rank() == 1
+    for number in (first, first + 1, joined + 1, len(operations.names) - 1):
+        weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        _grads(model, 1)
+        is_failing = is_last or number <= first + 1
+        with FailAt(number if is_failing else None):
+            errors = [_error_of(optimizer.step)]
+        before = _values(model, optimizer)
+        errors.append(_error_of(optimizer.step))
+        is_same = _is_equal(before, _values(model, optimizer))
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        errors.append(_error_of(optimizer.step))
+        found.append([is_failing, is_same, *errors])
+    return found
+
+
+@pytest.mark.ranks
+def test_all_ranks_refuse_the_step_after_one_that_ended_in_the_middle_on_one():
+    """The other ranks had gone on, with weights that were not those of a step."""
+    for found in run_ranks(2, _end_in_the_middle).check().results:
+        for is_failing, is_same, failed, refused, loaded in found:
+            assert failed.startswith("no memory") == is_failing
+            assert "rank" in refused and "1: step: expected the last one to have ended" in refused
+            assert is_same and loaded == "no error"
+
+
+def _leave_in_the_middle() -> list[Any]:
+    """Fail on rank 1 before its first collective of rows, where it leaves the job."""
+    import torch.distributed as dist
+
+    init_group()
+    model = _sharded()
+    optimizer = _muon_adamw(model)
+    _grads(model, 0)
+    optimizer.step()
+    with FailAt(None) as operations:
+        optimizer.step()
+    number = next(i for i, name in enumerate(operations.names) if "_foreach_lerp" in name)
+    is_last = dist.get_rank() == 1
+    with FailAt(number if is_last else None):
+        first = _error_of(optimizer.step)
+    if is_last:
+        # As a process does that ends.
+        dist.destroy_process_group()
+        return [first]
+    before = _values(model, optimizer)
+    return [first, _error_of(optimizer.step), _is_equal(before, _values(model, optimizer))]
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu_only
+def test_rank_whose_peer_has_left_does_not_step_again():
+    """Its rows never came: a retry must not take what is there."""
+    # Not check(): a rank that has left does not join the last barrier.
+    ours, theirs = run_ranks(2, _leave_in_the_middle).results
+    assert theirs[0].startswith("no memory")
+    assert "no error" not in ours[:2] and ours[2]
+
+
+def _spoil_elementwise() -> dict[str, Any]:
+    """Spoil gradients of AdamW's half; return errors, and whether anything has changed."""
+    init_group()
+    is_last = torch.distributed.get_rank() == 1
+    model = _sharded()
+    optimizer = _muon_adamw(model)
+    _grads(model, 0)
+    optimizer.step()
+    norm, embed = model.norm.weight, model.embed.weight
+
+    def missing() -> None:
+        norm.grad = None if is_last else norm.grad
+
+    def infinite() -> None:
+        if is_last:
+            embed.grad._local_tensor[0, 0] = float("inf")
+
+    def both_kinds() -> None:
+        missing()
+        model.up.weight.grad = model.up.weight.grad if is_last else None
+
+    found = {}
+    for spoil in (missing, infinite, both_kinds):
+        _grads(model, 1)
+        spoil()
+        before = _values(model, optimizer)
+        error = _error_of(optimizer.step)
+        found[spoil.__name__] = [error, _is_equal(before, _values(model, optimizer))]
+    # Nobody has one, or the matrices have none: the others step.
+    for name, params in (("nobody", [norm, embed]), ("matrices", [model.up.weight])):
+        _grads(model, 1)
+        for param in params:
+            param.grad = None
+        before = [_local(each).detach().clone() for each in (*params, model.norm.bias)]
+        error = _error_of(optimizer.step)
+        after = [_local(each) for each in (*params, model.norm.bias)]
+        stays = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        found[name] = [error, stays == [True] * len(params) + [False]]
+    return found
+
+
+@functools.cache
+def spoiled() -> list[dict[str, Any]]:
+    """Return what both ranks found."""
+    return run_ranks(2, _spoil_elementwise).check().results
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("missing", "rank 0: norm.weight: expected a gradient on all ranks that hold the parame"),
+        ("infinite", "rank 1: embed.weight: expected a finite gradient, got NaN or Inf"),
+        ("both_kinds", "rank 1: up.weight: expected a gradient on all ranks that hold the paramet"),
+        ("nobody", "no error"),
+        ("matrices", "no error"),
+    ],
+)
+def test_gradients_of_adamw_are_checked_as_those_of_muon(case, said):
+    """Its shards had taken different numbers of steps, or one of them became NaN, in silence."""
+    for found in spoiled():
+        error, is_fine = found[case]
+        assert said in error and is_fine
+
+
+def test_parameters_without_names_are_not_mixed_up():
+    """The first matrix and the first vector are both parameter 0, and one has no gradient."""
+    model = _model()
+    first, second, vector = model.up.weight, model.down.weight, model.norm.weight
+    optimizer = MuonAdamW([{"params": [first, second]}, {"params": [vector], "algorithm": "adamw"}])
+    _grads(model, 0)
+    first.grad = None
+    before = [each.detach().clone() for each in (first, second, vector)]
+    optimizer.step()
+    pairs = zip(before, (first, second, vector), strict=True)
+    assert [torch.equal(one, other) for one, other in pairs] == [True, False, False]
+
+
+def _step_without_matrices(has_one: bool) -> list[Any]:
+    """Spoil a gradient on rank 1, which has no matrix; with ``has_one`` rank 0 has one."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    init_group()
+    rank = torch.distributed.get_rank()
+    own = [DeviceMesh(kind(), [each]) for each in range(2)]
+    model = _sharded()
+    matrix = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), own[0], [Replicate()]))
+    plain = torch.nn.Parameter(torch.ones(4, device=device()))
+    norms = [("norm", model.norm.weight), ("plain", plain)]
+    groups: list[dict[str, Any]] = [{"params": norms, "algorithm": "lion"}]
+    if has_one and rank == 0:
+        groups.append({"params": [("w", matrix)]})
+    optimizer = MuonAdamW(groups)
+    errors = []
+    for step in range(3):
+        _grads(model, step)
+        if rank == 0:
+            matrix.grad = distribute_tensor(torch.ones(4, 4), own[0], [Replicate()])
+        # Nobody says which ranks have others of it: each has its own.
+        plain.grad = torch.ones_like(plain) if rank else None
+        if step == 1 and rank == 1:
+            model.norm.weight.grad._local_tensor.fill_(float("nan"))
+        before = [_local(each).detach().clone() for each in (model.norm.weight, plain)]
+        error = _error_of(optimizer.step)
+        after = [_local(each) for each in (model.norm.weight, plain)]
+        errors.append([error, [torch.equal(a, b) for a, b in zip(before, after, strict=True)]])
+    return errors
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("has_one", [True, False])
+def test_rank_without_matrices_agrees_on_a_step(has_one):
+    """It stepped alone, whatever others had found."""
+    results = run_ranks(2, _step_without_matrices, has_one).check().results
+    for rank, (first, second, third) in enumerate(results):
+        assert first == third == ["no error", [False, rank == 0]]
+        assert "rank 1: norm: expected a finite gradient" in second[0] and second[1] == [True, True]
+
+
+def _empty_of_another_shape() -> list[Any]:
+    """Step parameters of columns of which rank 1 holds none, with torch's other empty shapes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    init_group()
+    mesh = init_device_mesh(kind(), (2,))
+    rank = torch.distributed.get_rank()
+
+    def cut(shape: tuple[int, ...], local: Any) -> Any:
+        stride = torch.empty(shape).stride()
+        return DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    shape = (1, 10, 4)
+    whole = torch.arange(40.0).view(shape)
+    local = whole if rank == 0 else torch.ones(0, 10, 4)
+    params = [torch.nn.Parameter(cut(shape, local.clone())) for _ in range(4)]
+    for param in params:
+        grad = torch.ones(shape) if rank == 0 else torch.ones(1, 10, 0)
+        if param is params[0] or param is params[1]:
+            param.grad = distribute_tensor(torch.ones(shape), mesh, [Shard(0)])
+        else:
+            param.grad = cut(shape, grad)
+    optimizer = MuonAdamW(
+        [
+            {"params": [("a", params[0]), ("c", params[2])]},
+            {"params": [("b", params[1]), ("d", params[3])], "algorithm": "adamw"},
+        ]
+    )
+    error = _error_of(optimizer.step)
+    pairs = [[_local(params[i]) for i in pair] for pair in ((0, 2), (1, 3))]
+    kept = tuple(params[3].grad._local_tensor.shape)
+    return [error, [torch.equal(*pair) for pair in pairs], kept]
+
+
+@pytest.mark.ranks
+def test_empty_gradient_may_have_another_empty_shape():
+    """Torch makes (2, 10, 0) of a shard of (0, 10, 4), and the step was refused."""
+    results = run_ranks(2, _empty_of_another_shape).check().results
+    assert [each[:2] for each in results] == [["no error", [True, True]]] * 2
+    # A logger may read them afterwards.
+    assert [each[2] for each in results] == [[1, 10, 4], [1, 10, 0]]
