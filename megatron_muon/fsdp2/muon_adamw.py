@@ -15,7 +15,6 @@ from megatron_muon.fsdp2.loading import keep_dtypes, keep_planned, planned_keys
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.rectangles import is_known_by_shapes
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.lion import FSDPLion
 from megatron_muon.runtime.ranges import in_range
 
 _ALGORITHMS = ("muon", "adamw", "lion")
@@ -173,7 +172,10 @@ class MuonAdamW(torch.optim.Optimizer):
             return None
         if algorithm not in self._inner:
             # Arguments are checked, not the keys of groups: so they are given too.
-            made = torch.optim.AdamW if algorithm == "adamw" else FSDPLion
+            made: type[torch.optim.Optimizer] = torch.optim.AdamW
+            if algorithm == "lion":
+                # Its import loads torch's compiler: seconds, and memory, that few need.
+                from megatron_muon.runtime.lion import FSDPLion as made
             self._inner[algorithm] = made(groups, **self._defaults[algorithm])
         optimizer = self._inner[algorithm]
         # The same dictionaries: schedulers change their values, and loading replaces them.
