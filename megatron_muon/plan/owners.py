@@ -105,7 +105,9 @@ def choose_owners(
     placing.place(tasks)
     owners = tuple(placing.owners[i] for i in range(len(tasks)))
     if all(len(matrix.elements_by_rank) == 1 for matrix in matrices):
-        exchange_ns = 2 * cost.latency_ns(ranks) + cost.host_ns(0, 2)
+        # There and back, and the all-reduce of norms.
+        num_collectives = 2 + wire.normalizes
+        exchange_ns = num_collectives * cost.latency_ns(ranks) + cost.host_ns(0, num_collectives)
         holders = tuple(tuple(matrix.elements_by_rank) for matrix in matrices)
         for (holder,), time_ns in zip(holders, whole_ns, strict=True):
             load_ns[holder] += time_ns
