@@ -8,16 +8,21 @@ Needs no megatron. Three peers are packages of PyPI, which this project does not
 
     pip install --no-deps --target DIR muon-fsdp2==0.3.0 dtensor-muon==0.1.0 muonium==0.2.0
 
-A fourth, dion, is in no registry: copy the folder ``dion`` of github.com/microsoft/dion into DIR.
-torchtitan's DistMuon takes CUDA tensors alone.
+Others are in no registry. Copy into DIR, under the same paths: ``dion/`` (microsoft/dion),
+``torchtitan/distributed/flex_shard/`` (pytorch/torchtitan, DistMuon), ``veomni/optim/muon.py``,
+``veomni/utils/{logging,device,import_utils}.py`` (ByteDance-Seed/VeOmni), and
+``xtuner/v1/{optim/muon,utils/dtensor}.py`` (InternLM/xtuner).
 
 Every peer has the same parameters, sharded by ``fully_shard``, and the same gradients. Layouts:
 
-    even        one axis; rows divide, and so does the number of matrices
-    remainders  one axis; neither divides
-    experts     one axis; batches of matrices, of which ranks have different numbers
-    HSDP        two replicas of n / 2 shards, shapes of even
-    TP x FSDP   two tensor-parallel ranks of n / 2 shards, shapes of even
+    even           one axis; rows divide, and so does the number of matrices
+    remainders     one axis; neither divides
+    experts        one axis; batches of matrices, of which ranks have different numbers
+    whole experts  the same, two matrices of each batch on every rank
+    tiny           one axis; 600 matrices of 16 x 16 (4 layers of hidden 128)
+    small          one axis; 150 each of 64 x 64 and 64 x 128
+    HSDP           two replicas of n / 2 shards, shapes of even
+    TP x FSDP      two tensor-parallel ranks of n / 2 shards, shapes of even
 
 First each peer steps each layout alone, in ranks of its own: that counts collectives and bytes. If
 it raises, or ends a rank, its row is the first error. Then all others are timed in turn, one step
@@ -32,12 +37,13 @@ rounding is off by up to 0.05.
 The same for all: ``torch.compile`` is off, and where the CPU has no bf16 instructions, products of
 bf16 matrices are computed in fp32. dtensor-muon and muonium choose Triton kernels, which need a
 GPU: ``ns_loop_triton`` is replaced by the packages' own ``ns_loop``. Their batched classes need one
-too, so matrices are stepped one by one. AdamW stands for the time that Muon should come near.
+too: matrices are stepped one by one. fsdp2_peers.py says what lets others run on gloo. No peer is
+tuned. AdamW stands for the time that Muon should come near.
 """
 
 import argparse
 import datetime
-import importlib.util
+import importlib
 import json
 import math
 import multiprocessing
@@ -49,22 +55,28 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsdp2_peers import OURS, OURS_FP32, PACKAGES, PEERS, Params
+from fsdp2_peers import (
+    OURS,
+    OURS_FP32,
+    PACKAGES,
+    PEERS,
+    Params,
+    installed_version,
+    is_there,
+)
 from measure import CollectiveCounter, median, step_seconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-LAYOUTS = ("even", "remainders", "experts", "HSDP", "TP x FSDP")
+LAYOUTS = "even", "remainders", "experts", "whole experts", "tiny", "small", "HSDP", "TP x FSDP"
 # How long the other ranks may go on when one has failed: they usually lose a connection.
 GRACE_S = 5.0
-
 Shapes = Sequence[tuple[int, ...]]
 
 
@@ -75,8 +87,12 @@ def shapes_of(layout: str, options: argparse.Namespace) -> Shapes:
     if layout == "remainders":
         odd = [(rows + 1, cols) for rows, cols in layer]
         return [*odd * num_layers, odd[0]]
-    if layout == "experts":
-        num_experts = options.ranks + options.ranks // 2
+    if layout == "tiny":
+        return [(hidden // 8, hidden // 8)] * (150 * num_layers)
+    if layout == "small":
+        return [(hidden // 2, hidden // 2), (hidden // 2, hidden)] * (75 * num_layers // 2)
+    if layout.endswith("experts"):
+        num_experts = 2 * options.ranks if "whole" in layout else 3 * options.ranks // 2
         return [(num_experts, 2 * hidden, hidden), (num_experts, hidden, hidden)] * num_layers
     return layer * num_layers
 
@@ -87,7 +103,7 @@ def _mesh(layout: str, device: str) -> DeviceMesh:
         return init_device_mesh(device, (2, size // 2), mesh_dim_names=("replica", "shard"))
     if layout == "TP x FSDP":
         return init_device_mesh(device, (size // 2, 2), mesh_dim_names=("shard", "tensor"))
-    return init_device_mesh(device, (size,))
+    return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
 
 
 def _sharded(layout: str, mesh: DeviceMesh, shapes: Shapes, seed: int) -> Params:
@@ -265,7 +281,7 @@ def compare(layout: str, options: argparse.Namespace) -> dict[str, dict[str, Any
     """Return a row for each peer: what it does in this layout, or how it fails."""
     rows: dict[str, dict[str, Any]] = {}
     for peer in PEERS:
-        if peer in PACKAGES and not _version(peer):
+        if peer in PACKAGES and not installed_version(peer):
             rows[peer] = {"error": "not installed"}
             continue
         found, error = run_ranks(probe, peer, layout, options, limit_s=options.timeout)
@@ -297,14 +313,6 @@ def compare(layout: str, options: argparse.Namespace) -> dict[str, dict[str, Any
         row["over_ours"] = step_ms[peer] / step_ms[OURS]
         row["update_error"] = found[0]["update_error"].get(peer)
     return rows
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        # A folder that was copied.
-        return "found" if importlib.util.find_spec(PACKAGES[package]) is not None else None
 
 
 def _lines(layouts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
@@ -370,7 +378,7 @@ def main() -> int:
     # Once, not in every rank that is forked; the first two are what optimizers import when built.
     late = ("torch._dynamo", "torch.distributed.checkpoint", "megatron_muon.fsdp2")
     for module in (*late, *PACKAGES.values()):
-        if importlib.util.find_spec(module) is not None:
+        if is_there(module):
             importlib.import_module(module)
     layouts = {layout: compare(layout, options) for layout in options.layouts}
     setup = {
@@ -378,7 +386,7 @@ def main() -> int:
         "cpus": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{package: _version(package) for package in PACKAGES},
+        **{package: installed_version(package) for package in PACKAGES},
     }
     print(", ".join(f"{key} {value}" for key, value in setup.items()))
     print("\n".join(_lines(layouts)))

@@ -76,17 +76,7 @@ def build_muon(model: Any, **options: Any) -> Any:
 
 
 def norms_as_on_a_gpu() -> None:
-    """Let norms come from one fused call for a list.
-
-    Raises:
-        RuntimeError: A CPU converts no chunks any more.
-    """
+    """Let norms be those of whole shards, which a CPU cuts into pieces."""
     from megatron_muon.runtime import norms
 
-    if not hasattr(norms, "_CHUNK_ELEMENTS"):
-        raise RuntimeError(
-            "norms._CHUNK_ELEMENTS: expected the size of the scratch of a CPU, got none. Let norms "
-            "take a GPU's way here otherwise."
-        )
-    # Without memory to convert a chunk in.
-    norms._CHUNK_ELEMENTS = 0
+    norms._PIECE_ELEMENTS = 2**62

@@ -19,7 +19,6 @@ from megatron_muon.fsdp2.parameters import SplitSizes, named_parameters
 from megatron_muon.fsdp2.problems import Settings
 from megatron_muon.fsdp2.rectangles import is_known_by_shapes
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.lion import FSDPLion
 from megatron_muon.runtime.ranges import in_range
 
 _ALGORITHMS = ("muon", "adamw", "lion")
@@ -218,7 +217,10 @@ class MuonAdamW(torch.optim.Optimizer):
             return None
         if algorithm not in self._inner:
             # Arguments are checked, not the keys of groups: so they are given too.
-            made = torch.optim.AdamW if algorithm == "adamw" else FSDPLion
+            made: type[torch.optim.Optimizer] = torch.optim.AdamW
+            if algorithm == "lion":
+                # Its import loads torch's compiler: seconds, and memory, that few need.
+                from megatron_muon.runtime.lion import FSDPLion as made
             self._inner[algorithm] = made(groups, **self._defaults[algorithm])
         for group in groups:
             # OneCycleLR and CyclicLR set it in all groups, as they find it in the defaults.

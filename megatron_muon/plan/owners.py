@@ -14,6 +14,9 @@ one rank holds whole, then those with most owners, then the longest.
    whose link is occupied for the shortest time. If there is none, the matrix goes to the rank that
    is done with it first. A split matrix goes to consecutive ranks, whether they hold rows or not.
 
+Where every matrix is whole on one rank, as experts may be, all of them stay unless the busiest rank
+gains more than the latency of the exchange: without one there are no collectives.
+
 Rejected: the largest holder owns. It moves the fewest bytes, but a layout repeats in every layer,
 so the largest holders are the same few ranks in all of them.
 """
@@ -100,9 +103,17 @@ def choose_owners(
     first.place(tasks)
     placing = _Placing(load_ns, capacity_ns=int(_CAPACITY * max(first.load_ns.values())))
     placing.place(tasks)
-    return Assignment(
-        tuple(placing.owners[i] for i in range(len(tasks))), placing.load_ns, ideal_ns
-    )
+    owners = tuple(placing.owners[i] for i in range(len(tasks)))
+    if all(len(matrix.elements_by_rank) == 1 for matrix in matrices):
+        # There and back, and the all-reduce of norms.
+        num_collectives = 2 + wire.normalizes
+        exchange_ns = num_collectives * cost.latency_ns(ranks) + cost.host_ns(0, num_collectives)
+        holders = tuple(tuple(matrix.elements_by_rank) for matrix in matrices)
+        for (holder,), time_ns in zip(holders, whole_ns, strict=True):
+            load_ns[holder] += time_ns
+        if max(load_ns.values()) <= max(placing.load_ns.values()) + exchange_ns:
+            return Assignment(holders, load_ns, ideal_ns)
+    return Assignment(owners, placing.load_ns, ideal_ns)
 
 
 def matrix_ns(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> int:

@@ -17,40 +17,14 @@ from megatron_muon.plan.layout import Region
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.exchange import all_reduce_norms
 
-# Elements that a CPU converts to float64 at once: 2 MB, which stays in its second-level cache, in
-# few calls.
-_CHUNK_ELEMENTS = 2**18
+# Elements that a CPU converts to float64 at once: 2 MB, which stays in its second-level cache. More
+# in one sum would also cost digits. A GPU converts as it adds.
+_PIECE_ELEMENTS = 2**18
 
 
-class SumOfSquares:
-    """Add up squares in float64.
-
-    Args:
-        device: Where the tensors live.
-
-    Memory: 2 MB on a CPU, for converting a chunk at a time; a GPU does it in one fused pass.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        num_elements = _CHUNK_ELEMENTS if device.type == "cpu" else 0
-        self._scratch = torch.empty(num_elements, dtype=torch.float64, device=device)
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sums, ``(num_tensors,)`` float64; tensors are ``(rows, cols)`` float32."""
-        if not tensors:
-            return self._scratch.new_zeros(0)
-        if self._scratch.numel() == 0:
-            return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
-        return torch.stack([self._sum(tensor) for tensor in tensors])
-
-    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for rows in tensor.split(max(1, _CHUNK_ELEMENTS // tensor.shape[1])):
-            for chunk in rows.split(_CHUNK_ELEMENTS, dim=1):
-                flat = self._scratch[: chunk.numel()]
-                flat.view(chunk.shape).copy_(chunk)
-                total += torch.dot(flat, flat)
-        return total
+def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sums, ``(num_tensors,)`` float64; tensors are ``(rows, cols)`` float32."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
 
 
 class BlockNorms:
@@ -64,15 +38,16 @@ class BlockNorms:
         rows_device: Where rows are.
 
     Communication: :meth:`reduce` is one all-reduce of 8 bytes a block.
-    Memory: 8 bytes a block while a step runs, and that of :class:`SumOfSquares`.
+    Memory: 8 bytes a block while a step runs, and 2 MB on a CPU.
     """
 
     values: torch.Tensor  # (num_blocks,) float32, once reduced
     _first: list[int]  # positions of the first blocks of matrices among all blocks
-    # Whose squares this rank adds up, by matrix; and the positions of their blocks, int64.
+    # Whose squares this rank adds up, by matrix; and the positions of the blocks of all pieces of
+    # them, int64.
     _regions: list[tuple[int, Region]]
     _positions: torch.Tensor
-    _rows: list[torch.Tensor]  # of these regions
+    _rows: list[torch.Tensor]  # of all pieces
 
     def __init__(
         self,
@@ -97,9 +72,13 @@ class BlockNorms:
             # Replicas hold the same rows: the first of them counts.
             if region.holders[0] == rank
         ]
-        positions = [self._first[index] + region.block for index, region in self._regions]
+        self._piece_elements = _PIECE_ELEMENTS if rows_device.type == "cpu" else 2**62
+        positions = [
+            self._first[index] + region.block
+            for index, region in self._regions
+            for _ in range(0, region.num_rows, self._piece_rows(region))
+        ]
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
-        self._sum_of_squares = SumOfSquares(rows_device)
         self._rows = []
 
     def position(self, route: Route) -> int:
@@ -113,15 +92,21 @@ class BlockNorms:
             rows: By matrix, this rank's rows ``(local_rows, cols)``, float32; none to drop them.
         """
         self._rows = [
-            rows[index].narrow(0, region.local_row, region.num_rows)
+            piece
             for index, region in (self._regions if rows else ())
+            for piece in rows[index]
+            .narrow(0, region.local_row, region.num_rows)
+            .split(self._piece_rows(region))
         ]
+
+    def _piece_rows(self, region: Region) -> int:
+        return max(1, self._piece_elements // region.num_cols)
 
     def reduce(self) -> None:
         """Add up the squares of all ranks, and compute the norms."""
         squares = torch.zeros(self._first[-1], dtype=torch.float64, device=self._device)
         if self._rows:
-            own = self._sum_of_squares(self._rows)
+            own = sums_of_squares(self._rows)
             own = own if own.device == self._device else own.to(self._device)
             squares.index_add_(0, self._positions, own)
         if self._group is not None:

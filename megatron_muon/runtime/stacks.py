@@ -10,6 +10,7 @@ import torch
 
 from megatron_muon.newton_schulz.backend import Backend
 from megatron_muon.newton_schulz.call import Call
+from megatron_muon.newton_schulz.standard import Standard, batch_on_cpu
 from megatron_muon.plan.rank_plan import OwnedStacks, Stack
 from megatron_muon.plan.routes import Route
 
@@ -32,11 +33,19 @@ class StackCall:
     owners: tuple[int, ...]
     replay: Callable[[], None] | None = None
 
+    def __post_init__(self) -> None:
+        """Choose how many matrices are orthogonalized in one call; on a GPU all of them."""
+        self._batch_size = len(self.tensor)
+        if self.tensor.device.type == "cpu" and self._batch_size > 1:
+            is_known = self.backend.name == Standard.name
+            self._batch_size = batch_on_cpu(*self.tensor.shape) if is_known else 1
+
     def run(self) -> None:
         """Replace the matrices by their results."""
         # One stack after the other: results of all would need as much memory again. It also
         # makes those of tall matrices contiguous, which are transposed views.
-        self.tensor.copy_(self.backend.run(self.tensor, self.call))
+        for stack in self.tensor.split(self._batch_size):
+            stack.copy_(self.backend.run(stack, self.call))
 
 
 class StackBuffers:

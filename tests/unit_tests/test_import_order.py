@@ -8,10 +8,12 @@ the literal block below a sentence such as "Files, each importing only those abo
 
 import ast
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from helpers.commands import run_command
 from helpers.ranks import ROOT, UNIT_TESTS
 
 PACKAGE = ROOT / "megatron_muon"
@@ -173,3 +175,11 @@ def test_package_draws_its_layers_in_their_order():
     assert {*order, "__init__", "__main__"} == LAYERS.keys()
     for number, name in enumerate(order):
         assert LAYERS[name].parts <= set(order[:number]), name
+
+
+def test_import_of_fsdp2_does_not_load_torchs_compiler():
+    """Lion did, whose update is compiled: 5 s and 89 MB a process for all who never use it."""
+    modules = "[name for name in sys.modules if name.startswith('torch._inductor')]"
+    code = f"import sys, megatron_muon.fsdp2; print({modules})"
+    run = run_command(sys.executable, "-c", code)
+    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr

@@ -60,7 +60,7 @@ def test_stacks_fill_a_gpu_and_are_powers_of_two():
     """About 1024 tiles of 128 x 128; the longer side does not count."""
     sides = {64: 32, 512: 32, 1024: 16, 1536: 8, 2048: 4, 3072: 2, 4096: 1, 8192: 1}
     assert {n: CostModel().stack_size(n, 8192) for n in sides} == sides
-    assert CPU_RANKS.stack_size(64, 64) == 1
+    assert [CPU_RANKS.stack_size(n, n) for n in (8, 128, 256, 512, 1024)] == [32, 32, 8, 2, 1]
     # Memory bounds stacks, but a single matrix may be larger.
     assert CostModel().stack_size(512, 32768) == 8
     assert CostModel().stack_size(512, 2**20) == 1

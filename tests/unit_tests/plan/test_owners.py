@@ -10,7 +10,7 @@ from helpers.layouts import BF16, matrix_lists, one_matrix
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.cost import CPU_RANKS, CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.owners import Assignment, choose_owners, matrix_ns
 
@@ -61,7 +61,8 @@ def test_owners_are_ranks_of_the_domain_and_loads_are_their_sums(matrices, cost,
 @given(matrix_lists(max_matrices=14), COSTS, LOADS)
 def test_fast_links_leave_no_rank_with_much_more_than_its_share(matrices, cost, before):
     """At most the mean and one matrix more, by 3 %; or what it had before."""
-    cost = dataclasses.replace(cost, gbps=1e12, gbps_between_nodes=1e12)
+    links = {"gbps": 1e12, "gbps_between_nodes": 1e12, "all_reduce_us": 0, "collective_us": 0}
+    cost = dataclasses.replace(cost, **links)
     nothing = choose_owners(matrices, cost, BF16, max_parts=1, initial_load_ns=before)
     loads_before = Counter(nothing.load_ns)
     loads_before.subtract(_loads(matrices, nothing, cost))
@@ -98,6 +99,23 @@ def test_matrices_stay_on_a_rank_that_holds_them_whole():
     """Where balance has nothing to gain, nothing travels that need not."""
     matrices = [one_matrix(rows) for rows in ([64, 0], [0, 64], [60, 4], [4, 60])]
     assert _owners(matrices) == ((0,), (1,), (0,), (1,))
+
+
+def test_whole_experts_stay_unless_that_costs_more_than_an_exchange():
+    """Six experts on four ranks: four collectives moved 590 kB to shorten 3.4 ms by a sixth."""
+    small, large = (
+        [
+            one_matrix([side * (rank == number // 4) for rank in range(4)], num_cols=side)
+            for number in range(12)
+        ]
+        for side in (128, 512)
+    )
+    assert _owners(small, CPU_RANKS) == tuple((number // 4,) for number in range(12))
+    assert len(set(_owners(large, CPU_RANKS))) == 4
+    # Without latency it pays, and beside a matrix whose rows travel anyway.
+    free = dataclasses.replace(CPU_RANKS, all_reduce_us=0, collective_us=0)
+    assert len(set(_owners(small, free))) == 4
+    assert len(set(_owners([*small, one_matrix([32] * 4, num_cols=128)], CPU_RANKS))) == 4
 
 
 def test_owners_are_on_the_node_that_holds_most_if_links_between_nodes_are_slow():

@@ -2,28 +2,61 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of squares in float64: of large, odd and strided matrices, whole and in pieces."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from helpers.device import device
+from helpers.layouts import one_matrix
 
 from megatron_muon.runtime import norms
 
+SHAPES = [(1, 1), (3, 7), (1000, 700), (2, 300_000), (300_000, 2)]
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (1000, 700), (2, 300_000), (300_000, 2)])
-def test_sum_of_squares_is_the_float64_sum(shape):
-    """More elements than are converted at once, in long rows or in many."""
-    x = torch.randn(shape).to(device()) * 1e-3
-    (found,) = norms.SumOfSquares(x.device)([x])
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, x.double().square().sum(), rtol=1e-13, atol=0)
+
+def _block_norms(shapes: list[tuple[int, int]]) -> norms.BlockNorms:
+    """Return the norms of matrices that one rank holds whole."""
+    plan: Any = SimpleNamespace(
+        matrices=[one_matrix([rows], num_cols=cols) for rows, cols in shapes]
+    )
+    return norms.BlockNorms(plan, 0, None, device(), device())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm_is_that_of_the_float64_sum(shape):
+    """More elements than are converted at once, in long rows or in many, beside a small matrix."""
+    rows = {i: torch.randn(each).to(device()) * 1e-3 for i, each in enumerate([(3, 5), shape])}
+    block_norms = _block_norms([(3, 5), shape])
+    block_norms.view(rows)
+    block_norms.reduce()
+    expected = [each.double().square().sum().sqrt().float() for each in rows.values()]
+    assert torch.equal(block_norms.values, torch.stack(expected))
+
+
+@pytest.mark.cpu_only
+def test_cpu_converts_a_large_matrix_piece_by_piece(monkeypatch):
+    """Norms of a list took a float64 copy of each matrix: 128 MB for 4096 x 4096."""
+    seen: list[int] = []
+
+    def counted(tensors: Any) -> torch.Tensor:
+        """Note the sizes."""
+        seen.extend(each.numel() for each in tensors)
+        return original(tensors)
+
+    original = norms.sums_of_squares
+    monkeypatch.setattr(norms, "sums_of_squares", counted)
+    block_norms = _block_norms([(1000, 700)])
+    block_norms.view({0: torch.ones(1000, 700)})
+    block_norms.reduce()
+    assert sum(seen) == 700_000 and max(seen) <= 2**18
+    assert block_norms.values.tolist() == [pytest.approx(700_000**0.5)]
 
 
 def test_norm_of_a_cut_matrix_has_the_bits_of_the_whole_one():
     """Row and column slices, which are strided, add up to the same fp32 norm."""
-    sum_of_squares = norms.SumOfSquares(device())
     for seed in range(20):
         x = torch.randn(257, 129, generator=torch.Generator().manual_seed(seed)).to(device())
-        (whole,) = sum_of_squares([x])
-        pieces = [x[:100], x[100:, :40], x[100:, 40:]]
-        cut = sum_of_squares(pieces).sum()
+        (whole,) = norms.sums_of_squares([x])
+        cut = norms.sums_of_squares([x[:100], x[100:, :40], x[100:, 40:]]).sum()
         assert torch.equal(whole.sqrt().float(), cut.sqrt().float())

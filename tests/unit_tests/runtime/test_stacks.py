@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks on CPU ranks have the bits of upstream's steps on one matrix at a time."""
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from helpers.stacks import settings
+
+from megatron_muon.newton_schulz import standard
+from megatron_muon.newton_schulz.call import Call
+from megatron_muon.newton_schulz.registry import BACKENDS
+from megatron_muon.runtime.stacks import StackCall
+
+pytestmark = pytest.mark.cpu_only
+
+
+def _run(stack: torch.Tensor, backend: str = "standard") -> torch.Tensor:
+    """Orthogonalize a stack as a step does."""
+    found = stack.clone()
+    whole = stack.shape[1], stack.shape[2]
+    StackCall(found, BACKENDS[backend], Call(settings(), whole, True), (0,)).run()
+    return found
+
+
+def _one_by_one(stack: torch.Tensor) -> torch.Tensor:
+    """Run upstream's steps on every matrix."""
+    results = []
+    for matrix in stack:
+        x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+        for a, b, c in settings().coefficients:
+            x = muon_utils.newton_schulz_step(x, a, b, c)
+        results.append(x.mT if matrix.shape[0] > matrix.shape[1] else x)
+    return torch.stack(results)
+
+
+def _normalized(shape: tuple[int, ...]) -> torch.Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return (x / x.norm(dim=(1, 2), keepdim=True)).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(32, 8, 8), (7, 4, 4), (31, 16, 16), (9, 7, 9), (5, 9, 33), (8, 32, 16), (32, 48, 32),
+     (3, 15, 256), (5, 64, 130)],
+)  # fmt: skip
+def test_stack_has_the_bits_of_single_matrices(shape):
+    """Whatever the CPU: 32 matrices of 8 x 8 in one product differed on an AMD EPYC."""
+    stack = _normalized(shape)
+    assert torch.equal(_run(stack), _one_by_one(stack))
+
+
+@pytest.mark.parametrize(("largest", "calls"), [(1, []), (4, [4, 4]), (8, [8])])
+def test_stack_is_cut_where_batches_have_other_bits(monkeypatch, largest, calls):
+    """Another CPU's kernel for more than so many matrices sums in another order: one bit."""
+    original, seen = muon_utils.batched_newton_schulz_step, []
+
+    def batched(x: torch.Tensor, *coefficients: float, tp_group: None = None) -> torch.Tensor:
+        """Change the last bit of one element of a large batch."""
+        seen.append(len(x))
+        x = original(x, *coefficients)
+        x.view(torch.int16)[0, 0, 0] += len(x) > largest
+        return x
+
+    monkeypatch.setattr(muon_utils, "batched_newton_schulz_step", batched)
+    # Equal on every CPU: the step itself, matrix by matrix.
+    original = lambda x, *c: torch.stack([muon_utils.newton_schulz_step(y, *c) for y in x])  # noqa: E731
+    standard.batch_on_cpu.cache_clear()
+    stack = _normalized((8, 24, 40))
+    tensor = stack.clone()
+    call = StackCall(tensor, BACKENDS["standard"], Call(settings(), (24, 40), True), (0,))
+    seen.clear()
+    call.run()
+    assert seen[::5] == calls
+    assert torch.equal(tensor, _one_by_one(stack))
+    standard.batch_on_cpu.cache_clear()
+
+
+def test_other_backends_are_not_batched_on_a_cpu():
+    """Nobody compares their bits: results must not depend on what else a rank owns."""
+    stack = _normalized((4, 24, 40))
+    assert torch.equal(_run(stack, "gram")[:2], _run(stack[:2], "gram"))
+    assert torch.equal(_run(stack, "gram")[:1], _run(stack[:1], "gram"))
