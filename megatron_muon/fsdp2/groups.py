@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 # By what they find, searched in names without wrappers: the module's own name, or its parent's.
 _BY_NAME = {
     "embedding": r"embed[^.]*(\.[^.]+)?$|(^|\.)w[tp]e\.[^.]+$",
+    # At the rates of LoRA, of 1e-3 and less, AdamW adapts faster (docs/fsdp2.md).
+    "adapter": r"(^|\.)lora_",
     "router": r"router(\.[^.]+)?\.[^.]+$",
     "head": r"(^|\.)(\w+_)?(heads?|logits|score|classifier|qa_outputs)(\.\w+)?\.weight$",
     # Blocks have such layers too.
@@ -34,7 +36,7 @@ _BY_NAME = {
     "norm": r"norm[^.]*\.[^.]+$|(^|\.)ln_[^.]*\.[^.]+$",
     "bias": r"bias[^.]*$",
 }
-# Regular expressions for embeddings, heads, norms, biases and routers.
+# Regular expressions for embeddings, adapters, heads, norms, biases and routers.
 ELEMENTWISE_NAMES = tuple(_BY_NAME.values())
 
 # Of torch.compile, DDP, FSDP1, activation checkpointing and LoRA.

@@ -41,6 +41,7 @@ from megatron_muon.fsdp2.step_rows import StepRows
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import (
+    INTERRUPTED,
     first_line,
     raise_where_any_rank_fails,
     raise_where_ranks_differ,
@@ -360,10 +361,7 @@ class Muon(WholeMatrixMuon):
         rows = self._step_rows
         problems = [*problems, *rows.allocate(), *self.compute.memory_problems()]
         if self._is_changing:
-            problems.append(
-                "step: expected the last one to have ended, got an error while it changed weights "
-                "and state. Load a checkpoint, weights and optimizer"
-            )
+            problems.append(INTERRUPTED)
         without = parameters_without_gradient(self._holders, self._group, self._device, problems)
         momentum = {
             param: local_tensor(self.state[param]["momentum_buffer"])

@@ -37,6 +37,7 @@ from megatron_muon.mcore.muon_step import MuonStep
 from megatron_muon.mcore.pipeline_settings import alignment_problems
 from megatron_muon.mcore.sharded_chunks import sharded_chunk
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.runtime.agreement import INTERRUPTED
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     _problems: list[str]  # of this rank's gradients, in this step, as far as the host knows
     _gradient_norm: GradientNorm | None  # of this step; None until it is known
+    # From the first change of a step to its end: if it does not come there, nobody knows which
+    # weights and state have changed.
+    _is_changing: bool = False
 
     def __init__(
         self,
@@ -120,6 +124,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         self._problems = self.muon_step.problems() if self.muon_step is not None else []
         self._problems += unreduced
         self._problems += alignment_problems(self.model_chunks[0].config)
+        self._problems += [INTERRUPTED] * self._is_changing
         self._gradient_norm = None
         # Upstream would look for a main_grad of every parameter; those of Megatron-FSDP have none.
         self._gradients.collect()
@@ -209,10 +214,12 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         Raises:
             RuntimeError: On all ranks, when a non-empty shard of one has no gradient or one that
-                is not finite, when parameters have changed since construction, or when HSDP left
-                gradients unreduced over the outer ranks. Nothing was updated.
+                is not finite, when parameters have changed since construction, when HSDP left
+                gradients unreduced over the outer ranks, or when the last step failed in the
+                middle. Nothing was updated.
         """
         self._raise_where_gradients_fail()
+        self._is_changing = True
         with _timed(self.config, "optimizer-inner-step"):
             if self.muon_step is not None:
                 self.muon_step.step()
@@ -221,6 +228,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                     # The inner step alone: the wrapper's would install weights, see above.
                     child.optimizer.step()
                     optimizer_state.count_step_of_empty_shards(child.optimizer)
+        self._is_changing = False
         self._end()
         with _timed(self.config, "optimizer-copy-main-to-model-params"):
             for chunk in self._chunks:
@@ -296,6 +304,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             state_dict,
             with_schedule=takes_schedule_of_checkpoint(),
         )
+        self._is_changing = False
         for chunk in self._chunks:
             chunk.take_loaded_weights(is_with_state=True)
 

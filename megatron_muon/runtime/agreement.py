@@ -11,6 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+# Of a step whose predecessor failed between its first change and its end.
+INTERRUPTED = (
+    "step: expected the last one to have ended, got an error while it changed weights and state. "
+    "Load a checkpoint, weights and optimizer"
+)
+
 
 def own_rank() -> int:
     """Return the rank of this process; 0 without a process group."""

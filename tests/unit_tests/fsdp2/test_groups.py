@@ -213,6 +213,20 @@ def test_use_muon_of_a_parameter_or_its_module_decides():
     }
 
 
+def test_adapters_are_stepped_by_adamw_unless_asked_for():
+    """Of LoRA, as peft and torchtune name them; the matrix that they adapt is frozen."""
+    peft = modules(base_layer=linear(8, 6))
+    peft.base_layer.requires_grad_(False)
+    peft.lora_A = nn.ModuleDict({"default": linear(8, 2)})
+    peft.lora_B = nn.ModuleDict({"default": linear(2, 6)})
+    model = modules(q_proj=peft, v_proj=modules(lora_a=linear(8, 2)))
+    groups = parameter_groups(model)
+    assert [group["algorithm"] for group in groups] == ["adamw"]
+    for name, module in model.named_modules():
+        module.use_muon = "lora_" in name
+    assert [group["algorithm"] for group in parameter_groups(model)] == ["muon"]
+
+
 def test_gate_is_a_router_only_beside_experts():
     """A third of a dense SwiGLU went to AdamW where it was called gate."""
     swiglu = modules(gate=linear(8, 6), up=linear(8, 6), down=linear(6, 8))
