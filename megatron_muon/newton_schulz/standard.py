@@ -81,8 +81,11 @@ def batch_on_cpu(num_matrices: int, num_rows: int, num_cols: int) -> int:
     They are to be those of single matrices: what else a rank owns must not matter. Which kernel
     multiplies a batch depends on its size and on the CPU. Another order of a sum rounds to another
     bf16 value in one element of 10,000 or fewer, so the step compared nearly cancels: rows are
-    orthonormal, and coefficients c, -2 c, c, with c no power of two. Then hundreds differ.
+    orthonormal, and coefficients c, -2 c, c, with c no power of two. Then hundreds differ, of 32
+    rows or more: smaller matrices have too few elements to show it, and are not batched.
     """
+    if min(num_rows, num_cols) < 32:
+        return 1
     import torch
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 

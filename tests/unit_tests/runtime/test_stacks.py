@@ -66,9 +66,9 @@ def test_stack_is_cut_where_batches_have_other_bits(monkeypatch, largest, calls)
     # Equal on every CPU: the step itself, matrix by matrix.
     original = lambda x, *c: torch.stack([muon_utils.newton_schulz_step(y, *c) for y in x])  # noqa: E731
     standard.batch_on_cpu.cache_clear()
-    stack = _normalized((8, 24, 40))
+    stack = _normalized((8, 32, 40))
     tensor = stack.clone()
-    call = StackCall(tensor, BACKENDS["standard"], Call(settings(), (24, 40), True), (0,))
+    call = StackCall(tensor, BACKENDS["standard"], Call(settings(), (32, 40), True), (0,))
     seen.clear()
     call.run()
     assert seen[::5] == calls
