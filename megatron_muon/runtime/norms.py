@@ -16,15 +16,18 @@ from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import Region
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.exchange import all_reduce_norms
-
-# Elements that a CPU converts to float64 at once: 2 MB, which stays in its second-level cache. More
-# in one sum would also cost digits. A GPU converts as it adds.
-_PIECE_ELEMENTS = 2**18
+from megatron_muon.runtime.row_moves import STACK_ELEMENTS, equal_shapes
 
 
 def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sums, ``(num_tensors,)`` float64; tensors are ``(rows, cols)`` float32."""
-    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
+    if tensors[0].is_cuda:
+        return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
+    norms = torch.empty(len(tensors), dtype=torch.float64)
+    for numbers in equal_shapes(tensors):
+        rows = torch.stack([tensors[i] for i in numbers])
+        norms[list(numbers)] = torch.linalg.vector_norm(rows, 2, (1, 2), dtype=torch.float64)
+    return norms.square_()
 
 
 class BlockNorms:
@@ -72,7 +75,9 @@ class BlockNorms:
             # Replicas hold the same rows: the first of them counts.
             if region.holders[0] == rank
         ]
-        self._piece_elements = _PIECE_ELEMENTS if rows_device.type == "cpu" else 2**62
+        # What a CPU converts to float64 at once. More in one sum would also cost digits. A GPU
+        # converts as it adds.
+        self._piece_elements = STACK_ELEMENTS if rows_device.type == "cpu" else 2**62
         positions = [
             self._first[index] + region.block
             for index, region in self._regions
