@@ -77,16 +77,13 @@ def parameters_without_gradient(
     missing: list[Holders] = []
     # Few calls: it runs for each parameter in each step, whatever the device.
     for key, each in holders.items():
-        param, grad = each.param, each.param.grad
-        own = local_tensor(param)
+        grad, own = each.param.grad, local_tensor(each.param)
         if grad is None:
             if own.numel():
                 missing.append(key)
             continue
         other = local_tensor(grad)
-        found = (
-            _problem(each, grad, own, other) if key[2] else _elementwise_problem(each, param, grad)
-        )
+        found = _problem(each, grad, own, other) if key[2] else _elementwise_problem(each, grad)
         # One with a problem is left out: a sparse gradient has no norm of this kind.
         if found:
             problems.append(found)
@@ -151,8 +148,8 @@ def _problem(
         and own.layout == other.layout
         # FSDP2 makes empty shards of several shapes.
         and (own.shape == other.shape or own.numel() == other.numel() == 0)
-        and (own is param) == (other is grad)
-        and (own is param or param.placements == grad.placements)  # type: ignore[attr-defined]
+        # None of a plain tensor.
+        and getattr(param, "placements", None) == getattr(grad, "placements", None)
     ):
         return None
     return (
@@ -177,17 +174,15 @@ def _blocked_problems(parameters: Iterable[NamedParameter]) -> list[str]:
     return list(problems.values())
 
 
-def _elementwise_problem(
-    each: NamedParameter, param: torch.Tensor, grad: torch.Tensor
-) -> str | None:
+def _elementwise_problem(each: NamedParameter, grad: torch.Tensor) -> str | None:
     """Return why AdamW or Lion cannot step a parameter, a sentence or None."""
     # Not placements: torch's AdamW reduces a partial gradient of a DTensor.
-    if grad.dtype == param.dtype and grad.layout == param.layout:
+    if grad.dtype == each.param.dtype and grad.layout == each.param.layout:
         return None
     return (
-        f"{each.name}: expected a gradient of {param.dtype} for AdamW or Lion, got {grad.dtype}, "
-        f"{grad.layout}. Reduce gradients in that dtype; leave precision_aware out of "
-        "fully_shard_optimizer()"
+        f"{each.name}: expected a gradient of {each.param.dtype} for AdamW or Lion, got "
+        f"{grad.dtype}, {grad.layout}. Reduce gradients in that dtype; leave precision_aware out "
+        "of fully_shard_optimizer()"
     )
 
 

@@ -41,7 +41,7 @@ class BlockNorms:
         rows_device: Where rows are.
 
     Communication: :meth:`reduce` is one all-reduce of 8 bytes a block.
-    Memory: 8 bytes a block while a step runs, and 2 MB on a CPU.
+    Memory: 8 bytes a block while a step runs, and 3 MB on a CPU.
     """
 
     values: torch.Tensor  # (num_blocks,) float32, once reduced

@@ -65,12 +65,16 @@ class RowMoves:
         """Move the same rectangles in other memory from now on; none, to drop what there is."""
         self._sources = [source for source, _ in pairs]
         self._targets = [target for _, target in pairs]
-        self._equal = [] if self._norms is None else equal_shapes(self._sources)
         if pairs and self._by_kernel:
             self._table = build_table(pairs, self._norms, self._factors, self._device, self._table)
         elif self._table is not None:
             # Its tiles and factors are kept: they serve the same rectangles elsewhere.
             self._table = self._table._replace(storages=())
+        elif self._norms is not None:
+            self._equal = [
+                (equal, torch.tensor([self._norms[i] for i in equal], device=self._device))
+                for equal in equal_shapes(self._sources)
+            ]
 
     def run(self, norms: torch.Tensor | None = None) -> None:
         """Move all of them.
@@ -102,11 +106,10 @@ class RowMoves:
                     torch._foreach_mul_(self._targets, list(factors))
             return
         assert norms is not None
-        for numbers in self._equal:
+        for numbers, positions in self._equal:
             # In memory of their own, in fp32: few at a time.
             rows = [self._sources[i].to(self._device, non_blocking=True) for i in numbers]
-            divisors = norms[[self._norms[i] for i in numbers]].view(-1, 1, 1)
-            quotients = torch.stack(rows).div_(divisors).unbind()
+            quotients = torch.stack(rows).div_(norms[positions].view(-1, 1, 1)).unbind()
             torch._foreach_copy_([self._targets[i] for i in numbers], quotients)
 
 
@@ -121,7 +124,7 @@ def equal_shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
     return [
         equal
         for shape, numbers in by_shape.items()
-        for equal in itertools.batched(numbers, max(1, STACK_ELEMENTS // shape.numel()))
+        for equal in itertools.batched(numbers, STACK_ELEMENTS // shape.numel() or 1)
     ]
 
 
