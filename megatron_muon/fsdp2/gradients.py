@@ -110,7 +110,7 @@ def parameters_without_gradient(
             f"none on rank {rank}. Let all ranks use the parameter in the loss"
             for rank, lacking in of_ranks
             for key in holders.keys() & set(lacking)
-            if holders[key].param.grad is not None and _num_local(holders[key].param)
+            if holders[key].param.grad is not None and local_tensor(holders[key].param).numel()
         ]
         raise_where_any_rank_fails(problems, group, device, _ADVICE)
     return {holders[key].param for key in missing}
@@ -130,10 +130,6 @@ def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attribute
             "step: expected gradients that are not scaled, got a GradScaler. Compute in bfloat16, "
             "which needs none."
         )
-
-
-def _num_local(tensor: torch.Tensor) -> int:
-    return local_tensor(tensor).numel()
 
 
 def _problem(

@@ -18,16 +18,19 @@ from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.exchange import all_reduce_norms
 from megatron_muon.runtime.row_moves import STACK_ELEMENTS, equal_shapes
 
+_SMALL = 2**12
+
 
 def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sums, ``(num_tensors,)`` float64; tensors are ``(rows, cols)`` float32."""
-    if tensors[0].is_cuda:
+    # A stack costs a copy: it pays where a call for each takes longer.
+    if tensors[0].is_cuda or max(map(torch.numel, tensors)) > _SMALL:
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
-    norms = torch.empty(len(tensors), dtype=torch.float64)
+    sums = torch.empty(len(tensors), dtype=torch.float64)
     for numbers in equal_shapes(tensors):
-        rows = torch.stack([tensors[i] for i in numbers])
-        norms[list(numbers)] = torch.linalg.vector_norm(rows, 2, (1, 2), dtype=torch.float64)
-    return norms.square_()
+        rows = torch.stack([tensors[i] for i in numbers]).double()
+        sums[list(numbers)] = rows.square_().sum((1, 2))
+    return sums
 
 
 class BlockNorms:

@@ -107,10 +107,12 @@ class RowMoves:
             return
         assert norms is not None
         for numbers, positions in self._equal:
-            # In memory of their own, in fp32: few at a time.
+            # Quotients have memory of their own, in fp32: few at a time.
             rows = [self._sources[i].to(self._device, non_blocking=True) for i in numbers]
-            quotients = torch.stack(rows).div_(norms[positions].view(-1, 1, 1)).unbind()
-            torch._foreach_copy_([self._targets[i] for i in numbers], quotients)
+            torch._foreach_copy_(
+                [self._targets[i] for i in numbers],
+                torch.stack(rows).div_(norms[positions].view(-1, 1, 1)).unbind(),
+            )
 
 
 def equal_shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
