@@ -74,14 +74,22 @@ def parameters_without_gradient(
     """
     problems = [*known_problems, *_blocked_problems(holders.values())]
     grads: list[tuple[str, torch.Tensor]] = []
-    for (*_, is_muon), each in holders.items():
-        found = _problems(each) if is_muon else _elementwise_problems(each)
-        problems += found
+    missing: list[Holders] = []
+    # Few calls: it runs for each parameter in each step, whatever the device.
+    for key, each in holders.items():
+        grad, own = each.param.grad, local_tensor(each.param)
+        if grad is None:
+            if own.numel():
+                missing.append(key)
+            continue
+        other = local_tensor(grad)
+        found = _problem(each, grad, own, other) if key[2] else _elementwise_problem(each, grad)
         # One with a problem is left out: a sparse gradient has no norm of this kind.
-        if each.param.grad is not None and not found and _num_local(each.param):
-            grads.append((each.name, local_tensor(each.param.grad)))
+        if found:
+            problems.append(found)
+        elif own.numel():
+            grads.append((each.name, other))
     not_finite = find_not_finite(grads, device)
-    missing = [key for key, each in holders.items() if _is_missing(each)]
     # One tensor for both: an all-reduce costs its latency, and the host waits once. Filled on the
     # device: for a copy of the numbers the host would wait, until all of the backward pass is done.
     flags = torch.full((2,), len(missing), dtype=torch.int32, device=device)
@@ -102,7 +110,7 @@ def parameters_without_gradient(
             f"none on rank {rank}. Let all ranks use the parameter in the loss"
             for rank, lacking in of_ranks
             for key in holders.keys() & set(lacking)
-            if holders[key].param.grad is not None and _num_local(holders[key].param)
+            if holders[key].param.grad is not None and local_tensor(holders[key].param).numel()
         ]
         raise_where_any_rank_fails(problems, group, device, _ADVICE)
     return {holders[key].param for key in missing}
@@ -124,24 +132,27 @@ def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attribute
         )
 
 
-def _is_missing(parameter: NamedParameter) -> bool:
-    return parameter.param.grad is None and _num_local(parameter.param) > 0
-
-
-def _num_local(tensor: torch.Tensor) -> int:
-    return local_tensor(tensor).numel()
-
-
-def _problems(parameter: NamedParameter) -> list[str]:
-    """Return what is wrong with a gradient, a sentence or none."""
-    param, grad = parameter.param, parameter.param.grad
-    if grad is None or _is_alike(param, grad):
-        return []
-    return [
-        f"{parameter.name}: expected a gradient like the parameter, {_description(param)}, got "
+def _problem(
+    each: NamedParameter, grad: torch.Tensor, own: torch.Tensor, other: torch.Tensor
+) -> str | None:
+    """Return what is wrong with a gradient, given both local tensors; a sentence or None."""
+    param = each.param
+    if (
+        # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
+        other.dtype in (torch.float32, torch.bfloat16)
+        and own.device == other.device
+        and own.layout == other.layout
+        # FSDP2 makes empty shards of several shapes.
+        and (own.shape == other.shape or own.numel() == other.numel() == 0)
+        # None of a plain tensor.
+        and getattr(param, "placements", None) == getattr(grad, "placements", None)
+    ):
+        return None
+    return (
+        f"{each.name}: expected a gradient like the parameter, {_description(param)}, got "
         f"{_description(grad)}. Reduce a partial one: grad.redistribute(placements="
         "param.placements)"
-    ]
+    )
 
 
 def _blocked_problems(parameters: Iterable[NamedParameter]) -> list[str]:
@@ -159,30 +170,15 @@ def _blocked_problems(parameters: Iterable[NamedParameter]) -> list[str]:
     return list(problems.values())
 
 
-def _elementwise_problems(parameter: NamedParameter) -> list[str]:
-    """Return why AdamW or Lion cannot step a parameter, a sentence or none."""
-    param, grad = parameter.param, parameter.param.grad
+def _elementwise_problem(each: NamedParameter, grad: torch.Tensor) -> str | None:
+    """Return why AdamW or Lion cannot step a parameter, a sentence or None."""
     # Not placements: torch's AdamW reduces a partial gradient of a DTensor.
-    if grad is None or (grad.dtype, grad.layout) == (param.dtype, param.layout):
-        return []
-    return [
-        f"{parameter.name}: expected a gradient of {param.dtype} for AdamW or Lion, got "
+    if grad.dtype == each.param.dtype and grad.layout == each.param.layout:
+        return None
+    return (
+        f"{each.name}: expected a gradient of {each.param.dtype} for AdamW or Lion, got "
         f"{grad.dtype}, {grad.layout}. Reduce gradients in that dtype; leave precision_aware out "
         "of fully_shard_optimizer()"
-    ]
-
-
-def _is_alike(param: torch.Tensor, grad: torch.Tensor) -> bool:
-    own, other = local_tensor(param), local_tensor(grad)
-    # Attributes, not texts: it runs for each parameter in each step.
-    return (
-        # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
-        other.dtype in (torch.float32, torch.bfloat16)
-        and (own.device, own.layout) == (other.device, other.layout)
-        # FSDP2 makes empty shards of several shapes.
-        and (own.shape == other.shape or own.numel() == other.numel() == 0)
-        and isinstance(grad, DTensor) == isinstance(param, DTensor)
-        and getattr(grad, "placements", None) == getattr(param, "placements", None)
     )
 
 

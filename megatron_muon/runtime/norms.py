@@ -16,15 +16,21 @@ from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import Region
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.exchange import all_reduce_norms
+from megatron_muon.runtime.row_moves import STACK_ELEMENTS, equal_shapes
 
-# Elements that a CPU converts to float64 at once: 2 MB, which stays in its second-level cache. More
-# in one sum would also cost digits. A GPU converts as it adds.
-_PIECE_ELEMENTS = 2**18
+_SMALL = 2**12
 
 
 def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sums, ``(num_tensors,)`` float64; tensors are ``(rows, cols)`` float32."""
-    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
+    # A stack costs a copy: it pays where a call for each takes longer.
+    if tensors[0].is_cuda or max(map(torch.numel, tensors)) > _SMALL:
+        return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
+    sums = torch.empty(len(tensors), dtype=torch.float64)
+    for numbers in equal_shapes(tensors):
+        rows = torch.stack([tensors[i] for i in numbers]).double()
+        sums[list(numbers)] = rows.square_().sum((1, 2))
+    return sums
 
 
 class BlockNorms:
@@ -38,7 +44,7 @@ class BlockNorms:
         rows_device: Where rows are.
 
     Communication: :meth:`reduce` is one all-reduce of 8 bytes a block.
-    Memory: 8 bytes a block while a step runs, and 2 MB on a CPU.
+    Memory: 8 bytes a block while a step runs, and 3 MB on a CPU.
     """
 
     values: torch.Tensor  # (num_blocks,) float32, once reduced
@@ -72,7 +78,9 @@ class BlockNorms:
             # Replicas hold the same rows: the first of them counts.
             if region.holders[0] == rank
         ]
-        self._piece_elements = _PIECE_ELEMENTS if rows_device.type == "cpu" else 2**62
+        # What a CPU converts to float64 at once. More in one sum would also cost digits. A GPU
+        # converts as it adds.
+        self._piece_elements = STACK_ELEMENTS if rows_device.type == "cpu" else 2**62
         positions = [
             self._first[index] + region.block
             for index, region in self._regions

@@ -8,8 +8,10 @@ same bits.
 
 import functools
 import importlib.util
+import itertools
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -19,6 +21,9 @@ from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.row_table import RowTable, build_table, on_device
 
 logger = logging.getLogger(__name__)
+
+# 2 MB of float64, which stays in the second-level cache of a core.
+STACK_ELEMENTS = 2**18
 
 type Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -53,8 +58,6 @@ class RowMoves:
         self._by_kernel = uses_kernel(device) if by_kernel is None else by_kernel
         self._table: RowTable | None = None
         self._addresses: list[int] = []
-        self._divided_by: torch.Tensor | None = None
-        self._divisors: list[torch.Tensor] = []
         self._pointers = torch.empty(0, dtype=torch.int64)
         self.set(pairs)
 
@@ -67,6 +70,11 @@ class RowMoves:
         elif self._table is not None:
             # Its tiles and factors are kept: they serve the same rectangles elsewhere.
             self._table = self._table._replace(storages=())
+        elif self._norms is not None:
+            self._equal = [
+                (equal, torch.tensor([self._norms[i] for i in equal], device=self._device))
+                for equal in equal_shapes(self._sources)
+            ]
 
     def run(self, norms: torch.Tensor | None = None) -> None:
         """Move all of them.
@@ -97,14 +105,29 @@ class RowMoves:
                 if any(factor != 1.0 for factor in factors):
                     torch._foreach_mul_(self._targets, list(factors))
             return
-        # No foreach function divides by a list of tensors and writes another dtype.
         assert norms is not None
-        if norms is not self._divided_by:
-            # Views of few of them: a step has a list for each stack, and norms of all blocks.
-            self._divided_by = norms
-            self._divisors = [norms[position] for position in self._norms]
-        for source, target, norm in zip(self._sources, self._targets, self._divisors, strict=True):
-            torch.div(source.to(target.device, non_blocking=True), norm, out=target)
+        for numbers, positions in self._equal:
+            # Quotients have memory of their own, in fp32: few at a time.
+            rows = [self._sources[i].to(self._device, non_blocking=True) for i in numbers]
+            torch._foreach_copy_(
+                [self._targets[i] for i in numbers],
+                torch.stack(rows).div_(norms[positions].view(-1, 1, 1)).unbind(),
+            )
+
+
+def equal_shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Return positions of tensors of one shape, whose stack stays in the cache of a CPU.
+
+    A call for a stack takes the host as long as one for a small tensor.
+    """
+    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for number, each in enumerate(tensors):
+        by_shape[each.shape].append(number)
+    return [
+        equal
+        for shape, numbers in by_shape.items()
+        for equal in itertools.batched(numbers, STACK_ELEMENTS // shape.numel() or 1)
+    ]
 
 
 @functools.cache

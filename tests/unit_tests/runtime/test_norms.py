@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of squares in float64: of large, odd and strided matrices, whole and in pieces."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,3 +61,11 @@ def test_norm_of_a_cut_matrix_has_the_bits_of_the_whole_one():
         (whole,) = norms.sums_of_squares([x])
         cut = norms.sums_of_squares([x[:100], x[100:, :40], x[100:, 40:]]).sum()
         assert torch.equal(whole.sqrt().float(), cut.sqrt().float())
+
+
+def test_norms_are_in_the_order_of_the_blocks():
+    """On a CPU blocks of one shape are summed as a stack, between blocks of other shapes."""
+    shapes = [(2, 3), (4, 5), (2, 3), (600, 700), (4, 5), (2, 3), (600, 700)]
+    rows = [torch.full(shape, float(i), device=device()) for i, shape in enumerate(shapes)]
+    expected = [i * i * math.prod(shape) for i, shape in enumerate(shapes)]
+    assert norms.sums_of_squares(rows).tolist() == pytest.approx(expected)

@@ -124,6 +124,20 @@ def test_kernel_has_the_bits_of_torch():
     assert difference is None
 
 
+def test_rows_of_one_shape_are_divided_by_their_own_norms():
+    """On a CPU they are a stack, between rows of other shapes, and large ones are alone."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3), (4, 5), (2, 3), (600, 700), (4, 5), (2, 3), (600, 700)]
+    norms = torch.rand(9, generator=generator) + 1
+    positions = [8, 0, 3, 1, 5, 2, 4]
+    sources = [torch.randn(shape, generator=generator) for shape in shapes]
+    targets = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+    pairs = list(zip(sources, targets, strict=True))
+    RowMoves(pairs, norms=positions, device=CPU, by_kernel=False).run(norms)
+    for source, target, position in zip(sources, targets, positions, strict=True):
+        assert torch.equal(target, (source / norms[position]).bfloat16())
+
+
 def test_number_of_launches_does_not_grow_with_matrices(monkeypatch):
     """A stack of four, and one of two or of four: rows in, results out."""
     launches: Counter[int] = Counter()
