@@ -107,6 +107,11 @@ class RowMoves:
             return
         assert norms is not None
         for numbers, positions in self._equal:
+            if len(numbers) == 1:
+                source, target = self._sources[numbers[0]], self._targets[numbers[0]]
+                source = source.to(target.device, non_blocking=True)
+                torch.div(source, norms[positions], out=target)
+                continue
             # Quotients have memory of their own, in fp32: few at a time.
             rows = [self._sources[i].to(self._device, non_blocking=True) for i in numbers]
             torch._foreach_copy_(
