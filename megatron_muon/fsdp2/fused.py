@@ -21,11 +21,19 @@ _GATED = {
     "input_linear": "output_linear",
     "Wi": "Wo",
     "w12": "w3",
+    "fc1": "fc2",
+    "linear_fc1": "linear_fc2",
+    "dense_h_to_4h": "dense_4h_to_h",
+    "ff_proj": "ff_out",
 }
 _QUERY_KEY_VALUE = ("query_key_value", "qkv_proj", "qkv", "Wqkv", "c_attn", "in_proj_weight")
 _FUSED = re.compile("|".join((*_QUERY_KEY_VALUE, "gate_up", "qkv")))
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-_GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
+_GROUPS = (
+    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads"),
+    *("num_query_groups", "n_query_groups"),
+)
+_EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts")
 
 
 class Layout(NamedTuple):
@@ -54,10 +62,16 @@ def layout_of(
         param: ``(outputs, inputs)`` or its transpose, also as a batch.
     """
     shape = tuple(param.shape[-2:])
+    # Matrices one below the other: of gates, and of experts in two dimensions.
+    size = shape[0] // (_number(container, _EXPERTS) or shape[0])
+    if isinstance(module, torch.nn.RNNBase | torch.nn.RNNCellBase):
+        size = module.hidden_size
+    if param.ndim == 2 and module is container and 1 < size < shape[0] and shape[0] % size == 0:
+        return Layout(shape[0] // size, False, False)
     # GPT-2's "Conv1D", a linear layer of transformers.
     is_conv1d = shape == (getattr(module, "nx", None), getattr(module, "nf", None))
     is_transposed = is_conv1d or getattr(container, "is_transposed", False) is True
-    gated = _gated_shapes(container, key)
+    gated = _gated_shapes(container, key, param)
     if gated is not None:
         up, down = gated
         # One of them holds at most: down would have twice its own inputs.
@@ -72,14 +86,17 @@ def layout_of(
 
 
 def _gated_shapes(
-    container: torch.nn.Module, key: str
+    container: torch.nn.Module, key: str, param: torch.Tensor
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the shapes of a fused gate and up, and of the matrix behind it; None of others."""
     for up, down in _GATED.items():
         if key in (up, down):
-            both = [getattr(container, name, None) for name in (up, down)]
-            # Parameters of the module, or of linear layers in it.
-            both = [getattr(each, "weight", each) for each in both]
+            # Parameters of the module, or of linear layers in it; its own may be in a wrapper.
+            others = [getattr(container, name, None) for name in (up, down)]
+            both = [
+                param if name == key else getattr(each, "weight", each)
+                for name, each in zip((up, down), others, strict=True)
+            ]
             if all(isinstance(each, torch.Tensor) for each in both):
                 return tuple(both[0].shape[-2:]), tuple(both[1].shape[-2:])  # type: ignore[union-attr]
     return None
@@ -101,7 +118,8 @@ def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs:
     # CodeGen's and MiniMax's are neither, and have heads alone.
     if key == "qkv_proj" and not groups:
         return None
-    if groups in (None, heads) and outputs % (3 * (heads or inputs)) == 0:
+    widths = (3 * inputs, 3 * (heads or 0) * (said or 0))
+    if groups in (None, heads) and (outputs in widths or (groups and outputs % (3 * groups) == 0)):
         return 3
     # GPT-2's cross-attention has no query in it.
     if key == "c_attn" and outputs == 2 * inputs:

@@ -29,10 +29,12 @@ _BY_NAME = {
     # At the rates of LoRA, of 1e-3 and less, AdamW adapts faster (docs/fsdp2.md).
     "adapter": r"(^|\.)lora_",
     "router": r"router(\.[^.]+)?\.[^.]+$",
-    "head": r"(^|\.)(\w+_)?(heads?|logits|score|classifier|qa_outputs)(\.\w+)?\.weight$",
+    # Of several layers where it is no part of a block, in which attention has heads.
+    "head": r"(^|\.)(\w+_)?(heads?|logits|score|classifier|qa_outputs|seq_relationship|bbox_pred)"
+    r"\.weight$|^(?!.*\.\d+\.[^.]+\.)(.*\.)?(\w+_)?(heads?|logits|score|classifier)\.\w+\.weight$",
     # Blocks have such layers too.
     "output layer": r"^(?!.*(\.\d+\.[^.]+\.|att|mlp|ffn|feed)).*?"
-    r"(^|\.)(output|output_layer|out_embed|proj_out)\.[^.]+$",
+    r"(^|\.)(output|output_layer|out_embed|proj_out|fc_out|final_layer|unembed)\.[^.]+$",
     "norm": r"norm[^.]*\.[^.]+$|(^|\.)ln_[^.]*\.[^.]+$",
     "bias": r"bias[^.]*$",
 }
@@ -45,7 +47,7 @@ _WRAPPERS = re.compile(
     r"original_module|modules_to_save\.\w+)\."
 )
 _IN_BLOCK = re.compile(r"\.\d+\.[^.]+\.")
-_WEIGHT = re.compile(r"(\w*_)?(weight\w*|proj|w\d+)")
+_WEIGHT = re.compile(r"(\w*_)?(weight\w*|proj|[wv]\d+)")
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class _Owner(NamedTuple):
         """Whether the module multiplies by the parameter, a matrix."""
         # A bare tensor may be anything; weight_norm makes a direction and its length of a weight.
         is_factor = hasattr(self.module, "weight_g") and hasattr(self.module, "weight_v")
-        return self.is_linear or (bool(_WEIGHT.fullmatch(self.leaf)) and not is_factor)
+        return not is_factor and (self.is_linear or bool(_WEIGHT.fullmatch(self.leaf)))
 
 
 def _says_experts(module: torch.nn.Module) -> bool:
@@ -148,12 +150,16 @@ def _owners(model: torch.nn.Module) -> dict[int, list[_Owner]]:
     owners: dict[int, list[_Owner]] = defaultdict(list)
     for name, param in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
+        short = _WRAPPERS.sub("", name)
         parents = []
-        parent = path
+        parent, depth = path, short.count(".")
         while parent:
             parent = parent.rpartition(".")[0]
-            parents.append(modules[parent])
-        short = _WRAPPERS.sub("", name)
+            # A wrapper contains nothing but what it wraps.
+            above = _WRAPPERS.sub("", parent + ".").count(".") if parent else 0
+            if above < depth:
+                parents.append(modules[parent])
+                depth = above
         owner = _Owner(short, leaf, tuple(param.shape), modules[path], parents)
         owners[id(param)].append(owner)
     return owners
@@ -209,7 +215,12 @@ class _Rule:
         # With patterns of their own, users choose heads and routers.
         self._by_default = self._names.keys() >= set(ELEMENTWISE_NAMES)
         every = [each for of_param in owners.values() for each in of_param if each.shape]
-        self._num_rows = {each.shape[0] for each in every if each.is_embedding}
+        # Positions are fewer than tokens, and often as many as a layer has outputs.
+        self._num_rows = {
+            each.shape[0]
+            for each in every
+            if each.is_embedding and not re.search(r"pos|wpe", each.name)
+        }
         self._outside = [
             each
             for each in every

@@ -82,7 +82,8 @@ def test_names_of_real_models_are_sorted_rightly():
     matrices = ["layers.0.mlp.gate_proj.weight", "attention.output.dense.weight", "h.0.c.weight",
                 "layers.0.output.weight", "layers.2.mlp.gate.weight", "layers.2.mlp.up.weight",
                 "embedder.layers.0.attention.q.weight",
-                "layers.1.moe.experts.w1", "layers.0.attention.wo.weight"]  # fmt: skip
+                "layers.1.sa_heads.proj.weight", "layers.1.moe.experts.w1",
+                "layers.0.attention.wo.weight"]  # fmt: skip
     others = ["model.embed_tokens.weight", "tok_embeddings.weight", "wte.weight", "lm_head.weight",
               "output.weight", "layers.1.moe.gate.weight", "moe.router.gate.weight",
               "pretrained.v_head.summary.weight", "value_head.weight", "qa_outputs.weight",
@@ -185,7 +186,7 @@ def test_tensors_that_multiply_nothing_as_a_matrix_are_stepped_by_adamw(caplog):
     )
     model.one = linear(8, 1)
     model.depthwise = nn.Conv1d(8, 8, 3, groups=8, bias=False)
-    model.normed = nn.utils.weight_norm(linear(8, 6))
+    model.factors = nn.utils.weight_norm(linear(8, 6))
     model.parametrized = nn.utils.parametrizations.weight_norm(linear(8, 6))
     matrices = modules(experts=bare(gate_up_proj=(4, 64, 32), w2=(4, 32, 32)), in_proj=linear(8, 6))
     matrices.attention = nn.MultiheadAttention(8, 2, bias=False)
@@ -289,7 +290,10 @@ def attention(key: str, outputs: int, inputs: int = 8, **attributes: Any) -> nn.
         (attention("qkv_proj", 24, num_heads=4, num_key_value_heads=4), 3),
         (attention("qkv_proj", 16, num_heads=4, num_key_value_heads=2), (8, 4, 4)),
         (attention("qkv", 24), 3),
-        (attention("qkv", 48, num_heads=4), 3),
+        (attention("qkv", 48, num_heads=4, head_dim=4), 3),
+        # Groups of a name that is not known, and of litgpt.
+        (attention("qkv", 48, num_heads=4), None),
+        (attention("qkv", 32, n_head=4, n_query_groups=2, head_size=4), (16, 8, 8)),
         # The width of a head says that the numbers are not those of this layer.
         (attention("query_key_value", 24, num_heads=4, num_kv_heads=2, head_size=2), None),
         # CodeGen stores another order, and says no number of groups; nothing says anything.
@@ -310,6 +314,36 @@ def test_attention_is_split_where_its_module_says_the_sizes(layer, sizes, caplog
         ((found, is_transposed),) = layouts(layer).values()
     assert (found, is_transposed) == (sizes, False)
     assert ("fused, in one matrix" in caplog.text) == (sizes is None)
+
+
+def test_gates_and_experts_in_two_dimensions_are_matrices_of_their_own():
+    """An LSTM's four gates, a GRU's three, and experts one below the other, as in DBRX."""
+    experts = bare(w1=(4 * 6, 8), v1=(4 * 6, 8), w2=(4 * 6, 8))
+    experts.moe_num_experts = 4
+    model = modules(a=nn.LSTM(8, 6, bias=False), b=nn.GRUCell(8, 6, bias=False), c=nn.RNN(8, 6))
+    model.ffn = modules(experts=modules(mlp=experts))
+    assert {name: sizes for name, (sizes, _) in layouts(model).items()} == {
+        "a.weight_ih_l0": 4,
+        "a.weight_hh_l0": 4,
+        "b.weight_ih": 3,
+        "b.weight_hh": 3,
+        "c.weight_ih_l0": None,
+        "c.weight_hh_l0": None,
+        **{f"ffn.experts.mlp.{name}": 4 for name in ("w1", "v1", "w2")},
+    }
+
+
+def test_wrappers_of_one_layer_hide_nothing():
+    """The layers beside it say what it is: a compiled gate, a fused layer that is checkpointed."""
+    moe = modules(experts=nn.ModuleList([linear(8, 8)]))
+    moe.gate = modules(_orig_mod=linear(8, 4))
+    mlp = modules(
+        down_proj=linear(6, 8), gate_up_proj=modules(_checkpoint_wrapped_module=linear(8, 12))
+    )
+    model = modules(moe=moe, mlp=mlp)
+    assert algorithms(model)["moe.gate._orig_mod.weight"] == "adamw"
+    found = layouts(model)["mlp.gate_up_proj._checkpoint_wrapped_module.weight"]
+    assert found == (2, False)
 
 
 def test_layers_of_gpt2_are_transposed():
