@@ -63,7 +63,9 @@ def layout_of(
     """
     shape = tuple(param.shape[-2:])
     # Matrices one below the other: of gates, and of experts in two dimensions.
-    size = shape[0] // (_number(container, _EXPERTS) or shape[0])
+    # Not by a configuration, which modules beside the experts have too.
+    said = [vars(module)[name] for name in _EXPERTS if type(vars(module).get(name)) is int]
+    size = shape[0] // (max(said, default=0) or shape[0])
     if isinstance(module, torch.nn.RNNBase | torch.nn.RNNCellBase):
         size = module.hidden_size
     if param.ndim == 2 and module is container and 1 < size < shape[0] and shape[0] % size == 0:
@@ -75,11 +77,12 @@ def layout_of(
     if gated is not None:
         up, down = gated
         # One of them holds at most: down would have twice its own inputs.
-        is_transposed = up[::-1] == (2 * down[0], down[1])
-        is_fused = is_transposed or up == (2 * down[1], down[0])
-        if is_fused and key in _GATED:
-            is_interleaved = getattr(container, "is_concatenated", True) is False
-            return Layout((1, 1) if is_interleaved else 2, is_transposed, False)
+        is_by_columns = up[::-1] == (2 * down[0], down[1])
+        if is_by_columns or up == (2 * down[1], down[0]):
+            is_transposed = is_by_columns
+            if key in _GATED:
+                is_interleaved = getattr(container, "is_concatenated", True) is False
+                return Layout((1, 1) if is_interleaved else 2, is_transposed, False)
     outputs, inputs = shape[::-1] if is_transposed else shape
     sizes = _query_key_value(container, key, outputs, inputs) if key in _QUERY_KEY_VALUE else None
     return Layout(sizes, is_transposed, sizes is None and _FUSED.search(key) is not None)

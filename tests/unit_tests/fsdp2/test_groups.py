@@ -322,6 +322,14 @@ def test_gates_and_experts_in_two_dimensions_are_matrices_of_their_own():
     experts.moe_num_experts = 4
     model = modules(a=nn.LSTM(8, 6, bias=False), b=nn.GRUCell(8, 6, bias=False), c=nn.RNN(8, 6))
     model.ffn = modules(experts=modules(mlp=experts))
+    # A layer beside experts that has their configuration; stored transposed and without a gate.
+    model.d = bare(weight=(8, 6))
+    model.d.config = nn.Module()
+    model.d.config.num_experts = 4
+    up, down = bare(weight=(8, 12)), bare(weight=(12, 8))
+    (up.nx, up.nf), (down.nx, down.nf) = (8, 12), (12, 8)
+    model.e = modules(fc1=up, fc2=down)
+    assert layouts(model.e) == {"fc1.weight": (None, True), "fc2.weight": (None, True)}
     assert {name: sizes for name, (sizes, _) in layouts(model).items()} == {
         "a.weight_ih_l0": 4,
         "a.weight_hh_l0": 4,
@@ -329,6 +337,9 @@ def test_gates_and_experts_in_two_dimensions_are_matrices_of_their_own():
         "b.weight_hh": 3,
         "c.weight_ih_l0": None,
         "c.weight_hh_l0": None,
+        "d.weight": None,
+        "e.fc1.weight": None,
+        "e.fc2.weight": None,
         **{f"ffn.experts.mlp.{name}": 4 for name in ("w1", "v1", "w2")},
     }
 
