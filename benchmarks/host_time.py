@@ -213,14 +213,19 @@ class NoEngine:
 
     params: Sequence[Any] = ()
 
-    def memory_problems(self) -> list[str]:
+    def memory_problems(self, other_bytes: int = 0) -> list[str]:
         """Return nothing."""
         return []
 
     def forget(self) -> None:
         """Drop nothing."""
 
-    def orthogonalize(self, momentum: Any, results: Any) -> Iterator[Sequence[Any]]:
+    def free(self) -> None:
+        """Return nothing."""
+
+    def orthogonalize(
+        self, momentum: Any, results: Any, meanwhile: Any = None
+    ) -> Iterator[Sequence[Any]]:
         """Return what an engine would, in one piece."""
         yield list(self.params)
 

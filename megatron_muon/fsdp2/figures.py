@@ -4,13 +4,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.parameters import NamedParameter
+from megatron_muon.runtime.matrix_step import StepHooks
 from megatron_muon.runtime.stacks import StackCall
 
 
@@ -33,44 +34,65 @@ class StepFigures(NamedTuple):
     orthogonality_error: float
 
 
-class StepSums:
+class StepSums(StepHooks):
     """Sums of squares of this rank, by parameter group.
 
     Args:
-        parameters: Of the optimizer: rows that several ranks hold count once.
+        parameters: Those with rows on this rank: rows that several ranks hold count once.
+        groups: By position, the parameter group.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
-        self._share = {each.param: 1.0 / _num_replicas(each.view) for each in parameters}
+    def __init__(self, parameters: Sequence[NamedParameter], groups: Sequence[int]) -> None:
+        self._share = [1.0 / _num_replicas(each.view) for each in parameters]
+        # The sample in float32, its Gram matrix, and the square of that.
+        sizes = (math.prod(each.view.shape[-2:]) for each in parameters)
+        self.num_bytes = 12 * max(sizes, default=0)
+        self._group_of = list(groups)
         self._squares: dict[tuple[int, str], torch.Tensor] = {}
         self._counts: dict[int, float] = {}
         self._errors: list[torch.Tensor] = []
 
-    def clear(self) -> None:
+    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Begin a step."""
         self._squares.clear()
         self._counts.clear()
         self._errors.clear()
+        self._add("gradient", range(len(grads)), grads)
 
     def watch(self, stack: StackCall) -> None:
         """Take the first matrix that this rank orthogonalizes alone as the sample."""
         if not self._errors and len(stack.owners) == 1:
             self._errors.append(_orthogonality_error(stack.tensor[0]))
 
-    def add(self, kind: str, group: int, tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Add squares of local tensors, by parameter, without a read by the host."""
-        held = [(self._share[param], each) for param, each in tensors.items() if each.numel()]
-        if not held:
-            return
-        norms = torch.stack(torch._foreach_norm([each.float() for _, each in held]))
-        shares = torch.tensor([share for share, _ in held], dtype=torch.float64)
-        # From pageable memory the copy does not wait for the device.
-        total = norms.double().square().mul_(shares.to(norms.device, non_blocking=True)).sum()
-        key = (group, kind)
-        self._squares[key] = self._squares[key] + total if key in self._squares else total
-        if kind == "update":
-            count = sum(share * each.numel() for share, each in held)
-            self._counts[group] = self._counts.get(group, 0.0) + count
+    def advanced(self, momentum: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
+        """Add the squares of momentum."""
+        self._add("momentum", range(len(momentum)), momentum)
+
+    def arrived(
+        self, group: Mapping[str, Any], positions: Sequence[int], results: Sequence[torch.Tensor]
+    ) -> None:
+        """Add the squares of updates."""
+        self._add("update", positions, results)
+        for i, each in zip(positions, results, strict=True):
+            number, count = self._group_of[i], self._share[i] * each.numel()
+            self._counts[number] = self._counts.get(number, 0.0) + count
+
+    def _add(
+        self, kind: str, positions: Sequence[int], tensors: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Add squares of local tensors without a read by the host."""
+        by_group: dict[int, list[tuple[float, torch.Tensor]]] = {}
+        for i, each in zip(positions, tensors, strict=True):
+            if each is not None:
+                by_group.setdefault(self._group_of[i], []).append((self._share[i], each))
+        for number, held in by_group.items():
+            own = [each for _, each in held]
+            norms = torch.stack(torch._foreach_norm(own, 2, dtype=torch.float32))
+            shares = torch.tensor([share for share, _ in held], dtype=torch.float64)
+            # From pageable memory the copy does not wait for the device.
+            total = norms.double().square().mul_(shares.to(norms.device, non_blocking=True)).sum()
+            key = (number, kind)
+            self._squares[key] = self._squares[key] + total if key in self._squares else total
 
     def figures(self, group: dist.ProcessGroup | None, num_groups: int) -> StepFigures:
         """Return the figures of all ranks; see :meth:`Muon.last_step`.

@@ -26,10 +26,12 @@ Files, each importing only those above it::
     all_gather_compute  every matrix on every rank: the simple way
     owner_compute       plans, groups and engine for the matrices of an optimizer
     owned_parameters    parameters sharded over process groups, laid out as matrices
+    dtensor_layout      the local rows of a DTensor
     weight_decay        emerging-optimizers' rules, all parameters at once
     momentum            weight decay, momentum and Nesterov, all parameters at once
+    matrix_step         one step of Muon over shards, whoever made them
+    adamuon             a second moment per element
     finite              which gradients are not finite
-    dtensor_layout      the local rows of a DTensor
     fsdp_v2_layout      the rows of all ranks under version 2 of Megatron-FSDP
     lion                Lion on local rows
     dependencies        what is relied on in torch and emerging-optimizers

@@ -53,7 +53,7 @@ class AdjacentViews:
 
     def of(self, *lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return :func:`join_adjacent` of lists that may be empty."""
-        if len(lists) != len(self._lists) or not all(map(_is_same, lists, self._lists)):
+        if len(lists) != len(self._lists) or not all(map(is_same_memory, lists, self._lists)):
             self._views = join_adjacent(*lists)
             self.version += 1
         self._lists = lists
@@ -64,9 +64,9 @@ class AdjacentViews:
         self._lists, self._views = (), []
 
 
-def _is_same(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:
+def is_same_memory(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:
     """Return whether a list is in the same memory; most are the same tensors."""
-    if len(now) != len(before) or all(map(operator.is_, now, before)):
+    if now is before or len(now) != len(before) or all(map(operator.is_, now, before)):
         return len(now) == len(before)
     return [each.data_ptr() for each in now] == [each.data_ptr() for each in before]
 

@@ -41,6 +41,7 @@ class AllGatherCompute:
     ) -> None:
         self._matrices = matrices
         self._orthogonalize_whole = orthogonalize_whole
+        self._no_rows = torch.empty(0, device=device)
         groups = {m.shard_group: None for m in matrices.values() if m.shard_group is not None}
         # In parameter order, which is the same on all ranks of a group.
         for group in groups:
@@ -52,24 +53,33 @@ class AllGatherCompute:
             raise_where_ranks_differ(entries, group, device, "Muon parameters")
 
     @torch.no_grad()
-    def orthogonalize(self, momentum: Rows, results: Rows) -> Iterator[list[torch.Tensor]]:
-        """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`.
-
-        Unlike there, parameters with an empty shard are yielded too.
-        """
+    def orthogonalize(
+        self, momentum: Rows, results: Rows, meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[list[torch.Tensor]]:
+        """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`."""
+        if meanwhile is not None:
+            meanwhile()
         for param, matrix in self._matrices.items():
-            rows = momentum[param]
+            # Ranks without rows join.
+            rows = momentum.get(param)
+            if rows is None:
+                rows = self._no_rows.new_empty(0, matrix.layout.num_cols)
             group = matrix.shard_group
             if group is not None and dist.get_world_size(group) > 1:
                 rows = all_gather_rows(rows, matrix.layout, group)
             # Every rank of the group has computed the same matrix, and keeps its own rows.
             start, stop = matrix.local_range
-            results[param].copy_(self._orthogonalize_whole(param, rows)[start:stop])
-            yield [param]
+            whole = self._orthogonalize_whole(param, rows)
+            if param in results:
+                results[param].copy_(whole[start:stop])
+                yield [param]
 
     def forget(self) -> None:
         """Drop nothing: see :meth:`Engine.forget`."""
 
-    def memory_problems(self) -> list[str]:
+    def free(self) -> None:
+        """Return nothing: no memory is laid out."""
+
+    def memory_problems(self, other_bytes: int = 0) -> list[str]:
         """Return nothing: no memory is laid out."""
         return []

@@ -110,32 +110,42 @@ class Engine:
         problem = self.memory_problem()
         if problem is not None:
             raise MemoryError(problem)
+        self.free()
 
-    def memory_problem(self) -> str | None:
-        """Take the memory of a step, and give it back to the allocator.
+    def memory_problem(self, other_bytes: int = 0) -> str | None:
+        """Take the memory of a step: arena and workspace. The arena stays until the step ends.
 
-        A rank that runs out of it inside of a step leaves the others in a collective. So ranks ask
-        before it, and agree.
+        A rank that runs out of memory inside of a step leaves the others in a collective.
+        Therefore ranks take it before, and agree.
+
+        Args:
+            other_bytes: What others allocate while no matrix is orthogonalized.
 
         Returns:
             What a step needs and what it got, as a sentence; None if it is there.
         """
         for plan in self._plans:
             plan.wait_for_leftovers()
-        num_bytes = self.staging_bytes + self._workspace_bytes
+        other_bytes = max(other_bytes, self._workspace_bytes)
+        num_bytes = self.staging_bytes + other_bytes
         try:
             self._arena.allocate()
-            torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
+            torch.empty(other_bytes, dtype=torch.uint8, device=self._device)
         # A GPU raises torch.OutOfMemoryError, which is one of these.
         except RuntimeError as error:
+            self.free()
             return (
                 f"expected {num_bytes:,} bytes on {self._device} for messages, stacks and "
                 f"Newton-Schulz, got {type(error).__name__}: {first_line(error)}"
                 f"{free_memory(self._device)}"
             )
-        finally:
-            self._arena.free()
         return None
+
+    def free(self) -> None:
+        """Return the memory of :meth:`memory_problem`, if ranks do not step."""
+        for plan in self._plans:
+            plan.wait_for_leftovers()
+        self._arena.free()
 
     def connect(self) -> None:
         """Connect the ranks that will exchange; called on all ranks together.

@@ -76,7 +76,8 @@ def lay_out(parameters: Sequence[OwnedParameter], device: torch.device) -> PlanI
     for parameter in parameters:
         # Joined, all tensor ranks have the one matrix. Otherwise there is one per rank, in order.
         tensor_rank = grid.tensor_rank if parameter.tensor_group is None else 0
-        handles[len(matrices) + tensor_rank] = parameter.param
+        if parameter.matrix.local_shape[0]:
+            handles[len(matrices) + tensor_rank] = parameter.param
         matrices += _matrices_of(parameter, grid)
     return PlanInput(grid, matrices, handles, first.replica_group)
 

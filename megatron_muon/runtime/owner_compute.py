@@ -249,10 +249,14 @@ class OwnerCompute:
         """Memory of messages and stacks while a step runs, bytes."""
         return self._engine.staging_bytes
 
-    def memory_problems(self) -> list[str]:
-        """List what a step lacks of memory on this rank; see :meth:`Engine.memory_problem`."""
-        problem = self._engine.memory_problem()
+    def memory_problems(self, other_bytes: int = 0) -> list[str]:
+        """Take the memory of a step, and list what lacks; see :meth:`Engine.memory_problem`."""
+        problem = self._engine.memory_problem(other_bytes)
         return [] if problem is None else [problem]
+
+    def free(self) -> None:
+        """Return the memory of :meth:`memory_problems`, if ranks do not step."""
+        self._engine.free()
 
     def orthogonalize(
         self, momentum: Rows, results: Rows, meanwhile: Callable[[], None] | None = None

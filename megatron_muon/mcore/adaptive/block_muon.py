@@ -4,7 +4,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from megatron_muon.mcore.adaptive.equal_blocks import (
 )
 from megatron_muon.mcore.adaptive.held_blocks import HeldBlock, held_blocks
 from megatron_muon.mcore.adaptive.second_moment import FSDPAdaptiveMuon
+from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.matrix_step import CHUNK_ELEMENTS, StepHooks
 
 
 class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
@@ -102,19 +104,60 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
         for factor in self.scale(*equal.like.shape):
             torch._foreach_mul_(held, factor)
 
-    def apply(self, params: Sequence[Any]) -> None:
-        """Leave results in place until all have arrived."""
+    def hooks(self, params: Sequence[tuple[FSDPZeROTensorParallelMuon, Any]]) -> list[StepHooks]:
+        """Normalize results by block."""
+        optimizers = list(dict.fromkeys(muon for muon, _ in params)) or [self]
+        return [_BlockHooks(optimizers, [param for _, param in params])]
+
+    def begin(self) -> None:
+        """See the gradients, before weight decay."""
+
+    def advanced(self, rows: Mapping[Any, torch.Tensor]) -> None:
+        """See the rows that are orthogonalized, by parameter."""
 
     def finish(self) -> None:
-        """Normalize and apply the results of all parameters."""
+        """Normalize the results of all parameters."""
         # Foreach calls need views: rows of query, key and value are made contiguous meanwhile.
         for interleaved in self._interleaved:
             interleaved.move(interleaved.order)
         self._normalize({p: self._by_block(p, local_tensor(p.grad)) for p in self._held})
         for interleaved in self._interleaved:
             interleaved.move(interleaved.inverse)
-        super().apply(self.params)
 
     @abstractmethod
     def _normalize(self, rows: ByBlock) -> None:
         """Normalize and scale the results of all blocks in place, ``(rows, cols)`` by block."""
+
+
+class _BlockHooks(StepHooks):
+    """Normalize the results of optimizers that step together."""
+
+    waits = True
+
+    def __init__(self, optimizers: Sequence[FSDPBlockMuon], params: Sequence[Any]) -> None:
+        self._optimizers, self._params = list(optimizers), list(params)
+        sizes = [local_tensor(param).numel() for param in params]
+        states = (each for muon in optimizers for each in muon.state.values())
+        num_moments = sum(
+            local_tensor(moments).numel()
+            for state in states
+            for key, moments in state.items()
+            if key.startswith("moment2")
+        )
+        self.num_bytes = 36 * num_moments + 12 * max(min(CHUNK_ELEMENTS, sum(sizes)), *sizes, 0)
+
+    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """See the gradients, before weight decay."""
+        for muon in self._optimizers:
+            muon.begin()
+
+    def advanced(self, momentum: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
+        """See the rows that are orthogonalized."""
+        by_param = dict(zip(self._params, rows, strict=True))
+        for muon in self._optimizers:
+            muon.advanced(by_param)
+
+    def finish(self) -> None:
+        """Normalize results."""
+        for muon in self._optimizers:
+            muon.finish()

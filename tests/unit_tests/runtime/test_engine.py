@@ -172,7 +172,7 @@ def _memory_of_steps(staging_bytes: int | None) -> list[int]:
     between_steps = memory.untyped_storage().nbytes()
     in_step = 0
 
-    def orthogonalize(momentum, results, original=owner_compute.orthogonalize):
+    def orthogonalize(momentum, results, meanwhile=None, original=owner_compute.orthogonalize):
         nonlocal in_step
         for params in original(momentum, results):
             in_step = max(in_step, memory.untyped_storage().nbytes())
