@@ -14,7 +14,6 @@ from megatron_muon.checkpoint.folders import (
     expecting,
     find_checkpoint,
 )
-from megatron_muon.checkpoint.optimizers import OPTIMIZERS
 from megatron_muon.checkpoint.report import describe
 from megatron_muon.checkpoint.storage import read_checkpoint
 from megatron_muon.checkpoint.verify import find_problems
@@ -30,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("inspect", "iteration, optimizer, world, and shape, dtype and norm of every tensor"),
         ("verify", "read every byte and compare checksums"),
-        ("convert", "write it anew for another optimizer, or for Megatron-FSDP"),
+        ("convert", "write it anew for Megatron-FSDP, or for DDP"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
@@ -38,13 +37,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--ckpt-step", type=int, help="iteration; without it, the tracker's")
     # The last one.
-    choices = (*OPTIMIZERS, *FORMATS)
     command.add_argument("target", type=Path, help="where to write; must not exist")
-    command.add_argument("--from", dest="source", choices=choices, required=True)
-    command.add_argument("--to", dest="destination", choices=choices, required=True)
-    command.add_argument(
-        "--momentum", type=float, help="of Muon, for a checkpoint that does not have it"
-    )
+    command.add_argument("--from", dest="source", choices=FORMATS, required=True)
+    command.add_argument("--to", dest="destination", choices=FORMATS, required=True)
     return parser
 
 
@@ -73,7 +68,6 @@ def _run(arguments: argparse.Namespace) -> Iterator[str]:
             arguments.target,
             arguments.source,
             arguments.destination,
-            momentum=arguments.momentum,
             iteration=arguments.ckpt_step,
         )
         return

@@ -219,10 +219,6 @@ def _name(name: Any) -> Callable[[Metadata], None]:
     return change
 
 
-def _names(metadata: Metadata) -> None:
-    metadata.planner_data = {"a": (_nested(), _nested())}
-
-
 TABLES = {
     "length of 2**40": _place(length=2**40),
     "length of 2**62": _place(length=2**62),
@@ -251,7 +247,6 @@ TABLES = {
     "number as shape": _shape(4),
     "name of lists": _name(_nested()),
     "no text as name": _name(7),
-    "nested names": _names,
 }
 # Of these inspect may print what is there.
 TILINGS = {
