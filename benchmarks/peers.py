@@ -99,8 +99,6 @@ def adam(model: Model, precision: str) -> Peer:
 
 def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     """This package's optimizer."""
-    from megatron.core.optimizer import emerging_optimizers
-
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
     from megatron_muon.mcore.muon_step import MuonStep
     from megatron_muon.plan.settings import ExchangeSettings
@@ -118,10 +116,32 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
         param.grad = model.dtensor(index, grad) if grad.numel() else None
     muon = FSDPZeROTensorParallelMuon(params, matrices=matrices, fp32_matmul_prec=precision, **MUON)
     muon_step = MuonStep([muon], ExchangeSettings(**exchange))
-    functions = [(backend, "run") for backend in BACKENDS.values()]
-    if exchange["mode"] == "all_gather":
-        functions = [(emerging_optimizers, "newton_schulz_tp")]
-    return Peer(muon_step.step, functions, keep=muon_step)
+    return Peer(muon_step.step, [(backend, "run") for backend in BACKENDS.values()], keep=muon_step)
+
+
+def all_gather(model: Model, precision: str) -> Peer:
+    """Every rank gathers the momentum of every matrix in fp32, and orthogonalizes all of them."""
+    from emerging_optimizers.orthogonalized_optimizers import Muon, muon
+
+    from megatron_muon.runtime.exchange import all_gather_rows
+
+    optimizer = Muon([torch.nn.Parameter(model.whole(0, 0))], fp32_matmul_prec=precision, **MUON)
+    weights, grads = model.shards(0), model.shards(1000)
+    momentum = [torch.zeros_like(shard) for shard in weights]
+    group = model.mesh.get_group()
+
+    def step() -> None:
+        """Average the local rows, gather each matrix, and keep the local rows of its result."""
+        torch._foreach_mul_(weights, 1 - MUON["lr"] * MUON["weight_decay"])
+        torch._foreach_lerp_(momentum, grads, 1 - MUON["momentum"])
+        updates = torch._foreach_lerp(grads, momentum, MUON["momentum"])
+        for index, update in enumerate(updates):
+            whole = all_gather_rows(update, model.layouts[index], group)
+            result = optimizer.orthogonalize(optimizer.param_groups[0]["params"][0], whole)
+            weights[index].add_(result[model.rows(index)], alpha=-MUON["lr"])
+
+    with_precision = torch.no_grad()(step)
+    return Peer(with_precision, [(muon, "newton_schulz")], keep=optimizer)
 
 
 def layer_wise(model: Model, precision: str) -> Peer:
@@ -186,9 +206,9 @@ def torch_muon(model: Model, precision: str) -> Peer:
 
 PEERS: dict[str, Callable[[Model, str], Peer]] = {
     "adam": adam,
-    "owner": lambda m, p: sharded_muon(m, p, mode="owner"),
-    "owner, wire fp32": lambda m, p: sharded_muon(m, p, mode="owner", wire="fp32"),
-    "all_gather": lambda m, p: sharded_muon(m, p, mode="all_gather"),
+    "owner": sharded_muon,
+    "owner, wire fp32": lambda m, p: sharded_muon(m, p, wire="fp32"),
+    "all_gather": all_gather,
     "layer_wise": layer_wise,
     "torch.optim.Muon": torch_muon,
 }

@@ -109,11 +109,6 @@ class Settings:
                 "exchange.newton_schulz: expected standard with a newton_schulz function, got "
                 f"{exchange.newton_schulz}. Pass one of them"
             )
-        if exchange.mode != "owner":
-            found.append(
-                f"exchange.mode: expected owner, got {exchange.mode}, which is Megatron's. "
-                "Leave it out"
-            )
         for check in (
             lambda: exchange.wire_for(self.is_bf16),
             lambda: coefficients_of(self.num_ns_steps, self.coefficient_type),

@@ -305,13 +305,6 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             if tuple(shard.shape) != self.matrices[param].local_shape
         ]
 
-    def orthogonalize_whole(self, param: Any, momentum: torch.Tensor) -> torch.Tensor:
-        """Orthogonalize and scale a whole matrix with upstream's own code, for ``all_gather``."""
-        group = self.group_of(param)
-        return self.orthogonalize(
-            param, momentum, **{key: value for key, value in group.items() if key != "params"}
-        )
-
     def group_of(self, param: Any) -> dict[str, Any]:
         """Return the parameter group of a parameter."""
         # By its position: loading a state may replace the dictionary.

@@ -12,7 +12,6 @@ from emerging_optimizers.utils import fp32_matmul_precision
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
-from megatron_muon.runtime.all_gather_compute import AllGatherCompute
 from megatron_muon.runtime.owned_parameters import lay_out
 from megatron_muon.runtime.owner_compute import OwnerCompute
 from megatron_muon.user_errors import naming_flags
@@ -29,8 +28,7 @@ class MuonStep:
         exchange: Settings of the exchange; None for the defaults.
 
     Raises:
-        ValueError: bf16 on the wire was asked for with Newton-Schulz in fp32, or ``all_gather``
-            with an optimizer that scales its results later.
+        ValueError: bf16 on the wire was asked for with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when one has a parameter without a layout, not a float32
             DTensor, or of another local shape than its layout's; or when ranks hold different
             parameters or layouts, or came to different plans.
@@ -42,7 +40,7 @@ class MuonStep:
         :class:`~megatron_muon.runtime.engine.Engine` stages.
     """
 
-    compute: OwnerCompute | AllGatherCompute
+    compute: OwnerCompute
     _found: list[dict[Any, torch.Tensor]]  # of each optimizer, what these two are merged from
     _momentum: dict[Any, torch.Tensor]
     _results: dict[Any, torch.Tensor]
@@ -65,10 +63,7 @@ class MuonStep:
             "No optimizer was built.",
         )
         self._raise_where_ranks_differ(exchange)
-        if exchange.mode == "owner":
-            self.compute = self._owner_compute(exchange)
-        else:
-            self.compute = self._all_gather_compute()
+        self.compute = self._owner_compute(exchange)
         # For every parameter on every rank, empty shards included: ranks that hold different sets
         # of optimizer state hang Megatron-FSDP's save.
         for muon in self.optimizers:
@@ -121,21 +116,6 @@ class MuonStep:
                 device=self._device,
                 max_num_plans=int(on_ranks.sum(dim=1).max()),
             )
-
-    def _all_gather_compute(self) -> AllGatherCompute:
-        for muon in self.optimizers:
-            if not muon.scales_results:
-                raise ValueError(
-                    f"{type(muon).__name__}: expected --muon-fsdp-exchange owner, got all_gather, "
-                    "which scales results before they can be normalized. Leave it out, or use "
-                    "--adaptive-muon-moment2-method adamuon."
-                )
-        muon_of = {param: muon for muon in self.optimizers for param in muon.params}
-        return AllGatherCompute(
-            {param: muon.matrices[param] for param, muon in muon_of.items()},
-            lambda param, momentum: muon_of[param].orthogonalize_whole(param, momentum),
-            self._device,
-        )
 
     def _precision(self) -> Any:
         return fp32_matmul_precision(self.optimizers[0].fp32_matmul_prec)

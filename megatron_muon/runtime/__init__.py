@@ -23,7 +23,6 @@ Files, each importing only those above it::
     cuda_graphs         CUDA graphs of Newton-Schulz, stack by stack
     plan_runner         gathers, orthogonalizes and scatters the buckets of one plan
     engine              runs the plans of a rank: local rows in, orthogonalized local rows out
-    all_gather_compute  every matrix on every rank: the simple way
     owner_compute       plans, groups and engine for the matrices of an optimizer
     owned_parameters    parameters sharded over process groups, laid out as matrices
     weight_decay        emerging-optimizers' rules, all parameters at once
