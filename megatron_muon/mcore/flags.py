@@ -114,12 +114,6 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for name, settings in EXCHANGE_FLAGS.items():
         flag = "--muon-fsdp-" + name.replace("_", "-")
         group.add_argument(flag, default=defaults[name], **settings)
-    group.add_argument(
-        "--muon-fsdp-no-checksums",
-        action="store_true",
-        help="Do not compare a checkpoint with its checksums before it is loaded, for which "
-        "the ranks together read it once more.",
-    )
     for flag, settings in _OTHER_FLAGS.items():
         if flag not in parser._option_string_actions:
             group.add_argument(flag, **settings)

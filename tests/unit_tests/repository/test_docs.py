@@ -78,7 +78,7 @@ COVERED = {
     "test_torch_dist.py::test_run_of_ddp_goes_on_under_megatron_fsdp",
     ".venv/bin/python -m megatron_muon.checkpoint convert * --from fsdp_dtensor *": "checkpoint/"
     "test_torch_dist.py::test_run_goes_on_under_ddp_from_what_is_converted_twice",
-    ".venv/bin/python -m megatron_muon.checkpoint [iv]*": "checkpoint/test_files.py"
+    ".venv/bin/python -m megatron_muon.checkpoint verify *": "checkpoint/test_files.py"
     "::test_commands_need_neither_megatron_nor_a_process_group",
 }
 
