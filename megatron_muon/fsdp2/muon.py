@@ -23,13 +23,7 @@ from megatron_muon.fsdp2.gradients import (
 from megatron_muon.fsdp2.loading import load_together
 from megatron_muon.fsdp2.main_params import MainParams
 from megatron_muon.fsdp2.offload import place_momentum, wait_for_copies
-from megatron_muon.fsdp2.parameters import (
-    NamedParameter,
-    PlainGroups,
-    devices_of,
-    named_parameters,
-)
-from megatron_muon.fsdp2.plan_inputs import find_plan_inputs
+from megatron_muon.fsdp2.parameters import PlainGroups, devices_of, named_parameters
 from megatron_muon.fsdp2.problems import (
     Settings,
     parameter_problem,
@@ -40,6 +34,8 @@ from megatron_muon.fsdp2.scales import scale_function
 from megatron_muon.fsdp2.step_rows import StepRows
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.rows.plan_inputs import find_plan_inputs
 from megatron_muon.runtime.agreement import (
     INTERRUPTED,
     first_line,
@@ -112,7 +108,7 @@ class Muon(WholeMatrixMuon):
             docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters or
             plans.
 
-    Communication: at construction see :func:`~megatron_muon.fsdp2.plan_inputs.find_plan_inputs` and
+    Communication: at construction see :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: see
         :func:`~megatron_muon.fsdp2.gradients.parameters_without_gradient` and
         :class:`~megatron_muon.runtime.engine.Engine`.

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron_muon.fsdp2.batches import MatrixRows
 from megatron_muon.fsdp2.figures import StepSums
-from megatron_muon.fsdp2.parameters import NamedParameter
+from megatron_muon.rows.matrices import MatrixRows
+from megatron_muon.rows.parameters import NamedParameter
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.dtensor_layout import local_tensor

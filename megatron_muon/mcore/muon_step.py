@@ -11,9 +11,9 @@ from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.rows.plan_inputs import find_plan_inputs
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
-from megatron_muon.runtime.owned_parameters import lay_out
-from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.runtime.owner_compute import OwnerCompute, PlanInput
 from megatron_muon.user_errors import naming_flags
 
 
@@ -90,31 +90,27 @@ class MuonStep:
         )
 
     def _owner_compute(self, exchange: ExchangeSettings) -> OwnerCompute:
-        """Plan experts first: most are whole on one rank, and dense matrices balance the load.
-
-        Without expert parallelism both kinds are in one optimizer, over groups of their own. A
-        pipeline stage may lack a kind, and joins the collectives over all ranks.
-        """
-        kinds = [
-            [muon.owned(p) for muon in self.optimizers for p in muon.params_of_kind(is_expert=kind)]
-            for kind in (True, False)
+        """Plan the matrices of all optimizers; a pipeline stage may have none."""
+        params = [
+            (muon, param)
+            for is_expert in (True, False)
+            for muon in self.optimizers
+            for param in muon.params_of_kind(is_expert=is_expert)
         ]
-        found = torch.tensor([bool(kind) for kind in kinds], device=self._device).int()
-        on_ranks = found.new_empty(dist.get_world_size(), len(kinds))
-        dist.all_gather_into_tensor(on_ranks.view(-1), found)
-        inputs = [
-            lay_out(parameters, self._device)
-            for parameters, is_there in zip(kinds, on_ranks.amax(dim=0).tolist(), strict=True)
-            if is_there
-        ]
+        found = find_plan_inputs(
+            [muon.planned(param) for muon, param in params],
+            None,
+            self._device,
+            known_groups=[group for muon in self.optimizers for group in muon.holder_groups()],
+        )
         # Kernels are checked here, in the precision of a step.
         with naming_flags(), self._precision():
             return OwnerCompute(
-                [each for each in inputs if each.matrices],
+                [_by_parameter(each.plan_input) for each in found.inputs],
                 self.optimizers[0].newton_schulz,
                 exchange,
                 device=self._device,
-                max_num_plans=int(on_ranks.sum(dim=1).max()),
+                max_num_plans=found.max_num_plans,
             )
 
     def _precision(self) -> Any:
@@ -148,3 +144,8 @@ class MuonStep:
         if not all(muon.gradients_stay for muon in self.optimizers):
             self._found, self._momentum, self._results = [], {}, {}
             self.compute.forget()
+
+
+def _by_parameter(found: PlanInput) -> PlanInput:
+    # A parameter is one matrix here.
+    return found._replace(handles={i: rows.param for i, rows in found.handles.items()})

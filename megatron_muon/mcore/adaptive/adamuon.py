@@ -43,7 +43,7 @@ class FSDPAdaMuon(FSDPAdaptiveMuon):
             torch._foreach_add_(roots, group["eps"])
             torch._foreach_div_(results, roots)
             factors, extras = zip(
-                *(self.scale(*self.matrices[param].layout.shape) for param in held), strict=True
+                *(self.scale(*self.parts[param].view.shape) for param in held), strict=True
             )
             torch._foreach_mul_(results, list(factors))
             torch._foreach_mul_(results, list(extras))

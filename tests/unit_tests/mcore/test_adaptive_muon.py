@@ -72,9 +72,9 @@ def _step_adamuon(
     different = built.differences()
     for param, reference, matrix in built.params:
         found = built.sharded.state[param]["moment2_buffer"]._local_tensor
-        expected = built.whole.state[reference]["moment2_buffer"][slice(*matrix.local_range)]
+        expected = built.whole.state[reference]["moment2_buffer"][slice(*matrix.own_box[0])]
         if not torch.equal(found, expected):
-            different.append(f"{matrix.fqn}: second moment")
+            different.append(f"{matrix.name}: second moment")
     return different
 
 
@@ -114,15 +114,15 @@ def _joined_blocks(built: Any, index: int, values: list[Any]) -> list[Any]:
 
     from megatron_muon.plan.layout import block_rows
 
-    owned = built.sharded.owned(built.params[index][0])
-    if owned.tensor_group is None:
+    param, _, part = built.params[index]
+    if not built.sharded.is_joined(param):
         values = [values[built.tensor_rank]]
     return [
         torch.cat(
             [torch.cat([value[rows.start : rows.stop] for rows in block]) for value in values],
-            dim=owned.partition_dim or 0,
+            dim=max(param.partition_dim, 0),
         )
-        for block in block_rows(owned.matrix.layout.num_rows, owned.split_shapes)
+        for block in block_rows(part.view.shape[0], built.sharded.planned(param).blocks)
     ]
 
 
@@ -132,18 +132,19 @@ def _rows_of_blocks(built: Any, index: int, blocks: list[Any]) -> Any:
 
     from megatron_muon.plan.layout import block_rows
 
-    owned = built.sharded.owned(built.params[index][0])
-    num_tensor_ranks = 1 if owned.tensor_group is None else owned.tensor_group.size()
-    layout = owned.matrix.layout
-    whole = torch.empty(layout.num_rows, layout.num_cols, device=device())
-    ranges = block_rows(owned.matrix.layout.num_rows, owned.split_shapes)
+    param, _, part = built.params[index]
+    num_tensor_ranks = 1
+    if built.sharded.is_joined(param):
+        num_tensor_ranks = built.sharded.pg_collection.tp.size()
+    whole = torch.empty(part.view.shape, device=device())
+    ranges = block_rows(part.view.shape[0], built.sharded.planned(param).blocks)
     for block, of_block in zip(blocks, ranges, strict=True):
-        own = block.chunk(num_tensor_ranks, dim=owned.partition_dim or 0)
-        part = own[built.tensor_rank if num_tensor_ranks > 1 else 0]
+        own = block.chunk(num_tensor_ranks, dim=max(param.partition_dim, 0))
+        own_block = own[built.tensor_rank if num_tensor_ranks > 1 else 0]
         sizes = [rows.stop - rows.start for rows in of_block]
-        for rows, values in zip(of_block, part.split(sizes), strict=True):
+        for rows, values in zip(of_block, own_block.split(sizes), strict=True):
             whole[rows.start : rows.stop] = values
-    return whole[slice(*owned.matrix.local_range)]
+    return whole[slice(*part.own_box[0])]
 
 
 def _step_by_block(
@@ -343,7 +344,7 @@ def _state_shapes() -> list[dict[str, list[int]]]:
         )
         found.append(
             {
-                f"{matrix.fqn}.{key}": list(value.shape)
+                f"{matrix.name}.{key}": list(value.shape)
                 for param, _, matrix in built.params
                 for key, value in built.sharded.state[param].items()
                 if key != "momentum_buffer"
