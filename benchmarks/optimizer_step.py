@@ -70,10 +70,11 @@ def _start_ranks(requested: str | None) -> torch.device:
 
 def _gather_parameters(model: Model) -> Any:
     """Make the all-gather of fp32 shards that Megatron-FSDP does in the forward pass."""
-    size = max(
-        sum(layout.shard_rows(rank) * layout.num_cols for layout in model.layouts)
-        for rank in range(dist.get_world_size())
-    )
+    sizes = [0] * dist.get_world_size()
+    for rows, (_, num_cols) in zip(model.rows_of_ranks, model.shapes, strict=True):
+        for rank, (start, stop) in rows.items():
+            sizes[rank] += (stop - start) * num_cols
+    size = max(sizes)
     shard = torch.zeros(size, device=model.device)
     whole = torch.zeros(size * dist.get_world_size(), device=model.device)
     return lambda: dist.all_gather_into_tensor(whole, shard)

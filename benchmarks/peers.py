@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_muon.newton_schulz.registry import BACKENDS
-from megatron_muon.plan.layout import RowLayout
-from megatron_muon.report.preview.fsdp_buffer import unit_layouts
+from megatron_muon.plan.layout import rows_in_buffer
+from megatron_muon.report.preview.fsdp_buffer import unit_buffer
 
 MUON = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
 
@@ -29,13 +29,13 @@ class Model:
 
     Args:
         shapes: Of all matrices, in order.
-        layouts: Their row shards over all ranks.
+        rows_of_ranks: Rows of each by rank; ranks that hold none are missing.
         device: Where they live.
         mesh: One axis, all ranks.
     """
 
     shapes: list[tuple[int, int]]
-    layouts: list[RowLayout]
+    rows_of_ranks: list[dict[int, tuple[int, int]]]
     device: torch.device
     mesh: DeviceMesh
 
@@ -43,10 +43,14 @@ class Model:
     def build(cls, num_layers: int, hidden: int, device: torch.device) -> "Model":
         """Make attention and a feed-forward four times as wide, layer by layer."""
         layer = [(hidden, hidden), (3 * hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
-        found = unit_layouts(layer, dist.get_world_size())
-        layouts = [layout for layout in found if layout is not None]
+        ranks = [(rank,) for rank in range(dist.get_world_size())]
+        size, begins = unit_buffer(layer, len(ranks))
+        rows = [
+            rows_in_buffer(ranks, size, begin, *shape)
+            for begin, shape in zip(begins, layer, strict=True)
+        ]
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        return cls(layer * num_layers, layouts * num_layers, device, mesh)
+        return cls(layer * num_layers, rows * num_layers, device, mesh)
 
     def whole(self, index: int, seed: int) -> torch.Tensor:
         """Draw a whole matrix, the same on every rank."""
@@ -55,7 +59,7 @@ class Model:
 
     def rows(self, index: int) -> slice:
         """Return the rows of a matrix that this rank holds."""
-        return slice(*self.layouts[index].shards[dist.get_rank()])
+        return slice(*self.rows_of_ranks[index].get(dist.get_rank(), (0, 0)))
 
     def shards(self, seed: int) -> list[torch.Tensor]:
         """Draw this rank's shard of every matrix."""
@@ -99,29 +103,48 @@ def adam(model: Model, precision: str) -> Peer:
 
 def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     """This package's optimizer."""
-    from megatron.core.optimizer import emerging_optimizers
-
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
     from megatron_muon.mcore.muon_step import MuonStep
     from megatron_muon.plan.settings import ExchangeSettings
-    from megatron_muon.runtime.sharded_matrix import ShardedMatrix
+    from megatron_muon.rows.parameters import NamedParameter
 
     params = [
         torch.nn.Parameter(model.dtensor(i, shard)) for i, shard in enumerate(model.shards(0))
     ]
-    group = model.mesh.get_group()
-    matrices = {
-        param: ShardedMatrix(f"matrix {index}", model.layouts[index], group)
-        for index, param in enumerate(params)
-    }
+    parts = {}
+    for index, (param, rows) in enumerate(zip(params, model.rows_of_ranks, strict=True)):
+        boxes = {rank: (held, (0, param.shape[1])) for rank, held in rows.items()}
+        parts[param] = NamedParameter(f"matrix {index}", param, param, known_boxes=boxes)
     for index, (param, grad) in enumerate(zip(params, model.shards(1000), strict=True)):
         param.grad = model.dtensor(index, grad) if grad.numel() else None
-    muon = FSDPZeROTensorParallelMuon(params, matrices=matrices, fp32_matmul_prec=precision, **MUON)
+    muon = FSDPZeROTensorParallelMuon(params, parts=parts, fp32_matmul_prec=precision, **MUON)
     muon_step = MuonStep([muon], ExchangeSettings(**exchange))
-    functions = [(backend, "run") for backend in BACKENDS.values()]
-    if exchange["mode"] == "all_gather":
-        functions = [(emerging_optimizers, "newton_schulz_tp")]
-    return Peer(muon_step.step, functions, keep=muon_step)
+    return Peer(muon_step.step, [(backend, "run") for backend in BACKENDS.values()], keep=muon_step)
+
+
+def all_gather(model: Model, precision: str) -> Peer:
+    """Every rank gathers the momentum of every matrix in fp32, and orthogonalizes all of them."""
+    from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
+
+    from megatron_muon.runtime.exchange import all_gather_rows
+
+    optimizer = Muon([torch.nn.Parameter(model.whole(0, 0))], fp32_matmul_prec=precision, **MUON)
+    weights, grads = model.shards(0), model.shards(1000)
+    momentum = [torch.zeros_like(shard) for shard in weights]
+    group = model.mesh.get_group()
+
+    def step() -> None:
+        """Average the local rows, gather each matrix, and keep the local rows of its result."""
+        torch._foreach_mul_(weights, 1 - MUON["lr"] * MUON["weight_decay"])
+        torch._foreach_lerp_(momentum, grads, 1 - MUON["momentum"])
+        updates = torch._foreach_lerp(grads, momentum, MUON["momentum"])
+        for index, update in enumerate(updates):
+            whole = all_gather_rows(update, model.rows_of_ranks[index], group)
+            result = optimizer.orthogonalize(optimizer.param_groups[0]["params"][0], whole)
+            weights[index].add_(result[model.rows(index)], alpha=-MUON["lr"])
+
+    with_precision = torch.no_grad()(step)
+    return Peer(with_precision, [(muon_utils, "newton_schulz")], keep=optimizer)
 
 
 def layer_wise(model: Model, precision: str) -> Peer:
@@ -173,7 +196,7 @@ def torch_muon(model: Model, precision: str) -> Peer:
     def step() -> None:
         """Gather every gradient, then step all matrices."""
         for index, param in enumerate(params):
-            param.grad = all_gather_rows(grads[index], model.layouts[index], group)
+            param.grad = all_gather_rows(grads[index], model.rows_of_ranks[index], group)
         optimizer.step()
 
     return Peer(
@@ -186,9 +209,9 @@ def torch_muon(model: Model, precision: str) -> Peer:
 
 PEERS: dict[str, Callable[[Model, str], Peer]] = {
     "adam": adam,
-    "owner": lambda m, p: sharded_muon(m, p, mode="owner"),
-    "owner, wire fp32": lambda m, p: sharded_muon(m, p, mode="owner", wire="fp32"),
-    "all_gather": lambda m, p: sharded_muon(m, p, mode="all_gather"),
+    "owner": sharded_muon,
+    "owner, wire fp32": lambda m, p: sharded_muon(m, p, wire="fp32"),
+    "all_gather": all_gather,
     "layer_wise": layer_wise,
     "torch.optim.Muon": torch_muon,
 }

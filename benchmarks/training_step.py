@@ -30,7 +30,6 @@ SHARDED = f"{FSDP} --data-parallel-sharding-strategy optim_grads_params"
 RUNS = {
     "FSDP, adam": f"{SHARDED} --optimizer adam",
     "FSDP, muon, owner": f"{SHARDED} --optimizer muon {MUON}",
-    "FSDP, muon, all_gather": f"{SHARDED} --optimizer muon {MUON} --muon-fsdp-exchange all_gather",
     "DDP, muon, layer-wise": (
         f"--optimizer muon {MUON} --use-distributed-optimizer --ckpt-format torch_dist"
     ),

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 
 # Others of ``exchange`` are --muon-fsdp-NAME.
 _FLAGS = {
-    "exchange.mode": "--muon-fsdp-exchange",
     "fp32_matmul_prec": "--muon-fp32-matmul-prec",
     "Set num_ns_steps": "Set --muon-num-ns-steps",
     "num_ns_steps: ": "--muon-num-ns-steps: ",

@@ -7,13 +7,11 @@ Files, each importing only those above it::
     folders        which checkpoints a --save folder holds, and which of them are finished
     storage        what a finished one holds, and where; runs no code from it
     verify         reads every byte, and compares checksums
-    report         iteration, optimizer, world; shape, dtype and norm of every tensor
-    optimizers     state of Muon by others: which name becomes which, times what
     writing        a new checkpoint, chunk by chunk
     torch_dist     Muon under DDP, as Megatron saves it, for Megatron-FSDP
     to_torch_dist  the other way
-    convert        a checkpoint, written anew for another reader
-    __main__       python -m megatron_muon.checkpoint inspect|verify|convert DIR
+    convert        one for the other
+    __main__       python -m megatron_muon.checkpoint verify|convert DIR
 
 The format is that of ``torch.distributed.checkpoint``. Megatron calls it ``fsdp_dtensor`` if
 Megatron-FSDP wrote it.

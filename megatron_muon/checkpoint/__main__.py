@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Inspect, verify or convert a checkpoint: ``python -m megatron_muon.checkpoint COMMAND DIR``."""
+"""Verify or convert a checkpoint: ``python -m megatron_muon.checkpoint COMMAND DIR``."""
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.checkpoint.convert import FORMATS, convert
@@ -14,8 +14,6 @@ from megatron_muon.checkpoint.folders import (
     expecting,
     find_checkpoint,
 )
-from megatron_muon.checkpoint.optimizers import OPTIMIZERS
-from megatron_muon.checkpoint.report import describe
 from megatron_muon.checkpoint.storage import read_checkpoint
 from megatron_muon.checkpoint.verify import find_problems
 
@@ -23,14 +21,13 @@ from megatron_muon.checkpoint.verify import find_problems
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_muon.checkpoint",
-        description="Inspect, verify or convert a checkpoint, without GPU or process group. "
-        "Nothing in it is executed.",
+        description="Verify or convert a checkpoint, without GPU or process group. Nothing in it "
+        "is executed.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
-        ("inspect", "iteration, optimizer, world, and shape, dtype and norm of every tensor"),
         ("verify", "read every byte and compare checksums"),
-        ("convert", "write it anew for another optimizer, or for Megatron-FSDP"),
+        ("convert", "write it anew for Megatron-FSDP, or for DDP"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
@@ -38,13 +35,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--ckpt-step", type=int, help="iteration; without it, the tracker's")
     # The last one.
-    choices = (*OPTIMIZERS, *FORMATS)
     command.add_argument("target", type=Path, help="where to write; must not exist")
-    command.add_argument("--from", dest="source", choices=choices, required=True)
-    command.add_argument("--to", dest="destination", choices=choices, required=True)
-    command.add_argument(
-        "--momentum", type=float, help="of Muon, for a checkpoint that does not have it"
-    )
+    command.add_argument("--from", dest="source", choices=FORMATS, required=True)
+    command.add_argument("--to", dest="destination", choices=FORMATS, required=True)
     return parser
 
 
@@ -57,35 +50,29 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
         with expecting(f"to {arguments.command} it", arguments.dir):
-            for line in _run(arguments):
-                sys.stdout.write(escaped(line) + "\n")
+            sys.stdout.write(escaped(_run(arguments)) + "\n")
     except CheckpointError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
 
 
-def _run(arguments: argparse.Namespace) -> Iterator[str]:
-    """Run a command, and yield the lines that it prints."""
+def _run(arguments: argparse.Namespace) -> str:
+    """Run a command, and return the line that it prints."""
     if arguments.command == "convert":
-        yield convert(
+        return convert(
             arguments.dir,
             arguments.target,
             arguments.source,
             arguments.destination,
-            momentum=arguments.momentum,
             iteration=arguments.ckpt_step,
         )
-        return
     checkpoint = read_checkpoint(find_checkpoint(arguments.dir, arguments.ckpt_step))
-    if arguments.command == "inspect":
-        yield from describe(checkpoint)
-        return
     if problems := list(find_problems(checkpoint)):
         raise CheckpointError(*problems)
     files = checkpoint.items_by_file()
     num_bytes = sum(item.length for items in files.values() for item in items)
-    yield (
+    return (
         f"{checkpoint.folder}: sound; {len(checkpoint.tensors)} tensors, "
         f"{len(checkpoint.objects)} objects, {num_bytes:,} bytes in {len(files)} files"
     )

@@ -26,7 +26,7 @@ import stat
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
@@ -82,13 +82,11 @@ class StoredCheckpoint:
         folder: The folder that holds ``.metadata``.
         tensors: By key.
         objects: By key.
-        paths: The nested names of each key, if the writer kept them.
     """
 
     folder: Path
     tensors: dict[str, StoredTensor]
     objects: dict[str, Item]
-    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
     def items_by_file(self) -> dict[str, list[Item]]:
         """Return the items of every file, in the order of their bytes."""
@@ -184,24 +182,24 @@ def check_extent(value: StoredObject, num_bytes: int, where: object) -> None:
 
 
 @contextmanager
-def unchanged(path: Path) -> Iterator[None]:
-    """Refuse a folder or file that is saved anew while it is read.
+def unchanged(folder: Path) -> Iterator[None]:
+    """Refuse a folder that is saved anew while it is read.
 
     Raises:
         CheckpointError: At the end, some file is not the same as at the beginning.
     """
-    before = _stamps(path)
+    before = _stamps(folder)
     yield
-    if _stamps(path) != before:
+    if _stamps(folder) != before:
         raise CheckpointError(
-            f"{path}: expected files that do not change while they are read, got new ones: another "
-            "process saves there. Wait until it has ended."
+            f"{folder}: expected files that do not change while they are read, got new ones: "
+            "another process saves there. Wait until it has ended."
         )
 
 
-def _stamps(path: Path) -> set[tuple[Path, int, int, int]]:
+def _stamps(folder: Path) -> set[tuple[Path, int, int, int]]:
     """Return inode, size and time of change of every file."""
-    files = filter(Path.is_file, path.iterdir()) if path.is_dir() else [path]
+    files = filter(Path.is_file, folder.iterdir())
     return {(f, s.st_ino, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())}
 
 
@@ -231,9 +229,7 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
                 tensors[key] = _stored_tensor(key, value, stored)
             else:
                 objects[key] = _item(key, stored[key, ()])
-        paths = getattr(metadata, "planner_data", None)
-        check_extent(paths, path.stat().st_size, path)
-    return StoredCheckpoint(folder, tensors, objects, paths if isinstance(paths, dict) else {})
+    return StoredCheckpoint(folder, tensors, objects)
 
 
 def _numbers(values: Iterable[object]) -> tuple[int, ...]:

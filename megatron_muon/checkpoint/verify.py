@@ -22,15 +22,8 @@ from megatron_muon.checkpoint.storage import (
 )
 
 
-def find_problems(
-    checkpoint: StoredCheckpoint, share: int = 0, num_shares: int = 1
-) -> Iterator[str]:
+def find_problems(checkpoint: StoredCheckpoint) -> Iterator[str]:
     """Compare a checkpoint with its table of contents and its checksums.
-
-    Args:
-        checkpoint: Table of contents.
-        share: Index of the share of the work to do; all shares together read every byte once.
-        num_shares: Number of shares, which have about equally many bytes.
 
     Yields:
         One sentence for each problem: chunks that do not tile their tensor, a file that is missing
@@ -39,11 +32,8 @@ def find_problems(
 
     Memory: twice the largest item.
     """
-    yield from find_misfits(checkpoint, share, num_shares)
-    # Sorted by length, so that every share has items of all lengths.
-    items = [item for of_file in checkpoint.items_by_file().values() for item in of_file]
-    items.sort(key=lambda item: (-item.length, item.file, item.offset))
-    for item in items[share::num_shares]:
+    yield from find_misfits(checkpoint)
+    for item in itertools.chain.from_iterable(checkpoint.items_by_file().values()):
         path = checkpoint.folder / item.file
         if not _is_regular(path):
             continue
@@ -58,7 +48,16 @@ def find_problems(
 def find_misfits(
     checkpoint: StoredCheckpoint, share: int = 0, num_shares: int = 1
 ) -> Iterator[str]:
-    """Compare a table of contents with itself and with the lengths of files, as find_problems."""
+    """Compare a table of contents with itself and with the lengths of files.
+
+    Args:
+        checkpoint: Table of contents.
+        share: Index of the share of tensors and files to compare.
+        num_shares: Number of shares, which together are all of them.
+
+    Yields:
+        One sentence for each problem.
+    """
     for key, tensor in list(checkpoint.tensors.items())[share::num_shares]:
         if not _is_tiled(tensor):
             yield f"{key}: expected chunks that tile the shape {tensor.shape}, got others"

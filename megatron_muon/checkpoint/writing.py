@@ -12,7 +12,7 @@ import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ _FILE_BYTES = 4 << 30
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield a path beside ``target``, which is renamed to it unless there is an error.
+    """Yield a path of a folder beside ``target``, renamed to it unless there is an error.
 
     Raises:
         CheckpointError: ``target`` exists.
@@ -60,12 +60,9 @@ def replacing(target: Path) -> Iterator[Path]:
         yield temporary
         for path in Path(folder).rglob("*"):
             _sync(path)
-        if temporary.is_dir():
-            # A rename alone would replace an empty folder that has appeared meanwhile.
-            target.mkdir()
-            temporary.rename(target)
-        else:
-            os.link(temporary, target)
+        # A rename alone would replace an empty folder that has appeared meanwhile.
+        target.mkdir()
+        temporary.rename(target)
     _sync(target.parent)
 
 
@@ -115,12 +112,8 @@ class CheckpointWriter:
 
     def add_object(self, key: str, value: Any) -> None:  # noqa: ANN401 - whatever is pickled
         """Pickle a value."""
-        self.add_stored(key, _archive(value))
-
-    def add_stored(self, key: str, data: bytes) -> None:
-        """Write an object whose archive of ``torch.save`` is given."""
         self._entries[key] = BytesStorageMetadata()
-        self._write(MetadataIndex(key), data)
+        self._write(MetadataIndex(key), _archive(value))
 
     def _write(self, index: MetadataIndex, data: bytes) -> None:
         if not self._files or self._files[-1].stat().st_size > _FILE_BYTES:
@@ -130,13 +123,9 @@ class CheckpointWriter:
             file.write(data)
         self._places[index] = info
 
-    def finish(self, paths: Mapping[str, tuple[str | int, ...]] | None = None) -> None:
-        """Write the table of contents, last of all files.
-
-        Args:
-            paths: Nested names of each key, by which torch makes nested dictionaries again.
-        """
-        metadata = Metadata(self._entries, dict(paths or {}), self._places)
+    def finish(self) -> None:
+        """Write the table of contents, last of all files."""
+        metadata = Metadata(self._entries, {}, self._places)
         (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
 
 

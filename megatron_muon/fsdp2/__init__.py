@@ -10,10 +10,7 @@
 
 Files, each importing only those above it::
 
-    rectangles   the rectangles of a DTensor that the ranks of its mesh hold; integers
-    parameters   parameters as the matrices that are planned; plain tensors, convolutions
-    batches      the matrices of a parameter, and this rank's rows of them
-    plan_inputs  parameters that share a plan, and their process groups
+    parameters   what is planned of plain tensors, convolutions and Megatron-FSDP's parameters
     gradients    which parameters have gradients, and are they finite
     scales       factors of results by name
     problems     what cannot be stepped, and what to do about it

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.parameters import NamedParameter
+from megatron_muon.rows.parameters import NamedParameter
 from megatron_muon.runtime.matrix_step import StepHooks
 from megatron_muon.runtime.stacks import StackCall
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_muon.fsdp2.parameters import SplitSizes
+from megatron_muon.rows.parameters import SplitSizes
 
 # Fused gate and up, and the matrix that their product is multiplied by.
 _GATED = {
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     """How a matrix is stored.
 
     Args:
-        split_sizes: See :func:`~megatron_muon.fsdp2.batches.segments_of`.
+        split_sizes: See :func:`~megatron_muon.rows.matrices.segments_of`.
         is_transposed: Whether it is (inputs, outputs).
         is_unclear: Whether its name says that it is fused, and nothing says of what.
     """

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.parameters import NamedParameter, PlainGroups
-from megatron_muon.fsdp2.plan_inputs import DTensorPlanInput, ranks_of_mesh
+from megatron_muon.fsdp2.parameters import PlainGroups
+from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, names_that_block_gradients
+from megatron_muon.rows.parameters import NamedParameter, ranks_of_mesh
+from megatron_muon.rows.plan_inputs import DTensorPlanInput
 from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.finite import find_not_finite
-from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2, names_that_block_gradients
 
 _ADVICE = "Nothing was updated."
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 
 from megatron_muon.fsdp2.fused import layout_of
-from megatron_muon.fsdp2.parameters import SplitSizes, partition_dim
+from megatron_muon.fsdp2.parameters import partition_dim
+from megatron_muon.rows.parameters import SplitSizes
 
 logger = logging.getLogger(__name__)
 

@@ -24,13 +24,7 @@ from megatron_muon.fsdp2.loading import load_together
 from megatron_muon.fsdp2.main_params import KEY as MAIN_PARAM
 from megatron_muon.fsdp2.main_params import MainParams
 from megatron_muon.fsdp2.offload import place_momentum, wait_for_copies
-from megatron_muon.fsdp2.parameters import (
-    NamedParameter,
-    PlainGroups,
-    devices_of,
-    named_parameters,
-)
-from megatron_muon.fsdp2.plan_inputs import find_plan_inputs
+from megatron_muon.fsdp2.parameters import PlainGroups, devices_of, named_parameters
 from megatron_muon.fsdp2.problems import (
     Settings,
     parameter_problem,
@@ -40,6 +34,8 @@ from megatron_muon.fsdp2.problems import (
 from megatron_muon.fsdp2.scales import scale_function
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.rows.plan_inputs import find_plan_inputs
 from megatron_muon.runtime.agreement import (
     INTERRUPTED,
     first_line,
@@ -48,8 +44,7 @@ from megatron_muon.runtime.agreement import (
 )
 from megatron_muon.runtime.dependencies import dependency_problems, environment_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.local_rows import Handle
-from megatron_muon.runtime.matrix_step import MatrixStep, StepParameter, StepSettings
+from megatron_muon.runtime.matrix_step import MatrixStep, StepSettings
 from megatron_muon.runtime.owner_compute import OwnerCompute
 
 
@@ -114,7 +109,7 @@ class Muon(WholeMatrixMuon):
             docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters or
             plans.
 
-    Communication: at construction see :func:`~megatron_muon.fsdp2.plan_inputs.find_plan_inputs` and
+    Communication: at construction see :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: see
         :func:`~megatron_muon.fsdp2.gradients.parameters_without_gradient` and
         :class:`~megatron_muon.runtime.engine.Engine`.
@@ -131,7 +126,7 @@ class Muon(WholeMatrixMuon):
     compute: OwnerCompute
     _holders: dict[Holders, NamedParameter]
     _matrix_step: MatrixStep
-    _held: list[NamedParameter]  # by position: parameters of which this rank holds rows
+    _named: dict[torch.Tensor, NamedParameter]
     _sums: StepSums | None = None
     _is_built: bool = False
     fresh_if_moved: bool = False
@@ -266,22 +261,10 @@ class Muon(WholeMatrixMuon):
                 rows_device=self._rows_device,
                 max_num_plans=found.max_num_plans,
             )
-        self._main_params = MainParams([each.param for each in parameters])
-        self._build_step(parameters)
-
-    def _build_step(self, parameters: Sequence[NamedParameter]) -> None:
-        """List the parameters with rows on this rank, and lay out the memory of a step."""
-        matrices: dict[torch.Tensor, dict[Handle, Callable[..., torch.Tensor]]] = {}
-        for given in self._inputs:
-            for rows in given.plan_input.handles.values():
-                matrices.setdefault(rows.param, {})[rows] = rows.of
-        self._held = [each for each in parameters if each.param in matrices]
-        groups = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        self._named = {each.param: each for each in parameters}
+        self._main_params = MainParams(list(self._named))
         self._matrix_step = MatrixStep(
-            [
-                StepParameter(groups[p], local_tensor(p).shape, matrices[p])
-                for p in (each.param for each in self._held)
-            ],
+            {p: i for i, group in enumerate(self.param_groups) for p in group["params"]},
             self.compute,
             StepSettings(
                 self.nesterov,
@@ -291,14 +274,17 @@ class Muon(WholeMatrixMuon):
             ),
             self._rows_device,
         )
-        self._group_numbers = [groups[each.param] for each in self._held]
 
     def record_figures(self, is_on: bool = True) -> None:
         """Record the figures of each step from now on, for :meth:`last_step`, or stop doing so.
 
         It costs a pass over gradients, momentum and updates, and the host waits for nothing.
         """
-        sums = StepSums(self._held, self._group_numbers) if is_on else None
+        sums = None
+        if is_on:
+            numbers = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
+            held = [self._named[param] for param in self._matrix_step.params]
+            sums = StepSums(held, [numbers[each.param] for each in held])
         self._sums, self._matrix_step.hooks = sums, [] if sums is None else [sums]
         self.compute.watch(None if sums is None else sums.watch)
 
@@ -398,7 +384,7 @@ class Muon(WholeMatrixMuon):
         except RuntimeError:
             self._matrix_step.free()
             raise
-        params = [each.param for each in self._held]
+        params = self._matrix_step.params
         self._is_changing = True
         self._matrix_step.step(
             self.param_groups,

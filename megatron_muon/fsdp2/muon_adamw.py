@@ -15,9 +15,10 @@ from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, choose, groups_of, log_choices
 from megatron_muon.fsdp2.loading import PLANNED, arranged, load_together
 from megatron_muon.fsdp2.muon import Muon
-from megatron_muon.fsdp2.parameters import SplitSizes, named_parameters
+from megatron_muon.fsdp2.parameters import named_parameters
 from megatron_muon.fsdp2.problems import Settings
-from megatron_muon.fsdp2.rectangles import is_known_by_shapes
+from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
+from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.arena import elementwise_bytes
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.ranges import in_range
@@ -350,7 +351,7 @@ def _state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for param in group["params"]
         if not local_tensor(param).numel()
         and (
-            is_known_by_shapes(param)
+            is_of_fsdp_v1(param)
             if param.grad is None
             else local_tensor(param.grad).shape != local_tensor(param).shape
         )

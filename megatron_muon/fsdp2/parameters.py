@@ -5,9 +5,11 @@
 A plan needs a mesh and placements. A DTensor has them. A plain tensor of a job of several ranks has
 what the user says: the ranks with copies of it, and ``partition_dim`` with the ranks that hold the
 other blocks, as in Transformer Engine. A convolution is a matrix whose columns are its other
-dimensions. Each is described by a DTensor without memory.
+dimensions. Each is described by a DTensor without memory. Of Megatron-FSDP's, tensor-parallel ranks
+have parts of one matrix, or copies, which are its replicas.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,38 +20,19 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron_muon.fsdp2.rectangles import KNOWN_BY_SHAPES, is_cut_by_torch, sharded_dim
+from megatron_muon.plan.layout import Box
+from megatron_muon.rows.megatron_fsdp import is_joined, is_of_fsdp_v1, is_of_fsdp_v2, tensor_mesh
+from megatron_muon.rows.parameters import (
+    NamedParameter,
+    as_dtensor,
+    over_tensor_ranks,
+    part_of,
+    ranks_of_mesh,
+    whole_box,
+)
+from megatron_muon.rows.placements import sharded_dim
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
-
-type SplitSizes = int | tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class NamedParameter:
-    """A parameter of the optimizer.
-
-    Args:
-        name: For errors.
-        param: What the user gave.
-        view: Shape and sharding as they are planned: 2-D, or 3-D for a batch of matrices. Not its
-            memory.
-        split_sizes: See :func:`~megatron_muon.fsdp2.batches.segments_of`.
-        is_transposed: Whether matrices are stored as (inputs, outputs).
-        flattens: Whether all dimensions but the first are columns.
-    """
-
-    name: str
-    param: torch.Tensor
-    view: torch.Tensor
-    split_sizes: SplitSizes
-    is_transposed: bool
-    flattens: bool
-
-    @property
-    def output_dim(self) -> int:
-        """Dimension of outputs of a matrix, which ``split_sizes`` split."""
-        return int(self.is_transposed)
 
 
 def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[NamedParameter]:
@@ -130,12 +113,12 @@ class PlainGroups:
         viewed = []
         for number, each in enumerate(parameters):
             try:
-                view = each.param
+                view = _megatron_view(each)
                 if mesh is not None:
                     view = self._plain_view(each, mesh, sizes.get(number))
-                if each.flattens is True and view.ndim > 2:
+                if each.flattens is True and view.view.ndim > 2:
                     view = _flattened(view)
-                viewed.append(replace(each, view=view))
+                viewed.append(view)
             except ValueError as error:
                 problems.append(f"{each.name}: {error}")
         return viewed, problems
@@ -215,7 +198,7 @@ class PlainGroups:
 
     def _plain_view(
         self, each: NamedParameter, mesh: DeviceMesh, sizes: list[int] | None
-    ) -> torch.Tensor:
+    ) -> NamedParameter:
         """View a plain tensor on the mesh."""
         if isinstance(each.param, DTensor):
             raise ValueError(
@@ -223,6 +206,7 @@ class PlainGroups:
                 "knows its ranks. Step DTensors with an optimizer of their own"
             )
         shape = list(each.param.shape)
+        boxes: list[Box] = [whole_box(shape)] * mesh.size(mesh.ndim - 1)
         placements: list[Placement] = [Replicate()] * mesh.ndim
         dim = partition_dim(each.param)
         if dim is not None and sizes is not None:
@@ -238,8 +222,15 @@ class PlainGroups:
                     "them out"
                 )
             placements[-1] = Shard(dim)
-            shape[dim] = sum(sizes)
-        return _as_dtensor(each.param.detach(), mesh, placements, shape)
+            ends = list(itertools.accumulate(sizes, initial=0))
+            boxes = [
+                (*boxes[0][:dim], block, *boxes[0][dim + 1 :]) for block in itertools.pairwise(ends)
+            ]
+            shape[dim] = ends[-1]
+        # Blocks are the last axis of the mesh.
+        of_ranks = dict(zip(ranks_of_mesh(mesh), itertools.cycle(boxes), strict=False))
+        view = as_dtensor(each.param, mesh, placements, shape)
+        return replace(each, view=view, known_boxes=of_ranks)
 
 
 def partition_dim(param: torch.Tensor) -> int | None:
@@ -250,9 +241,39 @@ def partition_dim(param: torch.Tensor) -> int | None:
     return dim if is_cut and isinstance(dim, int) and dim >= 0 else None
 
 
-def _flattened(view: torch.Tensor) -> torch.Tensor:
+def _megatron_view(each: NamedParameter) -> NamedParameter:
+    """View a DTensor of Megatron-FSDP over its tensor-parallel ranks; leave others as they are."""
+    param = each.param
+    if not isinstance(param, DTensor) or not (
+        is_of_fsdp_v1(param)
+        or is_of_fsdp_v2(param)
+        or hasattr(param, "__fsdp_param__")  # set by version 1
+        # By its update_uneven_dtensor_chunk_metadata(), on DTensors of its shards.
+        or hasattr(param._local_tensor, "__create_chunk_list__")
+    ):
+        return each
+    if not is_of_fsdp_v1(param) and not is_of_fsdp_v2(param):
+        raise ValueError(
+            "expected a parameter of a model of Megatron-FSDP, whose buffer says which rows ranks "
+            "hold, got a DTensor made of its shards. Pass the parameter"
+        )
+    part = part_of(each)
+    mesh = None if is_of_fsdp_v2(param) else tensor_mesh(param)
+    if mesh is None:
+        return part
+    placement = param.placements[-1]
+    viewed = over_tensor_ranks(part, mesh, sharded_dim(placement) if is_joined(param) else None)
+    if viewed.view.shape != param.shape:
+        raise ValueError(
+            f"expected equal parts on all tensor-parallel ranks of shape {tuple(param.shape)}, got "
+            f"{tuple(part.view.shape)} here. Choose sizes that divide"
+        )
+    return viewed
+
+
+def _flattened(each: NamedParameter) -> NamedParameter:
     """View a tensor as a matrix of its first dimension and all others."""
-    local = local_tensor(view)
+    view, local = each.view, local_tensor(each.param)
     if not local.is_contiguous():
         raise ValueError(
             f"flatten: expected a contiguous tensor, got strides {local.stride()}. Call "
@@ -262,34 +283,13 @@ def _flattened(view: torch.Tensor) -> torch.Tensor:
     # FSDP2 sometimes makes all sizes of an empty shard 0.
     matrix = local.detach().reshape(local.shape[0] if local.numel() else 0, num_cols)
     if not isinstance(view, DTensor):
-        return matrix
+        return replace(each, view=matrix)
     if any(sharded_dim(placement) not in (None, 0) for placement in view.placements):
         raise ValueError(
             f"flatten: expected shards of dimension 0, got {view.placements}. Shard it so"
         )
-    shape = [view.shape[0], num_cols]
-    is_known = is_cut_by_torch(view)
-    return _as_dtensor(matrix, view.device_mesh, view.placements, shape, is_known=is_known)
-
-
-def _as_dtensor(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    *,
-    is_known: bool = False,
-) -> DTensor:
-    """Describe a local tensor as a DTensor; not ``is_known``, shapes of all ranks say its rows."""
-    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    view = DTensor.from_local(
-        # torch would copy what is in CPU memory to the device of the mesh.
-        local.to("meta"),
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
-    )
-    setattr(view, KNOWN_BY_SHAPES, not is_known)
-    return view
+    boxes = each.known_boxes
+    if boxes is not None:
+        boxes = {rank: (box[0], (0, num_cols)) for rank, box in boxes.items()}
+    view = as_dtensor(matrix, view.device_mesh, view.placements, [view.shape[0], num_cols])
+    return replace(each, view=view, known_boxes=boxes)

@@ -13,22 +13,15 @@ from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuo
 from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.batches import segments_of
-from megatron_muon.fsdp2.parameters import NamedParameter
-from megatron_muon.fsdp2.rectangles import (
-    is_cut_by_torch,
-    is_strided,
-    own_box,
-    placement_problem,
-    rectangles_of,
-    sharded_dim,
-)
 from megatron_muon.fsdp2.scales import SCALE_MODES
 from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.rows.matrices import segments_of
+from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
+from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.rows.placements import is_strided, own_box, placement_problem, sharded_dim
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2
 from megatron_muon.runtime.weight_decay import WEIGHT_DECAY_METHODS
 
 # Of emerging-optimizers: they see whole matrices there, and would see shards here.
@@ -109,11 +102,6 @@ class Settings:
                 "exchange.newton_schulz: expected standard with a newton_schulz function, got "
                 f"{exchange.newton_schulz}. Pass one of them"
             )
-        if exchange.mode != "owner":
-            found.append(
-                f"exchange.mode: expected owner, got {exchange.mode}, which is Megatron's. "
-                "Leave it out"
-            )
         for check in (
             lambda: exchange.wire_for(self.is_bf16),
             lambda: coefficients_of(self.num_ns_steps, self.coefficient_type),
@@ -168,7 +156,7 @@ def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | 
             "it in the group"
         )
     try:
-        problem = _tensor_problem(parameter, device) or _layout_problem(parameter.view)
+        problem = _tensor_problem(parameter, device) or _layout_problem(parameter)
         if problem is None:
             segments_of(
                 parameter.view.shape[-2:][parameter.output_dim],
@@ -214,8 +202,9 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
     return None
 
 
-def _layout_problem(param: torch.Tensor) -> str | None:
+def _layout_problem(parameter: NamedParameter) -> str | None:
     """Describe what is wrong with mesh and placements, or return None."""
+    param = parameter.view
     if not isinstance(param, DTensor):
         return None
     mesh, placements = param.device_mesh, param.placements
@@ -235,28 +224,24 @@ def _layout_problem(param: torch.Tensor) -> str | None:
                 "expected a mesh whose ranks ascend along each axis that shards, got "
                 f"{mesh}. Build the mesh so"
             )
-    if is_of_fsdp_v2(param):
-        start, stop = rectangles_of(param).boxes[own_rank()][0]
-        if stop - start != param._local_tensor.shape[0]:
-            return (
-                f"expected rows {start} to {stop}, as the buffer of its group says, got shape "
-                f"{tuple(param._local_tensor.shape)}. Report it"
-            )
-    # If torch has not cut it, its rows follow from the shards of all ranks. That these tile the
-    # parameter is checked once they are known.
-    if not is_cut_by_torch(param):
+    box, sizes = parameter.own_box, parameter.local_shape
+    shape = tuple(param._local_tensor.shape)
+    # Other sizes of an empty shard are anything: FSDP2 sometimes makes them 0, too.
+    if 0 in sizes and 0 in shape:
         return None
+    if parameter.known_boxes is not None:
+        if shape == sizes:
+            return None
+        return (
+            f"expected ranges {box}, as its buffer or partition_dim says, got shape {shape}. "
+            "Report it"
+        )
     plain = [sharded_dim(placement) for placement in placements if not is_strided(placement)]
     if hasattr(mesh, "_shard_order") and any(plain.count(dim) > 1 for dim in range(param.ndim)):
         return (
             "expected a parameter of the model on a mesh of Megatron-FSDP, got a copy, which does "
             f"not say in which order the axes of {placements} have cut it. Pass the parameter"
         )
-    box = rectangles_of(param).boxes[own_rank()]
-    sizes, shape = tuple(stop - start for start, stop in box), tuple(param._local_tensor.shape)
-    # FSDP2 sometimes makes the other sizes of an empty shard 0, too.
-    if 0 in sizes and 0 in shape:
-        return None
     # Twice: by the shard that is there, and by what torch writes into checkpoints.
     if shape != sizes or own_box(param) != box:
         return (

@@ -7,8 +7,8 @@ Files, each importing only those above it::
     refusal                 one refused setting
     pipeline_settings       what pipeline stages cannot have
     unsupported             what Muon under Megatron-FSDP refuses, and why
-    fsdp_v2_model           reads parameters, row shards and groups from Megatron-FSDP v2
-    fsdp_model              reads them from v1, or whichever version a model has
+    fsdp_v2_model           reads parameters of Megatron-FSDP v2
+    fsdp_model              reads them, and groups, of whichever version a model has
     gradient_check          checks that gradients are complete and finite on all ranks
     local_gradients         the gradients of this rank's rows
     gradient_norm           norm, clipping and check, with one host synchronization

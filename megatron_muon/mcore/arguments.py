@@ -72,15 +72,13 @@ def _split_refusals(args: argparse.Namespace) -> list[str]:
             "--moe-router-skip-muon: expected --optimizer muon or adaptive_muon, got lion, which "
             "orthogonalizes nothing. Leave them out."
         ]
-    if splits.per_head and args.tensor_model_parallel_size > 1:
-        is_upstream = not args.use_megatron_fsdp or args.muon_fsdp_exchange == "all_gather"
-        if is_upstream and args.muon_tp_mode != "blockwise":
-            refusals.append(
-                "--muon-split-qkv-per-head: expected --muon-tp-mode blockwise where upstream's "
-                f"Muon orthogonalizes, got {args.muon_tp_mode}, which joins one head of each "
-                "tensor-parallel rank to a matrix. Use --use-megatron-fsdp with "
-                "--muon-fsdp-exchange owner, or blockwise."
-            )
+    is_upstream_joined = not args.use_megatron_fsdp and args.muon_tp_mode != "blockwise"
+    if splits.per_head and args.tensor_model_parallel_size > 1 and is_upstream_joined:
+        refusals.append(
+            "--muon-split-qkv-per-head: expected --muon-tp-mode blockwise where upstream's Muon "
+            f"orthogonalizes, got {args.muon_tp_mode}, which joins one head of each "
+            "tensor-parallel rank to a matrix. Use --use-megatron-fsdp, or blockwise."
+        )
     is_layer_wise = args.optimizer == "dist_muon" or getattr(
         args, "use_layer_wise_distributed_optimizer", False
     )
@@ -189,7 +187,7 @@ def _global_args() -> Any:
 def requested_exchange() -> ExchangeSettings:
     """Read the ``--muon-fsdp-*`` flags, or their defaults in scripts without megatron.training."""
     args = _global_args()
-    return exchange_settings(args) if hasattr(args, "muon_fsdp_exchange") else ExchangeSettings()
+    return exchange_settings(args) if hasattr(args, "muon_fsdp_wire") else ExchangeSettings()
 
 
 def requested_splits(config: Any, args: Any = None) -> Splits:
@@ -219,7 +217,6 @@ def skips_router(args: Any = None) -> bool:
 def exchange_settings(args: Any) -> ExchangeSettings:
     """Read the ``--muon-fsdp-*`` flags of the parsed command line."""
     given = {name: getattr(args, f"muon_fsdp_{name}") for name in EXCHANGE_FLAGS}
-    given["mode"] = given.pop("exchange")
     if given["newton_schulz"] is None:
         # A flag of later releases of Megatron-LM, which stands for the same kernels.
         use_syrk = getattr(args, "muon_use_syrk", False)

@@ -32,27 +32,21 @@ from megatron_muon.mcore.fsdp_model import (
     check_model_chunks,
     copy_parameter_attributes,
     current_device,
-    describe_matrix,
     grad_stats_group,
     named_optimizer_parameters,
-    num_rows,
-    shape_of,
 )
-from megatron_muon.mcore.fsdp_v2_model import (
-    find_shard_groups,
-    is_sharded_over_instances,
-    is_v2,
-)
+from megatron_muon.mcore.fsdp_v2_model import is_sharded_over_instances, is_v2
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.routing import routing_rule
 from megatron_muon.mcore.splits import tag_blocks
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
+from megatron_muon.rows.megatron_fsdp import shape_of_part
+from megatron_muon.rows.parameters import NamedParameter, part_of
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dependencies import environment_problems
 from megatron_muon.runtime.lion import FSDPLion
-from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +103,7 @@ def build_megatron_fsdp_emerging_optimizer(
     groups_by_child = _parameter_groups(config, model_chunks, config_overrides)
     children = _Children(config, model_chunks, pg_collection)
     if config.optimizer != "lion":
-        children.describe_matrices(groups_by_child, fqns)
+        children.read_parts(groups_by_child, fqns)
     _log_routing(config, groups_by_child, fqns)
     return FSDPMuonChainedOptimizer(
         [children.build(*key, groups) for key, groups in groups_by_child.items()],
@@ -144,7 +138,7 @@ def _tag_parameters(
             param.expert_tp = True
     # Lion is elementwise.
     for chunk in model_chunks if config.optimizer != "lion" else ():
-        tag_blocks(chunk, splits or requested_splits(config), num_rows)
+        tag_blocks(chunk, splits or requested_splits(config), lambda param: shape_of_part(param)[0])
 
 
 def _parameter_groups(
@@ -175,12 +169,10 @@ class _Children:
         self._model_chunks = list(model_chunks)
         self._groups = pg_collection
         self._is_v2 = is_v2(model_chunks[0])
-        self._matrices: dict[torch.Tensor, ShardedMatrix] = {}
+        self._parts: dict[torch.Tensor, NamedParameter] = {}
 
-    def describe_matrices(
-        self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]
-    ) -> None:
-        """Read the row shards of Muon's parameters, or raise on all ranks together."""
+    def read_parts(self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]) -> None:
+        """Read who holds which rows of Muon's parameters, or raise on all ranks together."""
         problems = environment_problems()
         params = [
             param
@@ -188,15 +180,12 @@ class _Children:
             for group in groups_by_child.get((self._config.optimizer, is_expert), ())
             for param in group["params"]
         ]
-        shard_groups = {}
-        if self._is_v2:
-            shard_groups = find_shard_groups(params, (self._groups.dp_cp, self._groups.expt_dp))
         for param in params:
             try:
-                self._matrices[param] = describe_matrix(fqns[param], param, shard_groups)
+                self._parts[param] = part_of(NamedParameter(fqns[param], param, param))
             # Ranks have different parameters.
-            except (RuntimeError, ValueError) as error:
-                problems.append(str(error))
+            except ValueError as error:
+                problems.append(f"{fqns[param]}: {error}")
         raise_where_any_rank_fails(problems, None, current_device(), "No optimizer was built.")
 
     def build(
@@ -227,7 +216,7 @@ class _Children:
         kwargs.pop("use_syrk", None)
         # Tags alone say what is split: with --muon-no-split-qkv gate and up may still be.
         kwargs |= {"split_qkv": True, "device": current_device()}
-        return muon(param_groups, matrices=self._matrices, **kwargs)
+        return muon(param_groups, parts=self._parts, **kwargs)
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
         config = self._config
@@ -310,7 +299,7 @@ def _log_routing(
         reason = "embedding, output layer or not 2-D" if is_rest else "2-D weights"
         parts.append(
             f"{name}: {len(params)} {'expert' if is_expert else 'dense'} parameters, "
-            f"{sum(shape_of(param).numel() for param in params):,} elements ({reason})"
+            f"{sum(shape_of_part(param).numel() for param in params):,} elements ({reason})"
         )
     log_single_rank(
         logger,

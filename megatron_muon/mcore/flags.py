@@ -10,17 +10,11 @@ from functools import partial
 from typing import Any, NoReturn, get_args
 
 from megatron_muon.newton_schulz.registry import BackendChoice
-from megatron_muon.plan.settings import ExchangeMode, ExchangeSettings, WireChoice
+from megatron_muon.plan.settings import ExchangeSettings, WireChoice
 from megatron_muon.user_errors import SettingsError
 
 # Flags of the exchange, --muon-fsdp-<name>: the defaults are those of ExchangeSettings.
 EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "exchange": {
-        "choices": get_args(ExchangeMode),
-        "help": "How whole matrices are assembled for Newton-Schulz. owner: each is sent to one "
-        "rank, orthogonalized there once, and sent back. all_gather: every rank of the shard "
-        "group receives every matrix and orthogonalizes it.",
-    },
     "wire": {
         "choices": get_args(WireChoice),
         "help": "Dtype of rows on their way to owners. bf16: rows normalized by the float64 norm "
@@ -115,18 +109,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     # Megatron owns --muon-*; a name of their own keeps these flags out of the way of later ones.
     group = parser.add_argument_group(title="muon under Megatron-FSDP")
     defaults = dataclasses.asdict(ExchangeSettings())
-    defaults["exchange"] = defaults["mode"]
     # None where it was not given: --muon-use-syrk may then choose.
     defaults["newton_schulz"] = None
     for name, settings in EXCHANGE_FLAGS.items():
         flag = "--muon-fsdp-" + name.replace("_", "-")
         group.add_argument(flag, default=defaults[name], **settings)
-    group.add_argument(
-        "--muon-fsdp-no-checksums",
-        action="store_true",
-        help="Do not compare a checkpoint with its checksums before it is loaded, for which "
-        "the ranks together read it once more.",
-    )
     for flag, settings in _OTHER_FLAGS.items():
         if flag not in parser._option_string_actions:
             group.add_argument(flag, **settings)

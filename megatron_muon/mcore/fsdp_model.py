@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Read the parameters, row shards and groups of a Megatron-FSDP model."""
+"""Read the parameters and groups of a Megatron-FSDP model."""
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -14,9 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.mcore import fsdp_v2_model
 from megatron_muon.mcore.fsdp_v2_model import is_v2
-from megatron_muon.plan.layout import RowLayout, hfsdp_shard_of_rank, shards_from_flat_ranges
-from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2, rows_by_rank
-from megatron_muon.runtime.sharded_matrix import ShardedMatrix
+from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
 
 # Megatron's wrapper: a torch.nn.Module with .module, in v1 a MegatronFSDP, and .ddp_config.
 type FSDPModel = Any
@@ -159,26 +157,6 @@ def copy_parameter_attributes(param: FSDPParameter) -> None:
         param.use_muon = param.orig_param.use_muon
 
 
-def num_rows(param: FSDPParameter) -> int:
-    """Return the rows of a parameter on its tensor-parallel rank, over all ranks of its shards."""
-    return shape_of(param)[0]
-
-
-def shape_of(param: FSDPParameter) -> torch.Size:
-    """Return the shape of a parameter on its tensor-parallel rank, over all ranks of its shards."""
-    whole = param if is_of_fsdp_v2(param) else param.orig_param
-    is_tensor_sharded = whole is not param and isinstance(whole, DTensor)
-    shape: torch.Size = whole.to_local().shape if is_tensor_sharded else whole.shape
-    return shape
-
-
-def local_rows(fqn: str, param: FSDPParameter) -> tuple[int, int]:
-    """Return the rows ``[start, stop)`` of a matrix that this rank holds."""
-    if is_of_fsdp_v2(param):
-        return rows_by_rank(param)[dist.get_rank()]
-    return describe_matrix(fqn, param).local_range
-
-
 def sharded_module(chunk: FSDPModel) -> Any:
     """Return what holds the sharded parameters: ``MegatronFSDP`` in v1, the wrapper in v2."""
     return chunk if is_v2(chunk) else chunk.module
@@ -189,71 +167,6 @@ def sharded_parameters(module: Any) -> dict[str, FSDPParameter]:
     buffers = getattr(module, "param_and_grad_buffer", None)
     named = buffers.optimizer_named_parameters if buffers else module.named_parameters()
     return {bare_name(name): param for name, param in named}
-
-
-def describe_matrix(
-    fqn: str, param: FSDPParameter, groups: fsdp_v2_model.Groups | None = None
-) -> ShardedMatrix:
-    """Read the row shards of a matrix from its buffer in Megatron-FSDP.
-
-    Args:
-        fqn: Name of the parameter.
-        param: DTensor parameter of a Megatron-FSDP model, 2-D.
-        groups: Those of its ranks, which v2 does not keep; see
-            :func:`~megatron_muon.mcore.fsdp_v2_model.find_shard_groups`.
-
-    Returns:
-        Its tensor-parallel-local matrix, with the row range of every rank of its shard group
-        (dp_cp or expt_dp, the inner group under HSDP, inner x outer under HFSDP), and its replicas
-        (all ranks under ZeRO-0, the outer ranks under HSDP).
-
-    Raises:
-        ValueError: A shard ends inside a row.
-        RuntimeError: This rank holds another shard of the buffer than expected.
-
-    Communication: none.
-    """
-    if groups:
-        return fsdp_v2_model.describe_matrix(fqn, param, groups)
-    buffers = param._megatron_fsdp_model.param_and_grad_buffer
-    orig_param = param.orig_param
-    num_rows, num_cols = shape_of(param)
-    parameter_group = buffers.parameter_groups[buffers.param_to_param_group[orig_param]]
-    # Optimizer states follow main weights; with fp32 parameters the model's are the main ones.
-    buffer = parameter_group.main_weight_buffer or parameter_group.model_weight_buffer
-    dist_index, is_expert = buffers.dist_index, parameter_group.is_expert_param
-    if buffer is None or buffers.ddp_config.data_parallel_sharding_strategy == "no_shard":
-        whole = RowLayout(num_rows, num_cols, ((0, num_rows),))
-        return ShardedMatrix(fqn, whole, None, dist_index.get_dp_group(is_expert))
-
-    group = buffer.data_parallel_group
-    world_size = dist.get_world_size(group)
-    shard_size = buffer.bucket_index.size // world_size
-    shard_indices = _shard_index_of_each_rank(dist_index, is_expert, world_size)
-    # The order of shards is no interface of Megatron-FSDP, so every rank checks its own.
-    if shard_indices[dist.get_rank(group)] != buffer.dp_rank:
-        raise RuntimeError(
-            f"{fqn}: expected shard {shard_indices[dist.get_rank(group)]} of the buffer on this "
-            f"rank, got {buffer.dp_rank}. This Megatron-FSDP orders shards in another way."
-        )
-    item = buffer.item_index_map[buffer.param_idx[orig_param]]
-    layout = shards_from_flat_ranges(
-        num_rows,
-        num_cols,
-        item.global_data_index,
-        [(index * shard_size, (index + 1) * shard_size) for index in shard_indices],
-    )
-    has_replicas = dist_index.use_hybrid_fsdp and not dist_index.hsdp_outer_dp_shard
-    replicas = dist_index.get_outer_fsdp_group(is_expert) if has_replicas else None
-    return ShardedMatrix(fqn, layout, group, replicas, dist_index.get_dp_group(is_expert))
-
-
-def _shard_index_of_each_rank(dist_index: Any, is_expert: bool, world: int) -> list[int]:
-    """Return the positions of the shards in the buffer, by rank of the shard group."""
-    if not (dist_index.use_hybrid_fsdp and dist_index.hsdp_outer_dp_shard):
-        return list(range(world))
-    num_inner = dist.get_world_size(dist_index.get_fsdp_group(is_expert))
-    return [hfsdp_shard_of_rank(rank, num_inner, world // num_inner) for rank in range(world)]
 
 
 def shards_over_outer_ranks(ddp_config: Any) -> bool:

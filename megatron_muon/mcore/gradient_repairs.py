@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.mcore import fsdp_v2_model
 from megatron_muon.mcore.fsdp_model import grad_stats_group, shards_over_outer_ranks
-from megatron_muon.runtime.fsdp_v2_layout import unsharded_of
+from megatron_muon.rows.megatron_fsdp import unsharded_of
 
 _IS_GRADIENT_BUFFER = "_megatron_muon_is_gradient_buffer"
 

@@ -5,6 +5,7 @@
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -14,10 +15,10 @@ from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
+from megatron_muon.rows.megatron_fsdp import tensor_mesh
+from megatron_muon.rows.parameters import NamedParameter, over_tensor_ranks
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.matrix_step import StepHooks
-from megatron_muon.runtime.owned_parameters import OwnedParameter
-from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 from megatron_muon.user_errors import in_flags
 
 
@@ -34,7 +35,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     Args:
         params: DTensor parameters or parameter groups, in the same order on all ranks.
-        matrices: The layouts of the parameters.
+        parts: What the tensor-parallel rank has of each parameter, and the boxes of its ranks; see
+            :func:`~megatron_muon.rows.parameters.part_of`.
         device: Where shards are; None for that of the parameters. A pipeline stage may have none.
         momentum_dtype: bfloat16 halves the memory of momentum.
         offload_momentum: Whether momentum is in CPU memory, pinned.
@@ -51,7 +53,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     scales_results = True  # whether Newton-Schulz does it; a subclass may do it later
     newton_schulz: NewtonSchulzSettings
-    matrices: Mapping[torch.Tensor, ShardedMatrix]
+    parts: Mapping[torch.Tensor, NamedParameter]
     params: list[Any]  # as at construction
     _number_of_group: dict[Any, int]  # by parameter
 
@@ -59,7 +61,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         self,
         params: Iterable[Any],
         *,
-        matrices: Mapping[torch.Tensor, ShardedMatrix],
+        parts: Mapping[torch.Tensor, NamedParameter],
         device: torch.device | None = None,
         momentum_dtype: torch.dtype = torch.float32,
         offload_momentum: bool = False,
@@ -77,7 +79,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             is_bf16=values["fp32_matmul_prec"] == "medium",
             scale=self.scale if self.scales_results else _unscaled,
         )
-        self.matrices = matrices
+        self.parts = parts
         self.params = self._all_params()
         self.device = device or local_tensor(self.params[0]).device
         self._group_sizes = [len(group["params"]) for group in self.param_groups]
@@ -120,29 +122,34 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         """Return the parameters of experts, or the dense ones."""
         return [p for p in self.params if getattr(p, "expert_tp", False) is is_expert]
 
-    def owned(self, param: Any) -> OwnedParameter:
-        """Return how upstream's ``orthogonalize`` splits a parameter, and over which ranks."""
-        tensor_group = self._tensor_group(param)
-        is_sharded = tensor_group is not None and self._is_tensor_sharded(param)
+    def planned(self, param: Any) -> NamedParameter:
+        """Return a parameter as the matrix that upstream's ``orthogonalize`` sees.
+
+        It is whole over tensor parallelism in the modes that ask for it, and where tensor-parallel
+        ranks have copies, such as those of a router.
+        """
+        part = self.parts[param]
+        if self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(param):
+            shapes = getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes
+            part = replace(part, blocks=tuple(shapes))
+        if self.is_joined(param):
+            return over_tensor_ranks(part, param.device_mesh, param.partition_dim)
+        mesh = None
+        if self._tensor_group(param) is not None and not self._is_tensor_sharded(param):
+            mesh = tensor_mesh(param)
+        return part if mesh is None else over_tensor_ranks(part, mesh, None)
+
+    def is_joined(self, param: Any) -> bool:
+        """Return whether the parts of all tensor-parallel ranks are one matrix."""
         # A head is whole on one tensor-parallel rank, and is orthogonalized there.
         is_by_head = getattr(param, "is_split_by_head", False)
-        is_joined = is_sharded and self.tp_mode != "blockwise" and not is_by_head
-        split_shapes = None
-        if self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(param):
-            split_shapes = tuple(getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes)
-        return OwnedParameter(
-            param,
-            self.matrices[param],
-            tensor_group if is_joined else None,
-            param.partition_dim if is_joined else None,
-            split_shapes,
-            # Experts are never replicated: every rank has others, or other rows of them.
-            has_copies=(
-                tensor_group is not None
-                and not is_sharded
-                and not getattr(param, "expert_tp", False)
-            ),
-        )
+        return self._is_tensor_sharded(param) and self.tp_mode != "blockwise" and not is_by_head
+
+    def holder_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of the model with all ranks that hold a dense matrix, or an expert."""
+        groups = self.pg_collection
+        found = (getattr(groups, name, None) for name in ("dp_cp", "expt_dp"))
+        return [group for group in found if group is not None]
 
     def _tensor_group(self, param: Any) -> dist.ProcessGroup | None:
         """Return the tensor-parallel group of a parameter; None where it is one rank."""
@@ -168,21 +175,21 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         except ValueError as error:
             problems.append(in_flags(str(error)))
         for param in self._all_params():
-            matrix = self.matrices.get(param)
-            if matrix is None:
+            part = self.parts.get(param)
+            if part is None:
                 problems.append(
-                    f"parameter of shape {tuple(param.shape)}: expected an entry in matrices, got "
+                    f"parameter of shape {tuple(param.shape)}: expected an entry in parts, got "
                     "none. Build the optimizer through build_megatron_fsdp_emerging_optimizer"
                 )
             elif not isinstance(param, DTensor) or param.dtype != torch.float32:
                 problems.append(
-                    f"{matrix.fqn}: expected a float32 DTensor, got {type(param).__name__} of "
+                    f"{part.name}: expected a float32 DTensor, got {type(param).__name__} of "
                     f"{param.dtype}. Wrap the model in Megatron-FSDP with fp32 main parameters "
                     "(--megatron-fsdp-main-params-dtype fp32)"
                 )
-            elif tuple(param._local_tensor.shape) != matrix.local_shape:
+            elif tuple(param._local_tensor.shape) != part.local_shape:
                 problems.append(
-                    f"{matrix.fqn}: expected a local shard of shape {matrix.local_shape}, got "
+                    f"{part.name}: expected a local shard of shape {part.local_shape}, got "
                     f"{tuple(param._local_tensor.shape)}. Pass the layout the model was sharded by"
                 )
         return problems
@@ -210,23 +217,12 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         if all(map(operator.is_, shards, self._shards)):
             return []
         return [
-            f"{self.matrices[param].fqn}: expected a local shard of shape "
-            f"{self.matrices[param].local_shape}, got {tuple(shard.shape)}. Build a "
+            f"{self.parts[param].name}: expected a local shard of shape "
+            f"{self.parts[param].local_shape}, got {tuple(shard.shape)}. Build a "
             "new optimizer after the model was sharded again"
             for param, shard in zip(now, shards, strict=True)
-            if tuple(shard.shape) != self.matrices[param].local_shape
+            if tuple(shard.shape) != self.parts[param].local_shape
         ]
-
-    def orthogonalize_whole(self, param: Any, momentum: torch.Tensor) -> torch.Tensor:
-        """Orthogonalize and scale a whole matrix with upstream's own code, for ``all_gather``."""
-        group = self.group_of(param)
-        return self.orthogonalize(
-            param, momentum, **{key: value for key, value in group.items() if key != "params"}
-        )
-
-    def number_of_group(self, param: Any) -> int:
-        """Return the position of the parameter group of a parameter."""
-        return self._number_of_group[param]
 
     def group_of(self, param: Any) -> dict[str, Any]:
         """Return the parameter group of a parameter."""

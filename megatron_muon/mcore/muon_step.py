@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step of Muon: momentum on row shards, Newton-Schulz on whole matrices."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +11,9 @@ from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.rows.plan_inputs import find_plan_inputs
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
-from megatron_muon.runtime.all_gather_compute import AllGatherCompute
-from megatron_muon.runtime.matrix_step import MatrixStep, StepParameter, StepSettings
-from megatron_muon.runtime.owned_parameters import lay_out
+from megatron_muon.runtime.matrix_step import MatrixStep, StepSettings
 from megatron_muon.runtime.owner_compute import OwnerCompute
 from megatron_muon.user_errors import naming_flags
 
@@ -32,8 +30,7 @@ class MuonStep:
         gradients_stay: Whether gradients are in the same memory in every step.
 
     Raises:
-        ValueError: bf16 on the wire was asked for with Newton-Schulz in fp32, or ``all_gather``
-            with an optimizer that scales its results later.
+        ValueError: bf16 on the wire was asked for with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when one has a parameter without a layout, not a float32
             DTensor, or of another local shape than its layout's; or when ranks hold different
             parameters or layouts, or came to different plans.
@@ -45,9 +42,9 @@ class MuonStep:
         :class:`~megatron_muon.runtime.engine.Engine` stages.
     """
 
-    compute: OwnerCompute | AllGatherCompute
+    compute: OwnerCompute
     _matrix_step: MatrixStep
-    # By position: the parameters of which this rank holds rows, and their optimizer.
+    # By position of the step: parameters with rows on this rank, and their optimizer.
     _held: list[tuple[FSDPZeROTensorParallelMuon, Any]]
 
     def __init__(
@@ -69,10 +66,7 @@ class MuonStep:
             "No optimizer was built.",
         )
         self._raise_where_ranks_differ(exchange)
-        if exchange.mode == "owner":
-            self.compute = self._owner_compute(exchange)
-        else:
-            self.compute = self._all_gather_compute()
+        self.compute = self._owner_compute(exchange)
         # For every parameter on every rank, empty shards included: ranks that hold different sets
         # of optimizer state hang Megatron-FSDP's save.
         for muon in self.optimizers:
@@ -83,21 +77,10 @@ class MuonStep:
     def _build_step(self, gradients_stay: bool) -> MatrixStep:
         """List the parameters with rows on this rank, and lay out the memory of a step."""
         first = self.optimizers[0]
-        own = [
-            (muon, p) for muon in self.optimizers for p in muon.params if p._local_tensor.numel()
-        ]
-        self._held = own
-        numbers = itertools.accumulate((len(m.param_groups) for m in self.optimizers), initial=0)
-        first_group = dict(zip(map(id, self.optimizers), numbers, strict=False))
-        return MatrixStep(
-            [
-                StepParameter(
-                    first_group[id(muon)] + muon.number_of_group(param),
-                    param._local_tensor.shape,
-                    {param: _itself},
-                )
-                for muon, param in own
-            ],
+        groups = [(muon, group) for muon in self.optimizers for group in muon.param_groups]
+        muon_of = {param: muon for muon, group in groups for param in group["params"]}
+        step = MatrixStep(
+            {param: i for i, (_, group) in enumerate(groups) for param in group["params"]},
             self.compute,
             StepSettings(
                 first.nesterov,
@@ -108,8 +91,10 @@ class MuonStep:
                 stages_momentum=first.momentum_dtype != torch.float32 or first.offload_momentum,
             ),
             self._device,
-            first.hooks(own),
         )
+        self._held = [(muon_of[param], param) for param in step.params]
+        step.hooks = first.hooks(self._held)
+        return step
 
     @property
     def _device(self) -> torch.device:
@@ -131,47 +116,28 @@ class MuonStep:
         )
 
     def _owner_compute(self, exchange: ExchangeSettings) -> OwnerCompute:
-        """Plan experts first: most are whole on one rank, and dense matrices balance the load.
-
-        Without expert parallelism both kinds are in one optimizer, over groups of their own. A
-        pipeline stage may lack a kind, and joins the collectives over all ranks.
-        """
-        kinds = [
-            [muon.owned(p) for muon in self.optimizers for p in muon.params_of_kind(is_expert=kind)]
-            for kind in (True, False)
+        """Plan the matrices of all optimizers; a pipeline stage may have none."""
+        params = [
+            (muon, param)
+            for is_expert in (True, False)
+            for muon in self.optimizers
+            for param in muon.params_of_kind(is_expert=is_expert)
         ]
-        found = torch.tensor([bool(kind) for kind in kinds], device=self._device).int()
-        on_ranks = found.new_empty(dist.get_world_size(), len(kinds))
-        dist.all_gather_into_tensor(on_ranks.view(-1), found)
-        inputs = [
-            lay_out(parameters, self._device)
-            for parameters, is_there in zip(kinds, on_ranks.amax(dim=0).tolist(), strict=True)
-            if is_there
-        ]
+        found = find_plan_inputs(
+            [muon.planned(param) for muon, param in params],
+            None,
+            self._device,
+            known_groups=[group for muon in self.optimizers for group in muon.holder_groups()],
+        )
         # Kernels are checked here, in the precision of a step.
         with naming_flags(), self._precision():
             return OwnerCompute(
-                [each for each in inputs if each.matrices],
+                [each.plan_input for each in found.inputs],
                 self.optimizers[0].newton_schulz,
                 exchange,
                 device=self._device,
-                max_num_plans=int(on_ranks.sum(dim=1).max()),
+                max_num_plans=found.max_num_plans,
             )
-
-    def _all_gather_compute(self) -> AllGatherCompute:
-        for muon in self.optimizers:
-            if not muon.scales_results:
-                raise ValueError(
-                    f"{type(muon).__name__}: expected --muon-fsdp-exchange owner, got all_gather, "
-                    "which scales results before they can be normalized. Leave it out, or use "
-                    "--adaptive-muon-moment2-method adamuon."
-                )
-        muon_of = {param: muon for muon in self.optimizers for param in muon.params}
-        return AllGatherCompute(
-            {param: muon.matrices[param] for param, muon in muon_of.items()},
-            lambda param, momentum: muon_of[param].orthogonalize_whole(param, momentum),
-            self._device,
-        )
 
     def _precision(self) -> Any:
         return fp32_matmul_precision(self.optimizers[0].fp32_matmul_prec)
@@ -202,7 +168,3 @@ class MuonStep:
             [param.grad._local_tensor for _, param in self._held],
             [muon.state[param]["momentum_buffer"]._local_tensor for muon, param in self._held],
         )
-
-
-def _itself(rows: torch.Tensor) -> torch.Tensor:
-    return rows

@@ -17,11 +17,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_attr_wrapped_model, get_pg_size
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.fsdp_model import describe_matrix
-from megatron_muon.mcore.fsdp_v2_model import groups_of_mesh
+from megatron_muon.rows.megatron_fsdp import own_rows, rows_of_part, shard_group
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.exchange import all_gather_rows
-from megatron_muon.runtime.fsdp_v2_layout import is_of_fsdp_v2
 
 # Elements. Source: megatron-core 0.19.2, the minimum of the method that is wrapped.
 _LEAST_UNIT_SIZE = 1_000_000_000
@@ -167,18 +165,16 @@ def sum_tied_gradient(
     weight = weight_getter(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True))
     if weight is None or not weight.requires_grad:
         return
-    groups = groups_of_mesh(weight) if is_of_fsdp_v2(weight) else None
-    matrix = describe_matrix("embedding", weight, groups)
     # A rank without rows has no gradient, and joins all the same.
     has_rows = weight.grad is not None
     grad = local_tensor(weight.grad if has_rows else weight.detach())
     whole = grad if has_rows else torch.zeros_like(grad)
-    if matrix.shard_group is not None:
-        whole = all_gather_rows(whole, matrix.layout, matrix.shard_group)
+    group = shard_group(weight)
+    if group is not None:
+        whole = all_gather_rows(whole, rows_of_part(weight), group)
     dist.all_reduce(whole, group=embd_group)
-    if has_rows and matrix.shard_group is not None:
-        start, stop = matrix.local_range
-        grad.copy_(whole[start:stop])
+    if has_rows and group is not None:
+        grad.copy_(whole[slice(*own_rows(weight))])
 
 
 def accept_stages(original: Callable[..., None]) -> Callable[..., None]:

@@ -18,14 +18,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_muon.mcore.fsdp_model import (
-    is_wrapped,
-    local_rows,
-    num_rows,
-    sharded_module,
-    sharded_parameters,
-)
+from megatron_muon.mcore.fsdp_model import is_wrapped, sharded_module, sharded_parameters
 from megatron_muon.mcore.unsupported import QK_CLIP_UNSUPPORTED, unsupported_settings
+from megatron_muon.rows.megatron_fsdp import own_rows, shape_of_part
 from megatron_muon.user_errors import SettingsError
 
 # Layers of an attention module that upstream's clip_qk clips.
@@ -165,7 +160,7 @@ def _clip(name: str, attention: Any, params: dict[str, Any]) -> None:
         child: params[f"{name}.{child}.weight"] for child in _CLIPPED if hasattr(attention, child)
     }
     for child, factors in _factors(attention, weights).items():
-        start, stop = local_rows(f"{name}.{child}.weight", weights[child])
+        start, stop = own_rows(weights[child])
         weights[child]._local_tensor.mul_(factors[start:stop])
 
 
@@ -176,7 +171,8 @@ def _factors(attention: Any, weights: dict[str, Any]) -> dict[str, torch.Tensor]
     """
     device = attention.core_attention.current_max_attn_logits.device
     columns = {
-        child: torch.ones(num_rows(weight), 1, device=device) for child, weight in weights.items()
+        child: torch.ones(shape_of_part(weight)[0], 1, device=device)
+        for child, weight in weights.items()
     }
     clone = copy.copy(attention)
     # These hide the layers of the module, which the clone shares with the original.

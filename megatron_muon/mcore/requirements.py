@@ -116,7 +116,8 @@ REQUIREMENTS: tuple[Target, ...] = (
             "kv_proj_weight.data.copy_(self._clip_kv_proj_weight(kv_proj_weight.data))",
         ),
     ),
-    # Plans assume equal ranges of a buffer as shards, in the order of ranks (describe_matrix).
+    # Plans assume equal ranges of a buffer as shards, in the order of ranks
+    # (plan/layout.py, rows_in_buffer).
     Target(
         f"{_FSDP}.param_and_grad_buffer",
         "_get_dp_buffer_shard_bucket_index",
@@ -128,7 +129,7 @@ REQUIREMENTS: tuple[Target, ...] = (
             "bucket_data_index = shard_size * data_parallel_rank",
         ),
     ),
-    # The order under HFSDP (plan/layout.py, hfsdp_shard_of_rank).
+    # The order under HFSDP (plan/layout.py, holders_of_segments).
     Target(
         f"{_FSDP}.utils",
         "FSDPDistributedIndex.get_logical_hybrid_fsdp_rank",
@@ -153,7 +154,7 @@ V2_REQUIREMENTS: tuple[Target, ...] = (
         "MegatronOptimizer._filter_grads_for_norm",
         source_lines=("grad = param.grad._local_tensor if param.grad is not None else None",),
     ),
-    # Rows of all ranks (runtime/fsdp_v2_layout.py).
+    # Rows of all ranks (plan/layout.py, holders_of_segments).
     Target(
         f"{_FSDP}.experimental.layout",
         "GlobalLayout.get_local_range",

@@ -14,7 +14,7 @@ from megatron_muon.mcore.fsdp_model import (
 from megatron_muon.mcore.fsdp_v2_model import is_v2
 from megatron_muon.mcore.outer_reductions import OuterReductions
 from megatron_muon.mcore.qk_clip import clip_row_shards
-from megatron_muon.runtime.fsdp_v2_layout import place_of
+from megatron_muon.rows.megatron_fsdp import place_of
 
 
 def sharded_chunk(chunk: FSDPModel) -> "ShardedChunk":

@@ -137,17 +137,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         value("optimizer"),
     ),
     Unsupported(
-        "--adaptive-muon-moment2-method normuon or namo with --muon-fsdp-exchange all_gather",
-        lambda s: (
-            s.get("optimizer") == "adaptive_muon"
-            and s.get("adaptive_muon_moment2_method") in ("normuon", "namo")
-            and s.get("muon_fsdp_exchange") == "all_gather"
-        ),
-        "upstream's code, which orthogonalizes then, scales results before they can be normalized",
-        "use --muon-fsdp-exchange owner",
-        flags("adaptive_muon_moment2_method", "muon_fsdp_exchange"),
-    ),
-    Unsupported(
         "--fp16",
         lambda s: bool(s.get("fp16")),
         "emerging optimizers have no loss scaling",

@@ -37,8 +37,7 @@ class Backend(ABC):
         name: Its name in flags.
         reference: For kernels that are not torch's, the backend whose results they must match, up
             to rounding. Both run once per shape at construction, which also compiles the kernels
-            before the first step. Matrices with several copies are left to the reference, as a
-            kernel that chooses its tiles by timing may give other bits on another rank.
+            before the first step.
         is_batched: Whether all matrices of a stack share its launches.
         communicates: Whether its kernels communicate, so that owners of a split matrix must run it
             together.

@@ -23,15 +23,16 @@ the border of the shards falls inside the second group. Rank 0 is the owner::
 The terms of this package, each with one meaning everywhere:
 
 =======  =========================================================================================
-matrix   one 2-D parameter, whole over its shards; whole over tensor parallelism too where
-         ``--muon-tp-mode`` asks for that. A *local* matrix is held by its owner alone, and is not
-         exchanged
+matrix   what has an owner: a 2-D parameter, a part of it, or one of a batch. It is whole over its
+         shards, and over tensor parallelism where ``--muon-tp-mode`` asks for that. A *local*
+         matrix is held by its owner alone, and is not exchanged
 block    rows of a matrix that are orthogonalized as one: query, key, value, or all rows
-shard    the contiguous rows of a matrix that one rank, its holder, has; maybe none
-replica  one of several holders of the same rows (ZeRO-0, HSDP)
+box      the rows and columns of a parameter that one rank, its holder, has; maybe none. The boxes
+         of all ranks say who holds what; a box of rows is a *shard*
+replica  one of several holders of equal boxes (ZeRO-0, HSDP, copies of tensor-parallel ranks)
 owner    a rank that orthogonalizes a matrix; a matrix has one, or a few that split it
 part     what one owner orthogonalizes of a block: all of it, or a slice of its longer side
-region   the rectangle of a block that lies in one shard
+region   the rectangle of a block that lies in one box
 route    what a region and a part have in common: one holder sends it to the owner, unless the
          owner is a holder itself; the result goes back to all holders
 bucket   matrices that are gathered, orthogonalized and scattered together
@@ -81,7 +82,7 @@ What a rank does in a step (:mod:`megatron_muon.plan.schedule`)::
 Files, each importing only those above it::
 
     wire           dtypes and bytes of rows and results
-    layout         which rank holds which rows of a matrix
+    layout         boxes of rows and columns, and the regions of a matrix that follow
     splits         which blocks fused matrices have
     cost           estimated times of Newton-Schulz, links, kernels and the host
     settings       how matrices are exchanged: one object

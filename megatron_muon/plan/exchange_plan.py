@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.plan.buckets import ExchangedMatrix, choose_buckets
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
@@ -172,10 +171,8 @@ class ExchangePlan:
 
     def backend(self, index: int, block: int) -> str:
         """Return the name of what orthogonalizes a block of a matrix."""
-        matrix = self.matrices[index]
-        name = self.cost.backend_of(*matrix.blocks[block], len(self.owners[index]))
-        # Equal copies stay equal only by equal operations, so no kernel chosen by timing.
-        return (BACKENDS[name].reference or name) if matrix.has_copies else name
+        blocks = self.matrices[index].blocks
+        return self.cost.backend_of(*blocks[block], len(self.owners[index]))
 
     def entries(self) -> list[str]:
         """Describe each matrix by two lines, and the order, for comparing plans across ranks."""
@@ -186,7 +183,6 @@ class ExchangePlan:
         checksums = {key: zlib.crc32(repr(each).encode()) for key, each in regions.items()}
         what = [
             f"{matrix.fqn} {matrix.blocks} layout {checksums[id(matrix.regions)]:08x}"
-            f"{' with copies' if matrix.has_copies else ''}"
             f"{' transposed' if matrix.is_transposed else ''}"
             for matrix in self.matrices
         ]

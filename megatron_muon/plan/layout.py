@@ -3,132 +3,75 @@
 """Which rank holds which rows of a matrix: integers only, no tensors, no communication."""
 
 import functools
+import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+# Range (start, stop) in each dimension of a tensor.
+type Box = tuple[tuple[int, int], ...]
 
-@dataclass(frozen=True)
-class RowLayout:
-    """The rows that each rank of a group holds of one parameter.
+
+def holders_of_segments(
+    sizes: Sequence[int], ranks: Sequence[int], axes: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Return the ranks that hold each segment of a buffer, ascending.
+
+    Megatron-FSDP shards a buffer over the last axis of a mesh first, and what that leaves over the
+    axis before it.
 
     Args:
-        num_rows: Rows of the whole matrix.
-        num_cols: Columns of the whole matrix.
-        shards: Row range ``(start, stop)`` of every rank, indexed by its rank in the group. A rank
-            that holds nothing has ``start == stop``.
+        sizes: Of the axes of the mesh.
+        ranks: Of the mesh, in its order.
+        axes: Axes that shard the buffer; ranks that differ in others are replicas.
 
-    Raises:
-        ValueError: The ranges leave rows out, overlap, or run past the matrix.
+    Source: ``DataParallelBuffer`` with ``hsdp_outer_dp_shard`` and ``GlobalLayout.get_local_range``
+    of megatron-core 0.19.2.
     """
-
-    num_rows: int
-    num_cols: int
-    shards: tuple[tuple[int, int], ...]
-
-    def __post_init__(self) -> None:
-        """Check that the shards cover every row exactly once."""
-        # Shards need not ascend with the rank: HFSDP numbers ranks in another order than rows.
-        # Empty shards may stand anywhere, so only the others are put in order.
-        covered = 0
-        for start, stop in sorted(shard for shard in self.shards if shard[0] != shard[1]):
-            if start != covered or stop < start:
-                raise ValueError(
-                    f"RowLayout: expected row shards that cover {self.num_rows} rows once, got a "
-                    f"shard [{start}, {stop}) after row {covered}. Check the order of the ranks."
-                )
-            covered = stop
-        if covered != self.num_rows:
-            raise ValueError(
-                f"RowLayout: expected row shards that cover {self.num_rows} rows, got {covered} "
-                "rows. Check that every rank of the group is listed."
-            )
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the whole matrix."""
-        return (self.num_rows, self.num_cols)
-
-    @property
-    def max_shard_rows(self) -> int:
-        """Rows of the largest shard."""
-        return max(stop - start for start, stop in self.shards)
-
-    def shard_rows(self, rank: int) -> int:
-        """Count the rows that ``rank`` of the group holds."""
-        start, stop = self.shards[rank]
-        return stop - start
-
-    # Looked up once for each row range of each block: with query, key and value that is once for
-    # each query group. A scan of all shards there would make planning quadratic in ranks.
-    @cached_property
-    def _by_row(self) -> tuple[list[int], list[int]]:
-        """List the ranks that hold rows in the order of rows, and where their rows end."""
-        ranks = sorted(
-            (rank for rank, (start, stop) in enumerate(self.shards) if start < stop),
-            key=lambda rank: self.shards[rank],
-        )
-        return ranks, [self.shards[rank][1] for rank in ranks]
-
-    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield which rank holds which rows of a range: ``(rank, first, last)``, ascending."""
-        ranks, ends = self._by_row
-        for position in range(bisect_right(ends, start), len(ranks)):
-            shard_start, shard_stop = self.shards[ranks[position]]
-            if shard_start >= stop:
-                return
-            yield ranks[position], max(start, shard_start), min(stop, shard_stop)
+    by_segment: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, coordinate in zip(ranks, itertools.product(*map(range, sizes)), strict=True):
+        by_segment[tuple(coordinate[axis] for axis in reversed(axes))].append(rank)
+    return [tuple(sorted(by_segment[segment])) for segment in sorted(by_segment)]
 
 
-def shards_from_flat_ranges(
-    num_rows: int, num_cols: int, item_start: int, flat_ranges: list[tuple[int, int]]
-) -> RowLayout:
-    """Return the row shards of a matrix that lies in a flat buffer.
+def rows_in_buffer(
+    holders: Sequence[Iterable[int]], buffer_size: int, begin: int, num_rows: int, row_size: int
+) -> dict[int, tuple[int, int]]:
+    """Return the rows ``(start, stop)`` of a tensor in a flat buffer that each rank holds.
 
     Args:
-        num_rows: Rows of the matrix.
-        num_cols: Columns of the matrix.
-        item_start: Offset of the matrix's first element in the buffer, in elements.
-        flat_ranges: Elements ``[start, stop)`` of the buffer that each rank holds.
+        holders: Ranks that hold each segment of the buffer; segments are equal.
+        buffer_size: Elements of the buffer.
+        begin: Its first element that is one of the tensor.
+        num_rows: Rows of the tensor.
+        row_size: Elements of a row.
 
     Returns:
-        The layout, one row shard for each entry of ``flat_ranges``.
+        The rows by rank. Ranks that hold none are left out: only the segments that the tensor is
+        in are visited.
 
     Raises:
-        ValueError: A boundary lies inside a row.
+        ValueError: A segment ends inside a row.
     """
-    shards = []
-    num_elements = num_rows * num_cols
-    # A rank whose range misses the matrix gets an empty shard at its nearer end.
-    for flat_start, flat_stop in flat_ranges:
-        start = min(max(flat_start - item_start, 0), num_elements)
-        stop = min(max(flat_stop - item_start, 0), num_elements)
-        # A Region is a rectangle of whole rows: a border inside a row cannot be described.
-        if start % num_cols or stop % num_cols:
+    size, end = buffer_size // len(holders), begin + num_rows * row_size
+    rows: dict[int, tuple[int, int]] = {}
+    for number in range(begin // size, -(-end // size)):
+        low, high = max(number * size, begin) - begin, min((number + 1) * size, end) - begin
+        # A region is a rectangle of whole rows: a border inside a row cannot be described.
+        if low % row_size or high % row_size:
             raise ValueError(
-                f"row shards: expected boundaries at whole rows of {num_cols} elements, got "
-                f"elements [{start}, {stop}). Megatron-FSDP shards whole rows; report this model."
+                f"row shards: expected boundaries at whole rows of {row_size} elements, got "
+                f"elements [{low}, {high}). Megatron-FSDP shards whole rows; report this model."
             )
-        shards.append((start // num_cols, stop // num_cols))
-    return RowLayout(num_rows, num_cols, tuple(shards))
-
-
-def hfsdp_shard_of_rank(rank: int, num_inner: int, num_outer: int) -> int:
-    """Return the shard that a rank of the HFSDP group holds.
-
-    The group counts the inner ranks of the first instance, then those of the second. Megatron-FSDP
-    shards over the inner ranks first, and over the outer ranks within: consecutive shards lie on
-    the same inner rank of different instances.
-
-    Source: ``DataParallelBuffer`` of megatron-core 0.19.2 with ``hsdp_outer_dp_shard``.
-    """
-    return rank % num_inner * num_outer + rank // num_inner
+        rows |= dict.fromkeys(holders[number], (low // row_size, high // row_size))
+    return rows
 
 
 class Region(NamedTuple):
-    """The rectangle of a block that lies in one shard.
+    """The rectangle of a block that lies in one box.
 
     Args:
         holders: Ranks of the job that hold it, more than one where shards are replicated.
@@ -159,9 +102,6 @@ class MatrixLayout:
             asks for that.
         regions: Rectangles that tile the blocks.
         ranks: Ranks of the job that may own the matrix, ascending; every holder is one of them.
-        has_copies: Whether other tensor-parallel ranks have a matrix of the same values. Each of
-            these is orthogonalized whole and in no stack, so that all results have the same bits:
-            the copies are in different plans, whose stacks and parts may differ.
         is_transposed: Whether it is stored as (inputs, outputs), so that its result is scaled as
             that of its transpose.
 
@@ -174,18 +114,16 @@ class MatrixLayout:
     blocks: tuple[tuple[int, int], ...]
     regions: tuple[Region, ...]
     ranks: tuple[int, ...]
-    has_copies: bool = False
     is_transposed: bool = False
 
     def __post_init__(self) -> None:
         """Check the regions against the blocks."""
-        # A count is enough here: whole_matrix derives regions from a RowLayout, which has checked
-        # that no row is missing or held twice.
+        # A count is enough here: boxes of one tensor do not overlap.
         tiled = sum(region.num_rows * region.num_cols for region in self.regions)
         if tiled != self.num_elements:
             raise ValueError(
                 f"{self.fqn}: expected regions with {self.num_elements} elements in all, as its "
-                f"blocks {self.blocks} have, got {tiled}. Build the layout with whole_matrix()."
+                f"blocks {self.blocks} have, got {tiled}. Pass the boxes of all ranks."
             )
         strangers = set(self.elements_by_rank).difference(self.ranks)
         if strangers:
@@ -253,108 +191,103 @@ def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[R
     return blocks
 
 
-def whole_matrix(
-    fqn: str,
-    layout: RowLayout,
-    ranks: Sequence[Sequence[Sequence[int]]],
-    *,
-    partition_dim: int | None = None,
-    split_shapes: Sequence[int] | None = None,
-    domain: tuple[int, ...] | None = None,
-    has_copies: bool = False,
-) -> MatrixLayout:
-    """Join the row shards of all ranks to the matrix that Newton-Schulz sees.
+class Segment(NamedTuple):
+    """Outputs of the matrices of a parameter that are orthogonalized separately.
+
+    Outputs are rows, or columns if the parameter is transposed.
 
     Args:
-        fqn: Fully qualified name of the parameter.
-        layout: Row shards of the tensor-parallel-local matrix, the same on every tensor rank.
-        ranks: Ranks of the job that hold a shard, as ``ranks[tensor_rank][shard]``; several where
-            shards are replicated. One tensor rank where each orthogonalizes its own matrix.
-        partition_dim: Dimension that tensor parallelism shards; None with a single tensor rank.
-        split_shapes: See :func:`block_rows`.
-        domain: Ranks that may own the matrix; None for all that are named in ``ranks``.
-        has_copies: See :class:`MatrixLayout`.
-
-    Raises:
-        ValueError: Several tensor ranks without ``partition_dim``, another number of shards, or
-            rows that do not split.
+        rows: The outputs.
+        blocks: For groups that repeat, the outputs of one group by block, such as query, key and
+            value; None for one block.
+        step: Distance of its outputs: 1, or the number of interleaved segments.
     """
-    # Both checks are of our own callers. Without them the result would be a matrix of wrong shape.
-    num_tensor_ranks = len(ranks)
-    if num_tensor_ranks > 1 and partition_dim not in (0, 1):
-        raise ValueError(
-            f"{fqn}: expected partition_dim 0 or 1 to join {num_tensor_ranks} tensor-parallel "
-            f"ranks, got {partition_dim}. Pass the ranks of one tensor-parallel rank only."
+
+    rows: RowRange
+    blocks: tuple[int, ...] | None = None
+    step: int = 1
+
+    def within(self, first: int, last: int) -> tuple[int, slice, int]:
+        """Return what a shard has of it.
+
+        Args:
+            first: First output of the shard.
+            last: The output after its last one.
+
+        Returns:
+            The position in the segment, the outputs in the shard, and their number.
+        """
+        position = max(0, -(-(first - self.rows.start) // self.step))
+        start = self.rows.start + position * self.step
+        stop = max(start, min(last, self.rows.stop))
+        return (
+            position,
+            slice(start - first, stop - first, self.step),
+            len(range(start, stop, self.step)),
         )
-    if any(len(shards) != len(layout.shards) for shards in ranks):
-        raise ValueError(
-            f"{fqn}: expected the ranks of {len(layout.shards)} shards, got "
-            f"{[len(shards) for shards in ranks]}. Pass the ranks that the rows are sharded over."
-        )
-    holders = tuple(tuple(tuple(cell) for cell in shards) for shards in ranks)
-    blocks, regions = _tiling(
-        layout, holders, partition_dim, None if split_shapes is None else tuple(split_shapes)
-    )
-    if domain is None:
-        domain = tuple(sorted({rank for shards in holders for cell in shards for rank in cell}))
-    return MatrixLayout(fqn, blocks, regions, domain, has_copies)
 
 
-# All layers of a kind have equal layouts: they share the regions, of which a matrix over 16,384
-# ranks has thousands, and what is worked out from them.
+def tile(
+    shape: tuple[int, int], segment: Segment, boxes: Mapping[int, Box], output_dim: int = 0
+) -> tuple[tuple[tuple[int, int], ...], tuple[Region, ...]]:
+    """Return the blocks of a segment of a matrix, and the regions that tile them.
+
+    Args:
+        shape: Of the matrix.
+        segment: Its outputs that are orthogonalized.
+        boxes: What each rank holds of the matrix; ranks that hold nothing may be missing. Ranks
+            with equal boxes are replicas, whatever makes them so: hybrid sharding, ZeRO-0, tensor
+            parallelism that replicates.
+        output_dim: Dimension of outputs.
+    """
+    holders: dict[Box, list[int]] = defaultdict(list)
+    for rank in sorted(boxes):
+        holders[boxes[rank]].append(rank)
+    cells = tuple(sorted((box, tuple(ranks)) for box, ranks in holders.items()))
+    return _tiling(shape, segment, cells, output_dim)
+
+
+# Equal layers share regions, of which a matrix over 16,384 ranks has thousands, and what the
+# planner derives from them.
 @functools.lru_cache(maxsize=256)
 def _tiling(
-    layout: RowLayout,
-    ranks: tuple[tuple[tuple[int, ...], ...], ...],
-    partition_dim: int | None,
-    split_shapes: tuple[int, ...] | None,
+    shape: tuple[int, int],
+    segment: Segment,
+    cells: tuple[tuple[Box, tuple[int, ...]], ...],
+    output_dim: int,
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Region, ...]]:
-    """Return blocks and regions; arguments as for :func:`whole_matrix`."""
+    """Return blocks and regions; ``cells`` are boxes with their holders."""
+    held = []
+    for box, ranks in cells:
+        position, _, count = segment.within(*box[output_dim])
+        if count and all(start < stop for start, stop in box):
+            held.append((position, position + count, box, ranks))
+    held.sort()
+    # A scan of all boxes for each query group would make planning quadratic in ranks.
+    ends = list(itertools.accumulate((stop for _, stop, _, _ in held), max))
+    num_outputs = len(range(*segment.rows, segment.step))
     shapes: list[tuple[int, int]] = []
     regions: list[Region] = []
-    for block, row_ranges in enumerate(block_rows(layout.num_rows, split_shapes)):
-        local_rows = sum(stop - start for start, stop in row_ranges)
-        shape = (local_rows, layout.num_cols)
-        # Where one tensor rank's rows or columns of the block start, and how large the joined block
-        # is. Each tensor rank splits query, key and value of its own heads, so their shares of a
-        # block follow one another although the rows of the parameter do not.
-        for tensor_rank, holders in enumerate(ranks):
-            row = tensor_rank * local_rows if partition_dim == 0 else 0
-            col = tensor_rank * layout.num_cols if partition_dim == 1 else 0
-            regions += _regions_of_block(block, row, col, row_ranges, layout, holders)
-            shape = (max(shape[0], row + local_rows), max(shape[1], col + layout.num_cols))
-        shapes.append(shape)
+    for block, runs in enumerate(block_rows(num_outputs, segment.blocks)):
+        before = 0
+        # Rows of a block are consecutive, though other blocks are between them in the parameter.
+        for run in runs:
+            for position, stop, box, ranks in held[bisect_right(ends, run.start) :]:
+                if position >= run.stop:
+                    break
+                first, last = max(run.start, position), min(run.stop, stop)
+                if first >= last:
+                    continue
+                ranges = list(box)
+                ranges[output_dim] = (before + first - run.start, before + last - run.start)
+                (row, last_row), (col, last_col) = ranges
+                # Only rows have blocks that repeat: all held columns of a segment are taken.
+                local_row = 0 if output_dim else first - position
+                regions.append(
+                    Region(ranks, block, row, last_row - row, col, last_col - col, local_row)
+                )
+            before += run.stop - run.start
+        size = list(shape)
+        size[output_dim] = before
+        shapes.append((size[0], size[1]))
     return tuple(shapes), tuple(regions)
-
-
-def _regions_of_block(
-    block: int,
-    row: int,
-    col: int,
-    row_ranges: Sequence[RowRange],
-    layout: RowLayout,
-    holders: Sequence[Sequence[int]],
-) -> Iterator[Region]:
-    """Yield the regions of a block that one tensor rank's shards hold.
-
-    Args:
-        block: Index of the block.
-        row: Row of the block at which this tensor rank starts.
-        col: Column of the block at which it starts.
-        row_ranges: Rows of the parameter that form the block, in the order they have in it.
-        layout: Row shards of the parameter.
-        holders: Ranks of the job that hold each shard.
-    """
-    for start, stop in row_ranges:
-        # A shard border may fall inside a range: query, key and value do not end where shards do.
-        for shard, first, last in layout.overlaps(start, stop):
-            yield Region(
-                holders=tuple(holders[shard]),
-                block=block,
-                row=row + first - start,
-                num_rows=last - first,
-                col=col,
-                num_cols=layout.num_cols,
-                local_row=first - layout.shards[shard][0],
-            )
-        row += stop - start

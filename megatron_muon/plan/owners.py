@@ -312,10 +312,8 @@ def _choose_parts(
     while longest and -longest[0][0] > room_ns:
         now_ns, index = -longest[0][0], heapq.heappop(longest)[1]
         parts = num_parts[index]
-        # Parts double, so that sets of owners tile a node. Of a matrix with copies one copy might
-        # be split and another not, and then their results would have other last bits.
-        most_parts = 1 if matrices[index].has_copies else min(max_parts, len(matrices[index].ranks))
-        if 2 * parts > most_parts:
+        # Parts double, so that sets of owners tile a node.
+        if 2 * parts > min(max_parts, len(matrices[index].ranks)):
             continue
         half_ns = matrix_ns(matrices[index], cost, 2 * parts)
         added_ns = parts * (2 * half_ns - now_ns)

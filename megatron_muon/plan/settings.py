@@ -12,7 +12,6 @@ from megatron_muon.newton_schulz.registry import BackendChoice
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.wire import Wire
 
-ExchangeMode = Literal["owner", "all_gather"]
 WireChoice = Literal["auto", "bf16", "fp32"]
 
 # Every plan of docs/performance.md needs less. When a step runs, activations are gone.
@@ -24,8 +23,6 @@ class ExchangeSettings:
     """How matrices are assigned to ranks, sent and orthogonalized.
 
     Args:
-        mode: ``owner``: every matrix is orthogonalized once, on one rank. ``all_gather``: every
-            rank of the shard group receives every matrix and orthogonalizes it.
         wire: ``bf16``: rows are sent normalized, in bf16. ``fp32``: rows are sent in fp32, and
             Newton-Schulz is the stock function on the very bits of the whole matrix, also where
             upstream would spread it over tensor-parallel ranks with other rounding
@@ -52,12 +49,10 @@ class ExchangeSettings:
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:
-        ValueError: An unknown mode, wire or way to compute Newton-Schulz, one that ``all_gather``
-            does not have, a size or a number that cannot work, or a cost model that does not
-            parse.
+        ValueError: An unknown wire or way to compute Newton-Schulz, a size or a number that cannot
+            work, or a cost model that does not parse.
     """
 
-    mode: ExchangeMode = "owner"
     wire: WireChoice = "auto"
     staging_bytes: int | None = None
     # Every part repeats the cubic term of its matrix, and parts all-reduce inside a node of 8.
@@ -72,7 +67,6 @@ class ExchangeSettings:
     def __post_init__(self) -> None:
         """Check the choices, and that the cost model parses."""
         for field, value, choices in (
-            ("mode", self.mode, get_args(ExchangeMode)),
             ("wire", self.wire, get_args(WireChoice)),
             ("newton_schulz", self.newton_schulz, get_args(BackendChoice)),
         ):
@@ -80,16 +74,6 @@ class ExchangeSettings:
                 raise ValueError(
                     f"exchange.{field}: expected one of {choices}, got {value!r}. Choose one."
                 )
-        if self.newton_schulz != "standard" and self.mode == "all_gather":
-            raise ValueError(
-                "exchange.newton_schulz: expected standard with exchange.mode all_gather, which "
-                f"runs upstream's own function, got {self.newton_schulz}. Use exchange.mode owner."
-            )
-        if self.cuda_graphs and self.mode == "all_gather":
-            raise ValueError(
-                "exchange.cuda_graphs: expected exchange.mode owner, whose stacks stay at one "
-                "address, got all_gather. Leave one of them out."
-            )
         if self.staging_bytes is not None and self.staging_bytes < 1:
             raise ValueError(
                 "exchange.staging_bytes: expected a positive number of bytes, got "

@@ -70,8 +70,6 @@ class Stacking:
             # The all-reduces of a split block are between its owners: batching it with another
             # block would need the same owners, in the same stack, on all of them.
             and len(self.owners[index]) == 1
-            # A product of a stack may have other last bits than that of one matrix.
-            and not self.matrices[index].has_copies
         )
 
     def stack_sizes(self, num_parts: int, shape: tuple[int, int]) -> list[int]:

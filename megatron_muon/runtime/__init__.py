@@ -5,9 +5,8 @@
 Files, each importing only those above it::
 
     agreement           ranks compare what they know, and fail together
-    sharded_matrix      the row shards of one parameter
     groups              process groups by their ranks
-    domain              which ranks exchange matrices
+    domain              the ranks that exchange matrices
     exchange            the collectives that move rows and results
     chained_collectives one collective starts when another one has ended
     machine_cost        the costs that all ranks plan with
@@ -23,16 +22,13 @@ Files, each importing only those above it::
     cuda_graphs         CUDA graphs of Newton-Schulz, stack by stack
     plan_runner         gathers, orthogonalizes and scatters the buckets of one plan
     engine              runs the plans of a rank: local rows in, orthogonalized local rows out
-    all_gather_compute  every matrix on every rank: the simple way
     owner_compute       plans, groups and engine for the matrices of an optimizer
-    owned_parameters    parameters sharded over process groups, laid out as matrices
-    dtensor_layout      the local rows of a DTensor
     weight_decay        emerging-optimizers' rules, all parameters at once
     momentum            weight decay, momentum and Nesterov, all parameters at once
     matrix_step         one step of Muon over shards, whoever made them
     adamuon             a second moment per element
     finite              which gradients are not finite
-    fsdp_v2_layout      the rows of all ranks under version 2 of Megatron-FSDP
+    dtensor_layout      the local rows of a DTensor
     lion                Lion on local rows
     dependencies        what is relied on in torch and emerging-optimizers
 """

@@ -9,48 +9,37 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_muon.plan.layout import RowLayout
 from megatron_muon.plan.routes import Route
 
 
 def all_gather_rows(
-    local_rows: torch.Tensor, layout: RowLayout, group: dist.ProcessGroup
+    local_rows: torch.Tensor, rows: Mapping[int, tuple[int, int]], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Assemble a whole matrix on every rank from the row shards of all.
+    """Assemble a whole matrix on every rank from the rows of all.
 
-    Shards are padded to the largest one on the wire; the padding is trimmed by the layout. Ranks
-    with an empty shard still take part.
+    Shards are padded to the largest one on the wire. Ranks with an empty shard still take part.
 
     Args:
-        local_rows: This rank's shard, ``(local_rows, cols)``, any dtype; ``local_rows`` may be 0.
-        layout: Row shards of all ranks of ``group``.
-        group: Group that the matrix is sharded over.
+        local_rows: This rank's rows, ``(local_rows, cols)``, any dtype; ``local_rows`` may be 0.
+        rows: Rows ``(start, stop)`` by rank of the job; those that hold none may be missing.
+        group: Ranks that hold all rows together.
 
     Returns:
         The whole matrix ``(rows, cols)``, contiguous, same dtype and bits as the shards.
 
-    Raises:
-        ValueError: The shard's shape differs from the layout.
-
-    Communication: one ``all_gather_into_tensor``; sends ``max_shard_rows * cols`` elements to every
-        other rank. Megatron-FSDP's shards are uneven, so much of it may be padding: the
-        matrix times ``world * max_shard_rows / rows``.
-    Memory: ``world * max_shard_rows * cols`` elements until it returns, and the matrix.
+    Communication: one ``all_gather_into_tensor``; sends as many rows as the largest shard has to
+        every other rank. Megatron-FSDP's shards are uneven, so much of it may be padding.
+    Memory: as many rows for each rank until it returns, and the matrix.
     """
-    rank = dist.get_rank(group)
-    expected = (layout.shard_rows(rank), layout.num_cols)
-    if tuple(local_rows.shape) != expected:
-        raise ValueError(
-            f"all_gather_rows: expected a shard of shape {expected} on rank {rank} of the group, "
-            f"got {tuple(local_rows.shape)}. Rebuild the optimizer after the model was resharded."
-        )
+    of_ranks = [rows.get(rank, (0, 0)) for rank in dist.get_process_group_ranks(group)]
+    num_cols = local_rows.shape[1]
     # all_gather_into_tensor needs equal sizes. What the padding holds never matters.
-    padded = local_rows.new_empty(layout.max_shard_rows, layout.num_cols)
+    padded = local_rows.new_empty(max(stop - start for start, stop in of_ranks), num_cols)
     padded[: local_rows.shape[0]].copy_(local_rows)
-    gathered = local_rows.new_empty(len(layout.shards), *padded.shape)
-    dist.all_gather_into_tensor(gathered.view(-1, layout.num_cols), padded, group=group)
-    matrix = local_rows.new_empty(layout.num_rows, layout.num_cols)
-    for shard, (start, stop) in zip(gathered, layout.shards, strict=True):
+    gathered = local_rows.new_empty(len(of_ranks), *padded.shape)
+    dist.all_gather_into_tensor(gathered.view(-1, num_cols), padded, group=group)
+    matrix = local_rows.new_empty(max(stop for _, stop in of_ranks), num_cols)
+    for shard, (start, stop) in zip(gathered, of_ranks, strict=True):
         matrix[start:stop].copy_(shard[: stop - start])
     return matrix
 

@@ -1,55 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups by their ranks: those that exist are used, the others are made."""
+"""Process groups by their ranks."""
 
 import datetime
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Iterable
+from typing import cast
 
 import torch.distributed as dist
 
 
-class Wanted(NamedTuple):
-    """A group that is needed.
-
-    Args:
-        ranks: Its ranks, ascending.
-        known: Groups that exist; the first one with these ranks is used.
-    """
-
-    ranks: tuple[int, ...]
-    known: Sequence[dist.ProcessGroup | None] = ()
-
-
-def find_groups(wanted: Sequence[Wanted]) -> list[dist.ProcessGroup | None]:
-    """Return the group of each set of ranks; called by all ranks of the job together.
-
-    Groups that exist are used again: a communicator of NCCL needs hundreds of megabytes of a GPU.
-
-    Returns:
-        The groups, in order; None for a rank alone.
-
-    Communication: that of :func:`new_groups`.
-    """
-    found = [_known(each) for each in wanted]
-    missing = {
-        each.ranks
-        for each, group in zip(wanted, found, strict=True)
-        if group is None and len(each.ranks) > 1
-    }
-    made = new_groups(missing)
-    return [
-        made.get(each.ranks) if group is None else group
-        for each, group in zip(wanted, found, strict=True)
-    ]
-
-
-def _known(wanted: Wanted) -> dist.ProcessGroup | None:
-    for group in wanted.known if len(wanted.ranks) > 1 else ():
-        # Ascending too: torch sorts the ranks of every group that it makes.
-        if group is not None and tuple(dist.get_process_group_ranks(group)) == wanted.ranks:
-            return group
-    return None
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of the job in a group, ascending."""
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def new_groups(sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:

@@ -21,20 +21,20 @@ momentum in float32, messages, stacks, and temporaries of Newton-Schulz, of hook
 that step meanwhile.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 
 from megatron_muon.runtime.adjacent import is_same_memory, join_adjacent
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.all_gather_compute import AllGatherCompute
 from megatron_muon.runtime.arena import Arena, free_memory
-from megatron_muon.runtime.local_rows import Handle, Rows
+from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.momentum import advance_momentum
 from megatron_muon.runtime.owner_compute import OwnerCompute
 from megatron_muon.runtime.ranges import in_range
@@ -44,19 +44,15 @@ from megatron_muon.runtime.ranges import in_range
 CHUNK_ELEMENTS = 2**24
 
 
-class StepParameter(NamedTuple):
-    """A parameter of which this rank holds rows.
+class MatrixRows(Hashable, Protocol):
+    """The rows of one matrix that this rank holds; see :mod:`megatron_muon.rows.matrices`."""
 
-    Args:
-        group: Position of its parameter group.
-        shape: Of its local tensor.
-        matrices: By handle of the exchange, a function that views the rows ``(rows, cols)`` in a
-            tensor of that shape.
-    """
+    @property
+    def param(self) -> torch.Tensor:
+        """Return the parameter that they belong to."""
 
-    group: int
-    shape: tuple[int, ...]
-    matrices: Mapping[Handle, Callable[[torch.Tensor], torch.Tensor]]
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """View them, ``(rows, cols)``, in a tensor like the local one of the parameter."""
 
 
 class StepSettings(NamedTuple):
@@ -156,11 +152,14 @@ class MatrixStep:
     """Step matrices: weight decay, momentum, exchange and update.
 
     Args:
-        parameters: Those of which this rank holds rows.
+        groups: Position of the parameter group by parameter, of all parameters.
         compute: Orthogonalizes their matrices.
         settings: What never changes.
         device: Of weights and gradients.
-        hooks: Called in this order.
+
+    Attributes:
+        params: By position, the parameters of which this rank holds rows.
+        hooks: Called in their order.
 
     Communication: that of ``compute``, and of hooks.
     Memory: while a step runs 4 bytes an element for results, unless they overwrite gradients; 64 MB
@@ -169,25 +168,28 @@ class MatrixStep:
 
     def __init__(
         self,
-        parameters: Sequence[StepParameter],
-        compute: OwnerCompute | AllGatherCompute,
+        groups: Mapping[torch.Tensor, int],
+        compute: OwnerCompute,
         settings: StepSettings,
         device: torch.device,
-        hooks: Iterable[StepHooks] = (),
     ) -> None:
-        self.compute, self.settings, self.hooks = compute, settings, list(hooks)
-        self._parameters, self._device = list(parameters), device
-        self._position = {
-            handle: i for i, each in enumerate(self._parameters) for handle in each.matrices
-        }
-        sizes = [math.prod(each.shape) for each in self._parameters]
+        self.compute, self.settings, self._device = compute, settings, device
+        self.hooks: list[StepHooks] = []
+        rows: list[MatrixRows] = compute.handles
+        self._num_matrices = Counter(each.param for each in rows)
+        self.params = [param for param in groups if param in self._num_matrices]
+        self._groups = [groups[param] for param in self.params]
+        position = {param: i for i, param in enumerate(self.params)}
+        self._position = {each: position[each.param] for each in rows}
+        self._shapes = [local_tensor(param).shape for param in self.params]
+        sizes = list(map(math.prod, self._shapes))
         limit = CHUNK_ELEMENTS if settings.stages_momentum else math.inf
-        by_group = sorted(enumerate(sizes), key=lambda pair: self._parameters[pair[0]].group)
+        by_group: dict[int, list[tuple[int, int]]] = {}
+        for i, group in enumerate(self._groups):
+            by_group.setdefault(group, []).append((i, sizes[i]))
         chunks = [
             (group, chunk)
-            for group, of_group in itertools.groupby(
-                by_group, lambda pair: self._parameters[pair[0]].group
-            )
+            for group, of_group in by_group.items()
             for chunk in chunks_of(of_group, limit)
         ]
         num_results = 0 if settings.overwrites_gradients else sum(sizes)
@@ -209,7 +211,7 @@ class MatrixStep:
         """View the arena as tensors like parameters, from a float32 on."""
         views = []
         for i in positions:
-            shape = self._parameters[i].shape
+            shape = self._shapes[i]
             views.append(self._arena.view(4 * first, math.prod(shape), torch.float32).view(shape))
             first += math.prod(shape)
         return views
@@ -302,7 +304,7 @@ class MatrixStep:
         self._targets: Rows = {}
         # By the number of an arrival, which are the same ones in every step.
         self._batches: list[list[_Batch]] = []
-        self._num_missing = [len(each.matrices) for each in self._parameters]
+        self._num_missing = [self._num_matrices[param] for param in self.params]
         for part in self._parts:
             part.lists = []
 
@@ -322,11 +324,7 @@ class MatrixStep:
                 part.lists[: 3 + bool(part.staged)] = join_adjacent(*filter(None, part.lists))
 
     def _rows_of(self, tensors: Sequence[torch.Tensor]) -> Rows:
-        return {
-            handle: view(tensor)
-            for each, tensor in zip(self._parameters, tensors, strict=True)
-            for handle, view in each.matrices.items()
-        }
+        return {each: each.of(tensors[i]) for each, i in self._position.items()}
 
     @in_range("momentum")
     def _advance(
@@ -370,7 +368,7 @@ class MatrixStep:
         self,
         groups: Sequence[Mapping[str, Any]],
         number: int,
-        done: Iterable[Handle],
+        done: Iterable[Any],
         without: set[int],
     ) -> None:
         """Update the parameters whose last matrix has arrived, all of a group at once."""
@@ -389,14 +387,14 @@ class MatrixStep:
                 hook.arrived(group, positions, [results[i] for i in positions])
             torch._foreach_add_(targets, updates, alpha=-group["lr"])
 
-    def _find_batches(self, done: Iterable[Handle]) -> Iterator[_Batch]:
+    def _find_batches(self, done: Iterable[Any]) -> Iterator[_Batch]:
         weights, _, results = self._seen
         complete: dict[int, list[int]] = {}
         for handle in done:
             i = self._position[handle]
             self._num_missing[i] -= 1
             if self._num_missing[i] == 0:
-                complete.setdefault(self._parameters[i].group, []).append(i)
+                complete.setdefault(self._groups[i], []).append(i)
         for group, positions in complete.items():
             own = [weights[i] for i in positions], [results[i] for i in positions]
             yield _Batch(group, positions, *join_adjacent(*own))

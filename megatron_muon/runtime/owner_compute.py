@@ -30,7 +30,7 @@ from megatron_muon.runtime.agreement import (
 from megatron_muon.runtime.cuda_graphs import CudaGraphs
 from megatron_muon.runtime.domain import Domain
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.groups import Wanted, find_groups, new_groups
+from megatron_muon.runtime.groups import new_groups, ranks_of
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.machine_cost import machine_costs
 from megatron_muon.runtime.plan_runner import BoundPlan
@@ -103,6 +103,7 @@ class OwnerCompute:
     ) -> None:
         self._rank, self._device, self._settings = own_rank(), device, settings
         self._rows_device = rows_device
+        self.handles = [handle for each in inputs for handle in each.handles.values()]
         self._graphs = CudaGraphs(device) if settings.cuda_graphs else None
         self.plans = self._plan(inputs, newton_schulz, max_num_plans or len(inputs))
         schedule = self._schedule()
@@ -165,25 +166,17 @@ class OwnerCompute:
         return schedule
 
     def _make_groups(self, inputs: Sequence[PlanInput]) -> list[BoundPlan]:
-        """Find the process groups of the plans, and make those that are missing."""
+        """Make the process groups that the plans lack."""
         parts_groups = _parts_groups(self.plans, self._rank, self._device)
-        pairs = list(zip(inputs, self.plans, strict=True))
-        groups = find_groups([Wanted(plan.ranks, (each.domain.group,)) for each, plan in pairs])
-        of_replicas = []
-        for each, group in zip(inputs, groups, strict=True):
-            ranks: tuple[int, ...] = (self._rank,)
-            if each.replica_group is not None:
-                ranks = tuple(sorted(dist.get_process_group_ranks(each.replica_group)))
+        replica_groups = [each.replica_group for each in inputs]
+        if self._device.type == "cpu":
             # On a CPU a thread launches the all-gathers of replicas, while the step uses the groups
             # of the model: it needs a group of its own.
-            known = (each.replica_group, group) if self._device.type != "cpu" else ()
-            of_replicas.append(Wanted(ranks, known))
-        replica_groups = find_groups(of_replicas)
+            made = new_groups({ranks_of(group) for group in replica_groups if group is not None})
+            replica_groups = [group and made[ranks_of(group)] for group in replica_groups]
         return [
-            BoundPlan(plan, each.handles, group, replica_group, parts_groups)
-            for (each, plan), group, replica_group in zip(
-                pairs, groups, replica_groups, strict=True
-            )
+            BoundPlan(plan, each.handles, each.domain.group, replica_group, parts_groups)
+            for each, plan, replica_group in zip(inputs, self.plans, replica_groups, strict=True)
         ]
 
     def _build_engine(

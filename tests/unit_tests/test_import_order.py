@@ -40,12 +40,15 @@ LAYERS = {
         frozenset({"user_errors", "newton_schulz", "plan"}), frozenset({TORCH, MEGATRON})
     ),
     "runtime": Layer(frozenset({"newton_schulz", "plan", "report"}), frozenset({MEGATRON})),
-    "fsdp2": Layer(frozenset({"newton_schulz", "plan", "runtime"}), frozenset({MEGATRON})),
+    "rows": Layer(frozenset({"plan", "runtime"}), frozenset({MEGATRON})),
+    "fsdp2": Layer(frozenset({"newton_schulz", "plan", "runtime", "rows"}), frozenset({MEGATRON})),
     "checkpoint": Layer(barred=frozenset({MEGATRON})),
     "patching": Layer(frozenset({"user_errors"}), frozenset({TORCH, MEGATRON})),
     "cpu_ranks": Layer(frozenset({"user_errors"})),
     "mcore": Layer(
-        frozenset({"user_errors", "newton_schulz", "plan", "runtime", "checkpoint", "patching"})
+        frozenset(
+            {"user_errors", "newton_schulz", "plan", "runtime", "rows", "checkpoint", "patching"}
+        )
     ),
     "launcher": Layer(frozenset({"user_errors", "cpu_ranks", "mcore", "patching"})),
     # What it exports. All but mcore.enable and patching is imported at first use.

@@ -38,7 +38,7 @@ class FSDPAdaMuon(FSDPAdaptiveMuon):
         return [
             AdaMuon(
                 lambda i: local_tensor(params[i][0].state[params[i][1]]["moment2_buffer"]),
-                [muon.scale(*muon.matrices[param].layout.shape) for muon, param in params],
+                [muon.scale(*muon.parts[param].view.shape) for muon, param in params],
                 [local_tensor(param).numel() for _, param in params],
             )
         ]

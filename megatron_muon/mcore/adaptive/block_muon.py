@@ -43,7 +43,7 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
 
     @functools.cached_property
     def _blocks(self) -> dict[Any, list[HeldBlock]]:
-        return {param: held_blocks(self.owned(param)) for param in self.params}
+        return {param: held_blocks(self.parts[param], self.planned(param)) for param in self.params}
 
     @functools.cached_property
     def _held(self) -> dict[Any, list[int]]:
@@ -83,8 +83,7 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
         checkpoint keeps one tensor per name.
         """
         tensor_group = self._tensor_group(param)
-        is_joined = self.owned(param).tensor_group is not None
-        if is_joined or not self._is_tensor_sharded(param):
+        if self.is_joined(param) or not self._is_tensor_sharded(param):
             return name
         rank, size = dist.get_rank(tensor_group), dist.get_world_size(tensor_group)
         return f"{name}_tensor_rank_{rank}_of_{size}"

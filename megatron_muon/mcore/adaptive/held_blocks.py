@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.plan.layout import block_rows
-from megatron_muon.runtime.owned_parameters import OwnedParameter
+from megatron_muon.rows.parameters import NamedParameter
 
 
 @dataclass(frozen=True)
@@ -45,33 +45,40 @@ class HeldBlock:
         return sum(len(run) for run in self.rows)
 
 
-def held_blocks(parameter: OwnedParameter) -> list[HeldBlock]:
+def held_blocks(part: NamedParameter, planned: NamedParameter) -> list[HeldBlock]:
     """Return all blocks of a parameter, including those without rows on this rank.
 
     Args:
-        parameter: The parameter, with its shards and splits.
+        part: What its tensor-parallel rank has.
+        planned: What Newton-Schulz sees; tensor parallelism is its last axis if they differ.
     """
-    matrix, group = parameter.matrix, parameter.tensor_group
-    num_tensor_ranks = dist.get_world_size(group) if group is not None else 1
-    has_tensor_cols = num_tensor_ranks > 1 and parameter.partition_dim == 1
-    start, stop = matrix.local_range
-    num_cols = matrix.layout.num_cols
-    first_col = dist.get_rank(group) * num_cols if has_tensor_cols else 0
+    mesh, placement = planned.view.device_mesh, planned.view.placements[-1]  # type: ignore[attr-defined]
+    is_joined = planned.view is not part.view and placement.is_shard()
+    has_tensor_cols = is_joined and placement.dim == 1
+    (start, stop), (_, num_cols) = part.own_box
+    num_rows = part.view.shape[0]
+    # Not that of its box: a rank without rows has none.
+    first_col = mesh.get_local_rank(mesh.ndim - 1) * num_cols if has_tensor_cols else 0
+    # Sums over one axis after the other are sums over all of them.
+    shard_groups = tuple(
+        mesh.get_group(axis)
+        for axis, each in enumerate(part.view.placements)  # type: ignore[attr-defined]
+        if each.is_shard()
+    )
+    rows_of_tensor_ranks = planned.view.shape[0] // num_rows
     blocks = []
-    for ranges in block_rows(matrix.layout.num_rows, parameter.split_shapes):
+    for ranges in block_rows(num_rows, planned.blocks):
         held = (
             range(max(rows.start, start) - start, min(rows.stop, stop) - start) for rows in ranges
         )
-        num_rows = sum(rows.stop - rows.start for rows in ranges)
+        block_size = sum(rows.stop - rows.start for rows in ranges)
         blocks.append(
             HeldBlock(
-                (num_rows, num_cols * num_tensor_ranks)
-                if has_tensor_cols
-                else (num_rows * num_tensor_ranks, num_cols),
+                (block_size * rows_of_tensor_ranks, planned.view.shape[1]),
                 tuple(run for run in held if run),
                 range(first_col, first_col + num_cols),
-                (matrix.shard_group,) if matrix.shard_group is not None else (),
-                (group,) if group is not None else (),
+                shard_groups,
+                (mesh.get_group(mesh.ndim - 1),) if is_joined else (),
                 has_tensor_cols,
             )
         )

@@ -24,7 +24,7 @@ from megatron_muon.checkpoint.folders import (
     finished_iterations,
 )
 from megatron_muon.checkpoint.storage import StoredCheckpoint, read_checkpoint
-from megatron_muon.checkpoint.verify import find_problems
+from megatron_muon.checkpoint.verify import find_misfits
 from megatron_muon.mcore.fsdp_dtensor.stages import (
     names_of_stages,
     rename_layers,
@@ -65,8 +65,8 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     is missing beside finished checkpoints. Without any checkpoint it still does: that is how a
     first run with ``--load`` and ``--save`` on one folder begins.
 
-    Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks. Together
-        the ranks read the checkpoint once.
+    Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks. Each rank
+        reads ``.metadata``; the bytes of tensors are read by upstream's load alone.
     """
 
     @functools.wraps(original)
@@ -92,7 +92,7 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         if checkpoint is None:
             return original(load_dir, args, rank0, *rest, **kwargs)
         # load_checkpoint calls this twice; with rank0 first, for the arguments of the saved run.
-        if rank0 and dist.is_initialized() and not getattr(args, "muon_fsdp_no_checksums", False):
+        if rank0 and dist.is_initialized():
             _raise_where_damaged(checkpoint)
         if kwargs.get("gpt_compat_layer_maps") is not None:
             # Upstream loads a GPT's layers into a hybrid model, and translates the names later.
@@ -309,10 +309,10 @@ def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
 
 
 def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
-    """Read every byte of a checkpoint, about as many on each rank."""
-    # All bytes on every rank would overload the file system of a large job.
+    """Compare the files of a checkpoint with its table of contents, a share on each rank."""
+    # All files on every rank would overload the file system of a large job.
     found, problems = _attempt(
-        lambda: list(find_problems(checkpoint, dist.get_rank(), dist.get_world_size()))
+        lambda: list(find_misfits(checkpoint, dist.get_rank(), dist.get_world_size()))
     )
     problems += found or []
     _raise_together(

@@ -23,11 +23,11 @@ from megatron_muon.mcore.fsdp_model import (
     bare_name,
     current_device,
     is_wrapped,
-    local_rows,
     sharded_parameters,
 )
 from megatron_muon.mcore.fsdp_v2_model import is_v2
 from megatron_muon.mcore.pipeline_repairs import check_within_stage
+from megatron_muon.rows.megatron_fsdp import own_rows
 
 # By parameter name, then by kind of state.
 type _States = dict[str, dict[str, Any]]
@@ -200,7 +200,7 @@ class _LocatedInV2(_LocatedParameters):
         self._elements = {}
         for name, param in self._parameters.items():
             row_size = math.prod(param.shape[1:])
-            start, stop = local_rows(name, param)
+            start, stop = own_rows(param)
             self._elements[name] = (start * row_size, stop * row_size)
             param.megatron_fsdp_dist_index = _MeshOfV2(param)
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Megatron-FSDP would shard the parameters of one unit, for ranks that do not exist.
 
-A live run reads the buffers of the model itself (``mcore/fsdp_model.py``). This is the rule they
+A live run reads the buffers of the model itself (``rows/megatron_fsdp.py``). This is the rule they
 come from, ``_get_parameter_groups`` and ``build_data_parallel_buffer_index`` of megatron-core
 0.19.2, and ``tests/unit_tests/report/test_fsdp_buffer.py`` compares it with them.
 
@@ -21,13 +21,11 @@ leaves a remainder in its last chunk, which others share::
 import math
 from collections.abc import Sequence
 
-from megatron_muon.plan.layout import RowLayout, shards_from_flat_ranges
-
 type Shape = tuple[int, ...]
 
 
-def unit_layouts(shapes: Sequence[Shape], num_shards: int) -> list[RowLayout | None]:
-    """Shard the parameters of one unit.
+def unit_buffer(shapes: Sequence[Shape], num_shards: int) -> tuple[int, list[int]]:
+    """Lay out the parameters of one unit.
 
     Args:
         shapes: Of each parameter, as tensor parallelism leaves it, in the order of
@@ -35,21 +33,16 @@ def unit_layouts(shapes: Sequence[Shape], num_shards: int) -> list[RowLayout | N
         num_shards: Ranks that the buffer is sharded over.
 
     Returns:
-        The layout of each 2-D parameter; None for others.
+        The size of the buffer and the first element of each parameter, for
+        :func:`~megatron_muon.plan.layout.rows_in_buffer`.
     """
     order = sorted(range(len(shapes)), key=lambda i: _row_size(shapes[i]), reverse=True)
     chunk_size = _chunk_size([shapes[i] for i in order])
     offsets, used = _offsets([math.prod(shapes[i]) for i in order], chunk_size)
     # The buffer is padded so that every rank has the same number of whole chunks.
     multiple = num_shards * chunk_size
-    shard = -(-used // multiple) * multiple // num_shards
-    ranges = [(rank * shard, (rank + 1) * shard) for rank in range(num_shards)]
-    layouts: list[RowLayout | None] = [None] * len(shapes)
-    for position, index in enumerate(order):
-        shape = shapes[index]
-        if len(shape) == 2:
-            layouts[index] = shards_from_flat_ranges(*shape, offsets[position], ranges)
-    return layouts
+    begins = dict(zip(order, offsets, strict=True))
+    return -(-used // multiple) * multiple, [begins[i] for i in range(len(shapes))]
 
 
 def _row_size(shape: Shape) -> int:

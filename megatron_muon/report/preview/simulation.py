@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of jobs that are not running: from a model's shape."""
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import (
@@ -15,15 +17,18 @@ from megatron_muon.plan.exchange_plan import (
     staging_share,
 )
 from megatron_muon.plan.layout import (
+    Box,
     MatrixLayout,
-    RowLayout,
-    hfsdp_shard_of_rank,
-    whole_matrix,
+    RowRange,
+    Segment,
+    holders_of_segments,
+    rows_in_buffer,
+    tile,
 )
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
 from megatron_muon.plan.wire import Wire
-from megatron_muon.report.preview.fsdp_buffer import unit_layouts
+from megatron_muon.report.preview.fsdp_buffer import unit_buffer
 from megatron_muon.report.preview.model_shape import ModelShape, Parameter
 from megatron_muon.report.rank_report import Report, build_report
 
@@ -107,26 +112,16 @@ class Parallelism:
         """Data-parallel ranks of an expert."""
         return self.stage_size // (self.expert_tp * self.ep)
 
-    def num_shards(self, num_ranks: int) -> int:
-        """Return over how many of so many data-parallel ranks a buffer is sharded."""
-        if self.sharding == "no_shard":
-            return 1
-        return num_ranks if self.shards_outer else num_ranks // self.hsdp
-
     def holders(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
         """Group data-parallel ranks by the shard they hold.
 
         Args:
             ranks: Ranks of the job, by data-parallel rank.
         """
-        # Without sharding every rank is a replica of the one shard.
+        axes = [0, 1] if self.shards_outer else [1]
         if self.sharding == "no_shard":
-            return [tuple(ranks)]
-        inner = len(ranks) // self.hsdp
-        if self.shards_outer:
-            shards = [hfsdp_shard_of_rank(i, inner, self.hsdp) for i in range(len(ranks))]
-            return [(rank,) for _, rank in sorted(zip(shards, ranks, strict=True))]
-        return [tuple(ranks[i::inner]) for i in range(inner)]
+            axes = []
+        return holders_of_segments((self.hsdp, len(ranks) // self.hsdp), ranks, axes)
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ def simulate(
     *,
     splits: Splits | None = None,
 ) -> Simulation:
-    """Plan a model as a live run would: experts first, dense matrices fill what they leave.
+    """Plan a model as a live run would: small domains, such as experts', come first.
 
     Args:
         model: Its matrices.
@@ -167,52 +162,55 @@ def simulate(
             f"ep: expected a divisor of {model.num_experts} experts, got {parallel.ep}. "
             "Change --ep or --num-experts."
         )
-    units = {
-        is_expert: _units(model, parallel, splits or Splits(), is_expert=is_expert)
-        for is_expert in (True, False)
-    }
-    units = {is_expert: layers for is_expert, layers in units.items() if any(layers)}
-    domains = [
-        [
-            _matrices(layers, rank_grid, parallel, is_expert=is_expert)
-            for rank_grid in _rank_grids(parallel, is_expert)
-        ]
-        for is_expert, layers in units.items()
-    ]
-    plans = _plan_all(parallel.stage_size, domains, machine, settings)
+    # As in a run: matrices of the same ranks and replicas share a plan.
+    matrices: dict[_Key, list[MatrixLayout]] = {}
+    for is_expert in (True, False):
+        units = _units(model, parallel, splits or Splits(), is_expert=is_expert)
+        for rank_grid in _rank_grids(parallel, is_expert) if any(units) else ():
+            for key, matrix in _matrices(units, rank_grid, parallel, is_expert=is_expert):
+                matrices.setdefault(key, []).append(matrix)
+    plans = _plan_all(parallel.stage_size, matrices, machine, settings)
     return Simulation(parallel.stage_size, tuple(plans))
+
+
+class _Key(NamedTuple):
+    """Number of ranks, ranks, and sets of replicas, by which plans are ordered."""
+
+    num_ranks: int
+    ranks: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...]
 
 
 def _plan_all(
     world_size: int,
-    domains: Sequence[Sequence[Sequence[MatrixLayout]]],
+    matrices: Mapping[_Key, Sequence[MatrixLayout]],
     machine: Machine,
     settings: ExchangeSettings,
 ) -> list[ExchangePlan]:
-    """Plan the domains of experts, then those of dense matrices, as the ranks of a run do."""
+    """Plan small domains first, and others on top of them, as the ranks of a run do."""
     plans: list[ExchangePlan] = []
     load_ns = dict.fromkeys(range(world_size), 0)
     staged = dict.fromkeys(range(world_size), 0)
-    for number, of_kind in enumerate(domains):
-        new = []
-        for matrices in of_kind:
-            ranks = sorted(set().union(*(matrix.ranks for matrix in matrices)))
-            plan = plan_matrices(
-                matrices,
-                machine.cost,
+    position = dict.fromkeys(range(world_size), 0)
+    most_plans = max(Counter(rank for key in matrices for rank in key.ranks).values(), default=0)
+    for key in sorted(matrices):
+        plan = plan_matrices(
+            matrices[key],
+            machine.cost,
+            settings,
+            machine.wire,
+            load_ns=load_ns,
+            staging_bytes=staging_share(
                 settings,
-                machine.wire,
-                load_ns=load_ns,
-                staging_bytes=staging_share(
-                    settings, max(staged[rank] for rank in ranks), len(domains) - number
-                ),
-            )
-            new.append(plan)
-        for plan in new:
-            load_ns.update(plan.assignment.load_ns)
-            for rank in plan.ranks:
-                staged[rank] += plan.staging_bytes
-        plans += new
+                max(staged[rank] for rank in key.ranks),
+                most_plans - max(position[rank] for rank in key.ranks),
+            ),
+        )
+        load_ns.update(plan.assignment.load_ns)
+        for rank in key.ranks:
+            staged[rank] += plan.staging_bytes
+            position[rank] += 1
+        plans.append(plan)
     return plans
 
 
@@ -244,18 +242,14 @@ def _units(
 
 
 def _rank_grids(parallel: Parallelism, is_expert: bool) -> list[list[list[int]]]:
-    """List the domains, each as ``ranks[tensor_rank][data_parallel_rank]``."""
+    """List the ranks that share matrices, each as ``ranks[tensor_rank][data_parallel_rank]``."""
     tp = parallel.expert_tp if is_expert else parallel.tp
     ep = parallel.ep if is_expert else 1
     dp = parallel.expert_dp if is_expert else parallel.dp
-    domains = []
-    for expert in range(ep):
-        rank_grid = [
-            [tensor + tp * (expert + ep * data) for data in range(dp)] for tensor in range(tp)
-        ]
-        # Blockwise, each tensor rank orthogonalizes what it has, with its own data-parallel ranks.
-        domains += [rank_grid] if parallel.joins_tensor_ranks else [[row] for row in rank_grid]
-    return domains
+    return [
+        [[tensor + tp * (expert + ep * data) for data in range(dp)] for tensor in range(tp)]
+        for expert in range(ep)
+    ]
 
 
 def _matrices(
@@ -264,38 +258,66 @@ def _matrices(
     parallel: Parallelism,
     *,
     is_expert: bool,
-) -> list[MatrixLayout]:
-    """Lay out the matrices of one domain, layer by layer."""
-    matrices = []
-    num_tensor_ranks = parallel.expert_tp if is_expert else parallel.tp
+) -> Iterator[tuple[_Key, MatrixLayout]]:
+    """Yield the matrices of some ranks, layer by layer, and what they share with others."""
     holders = [parallel.holders(ranks) for ranks in rank_grid]
-    domain = tuple(sorted(rank for ranks in rank_grid for rank in ranks))
+    # What tensor parallelism joins, a part of each tensor rank, and copies, which are replicas.
+    joined, parts = [_keyed(holders)], [_keyed([of_rank]) for of_rank in holders]
+    copies = [
+        _keyed([[tuple(sorted(itertools.chain(*same))) for same in zip(*holders, strict=True)]])
+    ]
     for layer, parameters in enumerate(units):
-        shapes = tuple(_local_shape(parameter, num_tensor_ranks) for parameter in parameters)
-        layouts = _cached_layouts(shapes, parallel.num_shards(len(rank_grid[0])))
-        for parameter, layout in zip(parameters, layouts, strict=True):
-            if layout is None:
+        shapes = tuple(_local_shape(parameter, len(rank_grid)) for parameter in parameters)
+        size, begins = _unit_buffer(shapes, len(holders[0])) if shapes else (0, [])
+        for parameter, shape, begin in zip(parameters, shapes, begins, strict=True):
+            if len(shape) != 2:
                 continue
-            # What tensor parallelism replicates, such as a router, is a matrix on each rank; and
-            # so are heads that are apart.
-            is_sharded = parameter.partition_dim is not None
-            is_joined = len(rank_grid) > 1 and is_sharded and not parameter.is_split_by_head
+            layout = parts
+            if parameter.partition_dim is None:
+                layout = parts if is_expert else copies
+            elif parallel.joins_tensor_ranks and not parameter.is_split_by_head:
+                layout = joined
             split = parameter.split
-            for ranks in [holders] if is_joined else [[row] for row in holders]:
-                matrices.append(
-                    whole_matrix(
-                        f"decoder.layers.{layer}.{parameter.name}",
-                        layout,
-                        ranks,
-                        partition_dim=parameter.partition_dim if is_joined else None,
-                        split_shapes=None if split is None else split(layout.num_rows),
-                        domain=domain if is_joined or len(rank_grid) == 1 else None,
-                        has_copies=num_tensor_ranks > 1
-                        and parameter.partition_dim is None
-                        and not is_expert,
-                    )
-                )
-    return matrices
+            for key, columns in layout:
+                boxes = _boxes(columns, size, begin, shape, parameter.partition_dim or 0)
+                rows, cols = (max(box[dim][1] for box in boxes.values()) for dim in (0, 1))
+                segment = Segment(RowRange(0, rows), None if split is None else split(shape[0]))
+                blocks, regions = tile((rows, cols), segment, boxes)
+                name = f"decoder.layers.{layer}.{parameter.name}"
+                yield key, MatrixLayout(name, blocks, regions, key.ranks)
+
+
+def _keyed(
+    columns: Sequence[Sequence[tuple[int, ...]]],
+) -> tuple[_Key, Sequence[Sequence[tuple[int, ...]]]]:
+    replicas = tuple(sorted(itertools.chain(*columns)))
+    ranks = tuple(sorted(itertools.chain(*replicas)))
+    return _Key(len(ranks), ranks, replicas), columns
+
+
+def _boxes(
+    columns: Sequence[Sequence[tuple[int, ...]]],
+    size: int,
+    begin: int,
+    shape: Sequence[int],
+    dim: int,
+) -> dict[int, Box]:
+    """Return what ranks hold of a matrix of which tensor ranks have parts of one shape.
+
+    Args:
+        columns: By tensor rank, the ranks that hold each segment of the buffer.
+        size: Of the buffer.
+        begin: Of the parameter in it.
+        shape: Of a part.
+        dim: Dimension in which the parts follow one another.
+    """
+    rows, cols = shape
+    boxes: dict[int, Box] = {}
+    for number, holders in enumerate(columns):
+        down, right = (number * rows, 0) if dim == 0 else (0, number * cols)
+        for rank, (start, stop) in rows_in_buffer(holders, size, begin, rows, cols).items():
+            boxes[rank] = ((down + start, down + stop), (right, right + cols))
+    return boxes
 
 
 def _local_shape(parameter: Parameter, num_tensor_ranks: int) -> tuple[int, ...]:
@@ -312,6 +334,4 @@ def _local_shape(parameter: Parameter, num_tensor_ranks: int) -> tuple[int, ...]
 
 
 # All layers of a kind have the same shapes; a model has a few kinds.
-@lru_cache(maxsize=64)
-def _cached_layouts(shapes: tuple[tuple[int, ...], ...], num_shards: int) -> list[RowLayout | None]:
-    return unit_layouts(shapes, num_shards) if shapes else []
+_unit_buffer = lru_cache(maxsize=64)(unit_buffer)

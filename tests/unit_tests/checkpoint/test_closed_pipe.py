@@ -10,12 +10,12 @@ from megatron_muon.checkpoint import __main__ as checkpoint
 def test_closed_pipe_is_not_taken_for_an_unreadable_checkpoint(monkeypatch, capsys):
     """Both are OSErrors, and the pipe's was printed as a problem of the checkpoint."""
 
-    def describe(_):
+    def write(_):
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(checkpoint, "find_checkpoint", lambda *_: None)
     monkeypatch.setattr(checkpoint, "read_checkpoint", lambda _: None)
-    monkeypatch.setattr(checkpoint, "describe", describe)
+    monkeypatch.setattr(checkpoint, "find_problems", write)
     with pytest.raises(BrokenPipeError):
-        checkpoint.main(["inspect", "folder"])
+        checkpoint.main(["verify", "folder"])
     assert capsys.readouterr().err == ""

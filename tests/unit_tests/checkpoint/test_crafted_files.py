@@ -75,7 +75,7 @@ def _run(*arguments: object) -> tuple[int, str]:
 def _assert_refused(folder: Path, *commands: str) -> None:
     """Every command ends with status 1 and one line, and convert writes nothing."""
     names = sorted(folder.iterdir())
-    for command in commands or ("inspect", "verify", "convert"):
+    for command in commands or ("verify", "convert"):
         more = (folder / "new", "--from", "fsdp_dtensor", "--to", "torch_dist")
         status, text = _run(command, folder / "saved", *(more if command == "convert" else ()))
         assert status == 1, (command, text)
@@ -88,8 +88,7 @@ def _assert_refused(folder: Path, *commands: str) -> None:
 def test_the_checkpoint_itself_is_sound(tmp_path):
     """Each case below differs from it by one fault, so that nothing else is refused."""
     saved = _save(tmp_path)
-    for command in ("inspect", "verify"):
-        assert _run(command, saved)[0] == 0
+    assert _run("verify", saved)[0] == 0
     # Reached by a link of the user's own, as `latest -> iter_0000010`.
     (tmp_path / "latest").symlink_to(saved)
     to = ("--from", "fsdp_dtensor", "--to", "torch_dist")
@@ -219,10 +218,6 @@ def _name(name: Any) -> Callable[[Metadata], None]:
     return change
 
 
-def _names(metadata: Metadata) -> None:
-    metadata.planner_data = {"a": (_nested(), _nested())}
-
-
 TABLES = {
     "length of 2**40": _place(length=2**40),
     "length of 2**62": _place(length=2**62),
@@ -251,10 +246,6 @@ TABLES = {
     "number as shape": _shape(4),
     "name of lists": _name(_nested()),
     "no text as name": _name(7),
-    "nested names": _names,
-}
-# Of these inspect may print what is there.
-TILINGS = {
     "outside": _chunks(((2, 0), (4, 4))),
     "far outside": _chunks(((2**40, 0), (4, 4))),
     "twice": _chunks(((0, 0), (4, 4)), ((0, 1), (4, 3))),
@@ -274,15 +265,14 @@ TILINGS = {
 }
 
 
-@pytest.mark.parametrize("case", [*TABLES, *TILINGS])
+@pytest.mark.parametrize("case", TABLES)
 def test_table_of_contents_is_not_trusted(case, tmp_path):
     """Lengths of 2**40 ended in MemoryError, others in tracebacks, lists for ever."""
     saved = _save(tmp_path)
     metadata = pickle.loads((saved / ".metadata").read_bytes())
-    (TABLES | TILINGS)[case](metadata)
+    TABLES[case](metadata)
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    commands = ("inspect", "verify", "convert")
-    _assert_refused(tmp_path, *commands[case in TILINGS :])
+    _assert_refused(tmp_path)
 
 
 def _archive(value: object) -> bytes:
@@ -346,11 +336,11 @@ ITEMS: dict[str, tuple[str, Callable[[], bytes], tuple[str, ...]]] = {
     "nested": (WEIGHT, lambda: _archive(_nested()), ()),
     "raw pickle": (WEIGHT, lambda: pickle.dumps(_nested()), ()),
     "other shape": (WEIGHT, lambda: _archive(torch.ones(4, 5)), ()),
-    "lists as iteration": ("iteration", lambda: _archive(_nested()), ("inspect", "convert")),
-    "cyclic iteration": ("iteration", lambda: _archive(_cyclic()), ("inspect", "convert")),
+    "lists as iteration": ("iteration", lambda: _archive(_nested()), ("convert",)),
+    "cyclic iteration": ("iteration", lambda: _archive(_cyclic()), ("convert",)),
     "deep iteration": ("iteration", _deep, ("convert",)),
-    "lists in args": ("args", lambda: _archive(_with_lists()), ("inspect", "convert")),
-    "cyclic args": ("args", lambda: _archive(_cyclic()), ("inspect", "convert")),
+    "lists in args": ("args", lambda: _archive(_with_lists()), ("convert",)),
+    "cyclic args": ("args", lambda: _archive(_cyclic()), ("convert",)),
     "deep args": ("args", _deep, ("convert",)),
     "number as args": ("args", lambda: _archive(3), ("convert",)),
     "lists as setting": (
@@ -360,13 +350,13 @@ ITEMS: dict[str, tuple[str, Callable[[], bytes], tuple[str, ...]]] = {
     ),
     "deep setting": (f"optimizer.param_to_group_meta.{NAME}.lr", _deep, ("convert",)),
     "text as iteration": ("iteration", lambda: _archive("\x1b[2J"), ("convert",)),
-    "long number": ("iteration", lambda: _archive(10**5000), ("inspect", "convert")),
+    "long number": ("iteration", lambda: _archive(10**5000), ("convert",)),
 }
 
 
 @pytest.mark.parametrize("case", ITEMS)
 def test_items_are_not_trusted(case, tmp_path):
-    """Lists that share lists stopped inspect, and a list in place of a number was a traceback."""
+    """Lists that share lists were read for ever, and a list for a number was a traceback."""
     key, data, commands = ITEMS[case]
     saved = _save(tmp_path)
     metadata = pickle.loads((saved / ".metadata").read_bytes())

@@ -30,7 +30,7 @@ from megatron_muon.checkpoint.storage import (
     load_tensor,
     read_checkpoint,
 )
-from megatron_muon.checkpoint.verify import _is_tiled, find_problems
+from megatron_muon.checkpoint.verify import _is_tiled, find_misfits, find_problems
 
 NAME = "module.module.decoder.layers.0.mlp.linear_fc2.weight"
 
@@ -76,24 +76,10 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_inspect_describes_a_checkpoint_and_runs_no_code_of_it(folder, capsys):
-    """Iteration, optimizer, world; shape, state, dtype and norm of each parameter."""
-    assert main(["inspect", str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:4] == [
-        "  iteration: 30",
-        "  optimizer: muon; exp_avg, exp_avg_sq, step for 1 parameters; "
-        "momentum_buffer for 1 parameters",
-        "  saved from: ranks 8, tensor parallel 2",
-    ]
-    norm = float(_state(folder)["model"][NAME.removeprefix("module.")].double().norm())
-    assert (
-        f"  decoder.layers.0.mlp.linear_fc2.weight: 12x5; weight float32 norm {norm:.9g}, "
-        f"momentum_buffer float32 norm {2 * 60**0.5:.9g}"
-    ) in lines
-    assert any("exp_avg bfloat16 norm 1.7320508" in line for line in lines)
+def test_verify_runs_no_code_of_a_checkpoint(folder):
+    """The fixture is what it claims: torch's own reader does run it."""
+    assert main(["verify", str(folder)]) == 0
     assert not (folder / "ran").exists()
-    # The fixture is what it claims: torch's own reader does run it.
     dcp.load({"args": None}, checkpoint_id=folder / "iter_0000030", no_dist=True)
     assert (folder / "ran").exists()
 
@@ -139,13 +125,12 @@ def test_verify_reads_every_byte(folder, capsys):
     assert f"sound; 5 tensors, 4 objects, {size:,} bytes in 1 files" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_commands_need_neither_megatron_nor_a_process_group(command, folder):
+def test_commands_need_neither_megatron_nor_a_process_group(folder):
     """As a user runs them."""
     code = (
         "import runpy, sys, atexit\n"
         "atexit.register(lambda: print('MEGATRON', any(m == 'megatron' for m in sys.modules)))\n"
-        f"sys.argv = ['checkpoint', {command!r}, {str(folder)!r}]\n"
+        f"sys.argv = ['checkpoint', 'verify', {str(folder)!r}]\n"
         "runpy.run_module('megatron_muon.checkpoint', run_name='__main__')\n"
     )
     done = subprocess.run(
@@ -223,13 +208,12 @@ def test_verify_names_the_damaged_file(damage, text, folder, capsys):
 def test_shares_find_together_what_one_finds(num_shares, folder):
     """Each problem once, by whichever rank's share it is."""
     path = next(folder.glob("*/*.distcp"))
-    data = bytearray(path.read_bytes())
-    for position in range(1000, len(data), 1500):
-        data[position] ^= 1
-    path.write_bytes(data[:-10])
+    path.write_bytes(path.read_bytes()[:-10])
     checkpoint = read_checkpoint(folder / "iter_0000030")
-    alone = sorted(find_problems(checkpoint))
-    shared = [find_problems(checkpoint, share, num_shares) for share in range(num_shares)]
+    tensors = {key: replace(each, chunks=()) for key, each in checkpoint.tensors.items()}
+    checkpoint = replace(checkpoint, tensors=tensors)
+    alone = sorted(find_misfits(checkpoint))
+    shared = [find_misfits(checkpoint, share, num_shares) for share in range(num_shares)]
     assert sorted(problem for problems in shared for problem in problems) == alone
     assert len(alone) > 3
 
@@ -281,17 +265,8 @@ def test_keys_are_printed_on_one_line_without_control_characters(tmp_path, capsy
     metadata.state_dict_metadata[f"{ODD}2"].size = torch.Size([4])
     path.write_bytes(pickle.dumps(metadata))
     to = (str(tmp_path / "new"), "--from", "fsdp_dtensor", "--to", "torch_dist")
-    for command, more in (("inspect", ()), ("verify", ()), ("convert", to)):
-        assert main([command, str(tmp_path / "saved"), *more]) == int(command != "inspect")
+    for command, more in (("verify", ()), ("convert", to)):
+        assert main([command, str(tmp_path / "saved"), *more]) == 1
         text = "".join(capsys.readouterr())
         assert "a\\n/x: sound; 5 tensors\\x1b[2J\\u202eb\\ud800" in text
         assert all(line.isprintable() for line in text.splitlines())
-
-
-def test_settings_that_are_no_numbers_or_texts_are_not_printed(tmp_path, capsys):
-    """Lists in args stopped inspect."""
-    args = argparse.Namespace(optimizer=["x"] * 9, world_size=[1, 2])
-    dcp.save({"args": args}, checkpoint_id=tmp_path, no_dist=True)
-    assert main(["inspect", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert "  optimizer: unknown;" in text and "  saved from: unknown" in text

@@ -2,16 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures and ranges of a step."""
 
-import subprocess
-import sys
-import xml.etree.ElementTree
 from typing import Any
 
 import pytest
 import torch
 from helpers import fsdp2_models
 from helpers.device import device, init_group
-from helpers.ranks import ROOT, run_ranks
+from helpers.ranks import run_ranks
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW
 
@@ -101,27 +98,3 @@ def test_phases_of_a_step_are_ranges_of_a_profile():
     names = {event.key for event in profile.key_averages()}
     phases = {"momentum", "norms", "local_matrices", "update", "elementwise"}
     assert {f"Muon.{phase}" for phase in phases} <= names
-
-
-@pytest.mark.slow
-@pytest.mark.cpu_only
-def test_picture_of_a_step_has_a_lane_for_each_rank(tmp_path):
-    """Of the ranges that the profiler has seen on it."""
-    file = tmp_path / "step.svg"
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    script = [str(ROOT / "benchmarks" / "step_profile.py"), "--hidden", "16", "--layers", "4"]
-    subprocess.run([*launch, *script, "--out", str(file)], check=True, cwd=ROOT)
-    root = xml.etree.ElementTree.parse(file).getroot()
-    tag = "{http://www.w3.org/2000/svg}"
-    texts = [each.text for each in root.iter(f"{tag}text")]
-    assert "rank 0" in texts and "rank 1" in texts and "orthogonalize" in texts
-    bars = [each.get("fill") for each in root.iter(f"{tag}rect") if each.get("height") == "26"]
-    # Of both ranks in four buckets: their matrices, and AdamW's once.
-    assert bars.count("#0072b2") == 8 and bars.count("#009e73") == 2

@@ -304,3 +304,27 @@ def _load_with_an_idle_rank() -> list[Any]:
 def test_rank_without_parameters_joins_a_load():
     """It had no state to load, planned nothing, and the others waited."""
     assert run_ranks(2, _load_with_an_idle_rank).check().results == [[16.0], []]
+
+
+def _momentum_of_torch() -> list[float]:
+    init_group()
+    model = _model(is_sharded=False)
+    weight = model.up.weight
+    # The same coefficients and scale: states alone differ.
+    theirs = torch.optim.Muon([weight], 0.1, weight_decay=0.1, nesterov=False)
+    _step(model, theirs, 0)
+    state = copy.deepcopy(theirs.state_dict())
+    ours = Muon([weight], 0.1, weight_decay=0.1, momentum=0.95, fp32_matmul_prec="high")
+    ours.load_state_dict(state)
+    gradients = []
+    for optimizer in (theirs, ours):
+        _step(model, optimizer, 1)
+        gradients.append(optimizer.state[weight]["momentum_buffer"].clone())
+    return [float(gradients[0].norm()), float((gradients[0] - gradients[1]).abs().max())]
+
+
+@pytest.mark.ranks
+def test_state_of_torchs_muon_loads_as_it_is():
+    """Its momentum is the same average under the same key."""
+    ((norm, difference),) = run_ranks(1, _momentum_of_torch).check().results
+    assert norm > 0.1 and difference < 1e-6 * norm

@@ -7,6 +7,7 @@ Which rows a rank holds is found in their values: those of the whole matrix befo
 
 import functools
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,25 @@ class Model:
         unit: Name of the class whose parameters share a buffer.
         shapes: Of the matrices.
         seed: Of their values.
+        copies: Positions of the matrices that tensor parallelism replicates.
+        strategy: Of the data-parallel axes.
     """
 
-    def __init__(self, layout: Any, unit: str, shapes: list[list[int]], seed: int = 0) -> None:
+    def __init__(
+        self,
+        layout: Any,
+        unit: str,
+        shapes: list[list[int]],
+        seed: int = 0,
+        *,
+        copies: Sequence[int] = (),
+        strategy: str = "optim_grads_params",
+    ) -> None:
         import torch
         from helpers.fsdp2_models import drawn
         from torch.distributed.device_mesh import init_device_mesh
 
-        mesh_shape, tensor_dim = layout
+        mesh_shape, _ = layout
         self.mesh = init_device_mesh(
             device_kind(), tuple(mesh_shape), mesh_dim_names=("outer", "fsdp", "tp")
         )
@@ -58,6 +70,7 @@ class Model:
         self._cols = [slice(None)] * len(shapes)
         layers = []
         for i, whole in enumerate(self.wholes):
+            tensor_dim = None if i in copies else layout[1]
             part = whole if tensor_dim is None else whole.chunk(tp_size, dim=tensor_dim)[tp_rank]
             if tensor_dim == 1:
                 width = whole.shape[1] // tp_size
@@ -69,11 +82,11 @@ class Model:
                 layers[-1].weight.partition_dim = tensor_dim
                 layers[-1].weight.partition_stride = 1
         module = torch.nn.Sequential(*layers).to(self.wholes[0].device)
-        self.model = self._shard(module, unit)
+        self.model = self._shard(module, unit, strategy)
         self.params = list(self.model.parameters())
         self._first_rows = [self._first_row(i) for i in range(len(self.params))]
 
-    def _shard(self, module: Any, unit: str) -> Any:
+    def _shard(self, module: Any, unit: str, strategy: str) -> Any:
         import torch
         from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_model
         from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import (
@@ -86,7 +99,7 @@ class Model:
             outer = {
                 "dp_outer_dim": "outer",
                 "hybrid_fsdp_group": hybrid,
-                "outer_dp_sharding_strategy": 1,
+                "outer_dp_sharding_strategy": 0 if strategy == "no_shard" else 1,
             }
         return fully_shard_model(
             module,
@@ -94,6 +107,7 @@ class Model:
             dp_shard_dim="fsdp",
             tp_dim="tp",
             fsdp_unit_modules=[getattr(torch.nn, unit)],
+            zero_dp_strategy=strategy,
             mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
             **outer,
         )
@@ -211,6 +225,69 @@ def test_step_is_that_of_whole_matrices(name, rows):
     # What a single axis cuts into even shards is where torch thinks, and nothing else here is.
     is_plain = rows == "even" and name in ("one axis", "tensor columns")
     assert all(is_torchs for _, is_torchs, _ in found) == is_plain
+
+
+def _steps_and_holders(layout: Any, options: dict[str, Any]) -> list[Any]:
+    """Step twice; list what differs, and the ranks that hold each matrix of this rank."""
+    init_group()
+    model = Model(layout, *UNEVEN, **options)
+    muon, reference = _muon(model, **MUON), Reference(model.wholes, **MUON)
+    for step in range(2):
+        reference.step(model.set_grads(step))
+        muon.step()
+    holders = {
+        matrix.fqn: sorted(matrix.elements_by_rank)
+        for plan in muon.compute.plans
+        for matrix in plan.matrices
+    }
+    return [_differences(model, muon, reference.wholes()), holders]
+
+
+def test_matrix_that_tensor_parallelism_replicates_is_orthogonalized_once():
+    """Each tensor-parallel rank planned its copy alone: on a GPU copies could drift apart.
+
+    Version 1 leaves tensor parallelism out of the mesh of such a parameter.
+    """
+    run = run_ranks(4, _steps_and_holders, [[1, 2, 2], 0], {"copies": [2]}).check()
+    of_copies = {rank for _, holders in run.results for rank in holders["w2"]}
+    for rank, (different, holders) in enumerate(run.results):
+        assert different == []
+        # Those of the other tensor-parallel rank too.
+        assert set(holders["w2"]) == of_copies, rank
+    assert {rank % 2 for rank in of_copies} == {0, 1}
+
+
+def test_instances_without_shards_are_replicas():
+    """ZeRO-0 with two instances of the optimizer: every rank holds all rows."""
+    options = {"strategy": "no_shard"}
+    run = run_ranks(4, _steps_and_holders, [[2, 2, 1], None], options).check()
+    for different, holders in run.results:
+        assert different == []
+        assert all(ranks == [0, 1, 2, 3] for ranks in holders.values())
+
+
+def _muon_of_shards() -> str:
+    import torch
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+
+    from megatron_muon.fsdp2 import Muon
+
+    init_group()
+    param = Model(LAYOUTS["one axis"], *UNEVEN).params[0]
+    made = torch.nn.Parameter(param.detach().clone())
+    uneven_dtensor.update_uneven_dtensor_chunk_metadata(made)
+    try:
+        Muon([("made", made)])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_tensor_made_of_shards_is_refused_on_all_ranks():
+    """No buffer says which rows others hold; to gather all shapes took minutes on 16,384 ranks."""
+    for error in run_ranks(4, _muon_of_shards).check().results:
+        assert "made: expected a parameter of a model of Megatron-FSDP" in error
+        assert "Pass the parameter" in error and "No optimizer was built." in error
 
 
 SAVED = {**MUON, "weight_decay": 0.0}  # fully_shard_optimizer() makes a step, which would decay

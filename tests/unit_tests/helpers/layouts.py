@@ -5,14 +5,14 @@
 import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan, ExchangeSettings, Wire
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import plan_matrices
-from megatron_muon.plan.layout import MatrixLayout, RowLayout, whole_matrix
+from megatron_muon.plan.layout import MatrixLayout, RowRange, Segment, tile
 from megatron_muon.plan.schedule import Depth, PlanOrder
 
 BF16 = Wire.of("bf16", is_bf16=True)
@@ -62,8 +62,36 @@ def _matrices(draw: st.DrawFn, fqn: str, holders: list) -> MatrixLayout:
         holders,
         partition_dim=draw(st.sampled_from([0, 1])) if len(holders) > 1 else None,
         split_shapes=split_shapes,
-        has_copies=len(holders) == 1 and draw(st.sampled_from([False, False, True])),
     )
+
+
+class RowLayout(NamedTuple):
+    """Rows ``(start, stop)`` of a matrix by shard."""
+
+    num_rows: int
+    num_cols: int
+    shards: tuple[tuple[int, int], ...]
+
+
+def whole_matrix(
+    fqn: str,
+    layout: RowLayout,
+    ranks: Sequence[Sequence[Sequence[int]]],
+    *,
+    partition_dim: int | None = None,
+    split_shapes: Sequence[int] | None = None,
+) -> MatrixLayout:
+    """Join shards that ranks hold, as ``ranks[tensor_rank][shard]``."""
+    rows, cols = layout.num_rows, layout.num_cols
+    boxes = {}
+    for i, shards in enumerate(ranks):
+        down, right = (i * rows, 0) if partition_dim == 0 else (0, i * cols)
+        for (start, stop), cell in zip(layout.shards, shards, strict=True):
+            boxes |= dict.fromkeys(cell, ((down + start, down + stop), (right, right + cols)))
+    num_rows, num_cols = (max(box[dim][1] for box in boxes.values()) for dim in (0, 1))
+    segment = Segment(RowRange(0, num_rows), split_shapes and tuple(split_shapes))
+    found = tile((num_rows, num_cols), segment, boxes)
+    return MatrixLayout(fqn, *found, tuple(sorted(boxes)))
 
 
 def rows_cut_at(num_rows: int, num_cols: int, rows: list[int]) -> RowLayout:

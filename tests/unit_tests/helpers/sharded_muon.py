@@ -73,7 +73,7 @@ class Optimizers:
         """Give both the same gradients."""
         for index, (param, reference, matrix) in enumerate(self.params):
             grad = whole_matrix(reference.shape, 1000 * step + index, self._block(param))
-            start, stop = matrix.local_range
+            start, stop = matrix.own_box[0]
             reference.grad = grad.clone()
             # As Megatron-FSDP attaches gradients: none where the shard is empty.
             param.grad = with_local(param, grad[start:stop].clone()) if stop > start else None
@@ -105,13 +105,13 @@ class Optimizers:
         for (value, momentum), (_, reference, matrix) in zip(
             self.state(), self.params, strict=True
         ):
-            rows = slice(*matrix.local_range)
+            rows = slice(*matrix.own_box[0])
             expected = self.whole.state[reference]["momentum_buffer"][rows]
             if not torch.equal(momentum, expected):
-                different.append(f"{matrix.fqn}: momentum")
+                different.append(f"{matrix.name}: momentum")
             if not torch.allclose(value, reference[rows], atol=atol, rtol=rtol):
                 worst = (value - reference[rows]).abs().max().item()
-                different.append(f"{matrix.fqn}: parameter, by up to {worst:.1e}")
+                different.append(f"{matrix.name}: parameter, by up to {worst:.1e}")
         return different
 
 
@@ -150,13 +150,12 @@ def build_optimizers(
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
     from megatron_muon.mcore.muon_step import MuonStep
     from megatron_muon.plan.settings import ExchangeSettings
-    from megatron_muon.runtime.sharded_matrix import ShardedMatrix
 
     names = ("replica", "shard", "tensor")
     mesh = init_device_mesh(
         kind(), (num_replicas, num_shards, num_tensor_ranks), mesh_dim_names=names
     )
-    replicas, shards, tensor = (mesh[name].get_group() for name in names)
+    tensor = mesh["tensor"].get_group()
     params = []
     cases = cases or [*LAYOUTS[num_shards], (24, QKV_ROWS[num_shards])]
     for index, (cols, rows) in enumerate(cases):
@@ -171,14 +170,12 @@ def build_optimizers(
         if by_head and by_head[index]:
             # Upstream joins what is sharded.
             param.is_split_by_head, reference.partition_dim = True, -1
-        matrix = ShardedMatrix(
-            f"layer.{index}.weight", layout, shards, replicas if num_replicas > 1 else None
-        )
-        params.append((param, reference, matrix))
+        part = _part(f"layer.{index}.weight", param, layout, mesh)
+        params.append((param, reference, part))
     arguments = _arguments(tensor) | (settings or {})
     muon = (sharded or FSDPZeROTensorParallelMuon)(
         [param for param, _, _ in params],
-        matrices={param: matrix for param, _, matrix in params},
+        parts={param: part for param, _, part in params},
         **arguments,
     )
     muon_step = MuonStep([muon], ExchangeSettings(**(exchange or {})))
@@ -217,7 +214,7 @@ def _parameter_and_reference(
     value = whole_matrix(shape, index, tensor.rank() * (partition_dim >= 0))
     reference = torch.nn.Parameter(value.clone())
     start, stop = layout.shards[mesh["shard"].get_group().rank()]
-    param = _sharded_parameter(value, slice(start, stop), mesh["shard"])
+    param = _sharded_parameter(value, slice(start, stop), mesh, partition_dim)
     for each in (param, reference):
         each.is_qkv, each.partition_dim = is_qkv, partition_dim
         if split_shapes is not None:
@@ -225,21 +222,53 @@ def _parameter_and_reference(
     return param, reference
 
 
-def _sharded_parameter(whole: Any, rows: slice, mesh: Any) -> Any:
-    """Make a DTensor parameter of some rows of a matrix."""
+def _sharded_parameter(whole: Any, rows: slice, mesh: Any, partition_dim: int) -> Any:
+    """Make a DTensor parameter of some rows of a matrix, as Megatron-FSDP does."""
     import torch
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    return torch.nn.Parameter(
+    shape, names, placements = list(whole.shape), ["replica", "shard"], [Replicate(), Shard(0)]
+    if partition_dim >= 0:
+        shape[partition_dim] *= mesh["tensor"].size()
+        names, placements = [*names, "tensor"], [*placements, Shard(partition_dim)]
+    param = torch.nn.Parameter(
         DTensor.from_local(
             whole[rows].clone(),
-            mesh,
-            [Shard(0)],
+            mesh[tuple(names)],
+            placements,
             run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            shape=torch.Size(shape),
+            stride=(shape[1], 1),
         )
     )
+    # What is read of Megatron-FSDP beside its rows.
+    param.orig_param = torch.empty(whole.shape, device="meta")
+    index = SimpleNamespace(tp_dim="tensor", get_submesh=lambda names: mesh[names])
+    buffers = SimpleNamespace(
+        dist_index=index,
+        param_to_param_group={param.orig_param: 0},
+        parameter_groups=[SimpleNamespace(is_expert_param=False)],
+    )
+    param._megatron_fsdp_model = SimpleNamespace(param_and_grad_buffer=buffers)
+    return param
+
+
+def _part(name: str, param: Any, layout: Any, mesh: Any) -> Any:
+    """Describe the rows of a matrix that the ranks of this tensor-parallel rank hold."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    from megatron_muon.rows.parameters import NamedParameter, as_dtensor
+
+    ranks = mesh.mesh[:, :, mesh.get_local_rank("tensor")].tolist()
+    cols = (0, layout.num_cols)
+    boxes = {
+        rank: (rows, cols)
+        for replica in ranks
+        for rank, rows in zip(replica, layout.shards, strict=True)
+    }
+    shape = (layout.num_rows, layout.num_cols)
+    view = as_dtensor(param._local_tensor, mesh["replica", "shard"], [Replicate(), Shard(0)], shape)
+    return NamedParameter(name, param, view, known_boxes=boxes)
 
 
 def each_of(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
@@ -271,8 +300,8 @@ def split_always(num_parts: int) -> Iterator[None]:
     from unittest import mock
 
     def choose(matrices: Sequence[Any], *_: Any) -> list[int]:
-        """Split all but copies, over at most the ranks that there are."""
-        return [1 if each.has_copies else min(num_parts, len(each.ranks)) for each in matrices]
+        """Split all, over at most the ranks that there are."""
+        return [min(num_parts, len(each.ranks)) for each in matrices]
 
     with mock.patch("megatron_muon.plan.owners._choose_parts", choose):
         yield

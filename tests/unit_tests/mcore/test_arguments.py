@@ -27,13 +27,6 @@ REFUSALS = [
     (("--optimizer", "dist_muon"), "it is Muon with the layer-wise distributed optimizer"),
     (("--optimizer", "soap"), "--optimizer soap or rekls, got soap: their state"),
     (
-        (
-            *("--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", "normuon"),
-            *("--muon-fsdp-exchange", "all_gather"),
-        ),
-        "scales results before they can be normalized; use --muon-fsdp-exchange owner",
-    ),
-    (
         (*INTERLEAVED, "--save", "folder"),
         "got --num-layers-per-virtual-pipeline-stage 1 --save folder: Megatron-FSDP's checkpoints",
     ),
@@ -72,21 +65,16 @@ REFUSALS = [
     (("--load-main-params-from-ckpt",), "checkpoints hold the main parameters"),
     (("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"), "than fp32, got bf16: "),
     (("--bf16", "--megatron-fsdp-main-params-dtype", "auto"), "need float32 main parameters"),
-    (("--muon-fsdp-exchange", "nobody"), "invalid choice: 'nobody' (choose from 'owner', "),
+    (("--muon-fsdp-wire", "nothing"), "invalid choice: 'nothing' (choose from 'auto', "),
     (
         ("--muon-fsdp-staging-bytes", "0"),
         "--muon-fsdp-staging-bytes: expected a positive number of bytes, got",
     ),
     (("--muon-fsdp-max-parts", "3"), "--muon-fsdp-max-parts: expected a power of two, got 3."),
     (
-        ("--muon-fsdp-newton-schulz", "gram", "--muon-fsdp-exchange", "all_gather"),
-        "--muon-fsdp-newton-schulz: expected standard with --muon-fsdp-exchange all_gather",
-    ),
-    (
         ("--muon-split-qkv-per-head", "--muon-no-split-qkv"),
         "--muon-split-qkv-per-head: expected query, key and value apart, got --muon-no-split-qkv",
     ),
-    ((*HEADS_TP, "--muon-fsdp-exchange", "all_gather"), UPSTREAM_JOINS),
     (("--optimizer", "lion", "--muon-split-glu"), "got lion, which orthogonalizes nothing"),
     (("--optimizer", "adam", "--qk-clip", "--optimizer-cpu-offload"), "copies on the CPU"),
     (("--muon-fsdp-cost-model", "gbps=fast"), "cost model: expected name=value with a name of"),
@@ -188,7 +176,7 @@ def test_flags_that_cannot_work_are_refused_without_megatron_fsdp_too(line, mess
     ("flags", "message", "code"),
     [
         (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16.", 1),
-        (("--muon-fsdp-exchange", "nobody"), "invalid choice: 'nobody'", 1),
+        (("--muon-fsdp-wire", "nothing"), "invalid choice: 'nothing'", 1),
     ],
 )
 def test_refusal_ends_every_rank(flags, message, code):
@@ -281,7 +269,7 @@ def test_yaml_configuration_is_refused(tmp_path):
 
 def test_use_distributed_optimizer_is_accepted():
     """Megatron-FSDP turns the flag on itself; it does not mean the layer-wise optimizer here."""
-    flags = ("--use-distributed-optimizer", "--muon-fsdp-exchange", "all_gather")
+    flags = ("--use-distributed-optimizer",)
     run = launch(1, fsdp_toy_gpt(ZERO_3, *flags, "--train-iters", "1", "--lr-warmup-iters", "0"))
     assert len(run.check().history) == 1
 

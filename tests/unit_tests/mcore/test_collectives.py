@@ -115,16 +115,15 @@ def test_collectives_are_those_of_the_document(
             ["all_reduce", "int32", 1, world_size],
             ["all_reduce", "int32", 1, world_size],
             ["all_gather_into_tensor", "int64", 1, world_size],
-            ["all_gather_into_tensor", "int32", 2, world_size],
-            ["all_reduce", "int32", 1, world_size],
-            ["all_gather_into_tensor", "int64", 8, world_size],
+            # Plans of all ranks, and the groups of domains that have none yet.
+            ["all_gather_object", "", 0, world_size],
             ["all_reduce", "int32", 1, world_size],
             ["all_gather_object", "", 0, world_size],
+            ["all_reduce", "int32", 1, world_size],
             ["all_gather_into_tensor", "int64", 3, world_size],
             ["all_gather_into_tensor", "int64", 1, world_size],
             ["all_reduce", "int32", 1, world_size],
-            # For owners that split a matrix, plans, and on CPU ranks replicas.
-            ["all_gather_object", "", 0, world_size],
+            # For owners that split a matrix, and on CPU ranks replicas.
             ["all_gather_object", "", 0, world_size],
             ["all_gather_object", "", 0, world_size],
             *([["new_group", "", 0, 0]] * (world_size // num_replicas) if num_replicas else []),

@@ -19,15 +19,17 @@ SHARDINGS = [
     pytest.param(4, "optim_grads", HSDP, id="hsdp"),
     pytest.param(4, "optim_grads_params", HFSDP, id="hfsdp"),
     pytest.param(2, "no_shard", {}, id="zero0"),
+    pytest.param(4, "no_shard", HSDP, id="zero0_instances"),
 ]
 
 
 def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
     """Describe every 2-D parameter: name to parameter and matrix."""
-    from megatron_muon.mcore.fsdp_model import describe_matrix, named_optimizer_parameters
+    from megatron_muon.mcore.fsdp_model import named_optimizer_parameters
+    from megatron_muon.rows.parameters import NamedParameter, part_of
 
     return {
-        fqn: (param, describe_matrix(fqn, param))
+        fqn: (param, part_of(NamedParameter(fqn, param, param)))
         for fqn, param in named_optimizer_parameters([model])
         if param.dim() == 2
     }
@@ -36,18 +38,20 @@ def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
 def _compare_layouts(sharding: str, settings: dict[str, Any]) -> list[Any]:
     import torch
 
+    from megatron_muon.rows.megatron_fsdp import rows_of_part, shard_group
     from megatron_muon.runtime.exchange import all_gather_rows
 
     model = build_model(sharding, **settings)
     wrong, num_empty = [], 0
     for fqn, (param, matrix) in _matrices(model).items():
         whole = model.whole_weights[fqn]
-        start, stop = matrix.local_range
+        start, stop = matrix.own_box[0]
         num_empty += start == stop
         if not torch.equal(param._local_tensor, whole[start:stop]):
             wrong.append(f"{fqn}: rows {start} to {stop}")
-        if matrix.shard_group is not None:
-            gathered = all_gather_rows(param._local_tensor, matrix.layout, matrix.shard_group)
+        group = shard_group(param)
+        if group is not None:
+            gathered = all_gather_rows(param._local_tensor, rows_of_part(param), group)
             if not torch.equal(gathered, whole):
                 wrong.append(f"{fqn}: gathered")
     return [wrong, num_empty]
@@ -69,7 +73,7 @@ def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
     model = build_model(sharding, **settings)
     chain = build_optimizer(model, muon_nesterov=True)
     (muon,) = chain.muon_step.optimizers
-    shards = {fqn: pair for fqn, pair in _matrices(model).items() if pair[0] in muon.matrices}
+    shards = {fqn: pair for fqn, pair in _matrices(model).items() if pair[0] in muon.parts}
     whole = {fqn: torch.nn.Parameter(model.whole_weights[fqn].clone()) for fqn in shards}
     for fqn, (param, _) in shards.items():
         whole[fqn].is_qkv = getattr(param, "is_qkv", False)
@@ -89,14 +93,14 @@ def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
             generator = torch.Generator().manual_seed(100 * step + index)
             grad = torch.randn(whole[fqn].shape, generator=generator).to(device())
             whole[fqn].grad = grad.clone()
-            rows = grad[slice(*matrix.local_range)].clone()
+            rows = grad[slice(*matrix.own_box[0])].clone()
             param.grad = with_local(param, rows) if rows.numel() else None
         chain.muon_step.step()
         reference.step()
     return [
         fqn
         for fqn, (param, matrix) in shards.items()
-        if not torch.equal(param._local_tensor, whole[fqn][slice(*matrix.local_range)])
+        if not torch.equal(param._local_tensor, whole[fqn][slice(*matrix.own_box[0])])
     ]
 
 

@@ -61,30 +61,31 @@ def _compare(name: str) -> list[Any]:
     import torch.distributed as dist
     from helpers.device import init_group
 
-    from megatron_muon.mcore.fsdp_model import describe_matrix, local_rows
-    from megatron_muon.mcore.fsdp_v2_model import find_shard_groups
+    from megatron_muon.rows.megatron_fsdp import own_rows, rows_of_part
+    from megatron_muon.rows.parameters import NamedParameter, part_of, replicas_of
     from megatron_muon.runtime.exchange import all_gather_rows
 
     init_group()
     params, group = stand_in(*MESHES[name])
     matrices = {i: param for i, param in enumerate(params) if param.dim() == 2}
-    groups = find_shard_groups(matrices.values(), [dist.group.WORLD])
     wrong, num_shards, num_replicas = [], set(), set()
     for i, param in matrices.items():
-        matrix = describe_matrix(str(i), param, groups)
+        part = part_of(NamedParameter(str(i), param, param))
         begin = group.main_weight.layout.tensor_to_offset[i]
         whole = begin + torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
-        start, stop = matrix.local_range
+        start, stop = part.own_box[0]
         if not torch.equal(param._local_tensor, whole[start:stop]):
             wrong.append(f"{i}: rows {start} to {stop}")
-        if local_rows(str(i), param) != (start, stop):
+        if own_rows(param) != (start, stop):
             wrong.append(f"{i}: local rows")
-        if not torch.equal(
-            all_gather_rows(param.to_local(), matrix.layout, matrix.shard_group), whole
-        ):
-            wrong.append(f"{i}: gathered")
-        num_shards.add(dist.get_world_size(matrix.shard_group))
-        num_replicas.add(dist.get_world_size(matrix.replica_group) if matrix.replica_group else 1)
+        replicas = replicas_of(param.device_mesh, tuple(param.placements))
+        # One rank of each set of replicas: the ranks that hold all rows together.
+        if len(replicas) == dist.get_world_size():
+            gathered = all_gather_rows(param.to_local(), rows_of_part(param), dist.group.WORLD)
+            if not torch.equal(gathered, whole):
+                wrong.append(f"{i}: gathered")
+        num_shards.add(len(replicas))
+        num_replicas.update(map(len, replicas))
     return [wrong, list(num_shards), list(num_replicas)]
 
 
@@ -101,22 +102,20 @@ def _step(name: str) -> bool:
     from helpers.device import init_group
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megatron_muon.mcore.fsdp_model import describe_matrix
-    from megatron_muon.mcore.fsdp_v2_model import find_shard_groups
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
     from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.rows.parameters import NamedParameter, part_of
 
     init_group()
     params = [param for param in stand_in(*MESHES[name])[0] if param.dim() == 2]
-    groups = find_shard_groups(params, ())
-    matrices = {param: describe_matrix(str(i), param, groups) for i, param in enumerate(params)}
+    parts = {p: part_of(NamedParameter(str(i), p, p)) for i, p in enumerate(params)}
     settings = {"lr": 0.5, "momentum": 0.9, "fp32_matmul_prec": "high", "num_ns_steps": 5}
     wholes = []
-    for param, matrix in matrices.items():
+    for param, part in parts.items():
         torch.manual_seed(len(wholes))
         # Halves that are orthogonalized apart: rows in another order would show.
         weight, grad = torch.randn(2, *param.shape).unbind()
-        start, stop = matrix.local_range
+        start, stop = part.own_box[0]
         param._local_tensor.data.copy_(weight[start:stop])
         param.grad = torch.zeros_like(param)
         param.grad._local_tensor.copy_(grad[start:stop])
@@ -135,9 +134,9 @@ def _step(name: str) -> bool:
     for whole in wholes:
         shapes = tuple(getattr(whole, "qkv_split_shapes", (1, 1)))
         TensorParallelMuon([whole], **settings, **{**is_split, "qkv_split_shapes": shapes}).step()
-    MuonStep([FSDPZeROTensorParallelMuon(params, matrices=matrices, **settings, **is_split)]).step()
+    MuonStep([FSDPZeROTensorParallelMuon(params, parts=parts, **settings, **is_split)]).step()
     return all(
-        torch.equal(param._local_tensor, whole[slice(*matrices[param].local_range)])
+        torch.equal(param._local_tensor, whole[slice(*parts[param].own_box[0])])
         for param, whole in zip(params, wholes, strict=True)
     )
 

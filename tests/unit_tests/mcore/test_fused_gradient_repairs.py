@@ -54,14 +54,15 @@ def _whole_gradients(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _difference(model: Any, whole: dict[str, Any]) -> float:
     """Return the largest error of a matrix's main gradient on this rank, of its norm."""
-    from megatron_muon.mcore.fsdp_model import describe_matrix, named_optimizer_parameters
+    from megatron_muon.mcore.fsdp_model import named_optimizer_parameters
+    from megatron_muon.rows.megatron_fsdp import own_rows
 
     model.finish_grad_sync()
     largest, num_compared = 0.0, 0
     for fqn, param in named_optimizer_parameters([model]):
         if param.dim() != 2:
             continue
-        start, stop = describe_matrix(fqn, param).local_range
+        start, stop = own_rows(param)
         if start == stop:
             continue
         found, expected = param.grad._local_tensor.view(stop - start, -1), whole[fqn][start:stop]

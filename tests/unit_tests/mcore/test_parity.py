@@ -104,12 +104,12 @@ def test_hfsdp_trains_like_ddp(world_size):
     check_parity(world_size, 3, HIGH, HFSDP, HIGH_TOLERANCE, num_microbatches=2)
 
 
-@pytest.mark.parametrize("mode", ["blockwise", "duplicated"])
+@pytest.mark.parametrize("mode", ["blockwise", "duplicated", "distributed"])
 @pytest.mark.slow
 def test_tensor_parallel_modes_train_like_ddp(mode):
     """TP 2, dp 2, ZeRO-0: Newton-Schulz of the block, and of the whole matrix.
 
-    The bf16 wire has ZeRO-3, and Newton-Schulz spread over both ranks, as all_gather with ZeRO-0.
+    The bf16 wire has ZeRO-3, and Newton-Schulz spread over both ranks.
     """
     check_parity(4, 0, (*HIGH, *TP, "--muon-tp-mode", mode), (), HIGH_TOLERANCE)
 
@@ -211,20 +211,6 @@ def test_both_wires_train_like_ddp(world_size, zero, flags, tolerance):
 def test_tensor_parallel_blocks_train_like_ddp_on_the_bf16_wire():
     """Owners of whole matrices gather blocks of both tensor-parallel ranks, in bf16."""
     check_parity(4, 3, (*TP, "--muon-tp-mode", "distributed"), (), MEDIUM_TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "zero", "flags"),
-    [
-        pytest.param(3, 3, (), id="zero3"),
-        pytest.param(4, 0, (*TP, "--muon-tp-mode", "distributed"), id="zero0_tp2"),
-    ],
-)
-@pytest.mark.slow
-def test_all_gather_trains_like_ddp(world_size, zero, flags):
-    """The simple exchange, where every rank repeats Newton-Schulz."""
-    exchange = ("--muon-fsdp-exchange", "all_gather")
-    check_parity(world_size, zero, (*HIGH, *flags), exchange, HIGH_TOLERANCE)
 
 
 @pytest.mark.parametrize(("world_size", "zero"), [slow(2, 0), slow(2, 1), slow(3, 2), (2, 3)])

@@ -99,7 +99,6 @@ def check(
         slow(8, 2, (*PP, *TP, TIED), HSDP, id="hsdp_tp2_tied"),
         pytest.param(4, 3, NO_MATRIX, (), id="zero3_stage_without_matrix"),
         slow(4, 3, (*PP, "--mtp-num-layers", "1"), (), id="zero3_mtp"),
-        slow(4, 0, NO_MATRIX, ("--muon-fsdp-exchange", "all_gather"), id="all_gather"),
     ],
 )
 def test_stages_train_like_ddp(world_size, zero, flags, fsdp_flags):

@@ -6,13 +6,12 @@ from collections import Counter
 from unittest import mock
 
 import pytest
-from helpers.layouts import SLOW, matrix_lists, one_matrix, plan_of, rows_cut_at
+from helpers.layouts import SLOW, matrix_lists, one_matrix, plan_of, rows_cut_at, whole_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.plan.owners import matrix_ns
 from megatron_muon.plan.staging import StagingLayout
 

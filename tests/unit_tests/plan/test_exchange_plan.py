@@ -7,14 +7,12 @@ import dataclasses
 import re
 
 import pytest
-from helpers.layouts import matrix_lists, one_matrix, plan_of, rows_cut_at
+from helpers.layouts import matrix_lists, one_matrix, plan_of, rows_cut_at, whole_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan
-from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import staging_problem
-from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.plan.owners import Assignment
 
 
@@ -89,24 +87,6 @@ def test_rank_with_other_replicas_in_another_matrix_is_refused():
     ]
     with pytest.raises(ValueError, match=r"1.weight: expected the replicas of rank 0 to be"):
         plan_of(matrices)
-
-
-@pytest.mark.parametrize(
-    ("backends", "expected"),
-    [
-        (("standard", "symmetric"), ["symmetric", "standard"]),
-        (("gram", "gram_symmetric"), ["gram_symmetric", "gram"]),
-    ],
-)
-def test_copies_are_left_to_torch(backends, expected):
-    """A kernel that chooses its tiles by timing may have other bits on another rank."""
-    whole = one_matrix([4096], 8192)
-    plan = plan_of(
-        [whole, dataclasses.replace(whole, has_copies=True)], CostModel(backends=backends)
-    )
-    assert [plan.backend(index, 0) for index in (0, 1)] == expected
-    who = plan.entries()[2:4]
-    assert all(line.endswith(f"by {name}") for name, line in zip(expected, who, strict=True))
 
 
 @settings(max_examples=15)

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.plan.layout import RowLayout, shards_from_flat_ranges
+from megatron_muon.plan.layout import (
+    MatrixLayout,
+    RowRange,
+    Segment,
+    holders_of_segments,
+    rows_in_buffer,
+    tile,
+)
 
 
 @st.composite
@@ -24,48 +31,51 @@ def buffers(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int, int, int]:
 def test_shards_cover_every_row_once(case):
     """Every row of every matrix lies on exactly one rank, wherever the buffer is cut."""
     matrices, num_cols, shard_size, world = case
-    ranges = [(rank * shard_size, (rank + 1) * shard_size) for rank in range(world)]
+    ranks = [(rank,) for rank in range(world)]
     held = [0] * world
     for start, num_rows in matrices:
-        layout = shards_from_flat_ranges(num_rows, num_cols, start, ranges)
-        owners = [
-            [rank for rank, (a, b) in enumerate(layout.shards) if a <= row < b]
-            for row in range(num_rows)
-        ]
-        assert all(len(found) == 1 for found in owners)
-        for rank in range(world):
-            held[rank] += layout.shard_rows(rank)
+        rows = rows_in_buffer(ranks, world * shard_size, start, num_rows, num_cols)
+        assert all(a < b for a, b in rows.values())
+        assert sorted(row for range_ in rows.values() for row in range(*range_)) == list(
+            range(num_rows)
+        )
+        for rank, (first, last) in rows.items():
+            held[rank] += last - first
     assert max(held) * num_cols <= shard_size
 
 
-def test_shards_follow_the_order_of_ranks_when_it_is_not_ascending():
-    """HFSDP's groups count outer ranks first, so consecutive ranks hold distant rows."""
-    layout = shards_from_flat_ranges(8, 2, 4, [(0, 8), (12, 16), (8, 12), (16, 24)])
-    assert layout.shards == ((0, 2), (4, 6), (2, 4), (6, 8))
-    assert layout.max_shard_rows == 2
+def test_last_axis_of_the_mesh_shards_first():
+    """HFSDP: consecutive rows are on the same inner rank of different instances."""
+    holders = holders_of_segments((2, 3), [10, 11, 12, 20, 21, 22], (0, 1))
+    assert holders == [(10,), (20,), (11,), (21,), (12,), (22,)]
+    found = rows_in_buffer(holders, 24, 4, 8, 2)
+    assert found == {20: (0, 2), 11: (2, 4), 21: (4, 6), 12: (6, 8)}
 
 
-def test_shards_are_empty_outside_of_the_matrix():
-    """Ranks whose part of the buffer misses the matrix hold no rows of it."""
-    layout = shards_from_flat_ranges(3, 4, 100, [(0, 100), (100, 104), (104, 112), (112, 200)])
-    assert [layout.shard_rows(rank) for rank in range(4)] == [0, 1, 2, 0]
+def test_ranks_that_differ_in_other_axes_are_replicas():
+    """HSDP has as many replicas as instances, ZeRO-0 as ranks."""
+    assert holders_of_segments((2, 2), [0, 1, 2, 3], (1,)) == [(0, 2), (1, 3)]
+    everyone = holders_of_segments((2, 2), [0, 1, 2, 3], ())
+    assert everyone == [(0, 1, 2, 3)]
+    assert rows_in_buffer(everyone, 12, 0, 3, 4) == dict.fromkeys(range(4), (0, 3))
+
+
+def test_ranks_outside_of_the_matrix_are_left_out():
+    """Of thousands of ranks a matrix is on a few, and the others cost nothing."""
+    ranks = [(rank,) for rank in range(50)]
+    assert rows_in_buffer(ranks, 400, 100, 3, 4) == {12: (0, 1), 13: (1, 3)}
 
 
 def test_shards_inside_a_row_are_refused():
     """A boundary inside a row would cut a matrix that Newton-Schulz needs in whole rows."""
     with pytest.raises(ValueError, match=r"whole rows of 4 elements, got elements \[0, 6\)"):
-        shards_from_flat_ranges(3, 4, 0, [(0, 6), (6, 12)])
+        rows_in_buffer([(0,), (1,)], 12, 0, 3, 4)
 
 
-@pytest.mark.parametrize(
-    ("shards", "message"),
-    [
-        (((0, 2), (3, 4)), r"a shard \[3, 4\) after row 2"),
-        (((0, 2), (1, 4)), r"a shard \[1, 4\) after row 2"),
-        (((0, 2), (2, 3)), "got 3 rows"),
-    ],
-)
-def test_row_layout_refuses_gaps_overlaps_and_missing_rows(shards, message):
+@pytest.mark.parametrize("rows", [((0, 2), (3, 4)), ((0, 2), (1, 4)), ((0, 2), (2, 3))])
+def test_boxes_with_gaps_overlaps_or_missing_rows_are_refused(rows):
     """A layout that loses or repeats a row is an error at construction."""
-    with pytest.raises(ValueError, match=message):
-        RowLayout(4, 2, shards)
+    boxes = {rank: (each, (0, 2)) for rank, each in enumerate(rows)}
+    found = tile((4, 2), Segment(RowRange(0, 4)), boxes)
+    with pytest.raises(ValueError, match="expected regions with 8 elements in all"):
+        MatrixLayout("w", *found, (0, 1))

@@ -5,13 +5,13 @@
 from collections import Counter
 from typing import Any
 
-from helpers.layouts import matrix_lists, plan_of, rows_cut_at
+from helpers.layouts import matrix_lists, plan_of, rows_cut_at, whole_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan import RankPlan, Route
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout, whole_matrix
+from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.replicas import scatters_of
 
 _COST = CostModel(ranks_per_node=4, stack_tiles=1)

@@ -13,15 +13,10 @@ from megatron_muon.user_errors import naming_flags
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "broadcast"}, r"exchange.mode: expected one of \('owner', 'all_gather'\), got"),
         ({"wire": "fp8"}, "exchange.wire: expected one of .* got 'fp8'"),
         (
             {"newton_schulz": "svd"},
             "exchange.newton_schulz: expected one of .*'gram', .*'auto'.*, got 'svd'",
-        ),
-        (
-            {"newton_schulz": "gram", "mode": "all_gather"},
-            "newton_schulz: expected standard with exchange.mode all_gather, .* got gram",
         ),
         (
             {"staging_bytes": 0},
@@ -82,9 +77,9 @@ def test_errors_name_flags_to_who_set_flags():
     ):
         ExchangeSettings(wire="bf16").wire_for(is_bf16=False)
     with (
-        pytest.raises(RuntimeError, match="use --muon-fsdp-exchange, --muon-fsdp-staging-bytes$"),
+        pytest.raises(RuntimeError, match="use --muon-fsdp-wire, --muon-fsdp-staging-bytes$"),
         naming_flags(),
     ):
-        raise RuntimeError("use exchange.mode, exchange.staging_bytes")
+        raise RuntimeError("use exchange.wire, exchange.staging_bytes")
     with pytest.raises(RuntimeError, match="^nothing to name$"), naming_flags():
         raise RuntimeError("nothing to name")

@@ -95,14 +95,6 @@ def test_ranks_without_a_gpu_are_refused_by_the_name_of_the_flag():
         assert text == "--muon-fsdp-cuda-graphs: expected a GPU, got cpu ranks. Leave it out."
 
 
-def test_all_gather_with_graphs_is_refused():
-    """Its matrices are in new memory in every step."""
-    from megatron_muon.plan.settings import ExchangeSettings
-
-    with pytest.raises(ValueError, match="exchange.cuda_graphs: expected exchange.mode owner"):
-        ExchangeSettings(mode="all_gather", cuda_graphs=True)
-
-
 def _step_on_gpu(backend: str) -> list[str]:
     """Step with graphs and without them."""
     import torch

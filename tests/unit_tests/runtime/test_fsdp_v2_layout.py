@@ -52,7 +52,7 @@ def _compare_rows(cases: list[Any]) -> list[Any]:
     import torch
     from torch.distributed.tensor import Replicate, Shard
 
-    from megatron_muon.runtime import fsdp_v2_layout
+    from megatron_muon.rows.megatron_fsdp import rows_of_part
 
     build = module_of("experimental.layout").GlobalLayout.build
     different = []
@@ -66,6 +66,8 @@ def _compare_rows(cases: list[Any]) -> list[Any]:
         placements = tuple(Shard(0) if each else Replicate() for each in sharded)
         param = SimpleNamespace(device_mesh=mesh, placements=placements)
         params = [copy.copy(param) for _ in shapes]
+        for each, shape in zip(params, layout.tensor_shapes, strict=True):
+            each.shape = shape
         group = SimpleNamespace(
             main_weight=SimpleNamespace(layout=layout),
             parameter_names=[""] * len(params),
@@ -75,8 +77,8 @@ def _compare_rows(cases: list[Any]) -> list[Any]:
         found = []
         for param in params:
             param._mfsdp_parameter_group = group
-            rows = fsdp_v2_layout.rows_by_rank(param)
-            found.append([list(rows[rank]) for rank in range(math.prod(mesh_shape))])
+            rows = rows_of_part(param)
+            found.append([list(rows.get(rank, (0, 0))) for rank in range(math.prod(mesh_shape))])
         if found != _rows_by_upstream(layout, mesh_shape, sharded):
             different.append([shapes, axes])
     return different

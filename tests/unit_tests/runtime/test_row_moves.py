@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.commands import run_command
-from helpers.layouts import rows_cut_at
+from helpers.layouts import rows_cut_at, whole_matrix
 from helpers.ranks import ROOT
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan import ExchangePlan, Wire
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.plan.owners import choose_owners
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.runtime import row_moves

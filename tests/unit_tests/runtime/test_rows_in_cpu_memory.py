@@ -8,13 +8,12 @@ Without a GPU torch's fake tensors show that no operation is given tensors of bo
 import pytest
 import torch
 from helpers.device import device
-from helpers.layouts import rows_cut_at
+from helpers.layouts import rows_cut_at, whole_matrix
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
 from megatron_muon.plan import ExchangePlan, Wire
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import whole_matrix
 from megatron_muon.plan.owners import choose_owners
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.runtime import engine as engine_module

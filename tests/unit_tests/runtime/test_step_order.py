@@ -110,12 +110,12 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     """Rank 0 holds a whole matrix and half of another."""
     import torch
     import torch.distributed as dist
+    from helpers.layouts import whole_matrix
 
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.newton_schulz.standard import Standard
     from megatron_muon.plan import ExchangePlan
     from megatron_muon.plan.cost import CPU_RANKS
-    from megatron_muon.plan.layout import whole_matrix
     from megatron_muon.plan.owners import choose_owners
     from megatron_muon.plan.rank_plan import RankSchedule
     from megatron_muon.plan.wire import Wire

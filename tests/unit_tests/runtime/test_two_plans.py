@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts and dense matrices in one schedule: two domains of experts, one of all ranks."""
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from helpers.device import device, kind
 from helpers.layouts import rows_cut_at
+from helpers.layouts import whole_matrix as joined
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import init_group, whole_matrix
 
@@ -16,20 +18,44 @@ pytestmark = pytest.mark.ranks
 COLS = 12
 
 
-def _owned(
-    name: str, rows: list[int], group: Any, seed: int, replicas: Any = None
-) -> tuple[Any, Any]:
-    """Make a parameter of this rank, and draw the whole matrix that its momentum is rows of."""
-    import torch
+class _Kind:
+    """Matrices of some ranks, which hold the rows of one shard or those of others too.
 
-    from megatron_muon.runtime.owned_parameters import OwnedParameter
-    from megatron_muon.runtime.sharded_matrix import ShardedMatrix
+    Args:
+        seed: Of the values.
+        holders: Ranks of each shard, ascending.
+        rows: Of each shard, by matrix.
+    """
 
-    matrix = ShardedMatrix(name, rows_cut_at(sum(rows), COLS, rows), group, replicas)
-    param = torch.empty(matrix.local_shape, device=device())
-    return OwnedParameter(param, matrix, None, None, None), whole_matrix(
-        (sum(rows), COLS), seed, block=0
-    )
+    def __init__(self, name: str, seed: int, holders: list[Any], rows: list[list[int]]) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.shard = next(i for i, ranks in enumerate(holders) if dist.get_rank() in ranks)
+        self.holders = holders
+        self.names = [f"{name}.{i}" for i in range(len(rows))]
+        cut = [rows_cut_at(sum(each), COLS, each) for each in rows]
+        self.matrices = [
+            joined(name, layout, [holders]) for name, layout in zip(self.names, cut, strict=True)
+        ]
+        self.own = [slice(*layout.shards[self.shard]) for layout in cut]
+        self.wholes = [
+            whole_matrix((sum(each), COLS), seed + i, block=0) for i, each in enumerate(rows)
+        ]
+        self.params = [torch.empty(rows[self.shard], COLS, device=device()) for rows in rows]
+
+    def plan_input(self) -> Any:
+        """Make the process groups, and return what is planned."""
+        from megatron_muon.runtime.domain import Domain
+        from megatron_muon.runtime.groups import new_groups
+        from megatron_muon.runtime.owner_compute import PlanInput
+
+        ranks = tuple(sorted(itertools.chain(*self.holders)))
+        replicas = self.holders[self.shard]
+        groups = new_groups({each for each in (ranks, replicas) if len(each) > 1})
+        handles = {i: p for i, p in enumerate(self.params) if p.numel()}
+        domain = Domain(ranks, groups.get(ranks), None)
+        return PlanInput(domain, self.matrices, handles, groups.get(replicas))
 
 
 def _two_kinds(
@@ -40,40 +66,34 @@ def _two_kinds(
     import torch.distributed as dist
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
     from helpers.collective_timing import collectives_run
-    from torch.distributed.device_mesh import init_device_mesh
 
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.plan.settings import ExchangeSettings
-    from megatron_muon.runtime.owned_parameters import lay_out
     from megatron_muon.runtime.owner_compute import OwnerCompute
 
     init_group()
     rank = dist.get_rank()
-    mesh = init_device_mesh(kind(), (2, 2), mesh_dim_names=("outer", "inner"))
-    outer, inner = mesh["outer"].get_group(), mesh["inner"].get_group()
     if has_replicas:
         # Ranks 0 and 2 hold the same, and 1 and 3: whole experts, and halves of dense matrices.
-        domain = rank % 2
-        experts = [
-            _owned(f"expert.{i}", [32], None, 100 * domain + i, outer)
-            for i in range(num_experts[domain])
-        ]
-        dense = [
-            _owned(f"dense.{i}", [7 + i, 16 - i], inner, 1000 + i, outer) for i in range(num_dense)
-        ]
+        domain, of_experts, of_dense = rank % 2, [(rank % 2, rank % 2 + 2)], [(0, 2), (1, 3)]
+        rows = [[32] for _ in range(num_experts[domain])]
+        dense_rows = [[7 + i, 16 - i] for i in range(num_dense)]
     else:
         domain = rank // 2
-        experts = [
-            _owned(f"expert.{i}", [13 + i, 19 - i], inner, 100 * domain + i)
-            for i in range(num_experts[domain])
-        ]
-        dense = [
-            _owned(f"dense.{i}", [7 + i, 0, 16 - i, 9], dist.group.WORLD, 1000 + i)
-            for i in range(num_dense)
-        ]
+        of_experts = [(2 * domain,), (2 * domain + 1,)]
+        of_dense = [(each,) for each in range(4)]
+        rows = [[13 + i, 19 - i] for i in range(num_experts[domain])]
+        dense_rows = [[7 + i, 0, 16 - i, 9] for i in range(num_dense)]
+    kinds = [
+        _Kind("expert", 100 * domain, of_experts, rows),
+        _Kind("dense", 1000, of_dense, dense_rows),
+    ]
+    everything = [
+        each for k in kinds for each in zip(k.names, k.params, k.wholes, k.own, strict=True)
+    ]
     torch.set_float32_matmul_precision("highest")
     compute = OwnerCompute(
-        [lay_out([owned for owned, _ in kind], device()) for kind in (experts, dense)],
+        [each.plan_input() for each in kinds],
         NewtonSchulzSettings(5, "quintic", False, lambda rows, cols: (1.0,)),
         ExchangeSettings(num_buckets=num_buckets),
         device=device(),
@@ -82,21 +102,17 @@ def _two_kinds(
     # On a GPU only as ever: the helper's messages know no streams.
     late = ("at_wait", "at_launch") if kind() == "cpu" else ("as ever",)
     for when in (*late, "as ever", late[0]):
-        momentum = {
-            owned.param: whole[slice(*owned.matrix.local_range)].clone()
-            for owned, whole in (*experts, *dense)
-        }
+        momentum = {param: whole[own].clone() for _, param, whole, own in everything}
         with nullcontext() if when == "as ever" else collectives_run(when) as timing:
             done = [p for params in compute.orthogonalize(momentum, momentum) for p in params]
         wrong += timing.breaches if timing else []
-        held = [owned for owned, _ in (*experts, *dense) if owned.param.numel()]
-        if sorted(map(id, done)) != sorted(id(owned.param) for owned in held):
+        held = [param for _, param, _, _ in everything if param.numel()]
+        if sorted(map(id, done)) != sorted(map(id, held)):
             wrong.append(f"{when}: {len(done)} results of {len(held)}")
-        for owned, whole in (*experts, *dense):
+        for name, param, whole, own in everything:
             expected = muon_utils.newton_schulz(whole, 5, "quintic")
-            rows = slice(*owned.matrix.local_range)
-            if not torch.equal(momentum[owned.param], expected[rows]):
-                wrong.append(f"{when}: {owned.matrix.fqn}")
+            if not torch.equal(momentum[param], expected[own]):
+                wrong.append(f"{when}: {name}")
     return {
         "wrong": wrong,
         "buckets": [len(plan.buckets) for plan in compute.plans],

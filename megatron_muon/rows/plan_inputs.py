@@ -13,19 +13,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron_muon.fsdp2.batches import MatrixRows, matrices_of
-from megatron_muon.fsdp2.parameters import NamedParameter
-from megatron_muon.fsdp2.rectangles import (
-    Rectangles,
-    cutting_axes,
-    is_known_by_shapes,
-    rectangles,
-    rectangles_of,
-)
 from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.rows.matrices import MatrixRows, matrices_of
+from megatron_muon.rows.parameters import NamedParameter, replicas_of
+from megatron_muon.rows.placements import cutting_axes
 from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
 from megatron_muon.runtime.domain import Domain, num_ranks_on_node, ranks_per_node
-from megatron_muon.runtime.groups import new_groups
+from megatron_muon.runtime.groups import new_groups, ranks_of
 from megatron_muon.runtime.owner_compute import PlanInput
 
 _ADVICE = (
@@ -67,7 +61,6 @@ class _Facts(NamedTuple):
         keys: Checksums of the keys of its plans.
         groups: Names of the process groups that it knows, by a checksum of their ranks.
         steps_with: A checksum of the ranks that it steps together with; None for all of them.
-        shapes: Shapes of the shards from which rows follow, by parameter.
         has_any: Whether it has parameters, planned or not.
     """
 
@@ -75,7 +68,6 @@ class _Facts(NamedTuple):
     keys: tuple[int, ...]
     groups: Mapping[int, Sequence[str]]
     steps_with: int | None
-    shapes: Mapping[tuple[int, int], tuple[int, ...]]
     has_any: bool
 
 
@@ -99,6 +91,7 @@ def find_plan_inputs(
     device: torch.device,
     *,
     has_others: bool = False,
+    known_groups: Sequence[dist.ProcessGroup] = (),
 ) -> PlanInputs:
     """Sort parameters by plan, and make their process groups; called by all ranks together.
 
@@ -107,24 +100,25 @@ def find_plan_inputs(
         group: Ranks that step together; None for all that have parameters.
         device: Where a flag is reduced.
         has_others: Whether this rank steps parameters that are not planned.
+        known_groups: Groups of the model beside those of its meshes.
 
     Raises:
         RuntimeError: On all ranks, when ranks of a domain have other plans or do not step together,
-            or rectangles do not tile a parameter.
+            or boxes do not tile a parameter.
 
     Communication: two gathers of objects over the job, two flags, and a new process group for each
         domain, each set of replicas, and the ranks with parameters, where they have none yet.
     """
     keys = [_key(parameter.view) for parameter in parameters]
-    known = _known_groups(parameters)
-    facts = _gather_facts(parameters, keys, known, group, has_others)
+    known = _known_groups(parameters, known_groups)
+    facts = _gather_facts(keys, known, group, has_others)
     # Before any collective of a plan: a rank that lacks it would never join.
     problems = _missing_parameters(parameters, keys, facts)
     problems += _not_together(parameters, keys, group, facts)
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
-    by_key: dict[_Key, list[tuple[NamedParameter, Rectangles]]] = defaultdict(list)
-    for number, (key, parameter) in enumerate(zip(keys, parameters, strict=True)):
-        by_key[key].append((parameter, _rectangles(number, parameter.view, facts)))
+    by_key: dict[_Key, list[NamedParameter]] = defaultdict(list)
+    for key, parameter in zip(keys, parameters, strict=True):
+        by_key[key].append(parameter)
     # Ranks without parameters have nothing to step, and nothing to agree on.
     with_parameters = tuple(rank for rank, each in enumerate(facts) if each.has_any)
     groups = _groups(by_key, with_parameters if group is None else (), known, facts)
@@ -137,29 +131,20 @@ def find_plan_inputs(
     for key in sorted(by_key):
         try:
             inputs.append(_plan_input(key, by_key[key], groups, nodes))
-        # Rectangles that tile nothing. Raised here, other ranks would wait.
+        # Boxes that do not tile a matrix. Raised here, other ranks would wait.
         except ValueError as error:
-            problems.append(
-                f"{by_key[key][0][0].name}: expected the ranks of its mesh to have the same "
-                f"parameters, got {error}"
-            )
+            problems.append(str(error))
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
     return PlanInputs(inputs, max(len(each.keys) for each in facts), group)
 
 
 def _gather_facts(
-    parameters: Sequence[NamedParameter],
     keys: Sequence[_Key],
     known: Mapping[tuple[int, ...], Sequence[dist.ProcessGroup]],
     group: dist.ProcessGroup | None,
     has_others: bool,
 ) -> list[_Facts]:
     """Gather what all ranks know, by rank."""
-    shapes = {
-        _shape_key(number, each.view): tuple(each.view._local_tensor.shape)
-        for number, each in enumerate(parameters)
-        if isinstance(each.view, DTensor) and is_known_by_shapes(each.view)
-    }
     mine = _Facts(
         num_ranks_on_node(),
         tuple(_checksum(key) for key in dict.fromkeys(keys)),
@@ -167,8 +152,7 @@ def _gather_facts(
             _checksum(ranks): [str(each.group_name) for each in groups]
             for ranks, groups in known.items()
         },
-        None if group is None else _checksum(_ranks_of(group)),
-        shapes,
+        None if group is None else _checksum(ranks_of(group)),
         has_others or bool(keys),
     )
     if not dist.is_initialized():
@@ -182,10 +166,6 @@ def _gather_facts(
 def _checksum(key: tuple[Any, ...]) -> int:
     # Keys may name thousands of ranks: ranks exchange checksums of them.
     return zlib.crc32(repr(tuple(key)).encode())
-
-
-def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def _missing_parameters(
@@ -213,7 +193,7 @@ def _not_together(
 ) -> list[str]:
     """List the plans whose ranks do not step together, as sentences."""
     own = facts[own_rank()].steps_with
-    members = None if group is None else set(_ranks_of(group))
+    members = None if group is None else set(ranks_of(group))
     problems = []
     for key in dict.fromkeys(keys):
         # A rank alone would raise while others wait for it in the exchange.
@@ -227,27 +207,6 @@ def _not_together(
     return problems
 
 
-def _shape_key(number: int, param: DTensor) -> tuple[int, int]:
-    """Return what names a parameter on all ranks of its mesh."""
-    return number, _checksum(ranks_of_mesh(param.device_mesh))
-
-
-@functools.lru_cache(maxsize=64)
-def ranks_of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the ranks of a mesh, in its order."""
-    return tuple(mesh.mesh.flatten().tolist())
-
-
-def _rectangles(number: int, param: torch.Tensor, facts: Sequence[_Facts]) -> Rectangles:
-    if not isinstance(param, DTensor) or not is_known_by_shapes(param):
-        return rectangles_of(param)
-    key = _shape_key(number, param)
-    # A rank that lacks the parameter makes the tiling fail, which is an error on all.
-    nothing = (0,) * param.ndim
-    ranks = ranks_of_mesh(param.device_mesh)
-    return rectangles_of(param, tuple(facts[rank].shapes.get(key, nothing) for rank in ranks))
-
-
 def _key(param: torch.Tensor) -> _Key:
     if isinstance(param, DTensor):
         return _key_of(param.device_mesh, param.placements, tuple(param.shape))
@@ -257,8 +216,10 @@ def _key(param: torch.Tensor) -> _Key:
 # Many layers have few keys, and a key may name thousands of ranks.
 @functools.lru_cache(maxsize=256)
 def _key_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> _Key:
-    ranks, replicas = _domain(mesh, placements, shape), rectangles(mesh, placements, shape).replicas
-    return _Key(len(ranks), ranks, tuple(sorted({replicas[rank] for rank in ranks})))
+    ranks = _domain(mesh, placements, shape)
+    members = set(ranks)
+    replicas = [each for each in replicas_of(mesh, placements) if not members.isdisjoint(each)]
+    return _Key(len(ranks), ranks, tuple(sorted(replicas)))
 
 
 def _domain(
@@ -285,7 +246,7 @@ def _domain(
 
 
 def _known_groups(
-    parameters: Sequence[NamedParameter],
+    parameters: Sequence[NamedParameter], known_groups: Sequence[dist.ProcessGroup]
 ) -> dict[tuple[int, ...], list[dist.ProcessGroup]]:
     """Return the groups of the job and of all axes of meshes, by their ranks, ascending.
 
@@ -297,10 +258,9 @@ def _known_groups(
     assert world is not None
     known = {tuple(range(dist.get_world_size())): [world]}
     meshes = {p.view.device_mesh: None for p in parameters if isinstance(p.view, DTensor)}
-    for mesh in meshes:
-        for axis in range(mesh.ndim):
-            group = mesh.get_group(axis)
-            known.setdefault(_ranks_of(group), []).append(group)
+    of_meshes = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    for each in dict.fromkeys([*known_groups, *of_meshes]):
+        known.setdefault(ranks_of(each), []).append(each)
     return known
 
 
@@ -346,14 +306,14 @@ def _own_replicas(key: _Key) -> tuple[int, ...]:
 
 def _plan_input(
     key: _Key,
-    parameters: Sequence[tuple[NamedParameter, Rectangles]],
+    parameters: Sequence[NamedParameter],
     groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     nodes: int | None,
 ) -> DTensorPlanInput:
     matrices: list[MatrixLayout] = []
     handles: dict[int, MatrixRows] = {}
-    for parameter, found in parameters:
-        for matrix, rows in matrices_of(parameter, found.boxes, key.ranks, own_rank()):
+    for parameter in parameters:
+        for matrix, rows in matrices_of(parameter, key.ranks, own_rank()):
             # By position in the list, which is the same on all ranks of the domain.
             if rows is not None:
                 handles[len(matrices)] = rows
@@ -366,5 +326,5 @@ def _plan_input(
             handles,
             groups[replicas] if len(replicas) > 1 else None,
         ),
-        [parameter for parameter, _ in parameters],
+        parameters,
     )

@@ -2,18 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matrices of a parameter: one, a batch of them, or the parts of a fused one."""
 
-import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from megatron_muon.fsdp2.parameters import NamedParameter, SplitSizes
-from megatron_muon.fsdp2.rectangles import Box
-from megatron_muon.plan.layout import MatrixLayout, Region, RowRange, block_rows
+from megatron_muon.plan.layout import Box, MatrixLayout, RowRange, Segment, tile
+from megatron_muon.rows.parameters import NamedParameter, SplitSizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,42 +34,6 @@ class MatrixRows:
         # Of a convolution all dimensions but the first are columns.
         matrix = local.flatten(1) if self.index is None else local[self.index]
         return matrix[self.rows, self.cols]
-
-
-class Segment(NamedTuple):
-    """Outputs of the matrices of a parameter that are orthogonalized separately.
-
-    Outputs are rows, or columns if the parameter is transposed.
-
-    Args:
-        rows: The outputs.
-        blocks: For groups that repeat, the outputs of one group by block, such as query, key and
-            value; None for one block.
-        step: Distance of its outputs: 1, or the number of interleaved segments.
-    """
-
-    rows: RowRange
-    blocks: tuple[int, ...] | None
-    step: int = 1
-
-    def within(self, first: int, last: int) -> tuple[int, slice, int]:
-        """Return what a shard has of it.
-
-        Args:
-            first: First output of the shard.
-            last: The output after its last one.
-
-        Returns:
-            The position in the segment, the outputs in the shard, and their number.
-        """
-        position = max(0, -(-(first - self.rows.start) // self.step))
-        start = self.rows.start + position * self.step
-        stop = max(start, min(last, self.rows.stop))
-        return (
-            position,
-            slice(start - first, stop - first, self.step),
-            len(range(start, stop, self.step)),
-        )
 
 
 def segments_of(
@@ -134,38 +95,38 @@ def segments_of(
 
 
 def matrices_of(
-    parameter: NamedParameter, boxes: Mapping[int, Box], domain: tuple[int, ...], rank: int
+    parameter: NamedParameter, domain: tuple[int, ...], rank: int
 ) -> Iterator[tuple[MatrixLayout, MatrixRows | None]]:
     """Yield the matrices of a parameter that a domain exchanges, with this rank's rows of them.
 
     Args:
         parameter: Viewed as it is planned.
-        boxes: The rectangles that the ranks of its mesh hold.
         domain: Ranks that exchange its matrices, ascending.
         rank: This rank.
     """
-    ndim, shape = parameter.view.ndim, tuple(parameter.view.shape[-2:])
-    own = boxes[rank]
-    segments = segments_of(
-        shape[parameter.output_dim], parameter.split_sizes, is_transposed=parameter.is_transposed
-    )
+    boxes, is_batch = parameter.boxes, parameter.view.ndim == 3
+    shape: tuple[int, int] = tuple(parameter.view.shape[-2:])  # type: ignore[assignment]
+    segments = [Segment(RowRange(0, shape[0]), parameter.blocks)]
+    if parameter.blocks is None:
+        segments = segments_of(
+            shape[parameter.output_dim],
+            parameter.split_sizes,
+            is_transposed=parameter.is_transposed,
+        )
     # By matrices of the batch: the ranks that hold them, with their rows and columns. Matrices that
     # the same ranks hold share one tiling, computed once.
-    held: dict[tuple[int, int], list[tuple[int, Box]]] = defaultdict(list)
-    for each in domain:
-        of_batch = boxes[each][0] if ndim == 3 else (0, 1)
-        held[of_batch].append((each, boxes[each][-2:]))
+    held: dict[tuple[int, int], dict[int, Box]] = defaultdict(dict)
+    for each in boxes.keys() & domain:
+        held[boxes[each][0] if is_batch else (0, 1)][each] = boxes[each][-2:]
     tilings = {
-        of_batch: [
-            _tiling(shape, parameter.output_dim, segment, tuple(ranks)) for segment in segments
-        ]
+        of_batch: [tile(shape, segment, ranks, parameter.output_dim) for segment in segments]
         for of_batch, ranks in held.items()
     }
     # In the order of the batch. Matrices that only other domains hold are left to them.
     found = sorted((number, held_by) for held_by in held for number in range(*held_by))
     for number, held_by in found:
-        index = number if ndim == 3 else None
-        holds = any(each == rank for each, _ in held[held_by])
+        index = number if is_batch else None
+        holds = rank in held[held_by]
         for segment, (blocks, regions) in zip(segments, tilings[held_by], strict=True):
             yield (
                 MatrixLayout(
@@ -175,7 +136,7 @@ def matrices_of(
                     domain,
                     is_transposed=parameter.is_transposed,
                 ),
-                _own_rows(parameter, own, index, segment) if holds else None,
+                _own_rows(parameter, boxes[rank], index, segment) if holds else None,
             )
 
 
@@ -199,56 +160,3 @@ def _own_rows(
         return None
     position = None if index is None else index - own[0][0]
     return MatrixRows(parameter.param, position, *ranges)
-
-
-# Equal layers share regions, and what the planner derives from them.
-@functools.lru_cache(maxsize=256)
-def _tiling(
-    shape: tuple[int, int], output_dim: int, segment: Segment, held: tuple[tuple[int, Box], ...]
-) -> tuple[tuple[tuple[int, int], ...], tuple[Region, ...]]:
-    """Return the blocks of a segment, and the rectangles that tile them.
-
-    Args:
-        shape: Of the matrix.
-        output_dim: Its dimension of outputs.
-        segment: Its outputs.
-        held: Rows and columns that ranks hold.
-    """
-    # Ranks with equal boxes are replicas, whichever axes of the mesh make them so: hybrid sharding,
-    # tensor parallelism that replicates, axes of one rank.
-    holders: dict[Box, list[int]] = defaultdict(list)
-    for rank, box in held:
-        holders[box].append(rank)
-    num_outputs = len(range(*segment.rows, segment.step))
-    shapes: list[tuple[int, int]] = []
-    regions: list[Region] = []
-    for block, runs in enumerate(block_rows(num_outputs, segment.blocks)):
-        size = list(shape)
-        size[output_dim] = sum(run.stop - run.start for run in runs)
-        shapes.append((size[0], size[1]))
-        before = 0
-        # Rows of a block are consecutive, though other blocks are between them in the parameter.
-        for run in runs:
-            for box, ranks in sorted(holders.items()):
-                # Outputs of the segment that these ranks hold, and of the run.
-                position, _, count = segment.within(*box[output_dim])
-                start, stop = max(run.start, position), min(run.stop, position + count)
-                ranges = list(box)
-                ranges[output_dim] = (before + start - run.start, before + stop - run.start)
-                (row, last_row), (col, last_col) = ranges
-                if row < last_row and col < last_col:
-                    # Only rows have blocks that repeat: all held columns of a segment are taken.
-                    local_row = 0 if output_dim else start - position
-                    regions.append(
-                        Region(
-                            holders=tuple(ranks),
-                            block=block,
-                            row=row,
-                            num_rows=last_row - row,
-                            col=col,
-                            num_cols=last_col - col,
-                            local_row=local_row,
-                        )
-                    )
-            before += run.stop - run.start
-    return tuple(shapes), tuple(regions)

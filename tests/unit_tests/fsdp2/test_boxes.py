@@ -15,10 +15,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from megatron_muon.fsdp2.batches import Segment, matrices_of, segments_of
 from megatron_muon.fsdp2.parameters import NamedParameter
-from megatron_muon.fsdp2.rectangles import placement_problem, rectangles
-from megatron_muon.plan.layout import RowRange
+from megatron_muon.plan.layout import RowRange, Segment
+from megatron_muon.rows.matrices import matrices_of, segments_of
+from megatron_muon.rows.megatron_fsdp import layout_of_part
+from megatron_muon.rows.placements import boxes_of_placements, placement_problem
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
@@ -75,11 +76,11 @@ def test_rectangles_are_what_fsdp2_cuts(layout):
     mesh_shape, placements, shape = layout
     mesh = _mesh(mesh_shape)
     assert placement_problem(mesh, placements) is None
-    found = rectangles.__wrapped__(mesh, placements, shape)
-    assert sorted(found.boxes) == list(range(math.prod(mesh_shape)))
+    boxes = boxes_of_placements.__wrapped__(mesh, placements, shape)
+    assert sorted(boxes) == list(range(math.prod(mesh_shape)))
     whole = torch.arange(math.prod(shape)).view(shape)
     for coordinate in itertools.product(*map(range, mesh_shape)):
-        box = found.boxes[int(mesh.mesh[coordinate])]
+        box = boxes[int(mesh.mesh[coordinate])]
         shard = _shard_of(whole, coordinate, layout)
         assert torch.equal(whole[tuple(slice(*each) for each in box)], shard)
 
@@ -95,7 +96,7 @@ def test_offsets_of_torch_are_those_but_for_uneven_strided_shards(layout):
     if is_strided and any(size % mesh_shape[-1] for size in shape):
         return
     mesh = _mesh(mesh_shape)
-    boxes = rectangles.__wrapped__(mesh, placements, shape).boxes
+    boxes = boxes_of_placements.__wrapped__(mesh, placements, shape)
     for coordinate in itertools.product(*map(range, mesh_shape)):
         size, offset = _compute_local_shape_and_global_offset(
             shape, mesh_shape, list(coordinate), placements
@@ -106,21 +107,34 @@ def test_offsets_of_torch_are_those_but_for_uneven_strided_shards(layout):
             assert tuple(start for start, _ in box) == tuple(offset)
 
 
+def test_placements_that_version_1_leaves_out_replicate():
+    """ZeRO-0 with two instances has one placement for two axes, which was an error."""
+    mesh = _mesh((2, 3))
+    param = SimpleNamespace(
+        device_mesh=mesh,
+        placements=(Replicate(),),
+        shape=(8, 4),
+        orig_param=torch.empty(8, 4),
+        _megatron_fsdp_model=None,
+    )
+    assert layout_of_part(param) == (mesh, (Replicate(), Replicate()))
+
+
 @given(fsdp2_layouts(), st.data())
 def test_matrices_tile_a_parameter_and_rows_are_where_they_are_said_to_be(layout, data):
     """Reassembled from the views of all ranks, blocks are those of the whole parameter."""
     mesh_shape, placements, shape = layout
-    found = rectangles.__wrapped__(_mesh(mesh_shape), placements, shape)
+    boxes = boxes_of_placements.__wrapped__(_mesh(mesh_shape), placements, shape)
     whole = torch.arange(math.prod(shape)).view(shape)
     num_blocks = 1
     if len(shape) == 2:
         divisors = [n for n in range(1, shape[0] + 1) if shape[0] % n == 0]
         num_blocks = data.draw(st.sampled_from(divisors))
-    domain = tuple(sorted(found.boxes))
+    domain = tuple(sorted(boxes))
     param = torch.empty(shape)
     sizes = num_blocks if num_blocks > 1 else None
-    parameter = NamedParameter("w", param, param, sizes, False, False)
-    of_ranks = [list(matrices_of(parameter, found.boxes, domain, rank)) for rank in domain]
+    parameter = NamedParameter("w", param, param, sizes, known_boxes=boxes)
+    of_ranks = [list(matrices_of(parameter, domain, rank)) for rank in domain]
     expected = list(whole) if len(shape) == 3 else list(whole.split(shape[0] // num_blocks))
     assert len(of_ranks[0]) == len(expected)
     for index, block in enumerate(expected):
@@ -129,7 +143,7 @@ def test_matrices_tile_a_parameter_and_rows_are_where_they_are_said_to_be(layout
         built = torch.full_like(block, -1)
         for region in matrix.regions:
             for rank in region.holders:
-                box = found.boxes[rank]
+                box = boxes[rank]
                 local = whole[tuple(slice(*each) for each in box)]
                 rows = of_ranks[rank][index][1].of(local)
                 part = rows[region.local_row : region.local_row + region.num_rows]

@@ -1,0 +1,20 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""One description of rows for both front ends: what each rank holds of a parameter; no megatron.
+
+A *parameter* has a name and a view, whose mesh, placements and shape say what is planned. A *box*
+is a rectangle of rows and columns; the boxes of all ranks of the mesh follow from placements, from
+Megatron-FSDP's buffer or from the sizes of plain tensors. Ranks with equal boxes are replicas. The
+*matrices* of a parameter, their *regions*, and the *domain* whose ranks exchange them follow from
+boxes alone::
+
+    parameter -> boxes by rank -> matrices -> one plan input for each domain with its replicas
+
+Files, each importing only those above it::
+
+    placements     the boxes of a DTensor that torch has sharded
+    megatron_fsdp  the rows of a parameter in the buffer of Megatron-FSDP, versions 1 and 2
+    parameters     parameters as they are planned, and their boxes
+    matrices       the matrices of a parameter, and this rank's rows of them
+    plan_inputs    parameters that share a plan, and their process groups
+"""

@@ -1,0 +1,214 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a parameter in the flat buffer of Megatron-FSDP, versions 1 and 2.
+
+Both lay the tensors of a parameter group out in one buffer, of which all ranks hold segments of one
+size that end at whole rows. Rows of all ranks follow from integers, without communication. Of
+version 2 both generations are read: releases (``megatron_fsdp.experimental``) and Megatron-LM main.
+"""
+
+import functools
+import itertools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron_muon.plan.layout import holders_of_segments, rows_in_buffer
+from megatron_muon.runtime.agreement import own_rank
+
+_GROUP = "_mfsdp_parameter_group"
+
+
+def is_of_fsdp_v1(param: object) -> bool:
+    """Return whether version 1 of Megatron-FSDP has sharded a parameter."""
+    return hasattr(param, "_megatron_fsdp_model") and hasattr(param, "orig_param")
+
+
+def is_of_fsdp_v2(param: object) -> bool:
+    """Return whether version 2 of Megatron-FSDP has sharded a parameter."""
+    return hasattr(param, _GROUP)
+
+
+def _group_of(param: DTensor) -> Any:  # noqa: ANN401 - a class of megatron
+    """Return the group of a parameter, or None if its model is gone."""
+    group = getattr(param, _GROUP)
+    # Main's is a weak reference, so that parameters do not keep modules alive.
+    return group() if isinstance(group, weakref.ref) else group
+
+
+def place_of(param: DTensor) -> tuple[Any, int]:
+    """Return the group of a sharded parameter, and the index of the parameter in it.
+
+    Raises:
+        ValueError: The model is gone, or the parameter is a copy.
+    """
+    group = _group_of(param)
+    # By identity: == of DTensors compares values.
+    found = [i for i, each in enumerate(_parameters(group)) if each.sharded is param]
+    if not found:
+        raise ValueError(
+            "expected a parameter of a model that exists, got one of none. Keep the model, and "
+            "pass its parameters"
+        )
+    return group, found[0]
+
+
+def unsharded_of(param: DTensor) -> torch.Tensor:
+    """Return what modules see in place of a sharded parameter in a forward pass."""
+    group, index = place_of(param)
+    return _parameters(group)[index].unsharded
+
+
+class _Parameter(NamedTuple):
+    name: str
+    sharded: DTensor
+    unsharded: torch.Tensor
+
+
+def _parameters(group: Any) -> list[_Parameter]:  # noqa: ANN401 - a class of megatron
+    """Return the parameters of a group, of which None has none."""
+    if hasattr(group, "fsdp_parameters"):
+        return [_Parameter(p.fqns[0], p.sharded, p.unsharded) for p in group.fsdp_parameters]
+    if group is None:
+        return []
+    names = (group.parameter_names, group.sharded_parameters, group.unsharded_parameters)
+    return list(itertools.starmap(_Parameter, zip(*names, strict=True)))
+
+
+def names_that_block_gradients(param: DTensor) -> tuple[object, list[str]]:
+    """Return the module of a parameter, and what keeps Megatron-FSDP from reducing its gradients.
+
+    It waits until all parameters of the module have a gradient. Those that lack one are named if
+    others have theirs: nothing of the module is reduced then.
+    """
+    group = _group_of(param)
+    if group is None:
+        return None, []
+    module = group._owning_module() if hasattr(group, "_owning_module") else group.owning_module
+    waiting = [
+        each for one in module._parameter_groups if one.requires_grad for each in _parameters(one)
+    ]
+    missing = [each.name for each in waiting if each.unsharded.grad is None]
+    return module, missing if len(missing) < len(waiting) else []
+
+
+def shape_of_part(param: Any) -> torch.Size:  # noqa: ANN401 - with attributes of megatron
+    """Return the shape of a parameter on its tensor-parallel rank, over all ranks of its shards."""
+    whole = param if is_of_fsdp_v2(param) else param.orig_param
+    is_part = whole is not param and isinstance(whole, DTensor)
+    shape: torch.Size = whole.to_local().shape if is_part else whole.shape
+    return shape
+
+
+def is_joined(param: Any) -> bool:  # noqa: ANN401
+    """Return whether tensor parallelism, which shards a parameter, is the last axis of its mesh."""
+    return tuple(param.shape) != tuple(shape_of_part(param))
+
+
+def layout_of_part(param: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return mesh and placements of a parameter on its tensor-parallel rank."""
+    mesh, placements = param.device_mesh, tuple(param.placements)
+    if is_joined(param):
+        mesh, placements = _without_last_axis(mesh), placements[:-1]
+    # Of ZeRO-0 with several instances of the optimizer version 1 says one placement for two axes.
+    return mesh, placements + (Replicate(),) * (mesh.ndim - len(placements))
+
+
+@functools.lru_cache(maxsize=64)
+def _without_last_axis(mesh: DeviceMesh) -> DeviceMesh:
+    assert mesh.mesh_dim_names is not None, "Megatron-FSDP names the axes of its meshes"
+    return mesh[mesh.mesh_dim_names[:-1]]
+
+
+def tensor_mesh(param: Any) -> DeviceMesh | None:  # noqa: ANN401
+    """Return the mesh of a parameter with tensor parallelism as its last axis.
+
+    None where version 1 has no such axis, and for experts, which tensor parallelism never
+    replicates: every rank has others, or other rows of them.
+    """
+    if is_joined(param):
+        mesh: DeviceMesh = param.device_mesh
+        return mesh
+    index = param._megatron_fsdp_model.param_and_grad_buffer.dist_index
+    if index.tp_dim is None or _group_in_v1(param).is_expert_param:
+        return None
+    mesh = index.get_submesh((*param.device_mesh.mesh_dim_names, index.tp_dim))
+    return mesh if mesh.size(mesh.ndim - 1) > 1 else None
+
+
+def rows_of_part(param: DTensor) -> dict[int, tuple[int, int]]:
+    """Return the rows ``(start, stop)`` of a parameter that each rank holds.
+
+    They are rows of what its tensor-parallel rank has, by rank of the job. Ranks that hold none are
+    left out.
+
+    Raises:
+        ValueError: A shard ends inside a row, or this rank holds another segment than expected.
+    """
+    mesh, placements = layout_of_part(param)
+    axes = tuple(axis for axis, each in enumerate(placements) if each.is_shard())
+    holders, shape = _holders(mesh, axes), shape_of_part(param)
+    if not axes:
+        return dict.fromkeys(holders[0], (0, shape[0]))
+    size, begin = _place_in_v2(param) if is_of_fsdp_v2(param) else _place_in_v1(param, holders)
+    return rows_in_buffer(holders, size, begin, shape[0], shape[1:].numel())
+
+
+def own_rows(param: DTensor) -> tuple[int, int]:
+    """Return the rows of :func:`rows_of_part` that this rank holds."""
+    return rows_of_part(param).get(own_rank(), (0, 0))
+
+
+def shard_group(param: DTensor) -> dist.ProcessGroup | None:
+    """Return the ranks with the segments of the buffer of a parameter, None if it is not sharded.
+
+    Of version 2 on a mesh of one axis.
+    """
+    mesh, placements = layout_of_part(param)
+    if not any(placement.is_shard() for placement in placements):
+        return None
+    group: dist.ProcessGroup = (
+        mesh.get_group() if is_of_fsdp_v2(param) else _buffer_in_v1(param).data_parallel_group
+    )
+    return group
+
+
+# Groups of layers share meshes: the ranks of a large one are visited once.
+@functools.lru_cache(maxsize=64)
+def _holders(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return holders_of_segments(mesh.shape, mesh.mesh.flatten().tolist(), axes)
+
+
+def _group_in_v1(param: Any) -> Any:  # noqa: ANN401
+    buffers = param._megatron_fsdp_model.param_and_grad_buffer
+    return buffers.parameter_groups[buffers.param_to_param_group[param.orig_param]]
+
+
+def _buffer_in_v1(param: DTensor) -> Any:  # noqa: ANN401
+    group = _group_in_v1(param)
+    # Optimizer states follow main weights; with fp32 parameters the model's are the main ones.
+    return group.main_weight_buffer or group.model_weight_buffer
+
+
+def _place_in_v1(param: Any, holders: list[tuple[int, ...]]) -> tuple[int, int]:  # noqa: ANN401
+    """Return the size of the buffer of a parameter, and its first element there."""
+    buffer = _buffer_in_v1(param)
+    # The order of segments is no interface of Megatron-FSDP, so every rank checks its own.
+    expected = holders[buffer.dp_rank]
+    if own_rank() not in expected:
+        raise ValueError(
+            f"expected one of ranks {expected[:8]} with shard {buffer.dp_rank} of the buffer, got "
+            f"rank {own_rank()}. This Megatron-FSDP orders shards in another way; report it"
+        )
+    begin = buffer.item_index_map[buffer.param_idx[param.orig_param]].global_data_index
+    return buffer.bucket_index.size, begin
+
+
+def _place_in_v2(param: DTensor) -> tuple[int, int]:
+    group, index = place_of(param)
+    layout = group.main_weight.layout
+    return layout.size, layout.tensor_to_offset[index]

@@ -1,0 +1,151 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters as they are planned, and the box of each that every rank holds."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron_muon.plan.layout import Box, holders_of_segments
+from megatron_muon.rows.megatron_fsdp import layout_of_part, rows_of_part, shape_of_part
+from megatron_muon.rows.placements import boxes_of_placements
+from megatron_muon.runtime.agreement import own_rank
+
+type SplitSizes = int | tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter of the optimizer.
+
+    Args:
+        name: For errors.
+        param: What the user gave.
+        view: Shape and sharding as they are planned: 2-D, or 3-D for a batch of matrices. Not its
+            memory.
+        split_sizes: See :func:`~megatron_muon.rows.matrices.segments_of`.
+        is_transposed: Whether matrices are stored as (inputs, outputs).
+        flattens: Whether all dimensions but the first are columns.
+        blocks: Rows of one group that go to each block, such as query, key and value, which stay
+            with one owner; instead of ``split_sizes``.
+        known_boxes: What ranks hold of the view, by rank of the job, where its placements do not
+            say it. Ranks that hold nothing may be missing.
+    """
+
+    name: str
+    param: torch.Tensor
+    view: torch.Tensor
+    split_sizes: SplitSizes = None
+    is_transposed: bool = False
+    flattens: bool = False
+    blocks: tuple[int, ...] | None = None
+    known_boxes: Mapping[int, Box] | None = None
+
+    @property
+    def output_dim(self) -> int:
+        """Dimension of outputs of a matrix, which ``split_sizes`` split."""
+        return int(self.is_transposed)
+
+    @property
+    def boxes(self) -> Mapping[int, Box]:
+        """What ranks hold of the view; a plain tensor is whole on this rank."""
+        if self.known_boxes is not None:
+            return self.known_boxes
+        shape = tuple(self.view.shape)
+        if not isinstance(self.view, DTensor):
+            return {own_rank(): whole_box(shape)}
+        return boxes_of_placements(self.view.device_mesh, tuple(self.view.placements), shape)
+
+    @property
+    def own_box(self) -> Box:
+        """What this rank holds of the view."""
+        return self.boxes.get(own_rank(), ((0, 0), *whole_box(self.view.shape[1:])))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard of the view."""
+        return tuple(stop - start for start, stop in self.own_box)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box of a whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+@functools.lru_cache(maxsize=64)
+def ranks_of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of a mesh, in its order."""
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+@functools.lru_cache(maxsize=256)
+def replicas_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of ranks of a mesh that differ in replicated axes alone."""
+    # Not ranks with equal boxes: all empty shards have one.
+    sharding = [axis for axis, each in enumerate(placements) if not each.is_replicate()]
+    return tuple(holders_of_segments(mesh.shape, ranks_of_mesh(mesh), sharding))
+
+
+def as_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """Describe a local tensor as a DTensor without memory."""
+    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return DTensor.from_local(
+        # torch would copy what is in CPU memory to the device of the mesh.
+        local.detach().to("meta"),
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+
+
+def part_of(parameter: NamedParameter) -> NamedParameter:
+    """View a parameter of Megatron-FSDP as its tensor-parallel rank has it.
+
+    Raises:
+        ValueError: Its buffer has another layout than expected.
+    """
+    param = parameter.param
+    assert isinstance(param, DTensor)
+    (mesh, placements), shape = layout_of_part(param), shape_of_part(param)
+    others = whole_box(shape[1:])
+    boxes = {rank: (rows, *others) for rank, rows in rows_of_part(param).items()}
+    view = as_dtensor(param._local_tensor, mesh, placements, shape)
+    return replace(parameter, view=view, known_boxes=boxes)
+
+
+def over_tensor_ranks(part: NamedParameter, mesh: DeviceMesh, dim: int | None) -> NamedParameter:
+    """View a parameter over its tensor-parallel ranks, whose shards are in the same places.
+
+    Args:
+        part: What this tensor-parallel rank has; see :func:`part_of`.
+        mesh: Its mesh, with tensor parallelism as one more axis at the end.
+        dim: Dimension of which tensor-parallel ranks have different parts; None where all of them
+            have a copy. Copies are replicas then: each matrix is orthogonalized once, and they
+            cannot differ.
+    """
+    assert isinstance(part.view, DTensor)
+    columns = mesh.mesh.flatten(0, -2).T.tolist()
+    like = columns[mesh.get_local_rank(mesh.ndim - 1)]
+    shape, placement = list(part.view.shape), Replicate() if dim is None else Shard(dim)
+    boxes: dict[int, Box] = {}
+    for number, ranks in enumerate(columns):
+        for rank, other in zip(ranks, like, strict=True):
+            if other in part.boxes:
+                box = list(part.boxes[other])
+                if dim is not None:
+                    first = number * shape[dim]
+                    box[dim] = (first + box[dim][0], first + box[dim][1])
+                boxes[rank] = tuple(box)
+    if dim is not None:
+        shape[dim] *= len(columns)
+    view = as_dtensor(part.view._local_tensor, mesh, [*part.view.placements, placement], shape)
+    return replace(part, view=view, known_boxes=boxes)
