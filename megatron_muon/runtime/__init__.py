@@ -19,7 +19,6 @@ Files, each importing only those above it::
     stacks              the parts that a rank owns, in memory
     norms               norms of blocks, summed in float64
     local_rows          this rank's rows: read normalized, written scaled
-    cuda_graphs         CUDA graphs of Newton-Schulz, stack by stack
     plan_runner         gathers, orthogonalizes and scatters the buckets of one plan
     engine              runs the plans of a rank: local rows in, orthogonalized local rows out
     owner_compute       plans, groups and engine for the matrices of an optimizer

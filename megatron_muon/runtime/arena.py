@@ -23,18 +23,16 @@ class Arena:
     Args:
         num_bytes: Size.
         device: Where it is allocated.
-        is_kept: Whether it stays between steps, at one address.
 
     Raises:
         MemoryError: The device has too little memory, with sizes.
 
     Memory: ``num_bytes``, allocated once at construction to show that it is there, and then while
-        a step runs, or for good.
+        a step runs.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, *, is_kept: bool = False) -> None:
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
-        self._is_kept = is_kept
         try:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # A GPU raises torch.OutOfMemoryError, which is one of these; a CPU nothing more special.
@@ -57,10 +55,9 @@ class Arena:
             storage.resize_(self.num_bytes)
 
     def free(self) -> None:
-        """Return the memory unless it is kept. Collectives must have been waited for."""
+        """Return the memory. Collectives must have been waited for."""
         # Deleting the tensor would not free it: every view keeps the memory.
-        if not self._is_kept:
-            self._memory.untyped_storage().resize_(0)
+        self._memory.untyped_storage().resize_(0)
 
 
 def free_memory(device: torch.device) -> str:
