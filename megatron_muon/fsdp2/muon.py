@@ -280,12 +280,10 @@ class Muon(WholeMatrixMuon):
 
         It costs a pass over gradients, momentum and updates, and the host waits for nothing.
         """
-        sums = None
-        if is_on:
-            numbers = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
-            held = [self._named[param] for param in self._matrix_step.params]
-            sums = StepSums(held, [numbers[each.param] for each in held])
-        self._sums, self._matrix_step.hooks = sums, [] if sums is None else [sums]
+        step = self._matrix_step
+        held = [self._named[param] for param in step.params]
+        sums = StepSums(held, step.groups) if is_on else None
+        self._sums, step.hooks = sums, [] if sums is None else [sums]
         self.compute.watch(None if sums is None else sums.watch)
 
     def last_step(self) -> StepFigures:

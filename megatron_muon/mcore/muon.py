@@ -6,7 +6,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,6 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         parts: What the tensor-parallel rank has of each parameter, and the boxes of its ranks; see
             :func:`~megatron_muon.rows.parameters.part_of`.
         device: Where shards are; None for that of the parameters. A pipeline stage may have none.
-        momentum_dtype: bfloat16 halves the memory of momentum.
-        offload_momentum: Whether momentum is in CPU memory, pinned.
         **muon_kwargs: Arguments of :class:`TensorParallelMuon`.
 
     What a step computes element by element runs over few long tensors: Megatron-FSDP keeps the
@@ -63,11 +61,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         *,
         parts: Mapping[torch.Tensor, NamedParameter],
         device: torch.device | None = None,
-        momentum_dtype: torch.dtype = torch.float32,
-        offload_momentum: bool = False,
         **muon_kwargs: Any,
     ) -> None:
-        self.momentum_dtype, self.offload_momentum = momentum_dtype, offload_momentum
         super().__init__(params, **muon_kwargs)
         # Upstream keeps these in a closure.
         parameters = inspect.signature(TensorParallelMuon.__init__).parameters
@@ -99,15 +94,9 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         ]
         sizes = [local_tensor(param).numel() for param in new]
         if new:
-            on_gpu = local_tensor(new[0]).is_cuda
-            flat = torch.zeros(
-                sum(sizes),
-                dtype=self.momentum_dtype,
-                device="cpu" if self.offload_momentum else local_tensor(new[0]).device,
-                pin_memory=self.offload_momentum and on_gpu,
-            )
+            flat = local_tensor(new[0]).new_zeros(sum(sizes))
             for param, rows in zip(new, flat.split(sizes), strict=True):
-                momentum = torch.empty_like(param.data, dtype=self.momentum_dtype)
+                momentum = torch.empty_like(param.data)
                 # Not from_local, whose DTensor would begin where its rows do in the allocation, and
                 # could not be copied.
                 momentum._local_tensor = rows.view_as(local_tensor(param))  # type: ignore[attr-defined]
@@ -229,12 +218,14 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         # By its position: loading a state may replace the dictionary.
         return self.param_groups[self._number_of_group[param]]
 
-    def hooks(self, params: Sequence[tuple[Self, Any]]) -> list[StepHooks]:
-        """Return what a step does besides.
+    def hooks(
+        self, optimizers: Sequence[Any], params: Sequence[tuple[Any, Any]]
+    ) -> list[StepHooks]:
+        """Return the additions to a step.
 
         Args:
-            params: By position, those with rows on this rank, of all optimizers of its step, and
-                their optimizer, of this class too.
+            optimizers: Those that step together, all of this class.
+            params: By position, the parameters with rows on this rank, after their optimizer.
         """
         return []
 

@@ -88,12 +88,11 @@ class MuonStep:
                 first.fp32_matmul_prec,
                 overwrites_gradients=True,
                 gradients_stay=gradients_stay,
-                stages_momentum=first.momentum_dtype != torch.float32 or first.offload_momentum,
             ),
             self._device,
         )
         self._held = [(muon_of[param], param) for param in step.params]
-        step.hooks = first.hooks(self._held)
+        step.hooks = first.hooks(self.optimizers, self._held)
         return step
 
     @property

@@ -159,6 +159,7 @@ class MatrixStep:
 
     Attributes:
         params: By position, the parameters of which this rank holds rows.
+        groups: By position, that of the parameter group.
         hooks: Called in their order.
 
     Communication: that of ``compute``, and of hooks.
@@ -178,14 +179,14 @@ class MatrixStep:
         rows: list[MatrixRows] = compute.handles
         self._num_matrices = Counter(each.param for each in rows)
         self.params = [param for param in groups if param in self._num_matrices]
-        self._groups = [groups[param] for param in self.params]
+        self.groups = [groups[param] for param in self.params]
         position = {param: i for i, param in enumerate(self.params)}
         self._position = {each: position[each.param] for each in rows}
         self._shapes = [local_tensor(param).shape for param in self.params]
         sizes = list(map(math.prod, self._shapes))
         limit = CHUNK_ELEMENTS if settings.stages_momentum else math.inf
         by_group: dict[int, list[tuple[int, int]]] = {}
-        for i, group in enumerate(self._groups):
+        for i, group in enumerate(self.groups):
             by_group.setdefault(group, []).append((i, sizes[i]))
         chunks = [
             (group, chunk)
@@ -394,7 +395,7 @@ class MatrixStep:
             i = self._position[handle]
             self._num_missing[i] -= 1
             if self._num_missing[i] == 0:
-                complete.setdefault(self._groups[i], []).append(i)
+                complete.setdefault(self.groups[i], []).append(i)
         for group, positions in complete.items():
             own = [weights[i] for i in positions], [results[i] for i in positions]
             yield _Batch(group, positions, *join_adjacent(*own))

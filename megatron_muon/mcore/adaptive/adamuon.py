@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from megatron_muon.mcore.adaptive.second_moment import FSDPAdaptiveMuon
-from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.runtime.adamuon import AdaMuon
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.matrix_step import StepHooks
@@ -33,7 +32,9 @@ class FSDPAdaMuon(FSDPAdaptiveMuon):
             if "moment2_buffer" not in self.state[param]:
                 self.state[param]["moment2_buffer"] = torch.zeros_like(param.data)
 
-    def hooks(self, params: Sequence[tuple[FSDPZeROTensorParallelMuon, Any]]) -> list[StepHooks]:
+    def hooks(
+        self, optimizers: Sequence[Any], params: Sequence[tuple[Any, Any]]
+    ) -> list[StepHooks]:
         """Divide results by the root of their second moment, and scale them."""
         return [
             AdaMuon(

@@ -4,7 +4,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from megatron_muon.mcore.adaptive.equal_blocks import (
 )
 from megatron_muon.mcore.adaptive.held_blocks import HeldBlock, held_blocks
 from megatron_muon.mcore.adaptive.second_moment import FSDPAdaptiveMuon
-from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.matrix_step import CHUNK_ELEMENTS, StepHooks
 
 
-class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
+class FSDPBlockMuon(FSDPAdaptiveMuon, StepHooks, ABC):
     """Collect results in the memory of gradients, normalize them by block, then apply them.
 
     A block is a matrix that Newton-Schulz orthogonalizes by itself. It is normalized and scaled as
@@ -40,6 +39,8 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
     """
 
     scales_results = False  # after they have been normalized
+    waits = True
+    _step_params: list[Any]  # by position of the step
 
     @functools.cached_property
     def _blocks(self) -> dict[Any, list[HeldBlock]]:
@@ -103,16 +104,22 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
         for factor in self.scale(*equal.like.shape):
             torch._foreach_mul_(held, factor)
 
-    def hooks(self, params: Sequence[tuple[FSDPZeROTensorParallelMuon, Any]]) -> list[StepHooks]:
-        """Normalize results by block."""
-        optimizers = list(dict.fromkeys(muon for muon, _ in params)) or [self]
-        return [_BlockHooks(optimizers, [param for _, param in params])]
+    def hooks(
+        self, optimizers: Sequence[Any], params: Sequence[tuple[Any, Any]]
+    ) -> list[StepHooks]:
+        """Return all optimizers: a rank without rows of one joins its sums."""
+        for muon in optimizers:
+            muon._step_params = [param for _, param in params]
+        return list(optimizers)
 
-    def begin(self) -> None:
-        """See the gradients, before weight decay."""
-
-    def advanced(self, rows: Mapping[Any, torch.Tensor]) -> None:
-        """See the rows that are orthogonalized, by parameter."""
+    @functools.cached_property
+    def num_bytes(self) -> int:  # type: ignore[override]
+        """Return the memory of sums and moments, and of copies of some blocks."""
+        states = [each.items() for each in self.state.values()]
+        moments = [each for state in states for key, each in state if key.startswith("moment2")]
+        sizes = [local_tensor(param).numel() for param in self.params]
+        copied = max(min(CHUNK_ELEMENTS, sum(sizes)), *sizes, 0)
+        return 36 * sum(local_tensor(each).numel() for each in moments) + 12 * copied
 
     def finish(self) -> None:
         """Normalize the results of all parameters."""
@@ -126,37 +133,3 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
     @abstractmethod
     def _normalize(self, rows: ByBlock) -> None:
         """Normalize and scale the results of all blocks in place, ``(rows, cols)`` by block."""
-
-
-class _BlockHooks(StepHooks):
-    """Normalize the results of optimizers that step together."""
-
-    waits = True
-
-    def __init__(self, optimizers: Sequence[FSDPBlockMuon], params: Sequence[Any]) -> None:
-        self._optimizers, self._params = list(optimizers), list(params)
-        sizes = [local_tensor(param).numel() for param in params]
-        states = (each for muon in optimizers for each in muon.state.values())
-        num_moments = sum(
-            local_tensor(moments).numel()
-            for state in states
-            for key, moments in state.items()
-            if key.startswith("moment2")
-        )
-        self.num_bytes = 36 * num_moments + 12 * max(min(CHUNK_ELEMENTS, sum(sizes)), *sizes, 0)
-
-    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """See the gradients, before weight decay."""
-        for muon in self._optimizers:
-            muon.begin()
-
-    def advanced(self, momentum: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-        """See the rows that are orthogonalized."""
-        by_param = dict(zip(self._params, rows, strict=True))
-        for muon in self._optimizers:
-            muon.advanced(by_param)
-
-    def finish(self) -> None:
-        """Normalize results."""
-        for muon in self._optimizers:
-            muon.finish()

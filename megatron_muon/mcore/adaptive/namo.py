@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NAMO: one second moment per block, of the norm of its gradient."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,13 +55,17 @@ class FSDPNamo(FSDPBlockMuon):
         key, num_blocks = self._shared_key("moment2_buffer", param), len(self._blocks[param])
         return (BlockMoments(key, num_blocks, [number]) for number in range(num_blocks))
 
-    def begin(self) -> None:
+    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Sum the squares of gradients, which the momentum may overwrite."""
         self._gradients = self._norms({param: local_tensor(param.grad) for param in self._held})
 
-    def advanced(self, rows: Mapping[Any, torch.Tensor]) -> None:
+    def advanced(self, momentum: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
         """Sum the squares of what is orthogonalized."""
-        both = zip(self._gradients, self._norms(rows), strict=True)
+        both = zip(
+            self._gradients,
+            self._norms(dict(zip(self._step_params, rows, strict=True))),
+            strict=True,
+        )
         self._squares = [torch.stack(each, dim=1).square_() for each in both]
 
     def _norms(self, rows: Mapping[Any, torch.Tensor]) -> list[torch.Tensor]:
