@@ -19,12 +19,13 @@ Files, each importing only those above it::
     stacks              the parts that a rank owns, in memory
     norms               norms of blocks, summed in float64
     local_rows          this rank's rows: read normalized, written scaled
-    cuda_graphs         CUDA graphs of Newton-Schulz, stack by stack
     plan_runner         gathers, orthogonalizes and scatters the buckets of one plan
     engine              runs the plans of a rank: local rows in, orthogonalized local rows out
     owner_compute       plans, groups and engine for the matrices of an optimizer
     weight_decay        emerging-optimizers' rules, all parameters at once
     momentum            weight decay, momentum and Nesterov, all parameters at once
+    matrix_step         one step of Muon over shards, whoever made them
+    adamuon             a second moment per element
     finite              which gradients are not finite
     dtensor_layout      the local rows of a DTensor
     lion                Lion on local rows
