@@ -10,6 +10,7 @@ Files, each importing only those above it::
     exchange            the collectives that move rows and results
     chained_collectives one collective starts when another one has ended
     machine_cost        the costs that all ranks plan with
+    dtensor_layout      the local rows of a DTensor
     arena               memory that exists while a step runs
     adjacent            tensors that are adjacent in memory, as few long ones
     row_table           rectangles that one kernel moves, listed on the device
@@ -27,7 +28,6 @@ Files, each importing only those above it::
     matrix_step         one step of Muon over shards, whoever made them
     adamuon             a second moment per element
     finite              which gradients are not finite
-    dtensor_layout      the local rows of a DTensor
     lion                Lion on local rows
     dependencies        what is relied on in torch and emerging-optimizers
 """
