@@ -4,6 +4,7 @@
 
 Files, each importing only those above it::
 
+    dtensor_layout      the local rows of a DTensor
     agreement           ranks compare what they know, and fail together
     groups              process groups by their ranks
     domain              the ranks that exchange matrices
@@ -27,7 +28,6 @@ Files, each importing only those above it::
     matrix_step         one step of Muon over shards, whoever made them
     adamuon             a second moment per element
     finite              which gradients are not finite
-    dtensor_layout      the local rows of a DTensor
     lion                Lion on local rows
     dependencies        what is relied on in torch and emerging-optimizers
 """
