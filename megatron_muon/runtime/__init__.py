@@ -4,6 +4,7 @@
 
 Files, each importing only those above it::
 
+    dtensor_layout      the local rows of a DTensor
     agreement           ranks compare what they know, and fail together
     groups              process groups by their ranks
     domain              the ranks that exchange matrices

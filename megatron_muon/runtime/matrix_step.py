@@ -188,15 +188,10 @@ class MatrixStep:
         by_group: dict[int, list[tuple[int, int]]] = {}
         for i, group in enumerate(self.groups):
             by_group.setdefault(group, []).append((i, sizes[i]))
-        chunks = [
-            (group, chunk)
-            for group, of_group in by_group.items()
-            for chunk in chunks_of(of_group, limit)
-        ]
+        chunks = [(group, c) for group, own in by_group.items() for c in chunks_of(own, limit)]
         num_results = 0 if settings.overwrites_gradients else sum(sizes)
-        num_staged = 0
-        if settings.stages_momentum:
-            num_staged = max((sum(sizes[i] for i in chunk) for _, chunk in chunks), default=0)
+        largest = max((sum(sizes[i] for i in chunk) for _, chunk in chunks), default=0)
+        num_staged = largest * settings.stages_momentum
         # torch converts bfloat16 on the device, into memory of its own, if it comes from a CPU.
         self._copied_bytes = 2 * num_staged
         self._arena = Arena(4 * (num_results + num_staged), device)
