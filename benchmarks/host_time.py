@@ -211,18 +211,31 @@ def build_scaled_model(job: Job) -> Any:
 class NoEngine:
     """Yield all parameters of which this rank holds rows at once."""
 
-    params: Sequence[Any] = ()
+    def __init__(self, step: Any) -> None:
+        from megatron_muon.rows.matrices import MatrixRows
 
-    def memory_problems(self) -> list[str]:
+        params = [param for muon in step.optimizers for param in muon.params]
+        self.handles = [
+            MatrixRows(param, None, slice(None), slice(None))
+            for param in params
+            if param._local_tensor.numel()
+        ]
+
+    def memory_problems(self, other_bytes: int = 0) -> list[str]:
         """Return nothing."""
         return []
 
     def forget(self) -> None:
         """Drop nothing."""
 
-    def orthogonalize(self, momentum: Any, results: Any) -> Iterator[Sequence[Any]]:
+    def free(self) -> None:
+        """Return nothing."""
+
+    def orthogonalize(
+        self, momentum: Any, results: Any, meanwhile: Any = None
+    ) -> Iterator[Sequence[Any]]:
         """Return what an engine would, in one piece."""
-        yield list(self.params)
+        yield self.handles
 
 
 def outer_figures(job: Job) -> dict[str, float]:
@@ -234,15 +247,13 @@ def outer_figures(job: Job) -> dict[str, float]:
     with one_rank_of(job.dp, 0):
         model = build_scaled_model(job)
         # Plans are made from what other ranks say, and these say nothing.
-        MuonStep._owner_compute = lambda self, exchange: NoEngine()  # type: ignore[method-assign]
+        MuonStep._owner_compute = lambda self, exchange: NoEngine(self)  # type: ignore[method-assign]
         optimizer = build_muon(model)
         model.finish_grad_sync()
         params = optimizer.get_parameters()
         held = [param for param in params if param.grad is not None]
         for param in held:
             param.grad._local_tensor.fill_(1e-3)
-        muon_params = [param for muon in optimizer.muon_step.optimizers for param in muon.params]
-        optimizer.muon_step.compute.params = [p for p in muon_params if p.grad is not None]
         copies = [torch.nn.Parameter(param._local_tensor.clone()) for param in held]
         adam = torch.optim.AdamW(copies, foreach=True)
         for copy in copies:

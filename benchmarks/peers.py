@@ -124,7 +124,7 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
 
 def all_gather(model: Model, precision: str) -> Peer:
     """Every rank gathers the momentum of every matrix in fp32, and orthogonalizes all of them."""
-    from emerging_optimizers.orthogonalized_optimizers import Muon, muon
+    from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
 
     from megatron_muon.runtime.exchange import all_gather_rows
 
@@ -144,7 +144,7 @@ def all_gather(model: Model, precision: str) -> Peer:
             weights[index].add_(result[model.rows(index)], alpha=-MUON["lr"])
 
     with_precision = torch.no_grad()(step)
-    return Peer(with_precision, [(muon, "newton_schulz")], keep=optimizer)
+    return Peer(with_precision, [(muon_utils, "newton_schulz")], keep=optimizer)
 
 
 def layer_wise(model: Model, precision: str) -> Peer:

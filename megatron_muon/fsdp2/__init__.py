@@ -18,7 +18,6 @@ Files, each importing only those above it::
     offload      where momentum is between steps
     loading      what a loaded state must not change, and what it must bring
     figures      norms of a step
-    step_rows    local tensors of a step, and memory of its results
     muon         Muon
     fused        layout of a matrix that its module states
     groups       the parameters of a model, sorted by evidence

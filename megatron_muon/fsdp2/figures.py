@@ -3,14 +3,17 @@
 """Norms of a step, summed on the device, and read only when somebody asks."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.matrix_step import StepHooks
 from megatron_muon.runtime.stacks import StackCall
 
 
@@ -33,44 +36,51 @@ class StepFigures(NamedTuple):
     orthogonality_error: float
 
 
-class StepSums:
+class StepSums(StepHooks):
     """Sums of squares of this rank, by parameter group.
 
     Args:
-        parameters: Of the optimizer: rows that several ranks hold count once.
+        parameters: Those with rows on this rank: rows that several ranks hold count once.
+        groups: By position, the parameter group.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
-        self._share = {each.param: 1.0 / _num_replicas(each.view) for each in parameters}
-        self._squares: dict[tuple[int, str], torch.Tensor] = {}
-        self._counts: dict[int, float] = {}
+    def __init__(self, parameters: Sequence[NamedParameter], groups: Sequence[int]) -> None:
+        self._share = [1.0 / _num_replicas(each.view) for each in parameters]
+        # The sample in float32, its Gram matrix, and the square of that.
+        sizes = (math.prod(each.view.shape[-2:]) for each in parameters)
+        self.num_bytes = 12 * max(sizes, default=0)
+        self._group_of = list(groups)
+        self._sizes = [local_tensor(each.param).numel() for each in parameters]
+        # By kind, positions and the norms of their tensors, which the host reads when asked.
+        self._norms: dict[str, list[tuple[Sequence[int], torch.Tensor]]] = {}
         self._errors: list[torch.Tensor] = []
 
-    def clear(self) -> None:
+    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Begin a step."""
-        self._squares.clear()
-        self._counts.clear()
+        self._norms = {"gradient": [], "momentum": [], "update": []}
         self._errors.clear()
+        held = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+        self._add("gradient", [i for i, _ in held], [grad for _, grad in held])
 
     def watch(self, stack: StackCall) -> None:
         """Take the first matrix that this rank orthogonalizes alone as the sample."""
         if not self._errors and len(stack.owners) == 1:
             self._errors.append(_orthogonality_error(stack.tensor[0]))
 
-    def add(self, kind: str, group: int, tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Add squares of local tensors, by parameter, without a read by the host."""
-        held = [(self._share[param], each) for param, each in tensors.items() if each.numel()]
-        if not held:
-            return
-        norms = torch.stack(torch._foreach_norm([each.float() for _, each in held]))
-        shares = torch.tensor([share for share, _ in held], dtype=torch.float64)
-        # From pageable memory the copy does not wait for the device.
-        total = norms.double().square().mul_(shares.to(norms.device, non_blocking=True)).sum()
-        key = (group, kind)
-        self._squares[key] = self._squares[key] + total if key in self._squares else total
-        if kind == "update":
-            count = sum(share * each.numel() for share, each in held)
-            self._counts[group] = self._counts.get(group, 0.0) + count
+    def advanced(self, momentum: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
+        """Add the squares of momentum."""
+        self._add("momentum", range(len(momentum)), momentum)
+
+    def arrived(
+        self, group: Mapping[str, Any], positions: Sequence[int], results: Sequence[torch.Tensor]
+    ) -> None:
+        """Add the squares of updates."""
+        self._add("update", positions, results)
+
+    def _add(self, kind: str, positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        if tensors:
+            norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
+            self._norms[kind].append((positions, torch.stack(norms)))
 
     def figures(self, group: dist.ProcessGroup | None, num_groups: int) -> StepFigures:
         """Return the figures of all ranks; see :meth:`Muon.last_step`.
@@ -79,10 +89,17 @@ class StepSums:
             group: Ranks that step together; None for all of the job.
             num_groups: Number of parameter groups of this rank.
         """
+        # Squares by group and kind, and elements of updates.
+        sums: defaultdict[tuple[int, str], float] = defaultdict(float)
+        for kind, found in self._norms.items():
+            for positions, norms in found:
+                for i, norm in zip(positions, norms.tolist(), strict=True):
+                    sums[self._group_of[i], kind] += self._share[i] * norm**2
+                    if kind == "update":
+                        sums[self._group_of[i], "elements"] += self._share[i] * self._sizes[i]
         mine = (
             num_groups,
-            {key: float(value) for key, value in self._squares.items()},
-            self._counts,
+            dict(sums),
             max((float(error) for error in self._errors), default=0.0),
         )
         of_ranks = [mine]
@@ -93,18 +110,18 @@ class StepSums:
         numbers = range(max(each[0] for each in of_ranks))
 
         def total(kind: str, number: int) -> float:
-            """Return a sum of squares over all ranks."""
-            return sum(squares.get((number, kind), 0.0) for _, squares, _, _ in of_ranks)
+            """Return a sum over all ranks."""
+            return sum(of_rank.get((number, kind), 0.0) for _, of_rank, _ in of_ranks)
 
-        counts = [sum(each[2].get(number, 0.0) for each in of_ranks) for number in numbers]
+        updated = [total("elements", number) for number in numbers]
         return StepFigures(
             tuple(math.sqrt(total("gradient", number)) for number in numbers),
             tuple(math.sqrt(total("momentum", number)) for number in numbers),
             tuple(
                 math.sqrt(total("update", number) / count) if count else 0.0
-                for number, count in zip(numbers, counts, strict=True)
+                for number, count in zip(numbers, updated, strict=True)
             ),
-            max(each[3] for each in of_ranks),
+            max(each[2] for each in of_ranks),
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
 KEY = "main_param"
@@ -22,7 +23,6 @@ class MainParams:
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._params = list(params)
         self._narrow = [param for param in params if param.dtype != torch.float32]
 
     def create(self, state: dict[torch.Tensor, Any]) -> None:
@@ -31,24 +31,31 @@ class MainParams:
             if KEY not in state[param]:
                 state[param][KEY] = param.detach().float()
 
-    def weights(self, state: dict[torch.Tensor, Any]) -> dict[torch.Tensor, torch.Tensor]:
-        """Return what a step changes, by parameter: local tensors in float32.
+    def follow(self, state: dict[torch.Tensor, Any]) -> list[str]:
+        """Copy what somebody has changed since the last step, as by loading weights.
 
-        An element that somebody has changed since the last step, as by loading weights, is not its
-        copy rounded, and is copied. Versions of tensors do not tell: those of DTensors stay.
+        Such an element is not its copy rounded. Versions of tensors do not tell: those of DTensors
+        stay. Called before ranks agree to step, as it needs memory: 7 bytes an element of the
+        largest parameter.
+
+        Returns:
+            What is missing, as sentences.
         """
-        weights = {param: local_tensor(param) for param in self._params}
-        for param in self._narrow:
-            own, main = weights[param], local_tensor(state[param][KEY])
-            main.copy_(torch.where(main.to(own.dtype) == own, main, own))
-            weights[param] = main
-        return weights
+        try:
+            for param in self._narrow:
+                own, main = local_tensor(param), local_tensor(state[param][KEY])
+                main.copy_(torch.where(main.to(own.dtype) == own, main, own))
+        # A GPU raises torch.OutOfMemoryError, which is one of these.
+        except RuntimeError as error:
+            return [
+                f"expected memory to compare weights with their copies, got {first_line(error)}"
+            ]
+        return []
 
-    def install(self, weights: dict[torch.Tensor, torch.Tensor]) -> None:
+    def install(self, state: dict[torch.Tensor, Any]) -> None:
         """Round the copies into the parameters, after a step."""
-        if not self._narrow:
-            return
-        torch._foreach_copy_(
-            [local_tensor(param) for param in self._narrow],
-            [weights[param] for param in self._narrow],
-        )
+        if self._narrow:
+            torch._foreach_copy_(
+                [local_tensor(param) for param in self._narrow],
+                [local_tensor(state[param][KEY]) for param in self._narrow],
+            )

@@ -21,6 +21,7 @@ from megatron_muon.fsdp2.gradients import (
     refuse_grad_scaler,
 )
 from megatron_muon.fsdp2.loading import load_together
+from megatron_muon.fsdp2.main_params import KEY as MAIN_PARAM
 from megatron_muon.fsdp2.main_params import MainParams
 from megatron_muon.fsdp2.offload import place_momentum, wait_for_copies
 from megatron_muon.fsdp2.parameters import PlainGroups, devices_of, named_parameters
@@ -31,7 +32,6 @@ from megatron_muon.fsdp2.problems import (
     subclass_problems,
 )
 from megatron_muon.fsdp2.scales import scale_function
-from megatron_muon.fsdp2.step_rows import StepRows
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.parameters import NamedParameter
@@ -44,6 +44,7 @@ from megatron_muon.runtime.agreement import (
 )
 from megatron_muon.runtime.dependencies import dependency_problems, environment_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.matrix_step import MatrixStep, StepSettings
 from megatron_muon.runtime.owner_compute import OwnerCompute
 
 
@@ -124,8 +125,9 @@ class Muon(WholeMatrixMuon):
 
     compute: OwnerCompute
     _holders: dict[Holders, NamedParameter]
-    _step_rows: StepRows
-    _parameters: list[NamedParameter]
+    _matrix_step: MatrixStep
+    _named: dict[torch.Tensor, NamedParameter]
+    _sums: StepSums | None = None
     _is_built: bool = False
     fresh_if_moved: bool = False
     # From the first change of a step to its end: if it does not come there, nobody knows which
@@ -259,18 +261,29 @@ class Muon(WholeMatrixMuon):
                 rows_device=self._rows_device,
                 max_num_plans=found.max_num_plans,
             )
-        rows = [rows for each in self._inputs for rows in each.plan_input.handles.values()]
-        self._step_rows = StepRows(parameters, rows, self._rows_device)
-        self._parameters = parameters
-        self._main_params = MainParams([each.param for each in parameters])
+        self._named = {each.param: each for each in parameters}
+        self._main_params = MainParams(list(self._named))
+        self._matrix_step = MatrixStep(
+            {p: i for i, group in enumerate(self.param_groups) for p in group["params"]},
+            self.compute,
+            StepSettings(
+                self.nesterov,
+                self.weight_decay_method,
+                self.fp32_matmul_prec,
+                stages_momentum=self.momentum_dtype != torch.float32 or self.offload_momentum,
+            ),
+            self._rows_device,
+        )
 
     def record_figures(self, is_on: bool = True) -> None:
         """Record the figures of each step from now on, for :meth:`last_step`, or stop doing so.
 
         It costs a pass over gradients, momentum and updates, and the host waits for nothing.
         """
-        sums = StepSums(self._parameters) if is_on else None
-        self._step_rows.sums = sums
+        step = self._matrix_step
+        held = [self._named[param] for param in step.params]
+        sums = StepSums(held, step.groups) if is_on else None
+        self._sums, step.hooks = sums, [] if sums is None else [sums]
         self.compute.watch(None if sums is None else sums.watch)
 
     def last_step(self) -> StepFigures:
@@ -281,11 +294,11 @@ class Muon(WholeMatrixMuon):
 
         Communication: a gather of objects. The host waits for the device.
         """
-        if self._step_rows.sums is None:
+        if self._sums is None:
             raise RuntimeError(
                 "last_step: expected record_figures() before the step, got none. Call it first."
             )
-        return self._step_rows.sums.figures(self._group, len(self.param_groups))
+        return self._sums.figures(self._group, len(self.param_groups))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does at construction; later the plan is made."""
@@ -342,51 +355,43 @@ class Muon(WholeMatrixMuon):
 
     @torch.no_grad()
     def _step_meanwhile(
-        self, meanwhile: Callable[[], None] | None, problems: Sequence[str] = ()
+        self,
+        meanwhile: Callable[[], None] | None,
+        problems: Sequence[str] = (),
+        other_bytes: int = 0,
     ) -> None:
         """Step, and call a function when the first rows are in transit.
 
         Args:
             meanwhile: What else is to be done, without communication.
             problems: Sentences for which all ranks refuse the step.
+            other_bytes: Memory that it takes.
         """
         # A rank without parameters has nothing to step, and nothing to agree on.
         if not self._holders:
             return
         refuse_grad_scaler(self)
-        rows = self._step_rows
-        problems = [*problems, *rows.allocate(), *self.compute.memory_problems()]
+        problems = [*problems, *self._main_params.follow(self.state)]
+        problems += self._matrix_step.problems(other_bytes)
         if self._is_changing:
             problems.append(INTERRUPTED)
-        without = parameters_without_gradient(self._holders, self._group, self._device, problems)
-        momentum = {
-            param: local_tensor(self.state[param]["momentum_buffer"])
-            for group in self.param_groups
-            for param in group["params"]
-        }
-        if rows.sums is not None:
-            rows.sums.clear()
-        weights = self._main_params.weights(self.state)
-        is_copied = self.momentum_dtype != torch.float32 or self.offload_momentum
-        self._is_changing = True
-        for number, group in enumerate(self.param_groups):
-            rows.advance(
-                number,
-                group,
-                weights,
-                momentum,
-                without,
-                weight_decay_method=self.weight_decay_method,
-                nesterov=self.nesterov,
-                is_copied=is_copied,
+        try:
+            without = parameters_without_gradient(
+                self._holders, self._group, self._device, problems
             )
-        rows.find(momentum, in_results=self.nesterov or is_copied)
-        apply = rows.applier(self.param_groups, weights, without)
-        with fp32_matmul_precision(self.fp32_matmul_prec):
-            for done in self.compute.orthogonalize(rows.sources, rows.results, meanwhile):
-                apply(done)
-        self._main_params.install(weights)
-        rows.free()
+        except RuntimeError:
+            self._matrix_step.free()
+            raise
+        params = self._matrix_step.params
+        self._is_changing = True
+        self._matrix_step.step(
+            self.param_groups,
+            [local_tensor(self.state[p].get(MAIN_PARAM, p)) for p in params],
+            [None if p.grad is None or p in without else local_tensor(p.grad) for p in params],
+            [local_tensor(self.state[p]["momentum_buffer"]) for p in params],
+            meanwhile,
+        )
+        self._main_params.install(self.state)
         if self.offload_momentum:
             wait_for_copies(self._device)
         self._is_changing = False

@@ -19,6 +19,7 @@ from megatron_muon.fsdp2.parameters import named_parameters
 from megatron_muon.fsdp2.problems import Settings
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
+from megatron_muon.runtime.arena import elementwise_bytes
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.ranges import in_range
 
@@ -284,13 +285,13 @@ class MuonAdamW(torch.optim.Optimizer):
         @in_range("elementwise")
         def step_others() -> None:
             """Step the parameters that are no matrices of Muon's."""
-            for algorithm in _ALGORITHMS:
-                other = self._elementwise(algorithm)
-                if other is not None:
-                    with _state_of_empty_shards(other):
-                        other.step()
+            for other in others:
+                with _state_of_empty_shards(other):
+                    other.step()
 
-        muon._step_meanwhile(step_others, self._changes())
+        others = [other for each in _ALGORITHMS if (other := self._elementwise(each)) is not None]
+        other_bytes = sum(elementwise_bytes(other, muon._device) for other in others)
+        muon._step_meanwhile(step_others, self._changes(), other_bytes)
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if muon.state is not self.state:
             self.state.update(muon.state)

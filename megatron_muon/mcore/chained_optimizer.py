@@ -38,6 +38,8 @@ from megatron_muon.mcore.pipeline_settings import alignment_problems
 from megatron_muon.mcore.sharded_chunks import sharded_chunk
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import INTERRUPTED
+from megatron_muon.runtime.arena import elementwise_bytes
+from megatron_muon.runtime.lion import FSDPLion
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +99,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         self._problems, self._gradient_norm = [], None
         # Lion has no matrices.
         muons = [child.optimizer for child in self.chained_optimizers if _is_muon(child)]
-        self.muon_step = MuonStep(muons, exchange) if muons else None
         stay = all(map(gradients_stay, self.model_chunks))
-        for muon in muons:
-            muon.gradients_stay = stay
+        self.muon_step = MuonStep(muons, exchange, gradients_stay=stay) if muons else None
         self._gradients = LocalGradients(self.chained_optimizers, fqns, stay=stay)
         # Named while the model still holds its DTensor parameters.
         self._state_names = optimizer_state.names_in_checkpoints(
@@ -121,8 +121,16 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             Whether an overflow was found: always False, without loss scaling.
         """
         unreduced = [each for chunk in self._chunks for each in chunk.finish_gradients()]
-        self._problems = self.muon_step.problems() if self.muon_step is not None else []
-        self._problems += unreduced
+        # Transformer Engine's Adam is fused.
+        others = [child.optimizer for child in self.chained_optimizers]
+        other_bytes = sum(
+            elementwise_bytes(each, current_device())
+            for each in others
+            if isinstance(each, (torch.optim.Adam, torch.optim.AdamW, FSDPLion))
+        )
+        self._problems = unreduced
+        if self.muon_step is not None:
+            self._problems += self.muon_step.problems(other_bytes)
         self._problems += alignment_problems(self.model_chunks[0].config)
         self._problems += [INTERRUPTED] * self._is_changing
         self._gradient_norm = None
@@ -189,6 +197,14 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         Raises:
             RuntimeError: As :meth:`step_with_ready_grads`.
         """
+        try:
+            return self._step()
+        finally:
+            # Otherwise collectives may still use it.
+            if self.muon_step is not None and not self._is_changing:
+                self.muon_step.free()
+
+    def _step(self) -> tuple[bool, float | torch.Tensor | None, int | None]:
         clips = self.config.clip_grad > 0.0
         # Upstream clips such groups, those of multi-token prediction, by norms of their own.
         has_groups = clips and any(map(self.has_grad_norm_group, SEPARATE_GRAD_NORM_GROUPS))

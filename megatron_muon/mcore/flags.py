@@ -46,11 +46,6 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
         "cuSOLVERMp. auto: for each shape the cheapest of standard, gram and gram_symmetric by the "
         "cost model.",
     },
-    "cuda_graphs": {
-        "action": "store_true",
-        "help": "Capture Newton-Schulz of each stack of matrices as a CUDA graph, which the host "
-        "launches at once. Memory of a step then stays allocated between steps.",
-    },
     "log_plan": {
         "action": "store_true",
         "help": "Log who orthogonalizes what, and what it costs.",

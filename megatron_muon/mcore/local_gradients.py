@@ -92,7 +92,7 @@ class LocalGradients:
     @property
     def joined(self) -> list[torch.Tensor]:
         """Return views of all gradients, those that are adjacent in memory as one."""
-        return self._views.of(self.all)[0] if self.all else []
+        return self._views.of(self.all)
 
     def end(self) -> None:
         """Drop what is not in the same memory in the next step."""

@@ -2,69 +2,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Momentum on row shards, Newton-Schulz on whole matrices."""
 
-import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from emerging_optimizers.orthogonalized_optimizers import (
-    OrthogonalizedOptimizer,
-    get_muon_scale_factor,
-)
+from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
 from megatron_muon.rows.megatron_fsdp import tensor_mesh
 from megatron_muon.rows.parameters import NamedParameter, over_tensor_ranks
-from megatron_muon.runtime.adjacent import AdjacentViews, join_adjacent
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.momentum import advance_momentum
-from megatron_muon.runtime.ranges import in_range
+from megatron_muon.runtime.matrix_step import StepHooks
 from megatron_muon.user_errors import in_flags
-
-
-class _Held(NamedTuple):
-    """Parameters of one group of which this rank holds rows.
-
-    Args:
-        group: Position of the group.
-        params: The parameters.
-        views: Of their weights, gradients and momentum.
-    """
-
-    group: int
-    params: list[Any]
-    views: AdjacentViews
-
-
-class _Batch(NamedTuple):
-    """Parameters of one group whose results arrive together.
-
-    Args:
-        group: Position of the group.
-        params: The parameters.
-        weights: Their rows, those that are adjacent in memory as one.
-        results: The same of their results.
-    """
-
-    group: int
-    params: list[Any]
-    weights: list[torch.Tensor]
-    results: list[torch.Tensor]
 
 
 class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     """Muon for DTensor parameters whose rows Megatron-FSDP shards over data-parallel ranks.
 
-    :class:`~megatron_muon.mcore.muon_step.MuonStep` steps it: :meth:`advance` updates the momentum
-    of this rank's rows, whole matrices are orthogonalized, and :meth:`apply` subtracts this rank's
-    rows of the results. A step equals that of :class:`TensorParallelMuon` on the unsharded model,
-    because momentum, Nesterov and weight decay are elementwise.
+    :class:`~megatron_muon.mcore.muon_step.MuonStep` steps it: the momentum of this rank's rows is
+    updated, whole matrices are orthogonalized, and this rank's rows of the results are subtracted.
+    A step equals that of :class:`TensorParallelMuon` on the unsharded model, because momentum,
+    Nesterov and weight decay are elementwise.
 
     Parameters that every rank holds whole (``no_shard``) are stepped by this class too: the parent
     would pass a DTensor to Newton-Schulz, whose ``shape`` is global to tensor parallelism.
@@ -89,15 +53,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     newton_schulz: NewtonSchulzSettings
     parts: Mapping[torch.Tensor, NamedParameter]
     params: list[Any]  # as at construction
-    # Whether gradients are in the same memory in every step, so that views of it may be kept.
-    gradients_stay: bool = False
-    _held_groups: list[_Held]
     _number_of_group: dict[Any, int]  # by parameter
-    # In this step, or for as long as memory stays: what is orthogonalized and where results go, by
-    # parameter, and batches by the identities of the parameters that arrive.
-    _step_rows: tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]] | None
-    _batches: dict[tuple[int, ...], list[_Batch]]
-    _version: int = 0  # of the views that these were made with
 
     def __init__(
         self,
@@ -128,12 +84,6 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
         }
-        self._held_groups = [
-            _Held(number, held, AdjacentViews())
-            for number, group in enumerate(self.param_groups)
-            if (held := [param for param in group["params"] if local_tensor(param).numel()])
-        ]
-        self._step_rows, self._batches = None, {}
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Create the momentum of a group in one allocation, in the order of its parameters."""
@@ -240,55 +190,6 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             "Step the optimizer that build_megatron_fsdp_emerging_optimizer returned."
         )
 
-    @in_range("momentum")
-    def advance(self) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
-        """Apply weight decay to the local rows, and average gradients into their momentum.
-
-        Returns:
-            By parameter, the local rows that are orthogonalized, ``(local_rows, cols)`` float32,
-            and where their results go: see :meth:`Engine.orthogonalize`. They are the same
-            dictionaries for as long as memory stays.
-        """
-        for held in self._held_groups:
-            weights, grads, momentum = held.views.of(
-                [param._local_tensor for param in held.params],
-                [param.grad._local_tensor for param in held.params],
-                [self.state[param]["momentum_buffer"]._local_tensor for param in held.params],
-            )
-            advance_momentum(
-                # Read in every step: schedulers change learning rates in place.
-                self.param_groups[held.group],
-                weights,
-                grads,
-                momentum,
-                weight_decay_method=self.weight_decay_method,
-                nesterov=self.nesterov,
-                updates=grads,
-            )
-        version = sum(held.views.version for held in self._held_groups)
-        if self._step_rows is None or version != self._version:
-            self._step_rows, self._version = self._find_rows(), version
-            self._batches.clear()
-        return self._step_rows
-
-    def _find_rows(self) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
-        """Return what is orthogonalized, and where results go, by parameter."""
-        momentum = {p: local_tensor(self.state[p]["momentum_buffer"]) for p in self.params}
-        # Gradients have been read: their memory holds the results. Nobody reads them after a step;
-        # the training loop zeroes them before the next backward pass.
-        results = momentum | {
-            param: local_tensor(param.grad) for held in self._held_groups for param in held.params
-        }
-        return results if self.nesterov else momentum, results
-
-    def end(self) -> None:
-        """Drop the views of memory that is allocated anew in every step."""
-        if not self.gradients_stay:
-            for held in self._held_groups:
-                held.views.forget()
-            self._step_rows = None
-            self._batches.clear()
-
     def parameter_changes(self) -> list[str]:
         """List what has changed about the parameters since construction, as sentences."""
         now = self._all_params()
@@ -317,59 +218,16 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         # By its position: loading a state may replace the dictionary.
         return self.param_groups[self._number_of_group[param]]
 
-    def _batches_of(self, params: Sequence[Any]) -> list[_Batch]:
-        """Return those of some parameters that have rows here and are this optimizer's, by group.
-
-        The same parameters arrive together in every step: lists are made once.
-        """
-        key = tuple(map(id, params))
-        if key not in self._batches:
-            by_group: dict[int, list[Any]] = {}
-            for param in params:
-                number = self._number_of_group.get(param)
-                if number is not None and param._local_tensor.numel():
-                    by_group.setdefault(number, []).append(param)
-            self._batches[key] = [
-                _Batch(
-                    number,
-                    held,
-                    *join_adjacent(
-                        [param._local_tensor for param in held],
-                        [param.grad._local_tensor for param in held],
-                    ),
-                )
-                for number, held in by_group.items()
-            ]
-        return self._batches[key]
-
-    @in_range("update")
-    def apply(self, params: Sequence[Any]) -> None:
-        """Subtract the results of those parameters that are this optimizer's.
+    def hooks(
+        self, optimizers: Sequence[Any], params: Sequence[tuple[Any, Any]]
+    ) -> list[StepHooks]:
+        """Return the additions to a step.
 
         Args:
-            params: Parameters of any optimizer whose results are in the memory of their gradients.
+            optimizers: Those that step together, all of this class.
+            params: By position, the parameters with rows on this rank, after their optimizer.
         """
-        for batch in self._batches_of(params):
-            if self._has_hooks:
-                for param in batch.params:
-                    self.pre_weight_update_fn_inplace(param, param.grad)
-            torch._foreach_add_(
-                batch.weights, batch.results, alpha=-self.param_groups[batch.group]["lr"]
-            )
-            if self._has_hooks:
-                for param in batch.params:
-                    self.post_weight_update_fn_inplace(param)
-
-    def finish(self) -> None:
-        """Do what needs the results of all parameters, which have been passed to :meth:`apply`."""
-
-    @functools.cached_property
-    def _has_hooks(self) -> bool:
-        """Whether a subclass overrides upstream's hooks, which do nothing."""
-        return any(
-            getattr(type(self), name) is not getattr(OrthogonalizedOptimizer, name)
-            for name in ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
-        )
+        return []
 
 
 def _unscaled(num_rows: int, num_cols: int) -> tuple[float, float]:

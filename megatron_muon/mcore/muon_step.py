@@ -13,7 +13,8 @@ from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.plan_inputs import find_plan_inputs
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
-from megatron_muon.runtime.owner_compute import OwnerCompute, PlanInput
+from megatron_muon.runtime.matrix_step import MatrixStep, StepSettings
+from megatron_muon.runtime.owner_compute import OwnerCompute
 from megatron_muon.user_errors import naming_flags
 
 
@@ -26,6 +27,7 @@ class MuonStep:
     Args:
         optimizers: Those of experts, of dense matrices, or one for both.
         exchange: Settings of the exchange; None for the defaults.
+        gradients_stay: Whether gradients are in the same memory in every step.
 
     Raises:
         ValueError: bf16 on the wire was asked for with Newton-Schulz in fp32.
@@ -41,20 +43,21 @@ class MuonStep:
     """
 
     compute: OwnerCompute
-    _found: list[dict[Any, torch.Tensor]]  # of each optimizer, what these two are merged from
-    _momentum: dict[Any, torch.Tensor]
-    _results: dict[Any, torch.Tensor]
+    _matrix_step: MatrixStep
+    # By position of the step: parameters with rows on this rank, and their optimizer.
+    _held: list[tuple[FSDPZeROTensorParallelMuon, Any]]
 
     def __init__(
         self,
         optimizers: Sequence[FSDPZeROTensorParallelMuon],
         exchange: ExchangeSettings | None = None,
+        *,
+        gradients_stay: bool = False,
     ) -> None:
         # Experts first, which decides the order of the collectives of finish().
         self.optimizers = sorted(
             optimizers, key=lambda muon: not muon.params_of_kind(is_expert=True)
         )
-        self._found, self._momentum, self._results = [], {}, {}
         exchange = exchange or ExchangeSettings()
         raise_where_any_rank_fails(
             [problem for muon in self.optimizers for problem in muon.problems()],
@@ -69,6 +72,28 @@ class MuonStep:
         for muon in self.optimizers:
             for group in muon.param_groups:
                 muon._init_group(group, skip_non_grad_params=False)
+        self._matrix_step = self._build_step(gradients_stay)
+
+    def _build_step(self, gradients_stay: bool) -> MatrixStep:
+        """List the parameters with rows on this rank, and lay out the memory of a step."""
+        first = self.optimizers[0]
+        groups = [(muon, group) for muon in self.optimizers for group in muon.param_groups]
+        muon_of = {param: muon for muon, group in groups for param in group["params"]}
+        step = MatrixStep(
+            {param: i for i, (_, group) in enumerate(groups) for param in group["params"]},
+            self.compute,
+            StepSettings(
+                first.nesterov,
+                first.weight_decay_method,
+                first.fp32_matmul_prec,
+                overwrites_gradients=True,
+                gradients_stay=gradients_stay,
+            ),
+            self._device,
+        )
+        self._held = [(muon_of[param], param) for param in step.params]
+        step.hooks = first.hooks(self.optimizers, self._held)
+        return step
 
     @property
     def _device(self) -> torch.device:
@@ -106,7 +131,7 @@ class MuonStep:
         # Kernels are checked here, in the precision of a step.
         with naming_flags(), self._precision():
             return OwnerCompute(
-                [_by_parameter(each.plan_input) for each in found.inputs],
+                [each.plan_input for each in found.inputs],
                 self.optimizers[0].newton_schulz,
                 exchange,
                 device=self._device,
@@ -116,10 +141,18 @@ class MuonStep:
     def _precision(self) -> Any:
         return fp32_matmul_precision(self.optimizers[0].fp32_matmul_prec)
 
-    def problems(self) -> list[str]:
-        """List what keeps this rank from a step: other parameters than before, or its memory."""
+    def problems(self, other_bytes: int = 0) -> list[str]:
+        """List what keeps this rank from a step: other parameters than before, or its memory.
+
+        Args:
+            other_bytes: Memory that the step of other optimizers takes.
+        """
         changes = [change for muon in self.optimizers for change in muon.parameter_changes()]
-        return changes + self.compute.memory_problems()
+        return changes + self._matrix_step.problems(other_bytes)
+
+    def free(self) -> None:
+        """Return the memory of :meth:`problems`, if ranks do not step."""
+        self._matrix_step.free()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -127,25 +160,10 @@ class MuonStep:
 
         Gradients must be complete, and are not checked. They are overwritten.
         """
-        found = [rows for muon in self.optimizers for rows in muon.advance()]
-        # Merged anew only when an optimizer has others: they may have thousands of parameters.
-        if not self._found or any(a is not b for a, b in zip(found, self._found, strict=True)):
-            self._found = found
-            self._momentum = {key: rows for each in found[::2] for key, rows in each.items()}
-            self._results = {key: rows for each in found[1::2] for key, rows in each.items()}
-        with self._precision():
-            for params in self.compute.orthogonalize(self._momentum, self._results):
-                for muon in self.optimizers:
-                    muon.apply(params)
-            for muon in self.optimizers:
-                muon.finish()
-        for muon in self.optimizers:
-            muon.end()
-        if not all(muon.gradients_stay for muon in self.optimizers):
-            self._found, self._momentum, self._results = [], {}, {}
-            self.compute.forget()
-
-
-def _by_parameter(found: PlanInput) -> PlanInput:
-    # A parameter is one matrix here.
-    return found._replace(handles={i: rows.param for i, rows in found.handles.items()})
+        self._matrix_step.step(
+            # Read in every step: loading replaces them, and schedulers change learning rates.
+            [group for muon in self.optimizers for group in muon.param_groups],
+            [param._local_tensor for _, param in self._held],
+            [param.grad._local_tensor for _, param in self._held],
+            [muon.state[param]["momentum_buffer"]._local_tensor for muon, param in self._held],
+        )

@@ -43,9 +43,6 @@ class ExchangeSettings:
         num_buckets: Number of buckets of a plan, if memory allows it; None for the rule of
             :mod:`megatron_muon.plan.buckets`. For measuring other numbers; it has no flag.
         depth: Gathers in flight beside the bucket in work, likewise.
-        cuda_graphs: Whether Newton-Schulz of each stack is captured at construction as a CUDA
-            graph, and replayed. Staging memory and Newton-Schulz's workspace then stay allocated
-            between steps. Off: no GPU has run it yet.
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:
@@ -61,7 +58,6 @@ class ExchangeSettings:
     newton_schulz: BackendChoice = "standard"
     num_buckets: int | None = None
     depth: int | None = None
-    cuda_graphs: bool = False
     log_plan: bool = False
 
     def __post_init__(self) -> None:

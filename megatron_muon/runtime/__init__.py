@@ -4,12 +4,14 @@
 
 Files, each importing only those above it::
 
+    dtensor_layout      the local rows of a DTensor
     agreement           ranks compare what they know, and fail together
     groups              process groups by their ranks
     domain              the ranks that exchange matrices
     exchange            the collectives that move rows and results
     chained_collectives one collective starts when another one has ended
     machine_cost        the costs that all ranks plan with
+    dtensor_layout      the local rows of a DTensor
     arena               memory that exists while a step runs
     adjacent            tensors that are adjacent in memory, as few long ones
     row_table           rectangles that one kernel moves, listed on the device
@@ -19,14 +21,14 @@ Files, each importing only those above it::
     stacks              the parts that a rank owns, in memory
     norms               norms of blocks, summed in float64
     local_rows          this rank's rows: read normalized, written scaled
-    cuda_graphs         CUDA graphs of Newton-Schulz, stack by stack
     plan_runner         gathers, orthogonalizes and scatters the buckets of one plan
     engine              runs the plans of a rank: local rows in, orthogonalized local rows out
     owner_compute       plans, groups and engine for the matrices of an optimizer
     weight_decay        emerging-optimizers' rules, all parameters at once
     momentum            weight decay, momentum and Nesterov, all parameters at once
+    matrix_step         one step of Muon over shards, whoever made them
+    adamuon             a second moment per element
     finite              which gradients are not finite
-    dtensor_layout      the local rows of a DTensor
     lion                Lion on local rows
     dependencies        what is relied on in torch and emerging-optimizers
 """

@@ -38,35 +38,30 @@ def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 class AdjacentViews:
-    """The joined views of some lists, made again only when their memory has moved.
+    """The joined views of a list, made again only when its memory has moved.
 
     A view keeps its memory: call :meth:`forget` where a list is allocated anew in every step.
-
-    Attributes:
-        version: How often views have been made.
     """
 
     def __init__(self) -> None:
-        self.version = 0
-        self._lists: Sequence[Sequence[torch.Tensor]] = ()
-        self._views: list[list[torch.Tensor]] = []
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._views: list[torch.Tensor] = []
 
-    def of(self, *lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return :func:`join_adjacent` of lists that may be empty."""
-        if len(lists) != len(self._lists) or not all(map(_is_same, lists, self._lists)):
-            self._views = join_adjacent(*lists)
-            self.version += 1
-        self._lists = lists
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return :func:`join_adjacent` of a list, which may be empty."""
+        if not is_same_memory(tensors, self._tensors):
+            (self._views,) = join_adjacent(tensors)
+        self._tensors = tensors
         return self._views
 
     def forget(self) -> None:
         """Drop the views."""
-        self._lists, self._views = (), []
+        self._tensors, self._views = (), []
 
 
-def _is_same(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:
+def is_same_memory(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:
     """Return whether a list is in the same memory; most are the same tensors."""
-    if len(now) != len(before) or all(map(operator.is_, now, before)):
+    if now is before or len(now) != len(before) or all(map(operator.is_, now, before)):
         return len(now) == len(before)
     return [each.data_ptr() for each in now] == [each.data_ptr() for each in before]
 

@@ -2,7 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that exists while a step runs."""
 
+from typing import Any
+
 import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.runtime.dtensor_layout import local_tensor
 
 
 class Arena:
@@ -18,18 +23,16 @@ class Arena:
     Args:
         num_bytes: Size.
         device: Where it is allocated.
-        is_kept: Whether it stays between steps, at one address.
 
     Raises:
         MemoryError: The device has too little memory, with sizes.
 
     Memory: ``num_bytes``, allocated once at construction to show that it is there, and then while
-        a step runs, or for good.
+        a step runs.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, *, is_kept: bool = False) -> None:
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
-        self._is_kept = is_kept
         try:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # A GPU raises torch.OutOfMemoryError, which is one of these; a CPU nothing more special.
@@ -52,10 +55,9 @@ class Arena:
             storage.resize_(self.num_bytes)
 
     def free(self) -> None:
-        """Return the memory unless it is kept. Collectives must have been waited for."""
+        """Return the memory. Collectives must have been waited for."""
         # Deleting the tensor would not free it: every view keeps the memory.
-        if not self._is_kept:
-            self._memory.untyped_storage().resize_(0)
+        self._memory.untyped_storage().resize_(0)
 
 
 def free_memory(device: torch.device) -> str:
@@ -64,3 +66,36 @@ def free_memory(device: torch.device) -> str:
         return ""
     free, total = torch.cuda.mem_get_info(device)
     return f"; {free:,} of {total:,} bytes are free on {device}"
+
+
+def elementwise_bytes(optimizer: Any, device: torch.device) -> int:  # noqa: ANN401 - of any class
+    """Return the memory that the next step of torch's Adam or of Lion allocates on a device, bytes.
+
+    It counts state that does not exist yet, and the temporaries of the largest group, or of the
+    largest parameter where parameters are stepped one by one. Fused kernels have none.
+
+    Source: torch 2.15, torch/optim/adam.py, _single_tensor_adam and _multi_tensor_adam.
+    """
+    is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    new_state, temporaries = 0, 0
+    for group in optimizer.param_groups:
+        held = [
+            (param, local.numel() * local.itemsize)
+            for param in group["params"]
+            if param.grad is not None and (local := local_tensor(param)).device == device
+        ]
+        num_states = 2 + group["amsgrad"] if is_adam else 1
+        new_state += num_states * sum(size for p, size in held if not optimizer.state.get(p))
+        if not held or group.get("fused"):
+            continue
+        sizes = [size for _, size in held]
+        # torch's default for DTensors is one by one.
+        foreach = group.get("foreach", True)
+        one_by_one = foreach is False or (foreach is None and isinstance(held[0][0], DTensor))
+        is_copied = is_adam and (
+            group["maximize"] or (group["weight_decay"] and not group.get("decoupled_weight_decay"))
+        )
+        # One by one, those of the parameter before are still there.
+        unit, num = (max(sizes), 3) if one_by_one else (sum(sizes), 1)
+        temporaries = max(temporaries, unit * (num + 2 * bool(is_copied)))
+    return new_state + temporaries

@@ -27,7 +27,6 @@ from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena, free_memory
 from megatron_muon.runtime.chained_collectives import chain_on
-from megatron_muon.runtime.cuda_graphs import CudaGraphs
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
 from megatron_muon.runtime.row_moves import uses_kernel
@@ -46,8 +45,6 @@ class Engine:
         rank: This rank of the job.
         device: Where messages and stacks are.
         rows_device: Where local rows are, if they are in CPU memory; None for ``device``.
-        keeps_memory: Whether messages and stacks stay allocated between steps, as
-            :meth:`capture` needs it.
 
     Communication: a step is, per plan, one all-reduce of 8 bytes a block (if rows are sent in bf16)
         and, per bucket, one ``all_to_all_single`` to the owners and one back, of the plan's routes
@@ -57,8 +54,7 @@ class Engine:
         their backend says, and all-reduce its norm if rows are sent in fp32.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it what Newton-Schulz needs for
-        one stack. Between steps that of :class:`~megatron_muon.runtime.row_moves.RowMoves`; with
-        ``keeps_memory`` all of it.
+        one stack. Between steps that of :class:`~megatron_muon.runtime.row_moves.RowMoves`.
     """
 
     _schedule: RankSchedule
@@ -74,14 +70,13 @@ class Engine:
         rank: int,
         device: torch.device,
         rows_device: torch.device | None = None,
-        keeps_memory: bool = False,
     ) -> None:
         # emerging-optimizers is asked for them once per process: now rather than in a step.
         coefficients_of(newton_schulz.steps, newton_schulz.coefficient_type)
         # Compiled and compared now rather than in a step.
         uses_kernel(device)
         self._schedule = schedule
-        self._arena = Arena(schedule.staging.num_bytes, device, is_kept=keeps_memory)
+        self._arena = Arena(schedule.staging.num_bytes, device)
         place_of: dict[LocalStack, int] = {
             stack: place
             for stacks, place in zip(schedule.local, schedule.staging.local, strict=True)
@@ -105,37 +100,47 @@ class Engine:
                 zip(plans, schedule.rank_plans, strict=True)
             )
         ]
-        self._workspace_bytes = self._most_workspace()
+        self._workspace_bytes = max((plan.workspace_bytes for plan in self._plans), default=0)
         self._device = device
         problem = self.memory_problem()
         if problem is not None:
             raise MemoryError(problem)
+        self.free()
 
-    def memory_problem(self) -> str | None:
-        """Take the memory of a step, and give it back to the allocator.
+    def memory_problem(self, other_bytes: int = 0) -> str | None:
+        """Take the memory of a step: arena and workspace. The arena stays until the step ends.
 
-        A rank that runs out of it inside of a step leaves the others in a collective. So ranks ask
-        before it, and agree.
+        A rank that runs out of memory inside of a step leaves the others in a collective.
+        Therefore ranks take it before, and agree.
+
+        Args:
+            other_bytes: What others allocate while no matrix is orthogonalized.
 
         Returns:
             What a step needs and what it got, as a sentence; None if it is there.
         """
         for plan in self._plans:
             plan.wait_for_leftovers()
-        num_bytes = self.staging_bytes + self._workspace_bytes
+        other_bytes = max(other_bytes, self._workspace_bytes)
+        num_bytes = self.staging_bytes + other_bytes
         try:
             self._arena.allocate()
-            torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
+            torch.empty(other_bytes, dtype=torch.uint8, device=self._device)
         # A GPU raises torch.OutOfMemoryError, which is one of these.
         except RuntimeError as error:
+            self.free()
             return (
                 f"expected {num_bytes:,} bytes on {self._device} for messages, stacks and "
                 f"Newton-Schulz, got {type(error).__name__}: {first_line(error)}"
                 f"{free_memory(self._device)}"
             )
-        finally:
-            self._arena.free()
         return None
+
+    def free(self) -> None:
+        """Return the memory of :meth:`memory_problem`, if ranks do not step."""
+        for plan in self._plans:
+            plan.wait_for_leftovers()
+        self._arena.free()
 
     def connect(self) -> None:
         """Connect the ranks that will exchange; called on all ranks together.
@@ -165,25 +170,6 @@ class Engine:
         # At the end: the other owners of a split matrix wait for this rank in its next check.
         if problems:
             raise RuntimeError(problems[0])
-
-    def capture(self, graphs: CudaGraphs) -> None:
-        """Capture Newton-Schulz of every stack, which needs ``keeps_memory``.
-
-        Split matrices are left out, whose owners communicate.
-
-        Raises:
-            RuntimeError: A stack cannot be captured, or its graph has other bits.
-
-        Communication: none.
-        Memory: for good, what Newton-Schulz needs for one stack; until it returns, two stacks.
-        """
-        captured: dict[Any, Callable[[], None]] = {}
-        for plan in self._plans:
-            plan.capture(graphs, captured)
-        self._workspace_bytes = self._most_workspace()
-
-    def _most_workspace(self) -> int:
-        return max((plan.workspace_bytes for plan in self._plans), default=0)
 
     @property
     def staging_bytes(self) -> int:

@@ -4,7 +4,6 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from megatron_muon.runtime.agreement import (
     own_rank,
     raise_where_any_rank_fails,
 )
-from megatron_muon.runtime.cuda_graphs import CudaGraphs
 from megatron_muon.runtime.domain import Domain
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.groups import new_groups, ranks_of
@@ -75,7 +73,7 @@ class OwnerCompute:
             all ranks have the same number.
 
     Raises:
-        ValueError: bf16 on the wire with Newton-Schulz in fp32, or CUDA graphs without a GPU.
+        ValueError: bf16 on the wire with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when no plan fits into the staging memory, when ranks came to
             different plans, or when one of them lacks memory for the engine or a kernel for
             Newton-Schulz.
@@ -103,7 +101,7 @@ class OwnerCompute:
     ) -> None:
         self._rank, self._device, self._settings = own_rank(), device, settings
         self._rows_device = rows_device
-        self._graphs = CudaGraphs(device) if settings.cuda_graphs else None
+        self.handles = [handle for each in inputs for handle in each.handles.values()]
         self.plans = self._plan(inputs, newton_schulz, max_num_plans or len(inputs))
         schedule = self._schedule()
         plans = self._make_groups(inputs)
@@ -192,7 +190,6 @@ class OwnerCompute:
                 rank=self._rank,
                 device=self._device,
                 rows_device=self._rows_device,
-                keeps_memory=self._graphs is not None,
             )
         )
 
@@ -200,8 +197,6 @@ class OwnerCompute:
         """Check kernels, and let every rank send to those that it will send to."""
         # Owners of a split matrix may wait for each other here, so all must have an engine.
         self._on_all_ranks(self._engine.check_kernels)
-        if self._graphs is not None:
-            self._on_all_ranks(partial(self._engine.capture, self._graphs))
         is_logged = self._device.type == "cuda" and self._rank == 0
         free_before = torch.cuda.mem_get_info(self._device)[0] if is_logged else 0
         # Not on all ranks: the others would be in a collective that this rank has left. Waiting for
@@ -241,10 +236,14 @@ class OwnerCompute:
         """Memory of messages and stacks while a step runs, bytes."""
         return self._engine.staging_bytes
 
-    def memory_problems(self) -> list[str]:
-        """List what a step lacks of memory on this rank; see :meth:`Engine.memory_problem`."""
-        problem = self._engine.memory_problem()
+    def memory_problems(self, other_bytes: int = 0) -> list[str]:
+        """Take the memory of a step, and list what lacks; see :meth:`Engine.memory_problem`."""
+        problem = self._engine.memory_problem(other_bytes)
         return [] if problem is None else [problem]
+
+    def free(self) -> None:
+        """Return the memory of :meth:`memory_problems`, if ranks do not step."""
+        self._engine.free()
 
     def orthogonalize(
         self, momentum: Rows, results: Rows, meanwhile: Callable[[], None] | None = None

@@ -5,7 +5,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from megatron_muon.plan.staging import PlanOffsets
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
 from megatron_muon.runtime.chained_collectives import CollectiveChain, Waitable
-from megatron_muon.runtime.cuda_graphs import CudaGraphs
 from megatron_muon.runtime.exchange import (
     BucketMessages,
     Exchange,
@@ -240,9 +239,9 @@ class PlanRunner:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that Newton-Schulz needs for one stack, at most; a graph has its own."""
+        """Memory that Newton-Schulz needs for one stack, at most."""
         work = (each for owned in (*self._buckets, *self._local) for each in owned.work)
-        needs = (each.backend.workspace_bytes(each.tensor) for each in work if not each.replay)
+        needs = (each.backend.workspace_bytes(each.tensor) for each in work)
         return max(needs, default=0)
 
     def connect(self) -> None:
@@ -273,21 +272,6 @@ class PlanRunner:
                 checked.add(key)
                 _attempt(problems, partial(check_against_reference, backend, tensor, call))
         return problems
-
-    def capture(self, graphs: CudaGraphs, captured: dict[Any, Callable[[], None]]) -> None:
-        """Capture every stack that this rank orthogonalizes alone.
-
-        Args:
-            graphs: What captures.
-            captured: Graphs by address, shape and call. Local stacks share memory, and so graphs.
-        """
-        for stack in (each for owned in (*self._buckets, *self._local) for each in owned.work):
-            if stack.call.parts_group is not None:
-                continue
-            key = (stack.tensor.data_ptr(), stack.tensor.shape, stack.backend.name, stack.call)
-            if key not in captured:
-                captured[key] = graphs.capture(stack.tensor, stack.run)
-            stack.replay = captured[key]
 
     def _call(self, part: Part) -> Call:
         """Return how a stack of such parts is orthogonalized."""
@@ -347,7 +331,7 @@ class PlanRunner:
         """Replace stacks by their results, once the rows of other ranks are there."""
         self._rows.read(owned.kept)
         for stack in owned.work:
-            (stack.replay or stack.run)()
+            stack.run()
             if self.watch is not None:
                 self.watch(stack)
 

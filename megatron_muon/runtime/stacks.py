@@ -3,7 +3,6 @@
 """Views of the parts that a rank owns, in the memory of its stacks."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,14 +23,12 @@ class StackCall:
         backend: What does it.
         call: How.
         owners: Ranks that do it together.
-        replay: Does it in one launch; None without CUDA graphs.
     """
 
     tensor: torch.Tensor
     backend: Backend
     call: Call
     owners: tuple[int, ...]
-    replay: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         """Choose how many matrices are orthogonalized in one call; on a GPU all of them."""

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from megatron_muon.mcore.adaptive.second_moment import FSDPAdaptiveMuon
+from megatron_muon.runtime.adamuon import AdaMuon
 from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.matrix_step import StepHooks
 
 
 class FSDPAdaMuon(FSDPAdaptiveMuon):
@@ -20,8 +22,8 @@ class FSDPAdaMuon(FSDPAdaptiveMuon):
 
     Method: AdaMuon (https://arxiv.org/abs/2507.11005).
 
-    Memory: a second moment of the size of the momentum; while results are applied, a copy of those
-        of a bucket.
+    Memory: a second moment of the size of the momentum; in a step that of
+        :class:`~megatron_muon.runtime.adamuon.AdaMuon`.
     """
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
@@ -30,21 +32,14 @@ class FSDPAdaMuon(FSDPAdaptiveMuon):
             if "moment2_buffer" not in self.state[param]:
                 self.state[param]["moment2_buffer"] = torch.zeros_like(param.data)
 
-    def apply(self, params: Sequence[Any]) -> None:
-        """Divide results by the root of their second moment, scale and subtract them."""
-        for batch in self._batches_of(params):
-            group, held = self.param_groups[batch.group], batch.params
-            results = [local_tensor(param.grad) for param in held]
-            moments = [local_tensor(self.state[param]["moment2_buffer"]) for param in held]
-            squares = torch._foreach_mul(results, results)
-            torch._foreach_lerp_(moments, squares, 1 - group["beta2"])
-            del squares
-            roots = torch._foreach_sqrt(moments)
-            torch._foreach_add_(roots, group["eps"])
-            torch._foreach_div_(results, roots)
-            factors, extras = zip(
-                *(self.scale(*self.parts[param].view.shape) for param in held), strict=True
+    def hooks(
+        self, optimizers: Sequence[Any], params: Sequence[tuple[Any, Any]]
+    ) -> list[StepHooks]:
+        """Divide results by the root of their second moment, and scale them."""
+        return [
+            AdaMuon(
+                lambda i: local_tensor(params[i][0].state[params[i][1]]["moment2_buffer"]),
+                [muon.scale(*muon.parts[param].view.shape) for muon, param in params],
+                [local_tensor(param).numel() for _, param in params],
             )
-            torch._foreach_mul_(results, list(factors))
-            torch._foreach_mul_(results, list(extras))
-        super().apply(params)
+        ]

@@ -22,9 +22,10 @@ from megatron_muon.mcore.adaptive.equal_blocks import (
 from megatron_muon.mcore.adaptive.held_blocks import HeldBlock, held_blocks
 from megatron_muon.mcore.adaptive.second_moment import FSDPAdaptiveMuon
 from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.matrix_step import CHUNK_ELEMENTS, StepHooks
 
 
-class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
+class FSDPBlockMuon(FSDPAdaptiveMuon, StepHooks, ABC):
     """Collect results in the memory of gradients, normalize them by block, then apply them.
 
     A block is a matrix that Newton-Schulz orthogonalizes by itself. It is normalized and scaled as
@@ -38,6 +39,8 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
     """
 
     scales_results = False  # after they have been normalized
+    waits = True
+    _step_params: list[Any]  # by position of the step
 
     @functools.cached_property
     def _blocks(self) -> dict[Any, list[HeldBlock]]:
@@ -101,18 +104,31 @@ class FSDPBlockMuon(FSDPAdaptiveMuon, ABC):
         for factor in self.scale(*equal.like.shape):
             torch._foreach_mul_(held, factor)
 
-    def apply(self, params: Sequence[Any]) -> None:
-        """Leave results in place until all have arrived."""
+    def hooks(
+        self, optimizers: Sequence[Any], params: Sequence[tuple[Any, Any]]
+    ) -> list[StepHooks]:
+        """Return all optimizers: a rank without rows of one joins its sums."""
+        for muon in optimizers:
+            muon._step_params = [param for _, param in params]
+        return list(optimizers)
+
+    @functools.cached_property
+    def num_bytes(self) -> int:  # type: ignore[override]
+        """Return the memory of sums and moments, and of copies of some blocks."""
+        states = [each.items() for each in self.state.values()]
+        moments = [each for state in states for key, each in state if key.startswith("moment2")]
+        sizes = [local_tensor(param).numel() for param in self.params]
+        copied = max(min(CHUNK_ELEMENTS, sum(sizes)), *sizes, 0)
+        return 36 * sum(local_tensor(each).numel() for each in moments) + 12 * copied
 
     def finish(self) -> None:
-        """Normalize and apply the results of all parameters."""
+        """Normalize the results of all parameters."""
         # Foreach calls need views: rows of query, key and value are made contiguous meanwhile.
         for interleaved in self._interleaved:
             interleaved.move(interleaved.order)
         self._normalize({p: self._by_block(p, local_tensor(p.grad)) for p in self._held})
         for interleaved in self._interleaved:
             interleaved.move(interleaved.inverse)
-        super().apply(self.params)
 
     @abstractmethod
     def _normalize(self, rows: ByBlock) -> None:

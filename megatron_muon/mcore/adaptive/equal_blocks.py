@@ -13,13 +13,10 @@ import torch
 
 from megatron_muon.mcore.adaptive.held_blocks import HeldBlock
 from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.matrix_step import CHUNK_ELEMENTS
 
 # Tensors by parameter, and by the number of a block in it, of the blocks with rows on this rank.
 ByBlock = Mapping[Any, Mapping[int, torch.Tensor]]
-
-# Elements of a temporary copy of some blocks: 64 MB in float32. A GPU reads that in tens of
-# microseconds, longer than a launch takes, so larger copies would gain nothing.
-_BATCH_ELEMENTS = 2**24
 
 
 class BlockMoments(NamedTuple):
@@ -223,4 +220,4 @@ def in_batches[Item](
     for item in items:
         by_kind[kind(item)].append(item)
     for (num_rows, num_cols, *_), equal in by_kind.items():
-        yield from itertools.batched(equal, max(1, _BATCH_ELEMENTS // (num_rows * num_cols)))
+        yield from itertools.batched(equal, max(1, CHUNK_ELEMENTS // (num_rows * num_cols)))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NAMO: one second moment per block, of the norm of its gradient."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,16 +55,18 @@ class FSDPNamo(FSDPBlockMuon):
         key, num_blocks = self._shared_key("moment2_buffer", param), len(self._blocks[param])
         return (BlockMoments(key, num_blocks, [number]) for number in range(num_blocks))
 
-    def advance(self) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
-        """Advance the momentum, and sum the squares of gradients and momentum."""
-        # Gradients first, as the momentum may overwrite them.
-        gradients = self._norms({param: local_tensor(param.grad) for param in self._held})
-        rows, results = super().advance()
-        momentum = self._norms(rows)
-        self._squares = [
-            torch.stack(both, dim=1).square_() for both in zip(gradients, momentum, strict=True)
-        ]
-        return rows, results
+    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Sum the squares of gradients, which the momentum may overwrite."""
+        self._gradients = self._norms({param: local_tensor(param.grad) for param in self._held})
+
+    def advanced(self, momentum: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
+        """Sum the squares of what is orthogonalized."""
+        both = zip(
+            self._gradients,
+            self._norms(dict(zip(self._step_params, rows, strict=True))),
+            strict=True,
+        )
+        self._squares = [torch.stack(each, dim=1).square_() for each in both]
 
     def _norms(self, rows: Mapping[Any, torch.Tensor]) -> list[torch.Tensor]:
         """Return the norms of this rank's rows of equal blocks, ``(num_blocks,)`` float64."""

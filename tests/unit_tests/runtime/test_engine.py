@@ -22,7 +22,7 @@ from helpers.sharded_muon import (
 
 pytestmark = pytest.mark.ranks
 
-OWNER = {"mode": "owner"}
+OWNER = {}
 
 
 def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _step_with_cut_matrices(name: str, grid: dict[str, int]) -> list[Any]:
     """Cut every matrix, whether it pays or not."""
     wire, precision, backend, atol = ROUNDING[name]
     settings = {"fp32_matmul_prec": precision}
-    exchange = {"mode": "owner", "wire": wire, "newton_schulz": backend}
+    exchange = {"wire": wire, "newton_schulz": backend}
     num_shards = 4 // math.prod(grid.values())
     with split_always(4):
         optimizers = build_optimizers(num_shards, settings, exchange, **grid)
@@ -165,14 +165,14 @@ def test_cut_matrices_agree_with_whole_ones_up_to_rounding(cases):
 def _memory_of_steps(staging_bytes: int | None) -> list[int]:
     import torch
 
-    exchange = {"mode": "owner", "wire": "bf16", "staging_bytes": staging_bytes}
+    exchange = {"wire": "bf16", "staging_bytes": staging_bytes}
     optimizers = build_optimizers(2, {}, exchange, cases=[(64, [40, 24])] * 9)
     owner_compute = optimizers.sharded.compute
     (memory,) = (x for x in vars(owner_compute._engine._arena).values() if torch.is_tensor(x))
     between_steps = memory.untyped_storage().nbytes()
     in_step = 0
 
-    def orthogonalize(momentum, results, original=owner_compute.orthogonalize):
+    def orthogonalize(momentum, results, meanwhile=None, original=owner_compute.orthogonalize):
         nonlocal in_step
         for params in original(momentum, results):
             in_step = max(in_step, memory.untyped_storage().nbytes())
@@ -196,7 +196,7 @@ def test_staging_memory_lives_in_a_step_alone_and_stays_within_the_limit():
 
 def _nan_in_one_matrix() -> list[str]:
     init_group()
-    optimizers = build_optimizers(2, {}, {"mode": "owner", "wire": "bf16"})
+    optimizers = build_optimizers(2, {}, {"wire": "bf16"})
     optimizers.set_gradients(0)
     param = optimizers.params[0][0]
     param.grad._local_tensor.fill_(float("nan"))
@@ -214,7 +214,7 @@ def test_nan_in_one_matrix_does_not_reach_another():
 
 def _zero_gradients(wire: str) -> list[float]:
     settings = {"weight_decay": 0.0}
-    optimizers = build_optimizers(3, settings, {"mode": "owner", "wire": wire})
+    optimizers = build_optimizers(3, settings, {"wire": wire})
     before = optimizers.state()
     for param, _, _ in optimizers.params:
         if param.grad is None:
@@ -240,7 +240,7 @@ def _different_settings() -> str:
     init_group()
     staging_bytes = 10**6 if dist.get_rank() == 0 else 2 * 10**6
     try:
-        build_optimizers(2, {}, {"mode": "owner", "staging_bytes": staging_bytes})
+        build_optimizers(2, {}, {"staging_bytes": staging_bytes})
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -256,9 +256,9 @@ def test_ranks_with_different_settings_raise_at_construction():
 
 def _step_after_an_abandoned_one() -> list[str]:
     init_group()
-    optimizers = build_optimizers(1, {}, {"mode": "owner", "wire": "bf16"})
+    optimizers = build_optimizers(1, {}, {"wire": "bf16"})
     compute = optimizers.sharded.compute
-    rows = {param: param._local_tensor.detach() + 1 for param, _, _ in optimizers.params}
+    rows = {each: each.of(each.param._local_tensor.detach() + 1) for each in compute.handles}
     abandoned = compute.orthogonalize(rows, rows)
     next(abandoned)
     abandoned.close()
@@ -275,13 +275,13 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
     """Abandon a step whose gathers, or what replicas pass on, are under way, and step again."""
     from helpers.collective_timing import collectives_run
 
-    exchange = {"mode": "owner", "wire": "bf16", "num_buckets": 4}
+    exchange = {"wire": "bf16", "num_buckets": 4}
     cases = [*[(12, [12, 12])] * 8, (12, [16, 16])]
     if grid:
         cases = [(cols, [sum(rows)]) for cols, rows in cases]
     optimizers = build_optimizers(1 if grid else 2, {}, exchange, cases=cases, **grid)
     compute = optimizers.sharded.compute
-    rows = {param: param._local_tensor.detach() + 1 for param, _, _ in optimizers.params}
+    rows = {each: each.of(each.param._local_tensor.detach() + 1) for each in compute.handles}
     with collectives_run("at_wait") as timing:
         abandoned = compute.orthogonalize(rows, rows)
         next(abandoned)

@@ -115,7 +115,7 @@ def _memory_of_steps() -> dict[str, int]:
     optimizers = build_optimizers(2, {}, exchange, cases=CASES, sharded=build)
     connected = before["free"] - torch.cuda.mem_get_info()[0]
     compute = optimizers.sharded.compute
-    rows = {param: param._local_tensor.detach() + 1 for param, _, _ in optimizers.params}
+    rows = {each: each.of(each.param._local_tensor.detach() + 1) for each in compute.handles}
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(NUM_STEPS):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 def _order_of_a_step(depth: int, num_buckets: int, num_scatters: int) -> list[Any]:
     init_group()
-    exchange = {"mode": "owner", "wire": "bf16", "num_buckets": num_buckets, "depth": depth}
+    exchange = {"wire": "bf16", "num_buckets": num_buckets, "depth": depth}
     # About four matrices of one size for each rank, so that there are buckets enough.
     cases = [*[(12, [6, 6, 6, 6])] * 16, (12, [8, 8, 8, 8])]
     grid = {"num_shards": 4}

@@ -1,0 +1,396 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A step of Muon on the shards of this rank, for Megatron-FSDP and for plain FSDP2.
+
+An optimizer lists local tensors by position: weights, gradients and momentum of the parameters of
+which this rank holds rows. A step is then the same for all optimizers::
+
+    problems()                  take all memory of the step; ranks agree to step
+    step()
+        hook.begin              sees gradients
+        decay, momentum         a few launches for each parameter group
+        hook.advanced           sees momentum
+        exchange                sends rows to owners; as results arrive:
+            hook.arrived            changes them
+            update                  subtracts them from weights
+        hook.finish             changes results, if updates wait for it
+
+A rank that runs out of memory after ranks have agreed leaves the others in a collective. Therefore
+:meth:`MatrixStep.problems` takes what a step needs beside weights, gradients and state: results,
+momentum in float32, messages, stacks, and temporaries of Newton-Schulz, of hooks, and of optimizers
+that step meanwhile.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
+
+from megatron_muon.runtime.adjacent import is_same_memory, join_adjacent
+from megatron_muon.runtime.agreement import first_line
+from megatron_muon.runtime.arena import Arena, free_memory
+from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.local_rows import Rows
+from megatron_muon.runtime.momentum import advance_momentum
+from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.runtime.ranges import in_range
+
+# Elements that are copied or computed at once: 64 MB in float32, which a GPU reads in tens of
+# microseconds, longer than a launch takes.
+CHUNK_ELEMENTS = 2**24
+
+
+class MatrixRows(Hashable, Protocol):
+    """The rows of one matrix that this rank holds; see :mod:`megatron_muon.rows.matrices`."""
+
+    @property
+    def param(self) -> torch.Tensor:
+        """Return the parameter that they belong to."""
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """View them, ``(rows, cols)``, in a tensor like the local one of the parameter."""
+
+
+class StepSettings(NamedTuple):
+    """Settings of a step that never change.
+
+    Args:
+        nesterov: Whether the gradient is averaged in once more.
+        weight_decay_method: See :func:`~megatron_muon.runtime.weight_decay.decay_weights`.
+        fp32_matmul_prec: Precision of Newton-Schulz.
+        overwrites_gradients: Whether results are written to the memory of gradients, which saves as
+            much memory as the momentum has. Otherwise gradients stay as they are.
+        gradients_stay: Whether gradients are in the same memory in every step, so that views of it
+            may be kept.
+        stages_momentum: Whether momentum is not float32, or in CPU memory.
+    """
+
+    nesterov: bool
+    weight_decay_method: str
+    fp32_matmul_prec: FP32MatmulPrecT
+    overwrites_gradients: bool = False
+    gradients_stay: bool = False
+    stages_momentum: bool = False
+
+
+class StepHooks:
+    """Additions to a step, such as figures and second moments; this base class does nothing.
+
+    Attributes:
+        num_bytes: Memory that a call allocates at most.
+        waits: Whether weights are updated after :meth:`finish`, once all results have arrived.
+    """
+
+    num_bytes: int = 0
+    waits: bool = False
+
+    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """See gradients by position, before weight decay."""
+
+    def advanced(self, momentum: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
+        """See the new momentum, and what is orthogonalized, by position."""
+
+    def arrived(
+        self, group: Mapping[str, Any], positions: Sequence[int], results: Sequence[torch.Tensor]
+    ) -> None:
+        """Change results of parameters of one group, which are subtracted next."""
+
+    def finish(self) -> None:
+        """Change all results, if updates wait for it."""
+
+
+def chunks_of(sizes: Iterable[tuple[int, int]], limit: float) -> Iterator[list[int]]:
+    """Yield positions in chunks of at most ``limit`` elements, or of one position.
+
+    Args:
+        sizes: Positions and their numbers of elements.
+        limit: Elements of a chunk.
+    """
+    chunk: list[int] = []
+    num_elements = 0
+    for position, size in sizes:
+        if chunk and num_elements + size > limit:
+            yield chunk
+            chunk, num_elements = [], 0
+        chunk.append(position)
+        num_elements += size
+    if chunk:
+        yield chunk
+
+
+@dataclass
+class _Part:
+    """Parameters of one group that are advanced at once.
+
+    Args:
+        group: Position of the group.
+        positions: Of the parameters.
+        staged: Memory of their momentum in float32; none if it is averaged where it is kept.
+        lists: Weights, momentum, results and staged momentum, which may be joined tensors.
+    """
+
+    group: int
+    positions: list[int]
+    staged: list[torch.Tensor]
+    lists: list[list[torch.Tensor]] = field(default_factory=list)
+
+
+class _Batch(NamedTuple):
+    """Parameters of one group whose results are complete at the same time; joined tensors."""
+
+    group: int
+    positions: list[int]
+    weights: list[torch.Tensor]
+    results: list[torch.Tensor]
+
+
+class MatrixStep:
+    """Step matrices: weight decay, momentum, exchange and update.
+
+    Args:
+        groups: Position of the parameter group by parameter, of all parameters.
+        compute: Orthogonalizes their matrices.
+        settings: What never changes.
+        device: Of weights and gradients.
+
+    Attributes:
+        params: By position, the parameters of which this rank holds rows.
+        groups: By position, that of the parameter group.
+        hooks: Called in their order.
+
+    Communication: that of ``compute``, and of hooks.
+    Memory: while a step runs 4 bytes an element for results, unless they overwrite gradients; 64 MB
+        for staged momentum, or that of the largest parameter; and that of ``compute``.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[torch.Tensor, int],
+        compute: OwnerCompute,
+        settings: StepSettings,
+        device: torch.device,
+    ) -> None:
+        self.compute, self.settings, self._device = compute, settings, device
+        self.hooks: list[StepHooks] = []
+        rows: list[MatrixRows] = compute.handles
+        self._num_matrices = Counter(each.param for each in rows)
+        self.params = [param for param in groups if param in self._num_matrices]
+        self.groups = [groups[param] for param in self.params]
+        position = {param: i for i, param in enumerate(self.params)}
+        self._position = {each: position[each.param] for each in rows}
+        self._shapes = [local_tensor(param).shape for param in self.params]
+        sizes = list(map(math.prod, self._shapes))
+        limit = CHUNK_ELEMENTS if settings.stages_momentum else math.inf
+        by_group: dict[int, list[tuple[int, int]]] = {}
+        for i, group in enumerate(self.groups):
+            by_group.setdefault(group, []).append((i, sizes[i]))
+        chunks = [(group, c) for group, own in by_group.items() for c in chunks_of(own, limit)]
+        num_results = 0 if settings.overwrites_gradients else sum(sizes)
+        largest = max((sum(sizes[i] for i in chunk) for _, chunk in chunks), default=0)
+        num_staged = largest * settings.stages_momentum
+        # torch converts bfloat16 on the device, into memory of its own, if it comes from a CPU.
+        self._copied_bytes = 2 * num_staged
+        self._arena = Arena(4 * (num_results + num_staged), device)
+        self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
+        self._parts = [
+            _Part(group, chunk, self._views(chunk, num_results) if settings.stages_momentum else [])
+            for group, chunk in chunks
+        ]
+        self._arena.free()
+        self._forget()
+
+    def _views(self, positions: Iterable[int], first: int) -> list[torch.Tensor]:
+        """View the arena as tensors like parameters, from a float32 on."""
+        views = []
+        for i in positions:
+            shape = self._shapes[i]
+            views.append(self._arena.view(4 * first, math.prod(shape), torch.float32).view(shape))
+            first += math.prod(shape)
+        return views
+
+    def problems(self, other_bytes: int = 0) -> list[str]:
+        """Take all memory of a step, and keep it until :meth:`step` ends or :meth:`free`.
+
+        Args:
+            other_bytes: What other optimizers allocate meanwhile, or afterwards.
+
+        Returns:
+            What is missing, as sentences.
+        """
+        try:
+            if self._arena.num_bytes:
+                self._arena.allocate()
+        # A GPU raises torch.OutOfMemoryError, which is one of these.
+        except RuntimeError as error:
+            return [
+                f"expected {self._arena.num_bytes:,} bytes for results and momentum, got "
+                f"{type(error).__name__}: {first_line(error)}{free_memory(self._device)}"
+            ]
+        needs = (other_bytes, self._copied_bytes, *(hook.num_bytes for hook in self.hooks))
+        return self.compute.memory_problems(max(needs))
+
+    def free(self) -> None:
+        """Return the memory of :meth:`problems`, if ranks do not step."""
+        self._arena.free()
+        self.compute.free()
+
+    @torch.no_grad()
+    def step(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        weights: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
+        momentum: Sequence[torch.Tensor],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Update weights and momentum; called by all ranks together.
+
+        Without :meth:`problems` before it, a rank that lacks memory raises alone.
+
+        Args:
+            groups: Parameter groups, of which ``lr``, ``momentum`` and ``weight_decay`` are read.
+            weights: Float32, by position.
+            grads: Float32 or bfloat16, by position. None for a parameter that stays as it is,
+                though its momentum is exchanged.
+            momentum: In the dtype and the memory where it is kept, by position.
+            meanwhile: Called once, when the first rows are in transit.
+        """
+        self._arena.allocate()
+        results: Any = grads if self._results is None else self._results
+        self._find_views(weights, momentum, results)
+        for hook in self.hooks:
+            hook.begin(grads)
+        without = {i for i, grad in enumerate(grads) if grad is None}
+        for part in self._parts:
+            self._advance(part, groups[part.group], grads)
+        if self._in_results:
+            # Their results are not used.
+            for i in without:
+                results[i].copy_(momentum[i])
+        for hook in self.hooks:
+            hook.advanced(momentum, results if self._in_results else momentum)
+        waits = any(hook.waits for hook in self.hooks)
+        with fp32_matmul_precision(self.settings.fp32_matmul_prec):
+            arrivals = self.compute.orthogonalize(self._sources, self._targets, meanwhile)
+            for number, done in enumerate(arrivals):
+                if not waits:
+                    self._update(groups, number, done, without)
+            for hook in self.hooks:
+                hook.finish()
+            if waits:
+                self._update(groups, 0, self._position, without)
+        self._arena.free()
+        if self.settings.overwrites_gradients and not self.settings.gradients_stay:
+            self._forget()
+            self.compute.forget()
+
+    @property
+    def _in_results(self) -> bool:
+        """Whether what is orthogonalized is in the memory of results."""
+        return self.settings.nesterov or self.settings.stages_momentum
+
+    def _forget(self) -> None:
+        """Drop the views of the step before."""
+        self._seen: tuple[Sequence[torch.Tensor], ...] = ()  # weights, momentum, results
+        self._sources: Rows = {}
+        self._targets: Rows = {}
+        # By the number of an arrival, which are the same ones in every step.
+        self._batches: list[list[_Batch]] = []
+        self._num_missing = [self._num_matrices[param] for param in self.params]
+        for part in self._parts:
+            part.lists = []
+
+    def _find_views(self, *now: Sequence[torch.Tensor]) -> None:
+        """View the rows that are exchanged, anew only where their memory has moved."""
+        if self._seen and all(map(is_same_memory, now, self._seen)):
+            self._seen = now
+            return
+        self._forget()
+        self._seen = now
+        self._targets = self._rows_of(now[2])
+        self._sources = self._targets if self._in_results else self._rows_of(now[1])
+        for part in self._parts:
+            part.lists = [[each[i] for i in part.positions] for each in now] + [part.staged]
+            if self.settings.overwrites_gradients:
+                # Elsewhere gradients are in other memory in every step.
+                part.lists[: 3 + bool(part.staged)] = join_adjacent(*filter(None, part.lists))
+
+    def _rows_of(self, tensors: Sequence[torch.Tensor]) -> Rows:
+        return {each: each.of(tensors[i]) for each, i in self._position.items()}
+
+    @in_range("momentum")
+    def _advance(
+        self, part: _Part, group: Mapping[str, Any], all_grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Decay weights, and average gradients into momentum."""
+        weights, kept, results, staged = part.lists
+        grads: Sequence[Any] = results
+        if self._results is not None:
+            grads = [all_grads[i] for i in part.positions]
+            chosen = [n for n, grad in enumerate(grads) if grad is not None]
+            if len(chosen) < len(grads):
+                weights, kept, results, staged, grads = (
+                    [each[n] for n in chosen] if each else []
+                    for each in (weights, kept, results, staged, grads)
+                )
+            narrow = [n for n, grad in enumerate(grads) if grad.dtype != torch.float32]
+            if narrow:
+                torch._foreach_copy_([results[n] for n in narrow], [grads[n] for n in narrow])
+                for n in narrow:
+                    grads[n] = results[n]
+        if staged:
+            # Averaged in float32 on the device, and rounded once.
+            torch._foreach_copy_(staged, kept, non_blocking=True)
+        advance_momentum(
+            group,
+            weights,
+            grads,
+            staged or kept,
+            weight_decay_method=self.settings.weight_decay_method,
+            nesterov=self.settings.nesterov,
+            updates=results,
+        )
+        if staged:
+            torch._foreach_copy_(kept, staged, non_blocking=True)
+            if not self.settings.nesterov:
+                torch._foreach_copy_(results, staged)
+
+    @in_range("update")
+    def _update(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        number: int,
+        done: Iterable[Any],
+        without: set[int],
+    ) -> None:
+        """Update the parameters whose last matrix has arrived, all of a group at once."""
+        if number == len(self._batches):
+            self._batches.append(list(self._find_batches(done)))
+        for batch in self._batches[number]:
+            weights, _, results = self._seen
+            positions, targets, updates = batch.positions, batch.weights, batch.results
+            if not without.isdisjoint(positions):
+                positions = [i for i in positions if i not in without]
+                targets, updates = [weights[i] for i in positions], [results[i] for i in positions]
+            if not positions:
+                continue
+            group = groups[batch.group]
+            for hook in self.hooks:
+                hook.arrived(group, positions, [results[i] for i in positions])
+            torch._foreach_add_(targets, updates, alpha=-group["lr"])
+
+    def _find_batches(self, done: Iterable[Any]) -> Iterator[_Batch]:
+        weights, _, results = self._seen
+        complete: dict[int, list[int]] = {}
+        for handle in done:
+            i = self._position[handle]
+            self._num_missing[i] -= 1
+            if self._num_missing[i] == 0:
+                complete.setdefault(self.groups[i], []).append(i)
+        for group, positions in complete.items():
+            own = [weights[i] for i in positions], [results[i] for i in positions]
+            yield _Batch(group, positions, *join_adjacent(*own))
