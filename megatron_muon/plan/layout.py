@@ -240,11 +240,7 @@ def tile(
             parallelism that replicates.
         output_dim: Dimension of outputs.
     """
-    holders: dict[Box, list[int]] = defaultdict(list)
-    for rank in sorted(boxes):
-        holders[boxes[rank]].append(rank)
-    cells = tuple(sorted((box, tuple(ranks)) for box, ranks in holders.items()))
-    return _tiling(shape, segment, cells, output_dim)
+    return _tiling(shape, segment, tuple(boxes.items()), output_dim)
 
 
 # Equal layers share regions, of which a matrix over 16,384 ranks has thousands, and what the
@@ -253,15 +249,17 @@ def tile(
 def _tiling(
     shape: tuple[int, int],
     segment: Segment,
-    cells: tuple[tuple[Box, tuple[int, ...]], ...],
+    boxes: tuple[tuple[int, Box], ...],
     output_dim: int,
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Region, ...]]:
-    """Return blocks and regions; ``cells`` are boxes with their holders."""
+    holders: dict[Box, list[int]] = defaultdict(list)
+    for rank, box in sorted(boxes):
+        holders[box].append(rank)
     held = []
-    for box, ranks in cells:
+    for box, ranks in holders.items():
         position, _, count = segment.within(*box[output_dim])
         if count and all(start < stop for start, stop in box):
-            held.append((position, position + count, box, ranks))
+            held.append((position, position + count, box, tuple(ranks)))
     held.sort()
     # A scan of all boxes for each query group would make planning quadratic in ranks.
     ends = list(itertools.accumulate((stop for _, stop, _, _ in held), max))

@@ -116,8 +116,11 @@ def matrices_of(
     # By matrices of the batch: the ranks that hold them, with their rows and columns. Matrices that
     # the same ranks hold share one tiling, computed once.
     held: dict[tuple[int, int], dict[int, Box]] = defaultdict(dict)
-    for each in boxes.keys() & domain:
-        held[boxes[each][0] if is_batch else (0, 1)][each] = boxes[each][-2:]
+    if is_batch:
+        for each in boxes.keys() & domain:
+            held[boxes[each][0]][each] = boxes[each][1:]
+    else:
+        held[0, 1] = dict(boxes)
     tilings = {
         of_batch: [tile(shape, segment, ranks, parameter.output_dim) for segment in segments]
         for of_batch, ranks in held.items()
