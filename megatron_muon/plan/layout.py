@@ -256,10 +256,10 @@ def _tiling(
     for rank, box in sorted(boxes):
         holders[box].append(rank)
     held = []
-    for box, ranks in holders.items():
+    for box, members in holders.items():
         position, _, count = segment.within(*box[output_dim])
         if count and all(start < stop for start, stop in box):
-            held.append((position, position + count, box, tuple(ranks)))
+            held.append((position, position + count, box, tuple(members)))
     held.sort()
     # A scan of all boxes for each query group would make planning quadratic in ranks.
     ends = list(itertools.accumulate((stop for _, stop, _, _ in held), max))
