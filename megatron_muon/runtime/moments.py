@@ -26,7 +26,7 @@ class Moments:
         device: Where they are.
         by_owner: Whether the owner of a block alone updates its numbers.
 
-    Memory: 4 bytes a number, and on its owner 8.
+    Memory: 4 bytes a number on every rank of the plan, and 8 more on the owner of the block.
     """
 
     values: torch.Tensor  # (num_values,) float32, block by block
