@@ -16,6 +16,7 @@ Files, each importing only those above it::
     problems     what cannot be stepped, and what to do about it
     main_params  copies in float32 of parameters in bfloat16
     offload      where momentum is between steps
+    adaptive     second moments
     loading      what a loaded state must not change, and what it must bring
     figures      norms of a step
     muon         Muon
@@ -33,6 +34,7 @@ if _missing := missing_symbols():
 from megatron_muon.fsdp2.groups import parameter_groups
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.muon_adamw import MuonAdamW
+from megatron_muon.newton_schulz.methods import StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
 
-__all__ = ["ExchangeSettings", "Muon", "MuonAdamW", "parameter_groups"]
+__all__ = ["ExchangeSettings", "Muon", "MuonAdamW", "StackMethod", "parameter_groups"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.fsdp2 import adaptive as moments
 from megatron_muon.fsdp2 import main_params
 from megatron_muon.fsdp2.offload import place_momentum
 from megatron_muon.fsdp2.parameters import named_parameters
@@ -18,7 +19,8 @@ from megatron_muon.runtime.dtensor_layout import local_tensor
 # Of a parameter group: they decide the plan, so those of construction stay. A group without them
 # gets none: a checkpoint of torch.optim.Muon has no such keys.
 PLANNED = {"split_sizes": None, "transposed": False, "flatten": False}
-# In the state of a parameter.
+# In the state of a parameter; that of Muon has the second only if it is adaptive.
+_MUON_KEYS = {"momentum_buffer", moments.KEY}
 _KEYS = {"muon": {"momentum_buffer"}, "adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
 _ADVICE = (
     "Nothing was loaded. Choose algorithms and groups as the run that saved did, or load the "
@@ -31,6 +33,7 @@ def arranged(
     optimizer: Any,  # noqa: ANN401 - a Muon, which imports this, or a MuonAdamW
     algorithms: Sequence[str],
     state_dict: Mapping[str, Any],
+    fresh: Mapping[torch.Tensor, Mapping[str, Any]],
 ) -> tuple[dict[str, Any], list[str]]:
     """Arrange a state as the groups of an optimizer are; nothing is loaded here.
 
@@ -39,6 +42,7 @@ def arranged(
             fresh state, with a warning.
         algorithms: Of its groups.
         state_dict: What is to be loaded.
+        fresh: The state of Muon's parameters, for the keys and shapes that it has.
 
     Returns:
         The state, by names of parameters, and what is wrong with it, as sentences.
@@ -55,13 +59,14 @@ def arranged(
             saved = state_dict["state"].get(key, {})
             # From a flat state torch makes empty dictionaries of what is not there.
             state[each.name] = {k: v for k, v in saved.items() if v != {}}
-            problem = _problem(each.param, algorithms[number], state[each.name])
+            own = fresh.get(each.param, {})
+            problem = _problem(each.param, algorithms[number], state[each.name], own)
             is_muon = algorithms[number] == "muon"
             # Without a gradient a parameter of AdamW has no state.
             if problem and (saved or key is None or is_muon):
                 found.append(f"{each.name}: {problem}")
-                zeros = torch.zeros_like(each.param)
-                state[each.name] = {"momentum_buffer": zeros} if is_muon else {}
+                keys = own.keys() & _MUON_KEYS if is_muon else ()
+                state[each.name] = {key: torch.zeros_like(own[key]) for key in keys}
         if "lr" not in values:
             found.append(f"group {number}: expected parameters of one group, got those of several")
         for key, default in PLANNED.items():
@@ -103,9 +108,13 @@ def _places(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tupl
     return dict(zip(names, places, strict=True))
 
 
-def _problem(param: torch.Tensor, algorithm: str, saved: Mapping[str, Any]) -> str | None:
+def _problem(
+    param: torch.Tensor, algorithm: str, saved: Mapping[str, Any], own: Mapping[str, Any]
+) -> str | None:
     """Describe why a state is not that of a parameter, or return None."""
-    expected, got = _KEYS[algorithm], saved.keys() & set.union(*_KEYS.values())
+    expected, got = _KEYS[algorithm], saved.keys() & set.union(_MUON_KEYS, *_KEYS.values())
+    if algorithm == "muon":
+        expected = own.keys() & _MUON_KEYS
     if got != expected:
         return f"expected {sorted(expected)} of {algorithm}, got {sorted(got)}"
     sharding = _sharding(saved.get("momentum_buffer", param))
@@ -138,15 +147,16 @@ def load_together(
     """
     before = optimizer.state, optimizer.param_groups
     try:
-        given, problems = arranged(optimizer, algorithms, state_dict)
+        given, problems = arranged(optimizer, algorithms, state_dict, muon.state)
         if not problems:
             torch.optim.Optimizer.load_state_dict(optimizer, given)
             # Again what torch has loaded in the dtype of the parameter.
             for each in named_parameters(optimizer.param_groups):
                 own = optimizer.state[each.param]
-                for key in own.keys() & {"momentum_buffer", main_params.KEY}:
+                for key in own.keys() & {*_MUON_KEYS, main_params.KEY}:
                     own[key] = given["state"][each.name][key].to(own[key].device)
             muon._main_params.create(optimizer.state)
+            muon._moments.create(optimizer.state)
             problems = place_momentum(
                 optimizer.state, muon.momentum_dtype, in_cpu_memory=muon.offload_momentum
             )

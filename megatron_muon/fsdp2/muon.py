@@ -3,7 +3,6 @@
 """Muon for DTensors: momentum on shards, Newton-Schulz on whole matrices."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuo
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 from torch.optim.optimizer import ParamsT
 
+from megatron_muon.fsdp2.adaptive import SecondMoments
 from megatron_muon.fsdp2.figures import StepFigures, StepSums
 from megatron_muon.fsdp2.gradients import (
     Holders,
@@ -32,6 +32,7 @@ from megatron_muon.fsdp2.problems import (
     subclass_problems,
 )
 from megatron_muon.fsdp2.scales import scale_function
+from megatron_muon.newton_schulz.methods import StackMethod
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.parameters import NamedParameter
@@ -92,6 +93,10 @@ class Muon(WholeMatrixMuon):
             order of the blocks, which may be uneven. Other parameters are the same on all of them.
         newton_schulz: Orthogonalizes stacks ``(num_matrices, rows, cols)`` of float32 matrices in
             place of Newton-Schulz. Matrices are then sent in fp32, and not split.
+        adaptive: Divides results by second moments: ``normuon``, ``namo`` or ``adamuon``, those of
+            emerging-optimizers' ``AdaptiveMuon``; or a :class:`StackMethod`.
+        beta2: Decay rate of the second moment, and ``eps`` keeps its divisor from zero.
+        eps: See ``beta2``.
         momentum_dtype: bfloat16 halves the memory of momentum, which is averaged in float32 and
             rounded once a step.
         offload_momentum: Whether momentum is in CPU memory, pinned. A step copies it to the device
@@ -154,14 +159,16 @@ class Muon(WholeMatrixMuon):
         process_group: dist.ProcessGroup | None = None,
         tensor_group: dist.ProcessGroup | None = None,
         newton_schulz: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        adaptive: str | StackMethod | None = None,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
         momentum_dtype: torch.dtype = torch.float32,
         offload_momentum: bool = False,
         others: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.exchange = exchange or ExchangeSettings()
-        if newton_schulz is not None:
-            # It sees whole matrices as they are.
-            self.exchange = replace(self.exchange, max_parts=1)
+        scale = scale_function(scale_mode, extra_scale_factor)
+        self._moments = SecondMoments(adaptive, beta2, eps, scale)
         self._group, self._plain = group, PlainGroups(process_group, tensor_group)
         self.momentum_dtype, self.offload_momentum = momentum_dtype, offload_momentum
         self._others = list(named_parameters(others))
@@ -174,6 +181,7 @@ class Muon(WholeMatrixMuon):
             use_syrk,
             self.exchange,
             newton_schulz,
+            adaptive,
             momentum_dtype,
         )
         problems = dependency_problems() + environment_problems() + settings.problems()
@@ -200,11 +208,13 @@ class Muon(WholeMatrixMuon):
                 num_ns_steps,
                 coefficient_type,
                 settings.is_bf16,
-                scale_function(scale_mode, extra_scale_factor),
+                self._moments.scale_of_results,
                 newton_schulz,
+                self._moments.method,
             ),
             f"scale {scale_mode} {extra_scale_factor}, {nesterov=}, {weight_decay_method=}, "
-            f"{momentum_dtype=}, {offload_momentum=}, function {newton_schulz is not None}",
+            f"{momentum_dtype=}, {offload_momentum=}, function {newton_schulz is not None}, "
+            f"adaptive {self._moments.description}",
             problems,
         )
         # For all parameters from the start: checkpoints need no step to make state.
@@ -214,6 +224,7 @@ class Muon(WholeMatrixMuon):
         if offload_momentum:
             raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
         self._main_params.create(self.state)
+        self._moments.create(self.state)
         self._is_built = True
 
     def _plan(
@@ -274,6 +285,7 @@ class Muon(WholeMatrixMuon):
             ),
             self._rows_device,
         )
+        self._moments.attach(self._matrix_step, self._inputs, self._named, lambda: self.state)
 
     def record_figures(self, is_on: bool = True) -> None:
         """Record the figures of each step from now on, for :meth:`last_step`, or stop doing so.
@@ -283,7 +295,7 @@ class Muon(WholeMatrixMuon):
         step = self._matrix_step
         held = [self._named[param] for param in step.params]
         sums = StepSums(held, step.groups) if is_on else None
-        self._sums, step.hooks = sums, [] if sums is None else [sums]
+        self._sums, step.hooks = sums, [*self._moments.hooks, *filter(None, [sums])]
         self.compute.watch(None if sums is None else sums.watch)
 
     def last_step(self) -> StepFigures:
@@ -315,6 +327,14 @@ class Muon(WholeMatrixMuon):
             "Muon: expected no copy, which would need process groups of its own. Build another "
             "one, and load the state of this one."
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; called by all ranks together if owners have some of it.
+
+        Communication: with normuon or a :class:`StackMethod` an all-reduce a plan.
+        """
+        self._moments.share()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load momentum and groups; how matrices are split stays that of this run.
@@ -384,13 +404,14 @@ class Muon(WholeMatrixMuon):
             raise
         params = self._matrix_step.params
         self._is_changing = True
-        self._matrix_step.step(
-            self.param_groups,
-            [local_tensor(self.state[p].get(MAIN_PARAM, p)) for p in params],
-            [None if p.grad is None or p in without else local_tensor(p.grad) for p in params],
-            [local_tensor(self.state[p]["momentum_buffer"]) for p in params],
-            meanwhile,
-        )
+        with self._moments.kept(without):
+            self._matrix_step.step(
+                self.param_groups,
+                [local_tensor(self.state[p].get(MAIN_PARAM, p)) for p in params],
+                [None if p.grad is None or p in without else local_tensor(p.grad) for p in params],
+                [local_tensor(self.state[p]["momentum_buffer"]) for p in params],
+                meanwhile,
+            )
         self._main_params.install(self.state)
         if self.offload_momentum:
             wait_for_copies(self._device)

@@ -241,6 +241,7 @@ class MuonAdamW(torch.optim.Optimizer):
             # A state that was loaded before has momentum already.
             for param, state in muon.state.items():
                 state.update(self.state.get(param, {}))
+            muon._moments.create(muon.state)
             self._planned = self._params()
             self._muon = muon
         self._muon.param_groups = self._groups("muon")
@@ -298,6 +299,12 @@ class MuonAdamW(torch.optim.Optimizer):
             muon.state = self.state
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all groups; see :meth:`Muon.state_dict`."""
+        if self._muon is not None:
+            self._muon._moments.share()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of all groups; called by all ranks together.
 
@@ -321,7 +328,7 @@ class MuonAdamW(torch.optim.Optimizer):
             return
         # Without state none is that of another algorithm.
         of_none = ["adamw"] * len(self.param_groups)
-        super().load_state_dict(arranged(self, of_none, state_dict)[0])
+        super().load_state_dict(arranged(self, of_none, state_dict, {})[0])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles need, until the exchange is planned."""

@@ -14,12 +14,14 @@ from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.scales import SCALE_MODES
+from megatron_muon.newton_schulz.methods import StackMethod
 from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.matrices import segments_of
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
 from megatron_muon.rows.parameters import NamedParameter
 from megatron_muon.rows.placements import is_strided, own_box, placement_problem, sharded_dim
+from megatron_muon.runtime.adaptive import method_problems
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.weight_decay import WEIGHT_DECAY_METHODS
@@ -46,6 +48,7 @@ class Settings:
         use_syrk: As its argument.
         exchange: As its argument.
         newton_schulz: As its argument.
+        adaptive: As its argument.
         momentum_dtype: As its argument.
     """
 
@@ -57,6 +60,7 @@ class Settings:
     use_syrk: bool
     exchange: ExchangeSettings | None
     newton_schulz: Callable[..., torch.Tensor] | None
+    adaptive: object
     momentum_dtype: torch.dtype
 
     @property
@@ -101,6 +105,13 @@ class Settings:
             found.append(
                 "exchange.newton_schulz: expected standard with a newton_schulz function, got "
                 f"{exchange.newton_schulz}. Pass one of them"
+            )
+        if isinstance(self.adaptive, str):
+            found += method_problems(self.adaptive, self.weight_decay_method)
+        elif self.adaptive is not None and not isinstance(self.adaptive, StackMethod):
+            found.append(
+                "adaptive: expected a name, or an object with state_shape() that is called with "
+                f"results and state, got {self.adaptive!r}. Write both methods"
             )
         for check in (
             lambda: exchange.wire_for(self.is_bf16),

@@ -291,7 +291,11 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         The tensors are those of the optimizers, and carry their row offsets:
         ``torch.distributed.checkpoint`` saves them, and loads them in place on any number of ranks.
+
+        Communication: that of :meth:`MuonStep.publish_moments`.
         """
+        if self.muon_step is not None:
+            self.muon_step.publish_moments()
         return optimizer_state.pack(self.chained_optimizers, self._state_names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -308,7 +312,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             RuntimeError: On all ranks, if state is missing on one of them or has another shape.
                 Nothing was loaded.
 
-        Communication: one all-reduce of a single int32 over all ranks of the job.
+        Communication: one all-reduce of a single int32 over all ranks of the job, and that of
+            :meth:`MuonStep.collect_moments`.
         """
         device = current_device()
         optimizer_state.raise_where_state_does_not_fit(
@@ -320,6 +325,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             state_dict,
             with_schedule=takes_schedule_of_checkpoint(),
         )
+        if self.muon_step is not None:
+            self.muon_step.collect_moments()
         self._is_changing = False
         for chunk in self._chunks:
             chunk.take_loaded_weights(is_with_state=True)

@@ -23,7 +23,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.mcore.adaptive.methods import adaptive_muon
+from megatron_muon.mcore.adaptive_muon import FSDPAdaptiveMuon
 from megatron_muon.mcore.arguments import requested_exchange, requested_splits
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.fsdp_model import (
@@ -211,7 +211,7 @@ class _Children:
         kwargs = _muon_config_to_kwargs(*arguments)
         if self._config.optimizer == "adaptive_muon":
             kwargs = _adaptive_muon_config_to_kwargs(*arguments)
-            muon = adaptive_muon(kwargs.pop("moment2_method"))
+            muon = FSDPAdaptiveMuon
         # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
         kwargs.pop("use_syrk", None)
         # Tags alone say what is split: with --muon-no-split-qkv gate and up may still be.

@@ -4,7 +4,7 @@
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,14 @@ from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.newton_schulz.methods import Namo, StackMethod
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
 from megatron_muon.rows.megatron_fsdp import tensor_mesh
 from megatron_muon.rows.parameters import NamedParameter, over_tensor_ranks
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.matrix_step import StepHooks
+from megatron_muon.runtime.moments import Moments
+from megatron_muon.runtime.owner_compute import OwnerCompute
 from megatron_muon.user_errors import in_flags
 
 
@@ -49,11 +52,10 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         momentum.
     """
 
-    scales_results = True  # whether Newton-Schulz does it; a subclass may do it later
+    method: StackMethod | Namo | None = None  # what a subclass does to results
     newton_schulz: NewtonSchulzSettings
     parts: Mapping[torch.Tensor, NamedParameter]
     params: list[Any]  # as at construction
-    _number_of_group: dict[Any, int]  # by parameter
 
     def __init__(
         self,
@@ -72,18 +74,14 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             steps=values["num_ns_steps"],
             coefficient_type=values["coefficient_type"],
             is_bf16=values["fp32_matmul_prec"] == "medium",
-            scale=self.scale if self.scales_results else _unscaled,
+            scale=self.scale,
+            method=self.method,
         )
         self.parts = parts
         self.params = self._all_params()
         self.device = device or local_tensor(self.params[0]).device
         self._group_sizes = [len(group["params"]) for group in self.param_groups]
         self._shards = [local_tensor(param) for param in self.params]
-        self._number_of_group = {
-            param: number
-            for number, group in enumerate(self.param_groups)
-            for param in group["params"]
-        }
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Create the momentum of a group in one allocation, in the order of its parameters."""
@@ -213,22 +211,18 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             if tuple(shard.shape) != self.parts[param].local_shape
         ]
 
-    def group_of(self, param: Any) -> dict[str, Any]:
-        """Return the parameter group of a parameter."""
-        # By its position: loading a state may replace the dictionary.
-        return self.param_groups[self._number_of_group[param]]
+    def bind(self, compute: OwnerCompute) -> None:
+        """Learn what orthogonalizes matrices, before any state is created."""
 
-    def hooks(
-        self, optimizers: Sequence[Any], params: Sequence[tuple[Any, Any]]
-    ) -> list[StepHooks]:
-        """Return the additions to a step.
+    def hooks(self, held: Sequence[tuple[Any, Any]]) -> list[StepHooks]:
+        """Return what a step does besides.
 
         Args:
-            optimizers: Those that step together, all of this class.
-            params: By position, the parameters with rows on this rank, after their optimizer.
+            held: By position, the parameters with rows on this rank, of all optimizers of the
+                step, behind their optimizer, of this class too.
         """
         return []
 
-
-def _unscaled(num_rows: int, num_cols: int) -> tuple[float, float]:
-    return 1.0, 1.0
+    def shared_state(self) -> Iterator[tuple[Moments, slice, torch.Tensor]]:
+        """Yield the second moments that ranks share; none here."""
+        return iter(())

@@ -20,12 +20,12 @@ gram_symmetric  6 a + 14    the same; quack's kernels compute half of a symmetri
 
 Files, each importing only those above it::
 
+    methods         what changes results: NorMuon, NAMO
     settings        steps, coefficients, precision and scale
     call            settings, shape and parts of a stack
     backend         the interface
     normalize       the norm of the fp32 wire
     standard        the steps as they are
-    custom          a function of the user's
     symmetric       half of the symmetric products
     restarts        how many steps the Gram form may combine
     gram            the Gram form

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_muon.newton_schulz.backend import Backend
 from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.custom import Custom
 from megatron_muon.newton_schulz.gram import Gram
 from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
@@ -25,7 +24,7 @@ BackendChoice = Literal[
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
-    for backend in (Standard(), Symmetric(), Gram(), GramSymmetric(), TransformerEngine(), Custom())
+    for backend in (Standard(), Symmetric(), Gram(), GramSymmetric(), TransformerEngine())
 }
 
 # Relative to the norm. On random matrices the error of bf16 steps is about 0.005

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from megatron_muon.newton_schulz.methods import Namo, StackMethod
+
 if TYPE_CHECKING:
     import torch
 
@@ -26,6 +28,7 @@ class NewtonSchulzSettings:
             multiplied with them in fp32, one after the other.
         function: Orthogonalizes stacks of float32 matrices ``(num_matrices, rows, cols)`` in place
             of Newton-Schulz; None for Newton-Schulz.
+        method: Changes the results before they are scaled; None for nothing.
     """
 
     steps: int
@@ -33,6 +36,7 @@ class NewtonSchulzSettings:
     is_bf16: bool
     scale: Callable[[int, int], Sequence[float]]
     function: "Callable[[torch.Tensor], torch.Tensor] | None" = None
+    method: StackMethod | Namo | None = None
 
     @property
     def coefficients(self) -> tuple[Coefficients, ...]:

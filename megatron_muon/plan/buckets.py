@@ -88,7 +88,7 @@ def choose_buckets(
         depth: Gathers in flight to start from; None for the default.
     """
     local_bytes = {
-        owner: max(stack.num_elements for stack in stacks) * stacking.wire.gather_bytes
+        owner: max(stack.num_elements for stack in stacks) * stacking.wire.stack_bytes
         for owner, stacks in stacking.stacks(local).items()
     }
     if not matrices:

@@ -106,7 +106,7 @@ def choose_owners(
     owners = tuple(placing.owners[i] for i in range(len(tasks)))
     if all(len(matrix.elements_by_rank) == 1 for matrix in matrices):
         # There and back, and the all-reduce of norms.
-        num_collectives = 2 + wire.normalizes
+        num_collectives = 2 + (wire.norm_bytes > 0)
         exchange_ns = num_collectives * cost.latency_ns(ranks) + cost.host_ns(0, num_collectives)
         holders = tuple(tuple(matrix.elements_by_rank) for matrix in matrices)
         for (holder,), time_ns in zip(holders, whole_ns, strict=True):

@@ -145,7 +145,7 @@ class RankPlan:
             self.order,
             [bucket.num_elements.in_bytes(wire) for bucket in self.buckets],
             [scatter.num_elements.in_bytes(wire) for scatter in self.scatters],
-            max((owned.num_elements for owned in self.local), default=0) * wire.gather_bytes,
+            max((owned.num_elements for owned in self.local), default=0) * wire.stack_bytes,
         )
 
 

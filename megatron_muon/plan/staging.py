@@ -35,7 +35,12 @@ class BucketSizes(NamedTuple):
 
     def in_bytes(self, wire: Wire) -> "BucketSizes":
         """Convert elements to bytes."""
-        return BucketSizes(*(size * wire.gather_bytes for size in self))
+        gathered = wire.gather_bytes
+        return BucketSizes(
+            self.gather_send * gathered,
+            self.gather_receive * gathered,
+            self.stacks * wire.stack_bytes,
+        )
 
 
 class ScatterSizes(NamedTuple):

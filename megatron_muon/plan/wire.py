@@ -19,11 +19,14 @@ class Wire:
         gather_dtype: Of the rows. ``bfloat16`` rows are divided by the float64 norm of their block
             first: rounding them before that would change the norm, and so the result.
         scatter_dtype: Of the results. Results of Newton-Schulz in bf16 are bf16-valued, so
-            ``bfloat16`` loses nothing, whatever the gather dtype.
+            ``bfloat16`` loses nothing, whatever the gather dtype. ``float32`` if a method of the
+            owner changes them.
+        num_norms: Norms of a block that are reduced beside those by which rows are divided.
     """
 
     gather_dtype: DTypeName
     scatter_dtype: DTypeName
+    num_norms: int = 0
 
     @classmethod
     def of(cls, name: Literal["bf16", "fp32"], *, is_bf16: bool) -> "Wire":
@@ -53,6 +56,16 @@ class Wire:
         return _BYTES[self.scatter_dtype]
 
     @property
+    def stack_dtype(self) -> DTypeName:
+        """Dtype of stacks, which hold rows and then results: the wider of both."""
+        return "float32" if "float32" in (self.gather_dtype, self.scatter_dtype) else "bfloat16"
+
+    @property
+    def stack_bytes(self) -> int:
+        """Bytes an element takes in a stack."""
+        return _BYTES[self.stack_dtype]
+
+    @property
     def norm_bytes(self) -> int:
-        """Bytes a block takes in the all-reduce of squared norms: a float64, or nothing."""
-        return 8 if self.normalizes else 0
+        """Bytes a block takes in the all-reduce of squared norms: a float64 each, or nothing."""
+        return 8 * max(self.normalizes, self.num_norms)

@@ -312,12 +312,14 @@ def _plan_input(
 ) -> DTensorPlanInput:
     matrices: list[MatrixLayout] = []
     handles: dict[int, MatrixRows] = {}
+    params: list[torch.Tensor] = []
     for parameter in parameters:
         for matrix, rows in matrices_of(parameter, key.ranks, own_rank()):
             # By position in the list, which is the same on all ranks of the domain.
             if rows is not None:
                 handles[len(matrices)] = rows
             matrices.append(matrix)
+            params.append(parameter.param)
     replicas = _own_replicas(key)
     return DTensorPlanInput(
         PlanInput(
@@ -325,6 +327,7 @@ def _plan_input(
             matrices,
             handles,
             groups[replicas] if len(replicas) > 1 else None,
+            params,
         ),
         parameters,
     )

@@ -19,6 +19,7 @@ Files, each importing only those above it::
     row_moves           moves a list of rectangles, by the kernel or by torch
     ranges              ranges of a profile, by phase
     stacks              the parts that a rank owns, in memory
+    moments             the state of a method, block by block
     norms               norms of blocks, summed in float64
     local_rows          this rank's rows: read normalized, written scaled
     plan_runner         gathers, orthogonalizes and scatters the buckets of one plan
@@ -27,6 +28,7 @@ Files, each importing only those above it::
     weight_decay        emerging-optimizers' rules, all parameters at once
     momentum            weight decay, momentum and Nesterov, all parameters at once
     matrix_step         one step of Muon over shards, whoever made them
+    adaptive            second moments by name
     adamuon             a second moment per element
     finite              which gradients are not finite
     lion                Lion on local rows

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.matrix_step import CHUNK_ELEMENTS, StepHooks, chunks_of
 
 
@@ -16,20 +17,26 @@ class AdaMuon(StepHooks):
     Method: AdaMuon (https://arxiv.org/abs/2507.11005).
 
     Args:
+        params: By position, the parameters of which this rank holds rows.
         moments: Returns the second moment of a position, float32 like its weight.
         factors: By position, factors of a result, multiplied one after the other.
-        sizes: By position, number of elements.
+        beta2: Decay rate of the second moment.
+        eps: Keeps the divisor from zero.
 
     Memory: 64 MB or the largest parameter in float32, while results are divided.
     """
 
     def __init__(
         self,
+        params: Sequence[torch.Tensor],
         moments: Callable[[int], torch.Tensor],
         factors: Sequence[tuple[float, float]],
-        sizes: Sequence[int],
+        beta2: float,
+        eps: float,
     ) -> None:
         self._moments, self._factors = moments, list(factors)
+        self._beta2, self._eps = beta2, eps
+        sizes = [local_tensor(param).numel() for param in params]
         self.num_bytes = 4 * max(min(CHUNK_ELEMENTS, sum(sizes)), *sizes, 0)
 
     def arrived(
@@ -41,10 +48,10 @@ class AdaMuon(StepHooks):
             own = [results[n] for n in chunk]
             moments = [self._moments(positions[n]) for n in chunk]
             roots = list(torch._foreach_mul(own, own))
-            torch._foreach_lerp_(moments, roots, 1 - group["beta2"])
+            torch._foreach_lerp_(moments, roots, 1 - self._beta2)
             torch._foreach_copy_(roots, moments)
             torch._foreach_sqrt_(roots)
-            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_add_(roots, self._eps)
             torch._foreach_div_(own, roots)
             for factors in zip(*(self._factors[positions[n]] for n in chunk), strict=True):
                 torch._foreach_mul_(own, list(factors))

@@ -46,19 +46,20 @@ class Engine:
         device: Where messages and stacks are.
         rows_device: Where local rows are, if they are in CPU memory; None for ``device``.
 
-    Communication: a step is, per plan, one all-reduce of 8 bytes a block (if rows are sent in bf16)
-        and, per bucket, one ``all_to_all_single`` to the owners and one back, of the plan's routes
-        without padding. With replicas there may be several back, to one replica at a time, followed
-        by an ``all_gather_into_tensor`` between replicas if they received anything. Owners of a
-        split matrix also exchange n x n matrices in Newton-Schulz, n the shorter side, as often as
-        their backend says, and all-reduce its norm if rows are sent in fp32.
+    Communication: a step is, per plan, one all-reduce of 8 bytes a block (if rows are sent in bf16;
+        16 if a method needs norms) and, per bucket, one ``all_to_all_single`` to the owners and one
+        back, of the plan's routes without padding. With replicas there may be several back, to one
+        replica at a time, followed by an ``all_gather_into_tensor`` between replicas if they
+        received anything. Owners of a split matrix also exchange n x n matrices in Newton-Schulz, n
+        the shorter side, as often as their backend says, and all-reduce its norm if rows are sent
+        in fp32.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it what Newton-Schulz needs for
         one stack. Between steps that of :class:`~megatron_muon.runtime.row_moves.RowMoves`.
     """
 
     _schedule: RankSchedule
-    _plans: list[PlanRunner]
+    plans: list[PlanRunner]
     _arena: Arena
 
     def __init__(
@@ -83,7 +84,7 @@ class Engine:
             for stack in stacks
         }
         chain = chain_on(device)
-        self._plans = [
+        self.plans = [
             PlanRunner(
                 bound,
                 rank_plan,
@@ -100,7 +101,7 @@ class Engine:
                 zip(plans, schedule.rank_plans, strict=True)
             )
         ]
-        self._workspace_bytes = max((plan.workspace_bytes for plan in self._plans), default=0)
+        self._workspace_bytes = max((plan.workspace_bytes for plan in self.plans), default=0)
         self._device = device
         problem = self.memory_problem()
         if problem is not None:
@@ -119,7 +120,7 @@ class Engine:
         Returns:
             What a step needs and what it got, as a sentence; None if it is there.
         """
-        for plan in self._plans:
+        for plan in self.plans:
             plan.wait_for_leftovers()
         other_bytes = max(other_bytes, self._workspace_bytes)
         num_bytes = self.staging_bytes + other_bytes
@@ -138,7 +139,7 @@ class Engine:
 
     def free(self) -> None:
         """Return the memory of :meth:`memory_problem`, if ranks do not step."""
-        for plan in self._plans:
+        for plan in self.plans:
             plan.wait_for_leftovers()
         self._arena.free()
 
@@ -152,7 +153,7 @@ class Engine:
         Communication: per plan one element to every rank that this one will send to, in two
             collectives, and one from every replica to the others.
         """
-        for plan in self._plans:
+        for plan in self.plans:
             plan.connect()
 
     def check_kernels(self) -> None:
@@ -166,7 +167,7 @@ class Engine:
         Communication: none, but for kernels that communicate.
         Memory: one stack, and what Newton-Schulz needs for it twice, until it returns.
         """
-        problems = [problem for plan in self._plans for problem in plan.check_kernels()]
+        problems = [problem for plan in self.plans for problem in plan.check_kernels()]
         # At the end: the other owners of a split matrix wait for this rank in its next check.
         if problems:
             raise RuntimeError(problems[0])
@@ -198,11 +199,11 @@ class Engine:
         Yields:
             Lists of handles whose results are complete. Every handle of this rank is yielded once.
         """
-        for plan in self._plans:
+        for plan in self.plans:
             plan.wait_for_leftovers()
         # Before anything is sent: a rank without memory ends before it has joined a collective.
         self._arena.allocate()
-        for plan in self._plans:
+        for plan in self.plans:
             plan.begin(momentum, results)
         for action in self._schedule.actions:
             if meanwhile is not None and action.kind != "start_gather":
@@ -213,17 +214,17 @@ class Engine:
             meanwhile()
         # Not after an exception: a collective that was not waited for may still use the memory.
         self._arena.free()
-        for plan in self._plans:
+        for plan in self.plans:
             plan.end()
 
     def watch(self, function: Callable[[StackCall], None] | None) -> None:
         """Let a function see each stack of this rank's results; None for nobody."""
-        for plan in self._plans:
+        for plan in self.plans:
             plan.watch = function
 
     def forget(self) -> None:
         """Drop the rows of the last step, which are memory of the caller's."""
-        for plan in self._plans:
+        for plan in self.plans:
             plan.forget()
 
     def _run(self, action: Action) -> Iterator[list[Any]]:
@@ -232,7 +233,7 @@ class Engine:
         if kind == "local":
             yield from self._orthogonalize_local(self._schedule.local[number])
             return
-        plan = self._plans[action.plan]
+        plan = self.plans[action.plan]
         if kind == "start_gather":
             plan.start_gather(number)
         elif kind == "wait_for_gather":
@@ -248,4 +249,4 @@ class Engine:
         # One stack after the other: they share memory, and a result is written back before the
         # next stack is read.
         for stack in local:
-            yield self._plans[stack.plan].orthogonalize_local(stack.number)
+            yield self.plans[stack.plan].orthogonalize_local(stack.number)

@@ -48,10 +48,10 @@ def all_reduce_norms(squares: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Add up the squared norms of all ranks, in place.
 
     Args:
-        squares: Sum of squares of this rank's rows of every block, ``(num_blocks,)``, float64.
+        squares: Sums of squares of this rank's rows, ``(num_norms, num_blocks)``, float64.
         group: Ranks that hold rows.
 
-    Communication: one all-reduce of 8 bytes a block.
+    Communication: one all-reduce of 8 bytes a norm.
     """
     dist.all_reduce(squares, group=group)
 

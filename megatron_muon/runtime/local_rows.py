@@ -8,9 +8,11 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.methods import Namo
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Route
+from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.norms import BlockNorms
 from megatron_muon.runtime.row_moves import RowMoves
 from megatron_muon.runtime.stacks import in_shard
@@ -32,12 +34,14 @@ class LocalRows:
         plan: The plan, equal on all ranks of the group.
         newton_schulz: The scale of results.
         handles: By matrix of the plan, handles of the rows that this rank holds.
+        moments: State of a method; None without one.
         rank: This rank of the job.
         group: Ranks of the plan; None for a rank alone.
         device: Where messages and stacks are.
         rows_device: Where rows are, if they are in CPU memory; None for ``device``.
 
-    Communication: :meth:`begin` is one all-reduce of 8 bytes a block if rows are sent in bf16.
+    Communication: :meth:`begin` is one all-reduce of 8 bytes a block if rows are sent in bf16, or
+        16 if a method needs norms.
     Memory: that of :class:`RowMoves`, and a few bytes a block.
     """
 
@@ -55,6 +59,7 @@ class LocalRows:
         plan: ExchangePlan,
         newton_schulz: NewtonSchulzSettings,
         handles: Mapping[int, Handle],
+        moments: Moments | None = None,
         *,
         rank: int,
         group: dist.ProcessGroup | None,
@@ -67,7 +72,11 @@ class LocalRows:
         self._device = device
         # One device alone has a kernel for all rows.
         self._by_kernel = False if rows_device not in (None, device) else None
-        self._norms = BlockNorms(plan, rank, group, device, rows_device or device)
+        method = newton_schulz.method
+        self._norm_method = method if isinstance(method, Namo) else None
+        self.norms = BlockNorms(
+            plan, rank, group, device, rows_device or device, self._norm_method, moments
+        )
         self._to_read: list[Sequence[tuple[Route, torch.Tensor]]] = []
         self._to_write: list[Sequence[tuple[Route, torch.Tensor]]] = []
         self._missing: Counter[int] = Counter()
@@ -98,8 +107,8 @@ class LocalRows:
         if momentum is not self._momentum or results is not self._results:
             self._view(momentum, results)
         # fp32 rows are not normalized before they are sent.
-        if self._plan.wire.normalizes:
-            self._norms.reduce()
+        if self._plan.wire.norm_bytes:
+            self.norms.reduce()
         if not self._is_known:
             # An earlier step may have ended with an exception.
             self._completed.clear()
@@ -112,12 +121,12 @@ class LocalRows:
         of_momentum = {index: momentum[each] for index, each in self._handles.items()}
         of_results = {index: results[each] for index, each in self._handles.items()}
         normalizes = self._plan.wire.normalizes
-        if normalizes:
-            self._norms.view(of_momentum)
+        if self._plan.wire.norm_bytes:
+            self.norms.view(of_momentum)
         self._reads = self._reads or [
             RowMoves(
                 (),
-                norms=[self._norms.position(route) for route, _ in targets] if normalizes else None,
+                norms=[self.norms.position(route) for route, _ in targets] if normalizes else None,
                 device=self._device,
                 by_kernel=self._by_kernel,
             )
@@ -127,6 +136,9 @@ class LocalRows:
         self._writes = self._writes or [
             RowMoves(
                 (),
+                norms=None
+                if self._norm_method is None
+                else [self.norms.position(route) for route, _ in written],
                 factors=[self._scale(route) for route, _ in written],
                 device=self._device,
                 by_kernel=self._by_kernel,
@@ -148,11 +160,11 @@ class LocalRows:
         self._momentum = self._results = None
         for moves in (*self._reads, *self._writes):
             moves.set(())
-        self._norms.view({})
+        self.norms.view({})
 
     def read(self, number: int) -> None:
         """Copy the routes of a list to their targets, divided by the norms of their blocks."""
-        self._reads[number].run(self._norms.values if self._plan.wire.normalizes else None)
+        self._reads[number].run(self.norms.values if self._plan.wire.normalizes else None)
 
     def write(self, number: int) -> list[Handle]:
         """Scale the results of a list in fp32, and write them to this rank's rows.
@@ -160,7 +172,7 @@ class LocalRows:
         Returns:
             Handles of the rows whose last results these are.
         """
-        self._writes[number].run()
+        self._writes[number].run(self.norms.factors)
         if not self._is_known:
             self._completed[number] = []
             for route, _ in self._to_write[number]:

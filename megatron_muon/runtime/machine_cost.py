@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.custom import Custom
 from megatron_muon.newton_schulz.gram import Gram
 from megatron_muon.newton_schulz.registry import usable_backends
 from megatron_muon.newton_schulz.restarts import segments_of
@@ -73,8 +72,6 @@ def _own_backends(
 ) -> tuple[str, ...]:
     """Return the backends that this rank can run, or raise on all ranks."""
     choice = settings.newton_schulz
-    if ns_settings.function is not None:
-        return (Custom.name,)
     if choice == "standard":
         return (choice,)
     backends, reasons = usable_backends(choice, ns_settings, device)

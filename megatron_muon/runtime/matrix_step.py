@@ -13,7 +13,6 @@ which this rank holds rows. A step is then the same for all optimizers::
         exchange                sends rows to owners; as results arrive:
             hook.arrived            changes them
             update                  subtracts them from weights
-        hook.finish             changes results, if updates wait for it
 
 A rank that runs out of memory after ranks have agreed leaves the others in a collective. Therefore
 :meth:`MatrixStep.problems` takes what a step needs beside weights, gradients and state: results,
@@ -82,11 +81,9 @@ class StepHooks:
 
     Attributes:
         num_bytes: Memory that a call allocates at most.
-        waits: Whether weights are updated after :meth:`finish`, once all results have arrived.
     """
 
     num_bytes: int = 0
-    waits: bool = False
 
     def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
         """See gradients by position, before weight decay."""
@@ -98,9 +95,6 @@ class StepHooks:
         self, group: Mapping[str, Any], positions: Sequence[int], results: Sequence[torch.Tensor]
     ) -> None:
         """Change results of parameters of one group, which are subtracted next."""
-
-    def finish(self) -> None:
-        """Change all results, if updates wait for it."""
 
 
 def chunks_of(sizes: Iterable[tuple[int, int]], limit: float) -> Iterator[list[int]]:
@@ -273,16 +267,10 @@ class MatrixStep:
                 results[i].copy_(momentum[i])
         for hook in self.hooks:
             hook.advanced(momentum, results if self._in_results else momentum)
-        waits = any(hook.waits for hook in self.hooks)
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):
             arrivals = self.compute.orthogonalize(self._sources, self._targets, meanwhile)
             for number, done in enumerate(arrivals):
-                if not waits:
-                    self._update(groups, number, done, without)
-            for hook in self.hooks:
-                hook.finish()
-            if waits:
-                self._update(groups, 0, self._position, without)
+                self._update(groups, number, done, without)
         self._arena.free()
         if self.settings.overwrites_gradients and not self.settings.gradients_stay:
             self._forget()

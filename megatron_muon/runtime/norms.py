@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.methods import Namo
 from megatron_muon.newton_schulz.normalize import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import Region
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.exchange import all_reduce_norms
+from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.row_moves import STACK_ELEMENTS, equal_shapes
 
 _SMALL = 2**12
@@ -42,12 +44,15 @@ class BlockNorms:
         group: Ranks of the plan; None for a rank alone.
         device: Of the all-reduce.
         rows_device: Where rows are.
+        method: Needs the norms of gradients too; None for no method.
+        moments: Its state.
 
-    Communication: :meth:`reduce` is one all-reduce of 8 bytes a block.
-    Memory: 8 bytes a block while a step runs, and 3 MB on a CPU.
+    Communication: :meth:`reduce` is one all-reduce of 8 bytes a block, or 16 with a method.
+    Memory: 8 or 16 bytes a block while a step runs, and 3 MB on a CPU.
     """
 
     values: torch.Tensor  # (num_blocks,) float32, once reduced
+    factors: torch.Tensor | None = None  # of results, likewise
     _first: list[int]  # positions of the first blocks of matrices among all blocks
     # Whose squares this rank adds up, by matrix; and the positions of the blocks of all pieces of
     # them, int64.
@@ -62,9 +67,12 @@ class BlockNorms:
         group: dist.ProcessGroup | None,
         device: torch.device,
         rows_device: torch.device,
+        method: Namo | None = None,
+        moments: Moments | None = None,
     ) -> None:
         self._group = group
         self._device = device
+        self._method, self._moments = method, moments
         self._first = [0]
         for matrix in plan.matrices:
             self._first.append(self._first[-1] + len(matrix.blocks))
@@ -88,6 +96,9 @@ class BlockNorms:
         ]
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self._rows = []
+        num_norms = 1 if method is None else 2
+        # Of this rank, of what is orthogonalized and of gradients.
+        self._squares = torch.zeros(num_norms, self._first[-1], dtype=torch.float64, device=device)
 
     def position(self, route: Route) -> int:
         """Return the position of a route's block in :attr:`values`."""
@@ -99,25 +110,44 @@ class BlockNorms:
         Args:
             rows: By matrix, this rank's rows ``(local_rows, cols)``, float32; none to drop them.
         """
-        self._rows = [
+        self._rows = self._pieces(rows) if rows else []
+
+    def _pieces(self, rows: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        return [
             piece
-            for index, region in (self._regions if rows else ())
+            for index, region in self._regions
             for piece in rows[index]
             .narrow(0, region.local_row, region.num_rows)
             .split(self._piece_rows(region))
         ]
+
+    def see_gradients(self, rows: Mapping[int, torch.Tensor]) -> None:
+        """Sum the squares of gradients, if the method needs them, before a step overwrites them.
+
+        Args:
+            rows: By matrix, this rank's rows of gradients.
+        """
+        if self._method is not None:
+            self._sum(1, self._pieces(rows))
+
+    def _sum(self, kind: int, rows: Sequence[torch.Tensor]) -> None:
+        squares = self._squares[kind].zero_()
+        if rows:
+            own = sums_of_squares(rows)
+            own = own if own.device == self._device else own.to(self._device)
+            squares.index_add_(0, self._positions, own)
 
     def _piece_rows(self, region: Region) -> int:
         return max(1, self._piece_elements // region.num_cols)
 
     def reduce(self) -> None:
         """Add up the squares of all ranks, and compute the norms."""
-        squares = torch.zeros(self._first[-1], dtype=torch.float64, device=self._device)
-        if self._rows:
-            own = sums_of_squares(self._rows)
-            own = own if own.device == self._device else own.to(self._device)
-            squares.index_add_(0, self._positions, own)
+        self._sum(0, self._rows)
         if self._group is not None:
-            all_reduce_norms(squares, self._group)
+            all_reduce_norms(self._squares, self._group)
+        norms = self._squares.sqrt_()
+        if self._method is not None and self._moments is not None:
+            update, gradient = norms.float()
+            self.factors = self._method.factors(self._moments.values, gradient, update)
         # Clamped as emerging-optimizers does: a matrix of zeros stays zero.
-        self.values = squares.sqrt_().clamp_min_(least_norm()).float()
+        self.values = norms[0].clamp_min(least_norm()).float()

@@ -4,11 +4,13 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.methods import Namo, StackMethod
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import (
     ExchangePlan,
@@ -31,6 +33,7 @@ from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.groups import new_groups, ranks_of
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.machine_cost import machine_costs
+from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.plan_runner import BoundPlan
 from megatron_muon.runtime.stacks import StackCall
 
@@ -46,12 +49,15 @@ class PlanInput(NamedTuple):
         handles: By index among the matrices, handles of those with rows on this rank:
             :meth:`OwnerCompute.orthogonalize` is given rows by handle, and yields handles.
         replica_group: Ranks with this rank's rows; None if there are no others.
+        params: By index among the matrices, the parameter of this rank that it belongs to, if it
+            has one: its state may be that of a method.
     """
 
     domain: Domain
     matrices: Sequence[MatrixLayout]
     handles: Mapping[int, Any]
     replica_group: dist.ProcessGroup | None
+    params: Sequence[torch.Tensor | None] = ()
 
 
 class OwnerCompute:
@@ -87,6 +93,7 @@ class OwnerCompute:
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
+    inputs: list[PlanInput]
     plans: list[ExchangePlan]  # one per input
 
     def __init__(
@@ -99,6 +106,10 @@ class OwnerCompute:
         rows_device: torch.device | None = None,
         max_num_plans: int | None = None,
     ) -> None:
+        if isinstance(newton_schulz.method, StackMethod) or newton_schulz.function is not None:
+            # It is called with whole matrices.
+            settings = replace(settings, max_parts=1)
+        self.inputs = list(inputs)
         self._rank, self._device, self._settings = own_rank(), device, settings
         self._rows_device = rows_device
         self.handles = [handle for each in inputs for handle in each.handles.values()]
@@ -119,6 +130,11 @@ class OwnerCompute:
         """Plan every input on top of those before it, and compare plans across ranks."""
         settings, device = self._settings, self._device
         wire = settings.wire_for(newton_schulz.is_bf16)
+        if isinstance(newton_schulz.method, Namo):
+            wire = replace(wire, num_norms=2)
+        elif newton_schulz.method is not None:
+            # What it returns is not bf16-valued.
+            wire = replace(wire, scatter_dtype="float32")
         costs = machine_costs([each.domain for each in inputs], newton_schulz, settings, device)
         plans: list[ExchangePlan] = []
         differences = []
@@ -254,6 +270,16 @@ class OwnerCompute:
     def watch(self, function: Callable[[StackCall], None] | None) -> None:
         """Let a function see results; see :meth:`Engine.watch`."""
         self._engine.watch(function)
+
+    @property
+    def moments(self) -> list[Moments]:
+        """State of the method by plan; none without a method."""
+        return [plan.moments for plan in self._engine.plans if plan.moments is not None]
+
+    def see_gradients(self, gradients: Rows) -> None:
+        """Sum the squares of gradients, whose norms a method needs; called before a step."""
+        for given, plan in zip(self.inputs, self._engine.plans, strict=True):
+            plan.norms.see_gradients({i: gradients[each] for i, each in given.handles.items()})
 
     def forget(self) -> None:
         """Drop the rows of the last step; see :meth:`Engine.forget`."""

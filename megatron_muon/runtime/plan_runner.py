@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one plan on this rank: what every action of a step does with a bucket."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -11,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.registry import BACKENDS, check_against_reference
+from megatron_muon.newton_schulz.methods import StackMethod
+from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import RankPlan
@@ -28,6 +28,7 @@ from megatron_muon.runtime.exchange import (
     route_view,
 )
 from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows
+from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.ranges import in_range
 from megatron_muon.runtime.row_moves import RowMoves
 from megatron_muon.runtime.stacks import StackBuffers, StackCall
@@ -86,6 +87,7 @@ class PlanRunner:
     """
 
     plan: ExchangePlan
+    moments: Moments | None  # of a method
     watch: Callable[[StackCall], None] | None = None  # given each stack of results
     _gathers: Exchange  # rows, in the gather dtype
     _scatters: Exchange  # results, in the scatter dtype
@@ -122,15 +124,27 @@ class PlanRunner:
         self._parts_groups = bound.parts_groups
         self._newton_schulz = newton_schulz
         self._chain = chain
+        method = newton_schulz.method
+        self.moments = None
+        if method is not None:
+            self.moments = Moments(
+                self.plan.matrices,
+                method.state_shape,
+                bound.group,
+                device,
+                by_owner=isinstance(method, StackMethod),
+            )
         self._rows = LocalRows(
             self.plan,
             newton_schulz,
             bound.handles,
+            self.moments,
             rank=rank,
             group=bound.group,
             device=device,
             rows_device=rows_device,
         )
+        self.norms = self._rows.norms
         self._device = device
         self._lay_out(bound, rank_plan, places, local_places, arena)
         self._lay_out_scatters(bound, rank_plan, places, arena)
@@ -146,6 +160,7 @@ class PlanRunner:
     ) -> None:
         """View gathers and stacks in the arena."""
         row_dtype = getattr(torch, self.plan.wire.gather_dtype)
+        stack_dtype = getattr(torch, self.plan.wire.stack_dtype)
         view = arena.view
         sizes = [bucket.num_elements for bucket in rank_plan.buckets]
         found = list(zip(places.buckets, sizes, strict=True))
@@ -164,11 +179,11 @@ class PlanRunner:
             arrived.append(consecutive_views(routes, received))
         self._gathers = Exchange(bound.group, messages, sends, receives)
         self._buckets = [
-            self._own(StackBuffers(bucket.owned, view(at.stacks, size.stacks, row_dtype)))
+            self._own(StackBuffers(bucket.owned, view(at.stacks, size.stacks, stack_dtype)))
             for bucket, (at, size) in zip(rank_plan.buckets, found, strict=True)
         ]
         self._local = [
-            self._own(StackBuffers(owned, view(at, owned.num_elements, row_dtype)))
+            self._own(StackBuffers(owned, view(at, owned.num_elements, stack_dtype)))
             for owned, at in zip(rank_plan.local, local_places, strict=True)
         ]
         self._packing = [
@@ -193,6 +208,9 @@ class PlanRunner:
                 BACKENDS[self.plan.backend(stack[0].matrix, stack[0].block)],
                 self._call(stack[0]),
                 stack[0].owners,
+                self.moments.own(stack)
+                if self.moments is not None and self.moments.by_owner
+                else None,
             )
             for stack, tensor in stacks.stacks
         ]
@@ -239,10 +257,9 @@ class PlanRunner:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that Newton-Schulz needs for one stack, at most."""
+        """Memory that Newton-Schulz and methods need for one stack, at most."""
         work = (each for owned in (*self._buckets, *self._local) for each in owned.work)
-        needs = (each.backend.workspace_bytes(each.tensor) for each in work)
-        return max(needs, default=0)
+        return max((each.workspace_bytes for each in work), default=0)
 
     def connect(self) -> None:
         """Connect the ranks that will exchange; see :meth:`Engine.connect`."""
@@ -263,14 +280,12 @@ class PlanRunner:
             _attempt(problems, partial(BACKENDS[name].connect, self._parts_groups[owners]))
         checked = set()
         for stack in work:
-            tensor, backend, call = stack.tensor, stack.backend, stack.call
-            # On this rank alone if possible: if its kernel fails, others must not wait for it.
-            if not backend.communicates:
-                call = dataclasses.replace(call, parts_group=None)
-            key = backend.name, tensor.shape, call.whole_shape, call.parts_group
+            backend, call = stack.backend, stack.call
+            parts_group = call.parts_group if backend.communicates else None
+            key = backend.name, stack.tensor.shape, call.whole_shape, parts_group
             if backend.reference is not None and key not in checked:
                 checked.add(key)
-                _attempt(problems, partial(check_against_reference, backend, tensor, call))
+                _attempt(problems, stack.check)
         return problems
 
     def _call(self, part: Part) -> Call:
@@ -334,6 +349,8 @@ class PlanRunner:
             stack.run()
             if self.watch is not None:
                 self.watch(stack)
+            if self.moments is not None:
+                stack.change(self.moments.values)
 
     @in_range("start_scatter")
     def start_scatter(self, number: int) -> list[Handle]:

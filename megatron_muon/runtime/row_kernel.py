@@ -19,7 +19,7 @@ def launch(table: RowTable, pointers: torch.Tensor, norms: torch.Tensor | None) 
     Args:
         table: Where they are.
         pointers: See :meth:`RowTable.addresses`.
-        norms: float32 on the device; None where rectangles are multiplied by their factors.
+        norms: float32 on the device; None for none.
     """
     source, target = table.dtypes
     _move[(table.tiles.shape[0],)](
@@ -30,7 +30,8 @@ def launch(table: RowTable, pointers: torch.Tensor, norms: torch.Tensor | None) 
         table.factors if norms is None else norms,
         SOURCE_IS_BF16=source == torch.bfloat16,
         TARGET_IS_BF16=target == torch.bfloat16,
-        DIVIDES=norms is not None,
+        DIVIDES=table.divides,
+        MULTIPLIES=norms is not None and not table.divides,
         WIDTH=WIDTH,
         TILE=TILE,
     )
@@ -46,6 +47,7 @@ def _move(
     SOURCE_IS_BF16: tl.constexpr,
     TARGET_IS_BF16: tl.constexpr,
     DIVIDES: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -72,6 +74,8 @@ def _move(
         # IEEE's quotient, as torch's: Triton's own is approximate.
         value = tl.div_rn(value, tl.load(norms + tl.load(move + 10)))
     else:
+        if MULTIPLIES:
+            value = value * tl.load(norms + tl.load(move + 10))
         value = value * tl.load(factors + 2 * number) * tl.load(factors + 2 * number + 1)
     if TARGET_IS_BF16:
         # To the nearest, ties to even: Triton's interpreter would cut the lower bits off.

@@ -36,7 +36,8 @@ class RowMoves:
             targets another one, each float32 or bfloat16. Views may be of memory that is freed
             between steps.
         norms: By pair, the position of the norm that it is divided by; None for none. The quotient
-            is computed in fp32, and rounded as it is written.
+            is computed in fp32, and rounded as it is written. With ``factors`` it is multiplied by
+            its norm instead, before these.
         factors: By pair, factors that it is multiplied by in fp32, one after the other; None for
             none. Their product would round differently.
         device: Where they are. One side may be in CPU memory with ``by_kernel`` False.
@@ -80,7 +81,7 @@ class RowMoves:
         """Move all of them.
 
         Args:
-            norms: ``(num_norms,)`` float32, where they are divided.
+            norms: ``(num_norms,)`` float32, where rectangles have positions of norms.
         """
         if not self._sources:
             return
@@ -96,11 +97,14 @@ class RowMoves:
         _kernel().launch(self._table, self._pointers, norms)
 
     def _run_by_torch(self, norms: torch.Tensor | None) -> None:
-        if self._norms is None:
+        if self._norms is None or self._factors is not None:
             # The copy converts to fp32 exactly, so factors round as in one pass.
             # To the device the host need not wait: nobody writes sources before the step has ended.
             to_gpu = self._targets[0].is_cuda
             torch._foreach_copy_(self._targets, self._sources, non_blocking=to_gpu)
+            if self._norms is not None and norms is not None:
+                own = norms[list(self._norms)].to(self._targets[0].device).unbind()
+                torch._foreach_mul_(self._targets, list(own))
             for factors in zip(*(self._factors or ()), strict=True):
                 if any(factor != 1.0 for factor in factors):
                     torch._foreach_mul_(self._targets, list(factors))
@@ -176,6 +180,7 @@ def _difference_from_torch(device: torch.device) -> str | None:
         (narrow, wide, None, ((0.3, 1.7), (0.9, 1.0))),
         (narrow, narrow, None, None),
         (wide, wide, None, ((0.3, 1.7), (0.9, 1.0))),
+        (narrow, wide, (0, 1), ((0.3, 1.7), (0.9, 1.0))),
     ):
         found = []
         for by_kernel in (True, False):

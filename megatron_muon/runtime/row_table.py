@@ -28,6 +28,8 @@ class RowTable(NamedTuple):
         sizes: Rows and columns of each move, by which tiles are cut.
         storages: The allocations, by their numbers in ``moves``.
         dtypes: Of sources and targets.
+        divides: Whether moves are divided by their norms; otherwise they are multiplied by their
+            norms, if they have any, and by their factors.
     """
 
     moves: torch.Tensor
@@ -36,6 +38,7 @@ class RowTable(NamedTuple):
     sizes: Sequence[tuple[int, int]]
     storages: Sequence[torch.UntypedStorage]
     dtypes: tuple[torch.dtype, torch.dtype]
+    divides: bool
 
     def addresses(self) -> list[int]:
         """Return where the allocations are now."""
@@ -54,7 +57,7 @@ def build_table(
     Args:
         pairs: Source and target of each, ``(rows, cols)``; float32 or bfloat16, one dtype for all
             sources and one for all targets.
-        norms: Positions of the norms that they are divided by; None for none.
+        norms: Positions of their norms; None for none.
         factors: Factors that they are multiplied by, one after the other; None for none.
         device: Where the table is needed.
         before: The table of the same rectangles in other memory, whose tiles are used again.
@@ -91,7 +94,10 @@ def build_table(
         tiles = on_device(_tiles(on_host[:, 8] * on_host[:, 9]), device)
         all_factors = on_device(torch.tensor(scales, dtype=torch.float32), device)
     dtypes = pairs[0][0].dtype, pairs[0][1].dtype
-    return RowTable(on_device(on_host, device), tiles, all_factors, sizes, storages, dtypes)
+    divides = norms is not None and factors is None
+    return RowTable(
+        on_device(on_host, device), tiles, all_factors, sizes, storages, dtypes, divides
+    )
 
 
 def _tiles(num_elements: torch.Tensor) -> torch.Tensor:

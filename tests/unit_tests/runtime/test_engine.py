@@ -285,7 +285,7 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
     with collectives_run("at_wait") as timing:
         abandoned = compute.orthogonalize(rows, rows)
         next(abandoned)
-        (buckets,) = compute._engine._plans
+        (buckets,) = compute._engine.plans
         while grid and not buckets._scattering:
             next(abandoned)
         under_way = len(buckets._gathering) + len(buckets._scattering)

@@ -29,7 +29,7 @@ def _connected_and_used(num_buckets: int) -> list[Any]:
     sizes.clear()
     engine = optimizers.sharded.compute._engine
     engine._arena.allocate()
-    (buckets,) = engine._plans
+    (buckets,) = engine.plans
     used = []
     for part in (buckets._gathers, buckets._scatters):
         for index in range(len(buckets.plan.buckets)):

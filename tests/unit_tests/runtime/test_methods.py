@@ -1,0 +1,87 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Methods on stacks of whole matrices, against emerging-optimizers matrix by matrix."""
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, muon_utils
+from emerging_optimizers.utils import fp32_matmul_precision
+from helpers.device import device
+from helpers.fsdp2_models import drawn
+
+from megatron_muon.newton_schulz.methods import Namo, NorMuon
+from megatron_muon.plan.layout import MatrixLayout, Region
+from megatron_muon.plan.routes import Part
+from megatron_muon.runtime.moments import Moments
+
+
+@pytest.mark.parametrize(
+    "shape", [(24, 48), (48, 24), (32, 32), (1, 9), (9, 1), (2, 5000), (300, 200)]
+)
+def test_normuon_of_a_stack_has_the_bits_of_upstream(shape):
+    """Of each matrix, and of its second moments, over three steps.
+
+    On a GPU sums of a stack may be in another order than those of a matrix: means of up to 5000
+    squares in float32, which a root halves, so that 1e-5 is enough.
+    """
+    reference = AdaptiveMuon(
+        [torch.nn.Parameter(drawn(shape, 0))], 0.1, 0.9, 0.0, moment2_method="normuon"
+    )
+    method = NorMuon()
+    ours = torch.zeros(3, *method.state_shape(*shape), device=device())
+    theirs = torch.zeros_like(ours)
+    for step in range(3):
+        with fp32_matmul_precision("medium"):
+            raw = [
+                muon_utils.newton_schulz(drawn(shape, 10 * step + i), 5, "quintic")
+                for i in range(3)
+            ]
+        expected = [
+            reference._apply_moment2_normalization(matrix, moment, 0.95, 1e-8)
+            for matrix, moment in zip(raw, theirs, strict=True)
+        ]
+        # As the engine has them: a stack in memory of its own.
+        found = method(torch.stack(raw).contiguous(), ours)
+        tolerance = 0.0 if device().type == "cpu" else 1e-5
+        torch.testing.assert_close(found, torch.stack(expected), rtol=tolerance, atol=0.0)
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0.0)
+
+
+def test_namo_multiplies_by_norms():
+    """The factor of emerging-optimizers, of norms that ranks have added up."""
+    matrix = torch.nn.Parameter(drawn((6, 5), 0))
+    reference = AdaptiveMuon([matrix], 0.1, 0.9, 0.0, moment2_method="namo")
+    method, ours, theirs = Namo(), torch.zeros(1), torch.zeros(1)
+    for step in range(3):
+        grad, update, result = (drawn((6, 5), 3 * step + i).cpu() for i in range(3))
+        expected = reference._apply_moment2_normalization(
+            result, theirs, 0.95, 1e-8, raw_grad=grad, pre_orth_grad=update
+        )
+        norms = (torch.linalg.vector_norm(each).view(1) for each in (grad, update))
+        assert torch.equal(result * method.factors(ours, *norms), expected)
+        assert torch.equal(ours, theirs)
+
+
+def _layout(blocks: tuple[tuple[int, int], ...]) -> MatrixLayout:
+    regions = [Region((0,), i, 0, rows, 0, cols, 0) for i, (rows, cols) in enumerate(blocks)]
+    return MatrixLayout("w", blocks, tuple(regions), (0,))
+
+
+def test_moments_of_a_stack_are_those_of_its_blocks():
+    """Query, key and value of two matrices: tall and wide blocks are in stacks of their own."""
+    blocks = ((8, 4), (2, 4), (2, 4))
+    moments = Moments(
+        [_layout(((3, 3),)), _layout(blocks), _layout(blocks)],
+        NorMuon().state_shape,
+        None,
+        device(),
+        by_owner=True,
+    )
+    assert len(moments.values) == 3 + 2 * (8 + 4 + 4)
+    wide = [Part(matrix, block, (0,), 0, 0, 2, 0, 4) for matrix in (1, 2) for block in (1, 2)]
+    index = moments.own(wide)
+    assert index.shape == (4, 1, 4)
+    assert index[:, 0, 0].tolist() == [3 + 8, 3 + 12, 3 + 16 + 8, 3 + 16 + 12]
+    assert moments.first(2, 0) == 19
+    assert moments.range_of(1, 2) == (3, 35)
+    assert moments.own([Part(2, 0, (0,), 0, 0, 8, 0, 4)]).flatten().tolist() == [*range(19, 27)]
