@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_muon.mcore.flags import EXCHANGE_FLAGS, add_flags
 from megatron_muon.mcore.unsupported import (
     BUILT_OPTIMIZERS,
@@ -150,6 +152,9 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
             asked,
         )
         args.optimizer = "adam"
+        if asked in MUON_OPTIMIZERS:
+            # Megatron's configuration asserts float32 without its precision-aware Adam.
+            args.muon_momentum_dtype, args.exp_avg_dtype = args.exp_avg_dtype, "fp32"
         try:
             return original(args, defaults)
         finally:
@@ -212,6 +217,12 @@ def requested_splits(config: Any, args: Any = None) -> Splits:
 def skips_router(args: Any = None) -> bool:
     """Return whether ``--moe-router-skip-muon`` was given."""
     return bool(getattr(args or _global_args(), "moe_router_skip_muon", False))
+
+
+def requested_momentum_dtype() -> torch.dtype:
+    """Read ``--exp-avg-dtype`` for the momentum of Muon; float32 without ``megatron.training``."""
+    name = getattr(_global_args(), "muon_momentum_dtype", "fp32")
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
 def exchange_settings(args: Any) -> ExchangeSettings:

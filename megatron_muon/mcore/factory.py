@@ -24,7 +24,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
 from megatron_muon.mcore.adaptive_muon import FSDPAdaptiveMuon
-from megatron_muon.mcore.arguments import requested_exchange, requested_splits
+from megatron_muon.mcore.arguments import (
+    requested_exchange,
+    requested_momentum_dtype,
+    requested_splits,
+)
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
@@ -216,6 +220,7 @@ class _Children:
         kwargs.pop("use_syrk", None)
         # Tags alone say what is split: with --muon-no-split-qkv gate and up may still be.
         kwargs |= {"split_qkv": True, "device": current_device()}
+        kwargs["momentum_dtype"] = requested_momentum_dtype()
         return muon(param_groups, parts=self._parts, **kwargs)
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:

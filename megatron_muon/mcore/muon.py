@@ -41,13 +41,15 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         parts: What the tensor-parallel rank has of each parameter, and the boxes of its ranks; see
             :func:`~megatron_muon.rows.parameters.part_of`.
         device: Where shards are; None for that of the parameters. A pipeline stage may have none.
+        momentum_dtype: bfloat16 halves the memory of momentum, which a step averages in float32 and
+            rounds once.
         **muon_kwargs: Arguments of :class:`TensorParallelMuon`.
 
     What a step computes element by element runs over few long tensors: Megatron-FSDP keeps the
     weights and the gradients of a unit in one buffer each, and the momentum has the same order.
 
-    Memory: one momentum element per local parameter element, in the parameter's dtype, all of a
-        parameter group in one allocation. Gradients are overwritten: their memory serves as
+    Memory: one momentum element per local parameter element, all of a parameter group in one
+        allocation. Gradients are overwritten: their memory serves as
         scratch, and holds the update in the end. A copy of them would need as much memory as the
         momentum.
     """
@@ -63,8 +65,10 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         *,
         parts: Mapping[torch.Tensor, NamedParameter],
         device: torch.device | None = None,
+        momentum_dtype: torch.dtype = torch.float32,
         **muon_kwargs: Any,
     ) -> None:
+        self.momentum_dtype = momentum_dtype
         super().__init__(params, **muon_kwargs)
         # Upstream keeps these in a closure.
         parameters = inspect.signature(TensorParallelMuon.__init__).parameters
@@ -92,9 +96,9 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         ]
         sizes = [local_tensor(param).numel() for param in new]
         if new:
-            flat = local_tensor(new[0]).new_zeros(sum(sizes))
+            flat = local_tensor(new[0]).new_zeros(sum(sizes), dtype=self.momentum_dtype)
             for param, rows in zip(new, flat.split(sizes), strict=True):
-                momentum = torch.empty_like(param.data)
+                momentum = torch.empty_like(param.data, dtype=self.momentum_dtype)
                 # Not from_local, whose DTensor would begin where its rows do in the allocation, and
                 # could not be copied.
                 momentum._local_tensor = rows.view_as(local_tensor(param))  # type: ignore[attr-defined]

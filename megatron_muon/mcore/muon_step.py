@@ -87,6 +87,7 @@ class MuonStep:
                 first.fp32_matmul_prec,
                 overwrites_gradients=True,
                 gradients_stay=gradients_stay,
+                stages_momentum=first.momentum_dtype != torch.float32,
             ),
             self._device,
         )
@@ -104,7 +105,7 @@ class MuonStep:
         entries = [f"{[type(muon).__name__ for muon in self.optimizers]}, {methods}, {exchange}"]
         entries += [
             f"{muon.newton_schulz.steps} steps of {muon.newton_schulz.coefficient_type} "
-            f"coefficients, precision {muon.fp32_matmul_prec}"
+            f"coefficients, precision {muon.fp32_matmul_prec}, momentum in {muon.momentum_dtype}"
             for muon in self.optimizers
         ]
         raise_where_ranks_differ(

@@ -149,6 +149,13 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "drop it; Muon already keeps one state tensor where Adam keeps two",
     ),
     Unsupported(
+        "--exp-avg-dtype fp16 or fp8",
+        lambda s: s.get("exp_avg_dtype") in ("fp16", "fp8"),
+        "momentum is averaged in float32, and rounded to bfloat16 at most",
+        "use --exp-avg-dtype bf16 or fp32",
+        value("exp_avg_dtype"),
+    ),
+    Unsupported(
         "--optimizer-cpu-offload",
         lambda s: bool(s.get("optimizer_cpu_offload")),
         "Newton-Schulz runs where the momentum lies",

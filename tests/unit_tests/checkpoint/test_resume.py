@@ -93,6 +93,7 @@ NORMUON_TP = (*NORMUON, *TP, *DROPOUT)
 SAME_WORLD = [
     slow(2, 0, (), id="zero0_fp32"),
     pytest.param(2, 1, BF16, id="zero1_bf16"),
+    slow(2, 3, (*BF16, "--exp-avg-dtype", "bf16"), id="zero3_momentum_bf16"),
     slow(2, 2, MIXED, id="zero2_fp32_moe"),
     slow(4, 3, BF16_ON[4], id="zero3_bf16"),
     slow(4, 3, (*HSDP, *BF16), id="hsdp_bf16"),

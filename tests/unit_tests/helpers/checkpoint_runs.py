@@ -72,7 +72,8 @@ def watch(folder: str) -> None:
                 digest.update(param._local_tensor.cpu().numpy().tobytes())
                 for key in sorted(state):
                     local = getattr(state[key], "_local_tensor", state[key])
-                    digest.update(local.cpu().numpy().tobytes())
+                    # numpy has no bfloat16.
+                    digest.update(local.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         with open(Path(folder) / f"digests_{rank}", "a") as file:
             file.write(f"{get_args().curr_iteration} {digest.hexdigest()}\n")
         return done

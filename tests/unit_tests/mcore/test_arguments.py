@@ -22,6 +22,7 @@ UPSTREAM_JOINS = "expected --muon-tp-mode blockwise where upstream's Muon orthog
 REFUSALS = [
     (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
     (("--use-precision-aware-optimizer",), "--use-precision-aware-optimizer: it keeps gradients"),
+    (("--exp-avg-dtype", "fp8"), "got fp8: momentum is averaged in float32, and rounded to"),
     (("--optimizer-cpu-offload",), "--optimizer-cpu-offload: Newton-Schulz runs where"),
     (("--no-use-layer-wise-param-layout",), "optimizer, got --no-use-layer-wise-param-layout"),
     (("--optimizer", "dist_muon"), "it is Muon with the layer-wise distributed optimizer"),

@@ -3,7 +3,9 @@
 """FSDPZeROTensorParallelMuon on hand-made row shards, against upstream's Muon on whole matrices."""
 
 import dataclasses
+import functools
 import itertools
+from typing import Any
 
 import pytest
 from helpers.device import has_stacks
@@ -106,6 +108,40 @@ def test_what_tensor_parallelism_replicates_is_orthogonalized_once():
     """In either mode. Copies of a router were matrices of two plans, and could differ on a GPU."""
     router = ["layer.2.weight", 1, [0, 1, 2, 3]]
     assert run_ranks(4, _owners_of_copies).check().results == [[[router]] * 2] * 4
+
+
+def _step_with_rounded_momentum(world_size: int) -> list[str]:
+    import torch
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
+
+    class Rounding(TensorParallelMuon):
+        """Upstream's, with momentum in bfloat16 between steps."""
+
+        def step(self, closure: Any = None) -> None:
+            """Step, and round the momentum."""
+            super().step(closure)
+            for state in self.state.values():
+                state["momentum_buffer"].copy_(state["momentum_buffer"].bfloat16())
+
+    init_group()
+    sharded = functools.partial(FSDPZeROTensorParallelMuon, momentum_dtype=torch.bfloat16)
+    different = []
+    for settings, wire in itertools.product(({}, {"nesterov": False}), ("fp32", "bf16")):
+        optimizers = build_optimizers(
+            world_size, settings, {"wire": wire}, sharded=sharded, whole=Rounding
+        )
+        step_both(optimizers, wire)
+        (dtype,) = {momentum.dtype for _, momentum in optimizers.state()}
+        assert dtype == torch.bfloat16
+        different += [f"{settings} {wire} {each}" for each in optimizers.differences()]
+    return different
+
+
+def test_momentum_in_bfloat16_is_rounded_once_a_step():
+    """The bits of upstream's Muon whose momentum is rounded after each step."""
+    assert run_ranks(2, _step_with_rounded_momentum, 2).check().results == [[]] * 2
 
 
 def _state_of_every_parameter() -> list[tuple[int, int]]:
