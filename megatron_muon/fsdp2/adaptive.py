@@ -69,7 +69,6 @@ class SecondMoments:
             named: All parameters.
             state: Returns the state of the optimizer, which loading replaces.
         """
-        self._compute = step.compute
         for given, moments in zip(inputs, step.compute.moments, strict=False):
             counts, first = Counter(given.plan_input.params), 0
             for each in given.parameters:
@@ -109,11 +108,6 @@ class SecondMoments:
         yield
         for view, value in zip(views, before, strict=True):
             view.copy_(value)
-
-    def share(self) -> None:
-        """Let all ranks know what owners have, before it is saved; called by all together."""
-        for moments in self._compute.moments:
-            moments.share()
 
 
 def _sharded(view: torch.Tensor, values: torch.Tensor, given: DTensorPlanInput) -> torch.Tensor:

@@ -95,8 +95,8 @@ class Muon(WholeMatrixMuon):
             place of Newton-Schulz. Matrices are then sent in fp32, and not split.
         adaptive: Divides results by second moments: ``normuon``, ``namo`` or ``adamuon``, those of
             emerging-optimizers' ``AdaptiveMuon``; or a :class:`StackMethod`.
-        beta2: Decay rate of the second moment, and ``eps`` keeps its divisor from zero.
-        eps: See ``beta2``.
+        beta2: Decay rate of the second moment.
+        eps: Keeps its divisor from zero.
         momentum_dtype: bfloat16 halves the memory of momentum, which is averaged in float32 and
             rounded once a step.
         offload_momentum: Whether momentum is in CPU memory, pinned. A step copies it to the device
@@ -230,13 +230,7 @@ class Muon(WholeMatrixMuon):
     def _plan(
         self, newton_schulz: NewtonSchulzSettings, other_settings: str, problems: list[str]
     ) -> None:
-        """Check parameters on all ranks, and plan their exchange.
-
-        Args:
-            newton_schulz: Settings of Newton-Schulz.
-            other_settings: What else must be equal on all ranks, as text.
-            problems: What has been found on this rank.
-        """
+        """Check parameters on all ranks, and plan their exchange; settings are equal on all."""
         parameters, unseen = self._plain.viewed(
             list(named_parameters(self.param_groups)), self._device
         )
@@ -288,13 +282,9 @@ class Muon(WholeMatrixMuon):
         self._moments.attach(self._matrix_step, self._inputs, self._named, lambda: self.state)
 
     def record_figures(self, is_on: bool = True) -> None:
-        """Record the figures of each step from now on, for :meth:`last_step`, or stop doing so.
-
-        It costs a pass over gradients, momentum and updates, and the host waits for nothing.
-        """
+        """Record the figures of each step for :meth:`last_step`, by a pass over its tensors."""
         step = self._matrix_step
-        held = [self._named[param] for param in step.params]
-        sums = StepSums(held, step.groups) if is_on else None
+        sums = StepSums([self._named[p] for p in step.params], step.groups) if is_on else None
         self._sums, step.hooks = sums, [*self._moments.hooks, *filter(None, [sums])]
         self.compute.watch(None if sums is None else sums.watch)
 
@@ -327,14 +317,6 @@ class Muon(WholeMatrixMuon):
             "Muon: expected no copy, which would need process groups of its own. Build another "
             "one, and load the state of this one."
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state; called by all ranks together if owners have some of it.
-
-        Communication: with normuon or a :class:`StackMethod` an all-reduce a plan.
-        """
-        self._moments.share()
-        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load momentum and groups; how matrices are split stays that of this run.

@@ -299,12 +299,6 @@ class MuonAdamW(torch.optim.Optimizer):
             muon.state = self.state
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all groups; see :meth:`Muon.state_dict`."""
-        if self._muon is not None:
-            self._muon._moments.share()
-        return super().state_dict()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of all groups; called by all ranks together.
 

@@ -291,8 +291,6 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         The tensors are those of the optimizers, and carry their row offsets:
         ``torch.distributed.checkpoint`` saves them, and loads them in place on any number of ranks.
-
-        Communication: that of :meth:`MuonStep.publish_moments`.
         """
         if self.muon_step is not None:
             self.muon_step.publish_moments()

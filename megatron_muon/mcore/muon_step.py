@@ -152,12 +152,7 @@ class MuonStep:
         return changes + self._matrix_step.problems(other_bytes)
 
     def publish_moments(self) -> None:
-        """Complete the state, which is to be saved; called by all ranks together.
-
-        Communication: with normuon one all-reduce a plan, of 4 bytes a row or column of a block.
-        """
-        for moments in self.compute.moments:
-            moments.share()
+        """Complete the state, which is to be saved."""
         for muon in self.optimizers:
             for moments, numbers, state in muon.shared_state():
                 state.copy_(moments.values[numbers])
@@ -165,7 +160,7 @@ class MuonStep:
     def collect_moments(self) -> None:
         """Learn the second moments of a state that was loaded; called by all ranks together.
 
-        Communication: that of :meth:`publish_moments`.
+        Communication: with normuon one all-reduce a plan, of 4 bytes a row or column of a block.
         """
         found = {moments: torch.zeros_like(moments.values) for moments in self.compute.moments}
         for muon in self.optimizers:

@@ -3,7 +3,7 @@
 """State of a method: a few numbers per block, of all blocks of a plan in one tensor.
 
 Every rank of a plan has the tensor. If the owner of a block updates its numbers, other ranks learn
-them when they are to be saved.
+them at the end of the step.
 """
 
 import math
@@ -53,7 +53,8 @@ class Moments:
                 end += math.prod(shapes[block])
             self._ends.append(end)
         self.values = torch.zeros(end, device=device)
-        self._owned: list[torch.Tensor] = []
+        # Numbers that other ranks update.
+        self._is_foreign = torch.ones(end, dtype=torch.bool, device=device)
 
     def first(self, matrix: int, block: int) -> int:
         """Return where the numbers of a block begin."""
@@ -73,18 +74,19 @@ class Moments:
         firsts = [self._first[part.matrix, part.block] for part in stack]
         shape = self._shape_of(rows, cols)
         index = torch.tensor(firsts)[:, None] + torch.arange(math.prod(shape))
-        self._owned.append(index.view(-1, *shape).to(self.values.device))
-        return self._owned[-1]
+        index = index.view(-1, *shape).to(self.values.device)
+        self._is_foreign[index] = False
+        return index
 
     def share(self) -> None:
         """Let all ranks of the plan know what the owners have; called by all of them together.
 
+        After each step, so that a state is never out of date, and saving it is no collective.
+
         Communication: one all-reduce of 4 bytes a number, if owners update them.
         """
-        owned = torch.zeros_like(self.values)
-        for index in self._owned:
-            owned[index] = self.values[index]
-        self.combine(owned, dist.ReduceOp.SUM)
+        if self._group is not None and self.by_owner:
+            dist.all_reduce(self.values.masked_fill_(self._is_foreign, 0.0), group=self._group)
 
     def combine(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
         """Set the numbers to those of all ranks; called by all of them together.

@@ -310,8 +310,10 @@ class PlanRunner:
             under_way.clear()
 
     def end(self) -> None:
-        """End a step."""
+        """End a step; see :meth:`Moments.share`."""
         self._rows.end()
+        if self.moments is not None:
+            self.moments.share()
 
     def forget(self) -> None:
         """Drop the rows, which are memory of the caller's."""
