@@ -18,7 +18,7 @@ Parts, each importing only those above it::
     checkpoint/     reads, verifies and converts checkpoint files, without megatron
     patching/       changes a package at run time: verified first, reversible
     cpu_ranks/      Megatron on gloo ranks, without a GPU
-    mcore/          the only code written against megatron: optimizer, flags, checkpoints, patches
+    mcore/          the only code that imports megatron: optimizer, flags, checkpoints, patches
     launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``
 """
 

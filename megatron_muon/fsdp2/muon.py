@@ -43,6 +43,7 @@ from megatron_muon.runtime.agreement import (
     raise_where_any_rank_fails,
     raise_where_ranks_differ,
 )
+from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.dependencies import dependency_problems, environment_problems
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.matrix_step import MatrixStep, StepSettings
@@ -268,18 +269,17 @@ class Muon(WholeMatrixMuon):
             )
         self._named = {each.param: each for each in parameters}
         self._main_params = MainParams(list(self._named))
-        self._matrix_step = MatrixStep(
-            {p: i for i, group in enumerate(self.param_groups) for p in group["params"]},
-            self.compute,
-            StepSettings(
-                self.nesterov,
-                self.weight_decay_method,
-                self.fp32_matmul_prec,
-                stages_momentum=self.momentum_dtype != torch.float32 or self.offload_momentum,
-            ),
-            self._rows_device,
-        )
+        # It may find too little memory.
+        self._matrix_step = self.compute.on_all_ranks(self._new_step)
         self._moments.attach(self._matrix_step, self._inputs, self._named, lambda: self.state)
+
+    def _new_step(self) -> MatrixStep:
+        stages = self.momentum_dtype != torch.float32 or self.offload_momentum
+        settings = StepSettings(
+            self.nesterov, self.weight_decay_method, self.fp32_matmul_prec, stages_momentum=stages
+        )
+        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        return MatrixStep(group_of, self.compute, settings, self._rows_device)
 
     def record_figures(self, is_on: bool = True) -> None:
         """Record the figures of each step for :meth:`last_step`, by a pass over its tensors."""
@@ -360,21 +360,21 @@ class Muon(WholeMatrixMuon):
         self,
         meanwhile: Callable[[], None] | None,
         problems: Sequence[str] = (),
-        other_bytes: int = 0,
+        others: OtherBytes = NOTHING,
     ) -> None:
         """Step, and call a function when the first rows are in transit.
 
         Args:
             meanwhile: What else is to be done, without communication.
             problems: Sentences for which all ranks refuse the step.
-            other_bytes: Memory that it takes.
+            others: Memory that it takes.
         """
         # A rank without parameters has nothing to step, and nothing to agree on.
         if not self._holders:
             return
         refuse_grad_scaler(self)
         problems = [*problems, *self._main_params.follow(self.state)]
-        problems += self._matrix_step.problems(other_bytes)
+        problems += self._matrix_step.problems(others)
         if self._is_changing:
             problems.append(INTERRUPTED)
         try:

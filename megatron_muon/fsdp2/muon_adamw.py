@@ -291,8 +291,8 @@ class MuonAdamW(torch.optim.Optimizer):
                     other.step()
 
         others = [other for each in _ALGORITHMS if (other := self._elementwise(each)) is not None]
-        other_bytes = sum(elementwise_bytes(other, muon._device) for other in others)
-        muon._step_meanwhile(step_others, self._changes(), other_bytes)
+        memory = elementwise_bytes(others, muon._device)
+        muon._step_meanwhile(step_others, self._changes(), memory)
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if muon.state is not self.state:
             self.state.update(muon.state)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where momentum is between steps, and in which dtype.
 
-Momentum in CPU memory is copied to the device in a step, into the memory of its results.
+Momentum in CPU memory is copied to the device in chunks of a step, into staging memory.
 """
 
 from collections.abc import Mapping

@@ -121,16 +121,14 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             Whether an overflow was found: always False, without loss scaling.
         """
         unreduced = [each for chunk in self._chunks for each in chunk.finish_gradients()]
+        elementwise = (torch.optim.Adam, torch.optim.AdamW, FSDPLion)
         # Transformer Engine's Adam is fused.
-        others = [child.optimizer for child in self.chained_optimizers]
-        other_bytes = sum(
-            elementwise_bytes(each, current_device())
-            for each in others
-            if isinstance(each, (torch.optim.Adam, torch.optim.AdamW, FSDPLion))
-        )
+        others = [
+            c.optimizer for c in self.chained_optimizers if isinstance(c.optimizer, elementwise)
+        ]
         self._problems = unreduced
         if self.muon_step is not None:
-            self._problems += self.muon_step.problems(other_bytes)
+            self._problems += self.muon_step.problems(elementwise_bytes(others, current_device()))
         self._problems += alignment_problems(self.model_chunks[0].config)
         self._problems += [INTERRUPTED] * self._is_changing
         self._gradient_norm = None

@@ -3,6 +3,7 @@
 """One step of Muon: momentum on row shards, Newton-Schulz on whole matrices."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.plan_inputs import find_plan_inputs
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.matrix_step import MatrixStep, StepSettings
 from megatron_muon.runtime.owner_compute import OwnerCompute
 from megatron_muon.user_errors import naming_flags
@@ -35,7 +37,8 @@ class MuonStep:
             DTensor, or of another local shape than its layout's; or when ranks hold different
             parameters or layouts, or came to different plans.
 
-    Communication: at construction a flag, a hash and 8 bytes a rank over all ranks, and that of
+    Communication: at construction a flag and a hash over all ranks, and that of
+        :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. :meth:`step`: that of
         ``orthogonalize`` of :attr:`compute`.
     Memory: momentum, see the optimizers; while a step runs, what
@@ -71,7 +74,8 @@ class MuonStep:
         for muon in self.optimizers:
             for group in muon.param_groups:
                 muon._init_group(group, skip_non_grad_params=False)
-        self._matrix_step = self._build_step(gradients_stay)
+        # It may find too little memory.
+        self._matrix_step = self.compute.on_all_ranks(partial(self._build_step, gradients_stay))
 
     def _build_step(self, gradients_stay: bool) -> MatrixStep:
         """List the parameters with rows on this rank, and lay out the memory of a step."""
@@ -142,14 +146,14 @@ class MuonStep:
     def _precision(self) -> Any:
         return fp32_matmul_precision(self.optimizers[0].fp32_matmul_prec)
 
-    def problems(self, other_bytes: int = 0) -> list[str]:
+    def problems(self, others: OtherBytes = NOTHING) -> list[str]:
         """List what keeps this rank from a step: other parameters than before, or its memory.
 
         Args:
-            other_bytes: Memory that the step of other optimizers takes.
+            others: Memory that the step of other optimizers takes.
         """
         changes = [change for muon in self.optimizers for change in muon.parameter_changes()]
-        return changes + self._matrix_step.problems(other_bytes)
+        return changes + self._matrix_step.problems(others)
 
     def publish_moments(self) -> None:
         """Complete the state, which is to be saved."""

@@ -21,7 +21,7 @@ class Wire:
         scatter_dtype: Of the results. Results of Newton-Schulz in bf16 are bf16-valued, so
             ``bfloat16`` loses nothing, whatever the gather dtype. ``float32`` if a method of the
             owner changes them.
-        num_norms: Norms of a block that are reduced beside those by which rows are divided.
+        num_norms: Norms of a block that a method needs, that of what is sent included.
     """
 
     gather_dtype: DTypeName

@@ -1,12 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""One description of rows for both front ends: what each rank holds of a parameter; no megatron.
+"""One description of rows for both front ends: what each rank holds of a parameter.
+
+It does not import megatron; attributes of Megatron-FSDP's parameters are read in ``megatron_fsdp``.
 
 A *parameter* has a name and a view, whose mesh, placements and shape say what is planned. A *box*
 is a rectangle of rows and columns; the boxes of all ranks of the mesh follow from placements, from
-Megatron-FSDP's buffer or from the sizes of plain tensors. Ranks with equal boxes are replicas. The
-*matrices* of a parameter, their *regions*, and the *domain* whose ranks exchange them follow from
-boxes alone::
+Megatron-FSDP's buffer or from the sizes of plain tensors. The *matrices* of a parameter and their
+*regions* follow from boxes alone; ranks with equal boxes hold the same regions. The *domain* whose
+ranks exchange a matrix, and their replicas, follow from mesh and placements of the view::
 
     parameter -> boxes by rank -> matrices -> one plan input for each domain with its replicas
 

@@ -11,7 +11,6 @@ Files, each importing only those above it::
     exchange            the collectives that move rows and results
     chained_collectives one collective starts when another one has ended
     machine_cost        the costs that all ranks plan with
-    dtensor_layout      the local rows of a DTensor
     arena               memory that exists while a step runs
     adjacent            tensors that are adjacent in memory, as few long ones
     row_table           rectangles that one kernel moves, listed on the device

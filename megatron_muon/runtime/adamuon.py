@@ -12,7 +12,7 @@ from megatron_muon.runtime.matrix_step import CHUNK_ELEMENTS, StepHooks, chunks_
 
 
 class AdaMuon(StepHooks):
-    """Divide results, and scale them: Newton-Schulz leaves the scale to this.
+    """Divide results, and multiply them by factors.
 
     Method: AdaMuon (https://arxiv.org/abs/2507.11005).
 

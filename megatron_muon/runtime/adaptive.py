@@ -61,7 +61,8 @@ class GradientNorms(StepHooks):
         for param, grad in by_param.items():
             if grad is None:
                 # Moments of a parameter without a gradient are kept.
-                by_param[param] = torch.zeros(()).expand(local_tensor(param).shape)
+                local = local_tensor(param)
+                by_param[param] = torch.zeros((), device=local.device).expand(local.shape)
         self._compute.see_gradients(
             {rows: rows.of(by_param[rows.param]) for rows in self._compute.handles}
         )

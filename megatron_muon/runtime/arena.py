@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that exists while a step runs."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -68,11 +69,37 @@ def free_memory(device: torch.device) -> str:
     return f"; {free:,} of {total:,} bytes are free on {device}"
 
 
-def elementwise_bytes(optimizer: Any, device: torch.device) -> int:  # noqa: ANN401 - of any class
-    """Return the memory that the next step of torch's Adam or of Lion allocates on a device, bytes.
+class OtherBytes(NamedTuple):
+    """Memory that the step of another optimizer allocates on a device, bytes.
 
-    It counts state that does not exist yet, and the temporaries of the largest group, or of the
-    largest parameter where parameters are stepped one by one. Fused kernels have none.
+    Args:
+        state: State that does not exist yet, and stays.
+        temporaries: Returned before its step ends.
+    """
+
+    state: int = 0
+    temporaries: int = 0
+
+
+NOTHING = OtherBytes()
+
+
+def elementwise_bytes(
+    optimizers: Iterable[torch.optim.Optimizer], device: torch.device
+) -> OtherBytes:
+    """Return the memory of the next step of torch's Adam and of Lion, one after the other.
+
+    Temporaries are those of the largest group, or of the largest parameter where parameters are
+    stepped one by one. Fused kernels have none.
+    """
+    found = [_elementwise_bytes(each, device) for each in optimizers]
+    return OtherBytes(
+        sum(each.state for each in found), max((each.temporaries for each in found), default=0)
+    )
+
+
+def _elementwise_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> OtherBytes:
+    """Return the memory of the next step of one optimizer.
 
     Source: torch 2.15, torch/optim/adam.py, _single_tensor_adam and _multi_tensor_adam.
     """
@@ -98,4 +125,4 @@ def elementwise_bytes(optimizer: Any, device: torch.device) -> int:  # noqa: ANN
         # One by one, those of the parameter before are still there.
         unit, num = (max(sizes), 3) if one_by_one else (sum(sizes), 1)
         temporaries = max(temporaries, unit * (num + 2 * bool(is_copied)))
-    return new_state + temporaries
+    return OtherBytes(new_state, temporaries)

@@ -25,7 +25,7 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficie
 from megatron_muon.plan.rank_plan import LocalStack, RankSchedule
 from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.arena import Arena, free_memory
+from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
 from megatron_muon.runtime.chained_collectives import chain_on
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
@@ -52,7 +52,7 @@ class Engine:
         replica at a time, followed by an ``all_gather_into_tensor`` between replicas if they
         received anything. Owners of a split matrix also exchange n x n matrices in Newton-Schulz, n
         the shorter side, as often as their backend says, and all-reduce its norm if rows are sent
-        in fp32.
+        in fp32. It ends with :meth:`~megatron_muon.runtime.moments.Moments.share` of each plan.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it what Newton-Schulz needs for
         one stack. Between steps that of :class:`~megatron_muon.runtime.row_moves.RowMoves`.
@@ -108,21 +108,21 @@ class Engine:
             raise MemoryError(problem)
         self.free()
 
-    def memory_problem(self, other_bytes: int = 0) -> str | None:
+    def memory_problem(self, others: OtherBytes = NOTHING) -> str | None:
         """Take the memory of a step: arena and workspace. The arena stays until the step ends.
 
         A rank that runs out of memory inside of a step leaves the others in a collective.
         Therefore ranks take it before, and agree.
 
         Args:
-            other_bytes: What others allocate while no matrix is orthogonalized.
+            others: What others allocate; their temporaries while no matrix is orthogonalized.
 
         Returns:
             What a step needs and what it got, as a sentence; None if it is there.
         """
         for plan in self.plans:
             plan.wait_for_leftovers()
-        other_bytes = max(other_bytes, self._workspace_bytes)
+        other_bytes = others.state + max(others.temporaries, self._workspace_bytes)
         num_bytes = self.staging_bytes + other_bytes
         try:
             self._arena.allocate()

@@ -31,7 +31,7 @@ from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 
 from megatron_muon.runtime.adjacent import is_same_memory, join_adjacent
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.arena import Arena, free_memory
+from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.momentum import advance_momentum
@@ -65,7 +65,7 @@ class StepSettings(NamedTuple):
             much memory as the momentum has. Otherwise gradients stay as they are.
         gradients_stay: Whether gradients are in the same memory in every step, so that views of it
             may be kept.
-        stages_momentum: Whether momentum is not float32, or in CPU memory.
+        stages_momentum: Whether momentum is not float32, or not on the device of its parameter.
     """
 
     nesterov: bool
@@ -206,11 +206,11 @@ class MatrixStep:
             first += math.prod(shape)
         return views
 
-    def problems(self, other_bytes: int = 0) -> list[str]:
-        """Take all memory of a step, and keep it until :meth:`step` ends or :meth:`free`.
+    def problems(self, others: OtherBytes = NOTHING) -> list[str]:
+        """Take all memory of a step; arenas stay until :meth:`step` ends or :meth:`free`.
 
         Args:
-            other_bytes: What other optimizers allocate meanwhile, or afterwards.
+            others: What other optimizers allocate meanwhile, or afterwards.
 
         Returns:
             What is missing, as sentences.
@@ -224,8 +224,8 @@ class MatrixStep:
                 f"expected {self._arena.num_bytes:,} bytes for results and momentum, got "
                 f"{type(error).__name__}: {first_line(error)}{free_memory(self._device)}"
             ]
-        needs = (other_bytes, self._copied_bytes, *(hook.num_bytes for hook in self.hooks))
-        return self.compute.memory_problems(max(needs))
+        needs = (others.temporaries, self._copied_bytes, *(hook.num_bytes for hook in self.hooks))
+        return self.compute.memory_problems(OtherBytes(others.state, max(needs)))
 
     def free(self) -> None:
         """Return the memory of :meth:`problems`, if ranks do not step."""

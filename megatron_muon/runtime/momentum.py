@@ -29,7 +29,7 @@ def advance_momentum(
         buffers: Their momentum, changed in place.
         weight_decay_method: See :func:`decay_weights`.
         nesterov: Whether the gradient is averaged in once more.
-        updates: Where that is written; the gradients themselves save memory.
+        updates: Output tensors of that average. Pass ``grads`` to overwrite them.
 
     Returns:
         What is orthogonalized: the momentum itself, with Nesterov the updates.

@@ -48,7 +48,7 @@ class BlockNorms:
         moments: Its state.
 
     Communication: :meth:`reduce` is one all-reduce of 8 bytes a block, or 16 with a method.
-    Memory: 8 or 16 bytes a block while a step runs, and 3 MB on a CPU.
+    Memory: 8 or 16 bytes a block, and in a step 4 more and 3 MB on a CPU.
     """
 
     values: torch.Tensor  # (num_blocks,) float32, once reduced

@@ -28,6 +28,7 @@ from megatron_muon.runtime.agreement import (
     own_rank,
     raise_where_any_rank_fails,
 )
+from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.domain import Domain
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.groups import new_groups, ranks_of
@@ -198,7 +199,7 @@ class OwnerCompute:
         schedule: RankSchedule,
         newton_schulz: NewtonSchulzSettings,
     ) -> Engine:
-        return self._on_all_ranks(
+        return self.on_all_ranks(
             lambda: Engine(
                 plans,
                 schedule,
@@ -212,7 +213,7 @@ class OwnerCompute:
     def _connect(self) -> None:
         """Check kernels, and let every rank send to those that it will send to."""
         # Owners of a split matrix may wait for each other here, so all must have an engine.
-        self._on_all_ranks(self._engine.check_kernels)
+        self.on_all_ranks(self._engine.check_kernels)
         is_logged = self._device.type == "cuda" and self._rank == 0
         free_before = torch.cuda.mem_get_info(self._device)[0] if is_logged else 0
         # Not on all ranks: the others would be in a collective that this rank has left. Waiting for
@@ -224,7 +225,7 @@ class OwnerCompute:
                 "connecting took %d MB, %d MB are free", (free_before - free) / 1e6, free / 1e6
             )
 
-    def _on_all_ranks[T](self, build: Callable[[], T]) -> T:
+    def on_all_ranks[T](self, build: Callable[[], T]) -> T:
         """Call a function, or raise on all ranks if one of them lacks memory or a kernel.
 
         Otherwise that rank would end alone, and the others would wait for it until their
@@ -252,9 +253,9 @@ class OwnerCompute:
         """Memory of messages and stacks while a step runs, bytes."""
         return self._engine.staging_bytes
 
-    def memory_problems(self, other_bytes: int = 0) -> list[str]:
+    def memory_problems(self, others: OtherBytes = NOTHING) -> list[str]:
         """Take the memory of a step, and list what lacks; see :meth:`Engine.memory_problem`."""
-        problem = self._engine.memory_problem(other_bytes)
+        problem = self._engine.memory_problem(others)
         return [] if problem is None else [problem]
 
     def free(self) -> None:

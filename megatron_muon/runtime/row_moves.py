@@ -36,8 +36,8 @@ class RowMoves:
             targets another one, each float32 or bfloat16. Views may be of memory that is freed
             between steps.
         norms: By pair, the position of the norm that it is divided by; None for none. The quotient
-            is computed in fp32, and rounded as it is written. With ``factors`` it is multiplied by
-            its norm instead, before these.
+            is computed in fp32, and rounded as it is written. With ``factors`` it is multiplied
+            instead, before these: the numbers are then factors of blocks that a step computes.
         factors: By pair, factors that it is multiplied by in fp32, one after the other; None for
             none. Their product would round differently.
         device: Where they are. One side may be in CPU memory with ``by_kernel`` False.

@@ -43,6 +43,19 @@ def _with_others(algorithm: str, **options: Any) -> MuonAdamW:
     return MuonAdamW(groups, exchange=EXCHANGE)
 
 
+def _with_long_newton_schulz() -> MuonAdamW:
+    # AdamW's new state is still there while Newton-Schulz has its temporaries.
+    groups = [
+        {"params": [torch.nn.Parameter(torch.randn(1024, 1024))]},
+        {
+            "params": [torch.nn.Parameter(torch.randn(256, 512)) for _ in range(32)],
+            "algorithm": "adamw",
+            "foreach": False,
+        },
+    ]
+    return MuonAdamW(groups, exchange=EXCHANGE)
+
+
 def _with_figures() -> Muon:
     optimizer = _muon(momentum_dtype=torch.bfloat16)
     optimizer.record_figures()
@@ -57,6 +70,7 @@ OPTIMIZERS: dict[str, Callable[[], torch.optim.Optimizer]] = {
     "figures": _with_figures,
     "AdamW at once": lambda: _with_others("adamw", foreach=True),
     "AdamW one by one": lambda: _with_others("adamw", foreach=False),
+    "AdamW before a long Newton-Schulz": _with_long_newton_schulz,
     "Lion": lambda: _with_others("lion"),
 }
 

@@ -131,4 +131,6 @@ def test_collectives_are_those_of_the_document(
             ["all_reduce", "int32", 1, world_size],
             *connect,
             *([["all_gather_into_tensor", "float32", 1, num_replicas]] if num_replicas else []),
+            # Memory of the step.
+            ["all_reduce", "int32", 1, world_size],
         ]
