@@ -221,7 +221,11 @@ class NoEngine:
             if param._local_tensor.numel()
         ]
 
-    def memory_problems(self, other_bytes: int = 0) -> list[str]:
+    def on_all_ranks(self, build: Any) -> Any:
+        """Build alone."""
+        return build()
+
+    def memory_problems(self, others: Any = None) -> list[str]:
         """Return nothing."""
         return []
 

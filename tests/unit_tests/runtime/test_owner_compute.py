@@ -125,7 +125,7 @@ def _connect_as_on_a_gpu() -> list[str]:
     compute = build_optimizers(2).sharded.compute
     # On CPU ranks torch.device("cuda") is a CPU.
     compute._device = SimpleNamespace(type="cuda")
-    compute._on_all_ranks = lambda check: check()
+    compute.on_all_ranks = lambda check: check()
     free = iter((10_000_000_000, 8_500_000_000))
     torch.cuda.mem_get_info = lambda device: (next(free), 80_000_000_000)
     logged: list[str] = []
