@@ -143,6 +143,16 @@ def start_ranks() -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 
+def end_ranks() -> None:
+    """Leave the process group; CPU ranks end here."""
+    dist.destroy_process_group()
+    if not torch.cuda.is_available():
+        # A thread of gloo that waits for the GIL when the interpreter ends aborts the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **other: Any) -> None:
     """Save model, optimizer and other states as torch's checkpoints of several ranks."""
     of_model, of_optimizer = get_state_dict(model, optimizer, options=FLAT)

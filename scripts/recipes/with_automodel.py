@@ -14,7 +14,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from _model import (
     DEVICE,
@@ -23,6 +22,7 @@ from _model import (
     Decoder,
     batch_of,
     check_is_sharded,
+    end_ranks,
     load,
     mean_over_ranks,
     parser_of,
@@ -114,7 +114,7 @@ def main() -> None:
     losses = train(options)
     resumed = train(options, first=SAVED_AT, seed=1)
     report(f"nemo-automodel {VERSION}, {options.optimizer}", losses, resumed)
-    dist.destroy_process_group()
+    end_ranks()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from _model import (
     WIDTH,
     batch_of,
     check_is_sharded,
+    end_ranks,
     load,
     log_figures,
     mean_over_ranks,
@@ -135,7 +136,7 @@ def main() -> None:
     losses = train(options)
     resumed = train(options, first=SAVED_AT, seed=1)
     report(f"torch {torch.__version__}, {options.optimizer}", losses, resumed)
-    dist.destroy_process_group()
+    end_ranks()
 
 
 if __name__ == "__main__":
