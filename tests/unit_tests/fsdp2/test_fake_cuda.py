@@ -34,6 +34,7 @@ OPTIMIZERS: dict[str, Callable[[], torch.optim.Optimizer]] = {
     "momentum in bfloat16": lambda: Muon(_matrices(), momentum_dtype=torch.bfloat16),
     "momentum in CPU memory": lambda: Muon(_matrices(), offload_momentum=True),
     "weights in bfloat16": lambda: Muon(_matrices(torch.bfloat16)),
+    "namo": lambda: Muon(_matrices(), adaptive="namo"),
     "AdamW": lambda: _with_others(algorithm="adamw", foreach=True),
     "AdamW one by one": lambda: _with_others(algorithm="adamw", foreach=False),
     "Lion": lambda: _with_others(algorithm="lion"),
