@@ -4,9 +4,10 @@
 
 Files, each importing only those above it::
 
-    refusal                 one refused setting
-    pipeline_settings       what pipeline stages cannot have
-    unsupported             what Muon under Megatron-FSDP refuses, and why
+    versions                accepted and tested releases
+    patching                verifies, applies and reverts patches
+    relied_on               symbols that are relied on and not replaced
+    unsupported             refused settings, with reasons
     fsdp_v2_model           reads parameters of Megatron-FSDP v2
     fsdp_model              reads them, and groups, of whichever version a model has
     gradient_check          checks that gradients are complete and finite on all ranks
@@ -18,20 +19,16 @@ Files, each importing only those above it::
     outer_reductions        checks that HSDP reduced all gradients over the outer ranks
     qk_clip                 clips main weights between step and installation
     sharded_chunks          what a step does to the model, in both versions
-    flags                   command-line flags
-    arguments               checks of the command line, and settings read from it
+    arguments               command-line flags, their checks, and settings read from them
     splits                  tags the rows that are orthogonalized separately
     pipeline_repairs        upstream defects of pipeline stages
     routing                 which optimizer steps a parameter
     fsdp_dtensor/           checkpoints: state by name, checks before a load, safe saves, repairs
     chained_optimizer       FSDPMuonChainedOptimizer
-    factory                 build_megatron_fsdp_emerging_optimizer
     unsharded               the flags under DDP, with upstream's Muon
+    factory                 build_megatron_fsdp_emerging_optimizer
     gradient_repairs        upstream defects of gradients: scale and norm
     fused_gradient_repairs  upstream defects of gradients: fused accumulation
-    pipeline_patches        the list of what is changed for pipeline stages
-    patches                 the list of what is changed in megatron
-    later_patches           that of what later releases alone have
-    requirements            the list of what is relied on
+    patches                 the patches of megatron
     enable                  applies the patches, and reverts them
 """

@@ -34,8 +34,8 @@ from megatron_muon.mcore.gradient_norm import (
 from megatron_muon.mcore.local_gradients import LocalGradients
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.muon_step import MuonStep
-from megatron_muon.mcore.pipeline_settings import alignment_problems
 from megatron_muon.mcore.sharded_chunks import sharded_chunk
+from megatron_muon.mcore.unsupported import alignment_problems
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import INTERRUPTED
 from megatron_muon.runtime.arena import elementwise_bytes

@@ -23,9 +23,7 @@ def asks_for_more(config: Any) -> bool:
     Args:
         config: Optimizer configuration.
     """
-    # Inside of build_with_flags, a source tree with our patches asks a second time.
-    is_building = mcore_optimizer._get_qkv_split_shapes is _no_split_shapes
-    if config.optimizer not in MUON_OPTIMIZERS or is_building:
+    if config.optimizer not in MUON_OPTIMIZERS:
         return False
     splits = requested_splits(config)
     return splits != Splits(qkv=splits.qkv) or skips_router()

@@ -21,7 +21,6 @@ whole_matrices      Newton-Schulz of emerging-optimizers, on whole matrices
 exact               Newton-Schulz in float64, and matrices that are hard for it
 stacks              Newton-Schulz on a stack, with settings by name
 cusolvermp          a stand-in for Transformer Engine's Newton-Schulz
-forked_losses       short runs with whatever megatron is first on the path
 fsdp2_models        matrices in every layout that FSDP2 makes
 triton_interpreter  Triton's interpreter, mended so that it multiplies bf16
 documents           the documents, and the commands in them

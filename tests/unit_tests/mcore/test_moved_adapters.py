@@ -129,7 +129,7 @@ def test_release_with_v2_whose_targets_are_elsewhere_is_refused(tree):
     done = run_in(tree, "-c", "from megatron_muon import enable; enable()")
     assert "IncompatibleMegatronError" in done.stderr
     for name in ("__init__", "_validate_config"):
-        symbol = f"mcore_fsdp_adapter.FullyShardedDataParallelV2.{name}"
+        symbol = f"mcore_fsdp_adapter:FullyShardedDataParallelV2.{name}"
         assert f"{symbol}: expected it to exist, found AttributeError" in done.stderr
     assert "nothing was changed" in done.stderr
 
@@ -172,7 +172,7 @@ from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimize
 from megatron_muon import enable
 enable()
 from megatron_muon.mcore.gradient_repairs import count_shards_once
-from megatron_muon.mcore.later_patches import V2_PATCHES
+from megatron_muon.mcore.patches import V2_PATCHES
 
 assert [each.wrap for each in V2_PATCHES if each.is_repaired()] == [count_shards_once]
 assert not hasattr(FullyShardedOptimizer.__init__, "__wrapped__")
