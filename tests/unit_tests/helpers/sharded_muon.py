@@ -147,8 +147,7 @@ def build_optimizers(
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     from torch.distributed.device_mesh import init_device_mesh
 
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.plan.settings import ExchangeSettings
 
     names = ("replica", "shard", "tensor")
@@ -178,7 +177,7 @@ def build_optimizers(
         parts={param: part for param, _, part in params},
         **arguments,
     )
-    muon_step = MuonStep([muon], ExchangeSettings(**(exchange or {})))
+    muon_step = build_muon_step([muon], ExchangeSettings(**(exchange or {})))
     muon.step, muon.compute = muon_step.step, muon_step.compute
     return Optimizers(
         muon,

@@ -176,8 +176,7 @@ def test_ranks_that_disagree_raise_at_construction_on_all_ranks():
 def _disagree() -> str:
     import torch.distributed as dist
 
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.plan.settings import ExchangeSettings
 
     init_group()
@@ -191,7 +190,7 @@ def _disagree() -> str:
                 params[:3] + params[3:][trained],
                 parts=dict(zip(params, parts, strict=True)),
             )
-            MuonStep([muon], ExchangeSettings())
+            build_muon_step([muon], ExchangeSettings())
         except RuntimeError as error:
             return str(error)
         return "no error"
