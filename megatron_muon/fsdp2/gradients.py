@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.fsdp2.parameters import PlainGroups
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, names_that_block_gradients
 from megatron_muon.rows.parameters import NamedParameter, ranks_of_mesh
-from megatron_muon.rows.plan_inputs import DTensorPlanInput
+from megatron_muon.rows.plan_inputs import PlanInputs
 from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.finite import find_not_finite
@@ -24,7 +24,7 @@ type Holders = tuple[str, tuple[int, ...], bool]
 
 
 def by_holders(
-    inputs: Sequence[DTensorPlanInput], others: Sequence[NamedParameter], plain: PlainGroups
+    found: PlanInputs, others: Sequence[NamedParameter], plain: PlainGroups
 ) -> dict[Holders, NamedParameter]:
     """Return this rank's parameters by name, ranks that hold them, and whether they are Muon's.
 
@@ -33,21 +33,21 @@ def by_holders(
     others from 0 each.
 
     Args:
-        inputs: Those of Muon.
-        others: Those that AdamW or Lion steps.
-        plain: Ranks with copies or blocks of those that are plain tensors.
+        found: Plans of Muon's parameters.
+        others: Parameters that AdamW or Lion steps.
+        plain: Ranks with copies or blocks of plain tensors.
     """
     copies = plain.replicas or plain.blocks
     ranks = (own_rank(),) if copies is None else tuple(dist.get_process_group_ranks(copies))
-    found = {
-        (each.name, given.plan_input.domain.ranks, True): each
-        for given in inputs
-        for each in given.parameters
+    holders = {
+        (each.name, given.domain.ranks, True): each
+        for given, parameters in zip(found.inputs, found.parameters, strict=True)
+        for each in parameters
     }
     for each in others:
         mesh = getattr(each.param, "device_mesh", None)
-        found[each.name, ranks if mesh is None else ranks_of_mesh(mesh), False] = each
-    return found
+        holders[each.name, ranks if mesh is None else ranks_of_mesh(mesh), False] = each
+    return holders
 
 
 def parameters_without_gradient(

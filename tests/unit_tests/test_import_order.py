@@ -41,11 +41,14 @@ LAYERS = {
     ),
     "runtime": Layer(frozenset({"newton_schulz", "plan", "report"}), frozenset({MEGATRON})),
     "rows": Layer(frozenset({"plan", "runtime"}), frozenset({MEGATRON})),
-    "fsdp2": Layer(frozenset({"newton_schulz", "plan", "runtime", "rows"}), frozenset({MEGATRON})),
+    "step": Layer(frozenset({"newton_schulz", "plan", "runtime", "rows"}), frozenset({MEGATRON})),
+    "fsdp2": Layer(
+        frozenset({"newton_schulz", "plan", "runtime", "rows", "step"}), frozenset({MEGATRON})
+    ),
     "checkpoint": Layer(barred=frozenset({MEGATRON})),
     "cpu_ranks": Layer(frozenset({"user_errors"})),
     "mcore": Layer(
-        frozenset({"user_errors", "newton_schulz", "plan", "runtime", "rows", "checkpoint"})
+        frozenset({"user_errors", "newton_schulz", "plan", "runtime", "rows", "step", "checkpoint"})
     ),
     "launcher": Layer(frozenset({"user_errors", "cpu_ranks", "mcore"})),
     # What it exports. All but mcore.enable and mcore.versions is imported at first use.

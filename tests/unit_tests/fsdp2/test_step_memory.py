@@ -212,7 +212,7 @@ def test_step_of_the_core_takes_its_memory_itself():
         other.grad = one.grad.clone()
     asked.step()
     params = direct.param_groups[0]["params"]
-    direct._matrix_step.step(
+    direct._muon_step._matrix_step.step(
         direct.param_groups,
         [param.data for param in params],
         [param.grad for param in params],

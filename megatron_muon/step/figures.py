@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.rows.parameters import NamedParameter
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.matrix_step import StepHooks
 from megatron_muon.runtime.stacks import StackCall
+from megatron_muon.step.matrix_step import StepHooks
 
 
 class StepFigures(NamedTuple):
@@ -83,7 +83,7 @@ class StepSums(StepHooks):
             self._norms[kind].append((positions, torch.stack(norms)))
 
     def figures(self, group: dist.ProcessGroup | None, num_groups: int) -> StepFigures:
-        """Return the figures of all ranks; see :meth:`Muon.last_step`.
+        """Return the figures of all ranks; see :meth:`MuonStep.last_step`.
 
         Args:
             group: Ranks that step together; None for all of the job.

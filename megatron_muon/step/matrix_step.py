@@ -22,13 +22,14 @@ that step meanwhile.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 
+from megatron_muon.rows.matrices import MatrixRows
 from megatron_muon.runtime.adjacent import is_same_memory, join_adjacent
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
@@ -43,17 +44,6 @@ from megatron_muon.runtime.ranges import in_range
 CHUNK_ELEMENTS = 2**24
 
 
-class MatrixRows(Hashable, Protocol):
-    """The rows of one matrix that this rank holds; see :mod:`megatron_muon.rows.matrices`."""
-
-    @property
-    def param(self) -> torch.Tensor:
-        """Return the parameter that they belong to."""
-
-    def of(self, local: torch.Tensor) -> torch.Tensor:
-        """View them, ``(rows, cols)``, in a tensor like the local one of the parameter."""
-
-
 class StepSettings(NamedTuple):
     """Settings of a step that never change.
 
@@ -65,7 +55,8 @@ class StepSettings(NamedTuple):
             much memory as the momentum has. Otherwise gradients stay as they are.
         gradients_stay: Whether gradients are in the same memory in every step, so that views of it
             may be kept.
-        stages_momentum: Whether momentum is not float32, or not on the device of its parameter.
+        momentum_dtype: Dtype of momentum between steps.
+        offload_momentum: Whether momentum is in CPU memory between steps.
     """
 
     nesterov: bool
@@ -73,7 +64,13 @@ class StepSettings(NamedTuple):
     fp32_matmul_prec: FP32MatmulPrecT
     overwrites_gradients: bool = False
     gradients_stay: bool = False
-    stages_momentum: bool = False
+    momentum_dtype: torch.dtype = torch.float32
+    offload_momentum: bool = False
+
+    @property
+    def stages_momentum(self) -> bool:
+        """Whether a step copies momentum to float32 memory of the device."""
+        return self.momentum_dtype != torch.float32 or self.offload_momentum
 
 
 class StepHooks:
@@ -117,7 +114,7 @@ def chunks_of(sizes: Iterable[tuple[int, int]], limit: float) -> Iterator[list[i
 
 
 @dataclass
-class _Part:
+class _Chunk:
     """Parameters of one group that are advanced at once.
 
     Args:
@@ -190,8 +187,9 @@ class MatrixStep:
         self._copied_bytes = 2 * num_staged
         self._arena = Arena(4 * (num_results + num_staged), device)
         self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
-        self._parts = [
-            _Part(group, chunk, self._views(chunk, num_results) if settings.stages_momentum else [])
+        stages = settings.stages_momentum
+        self._chunks = [
+            _Chunk(group, chunk, self._views(chunk, num_results) if stages else [])
             for group, chunk in chunks
         ]
         self._arena.free()
@@ -259,8 +257,8 @@ class MatrixStep:
         for hook in self.hooks:
             hook.begin(grads)
         without = {i for i, grad in enumerate(grads) if grad is None}
-        for part in self._parts:
-            self._advance(part, groups[part.group], grads)
+        for chunk in self._chunks:
+            self._advance(chunk, groups[chunk.group], grads)
         if self._in_results:
             # Their results are not used.
             for i in without:
@@ -289,8 +287,8 @@ class MatrixStep:
         # By the number of an arrival, which are the same ones in every step.
         self._batches: list[list[_Batch]] = []
         self._num_missing = [self._num_matrices[param] for param in self.params]
-        for part in self._parts:
-            part.lists = []
+        for chunk in self._chunks:
+            chunk.lists = []
 
     def _find_views(self, *now: Sequence[torch.Tensor]) -> None:
         """View the rows that are exchanged, anew only where their memory has moved."""
@@ -301,24 +299,24 @@ class MatrixStep:
         self._seen = now
         self._targets = self._rows_of(now[2])
         self._sources = self._targets if self._in_results else self._rows_of(now[1])
-        for part in self._parts:
-            part.lists = [[each[i] for i in part.positions] for each in now] + [part.staged]
+        for chunk in self._chunks:
+            chunk.lists = [[each[i] for i in chunk.positions] for each in now] + [chunk.staged]
             if self.settings.overwrites_gradients:
                 # Elsewhere gradients are in other memory in every step.
-                part.lists[: 3 + bool(part.staged)] = join_adjacent(*filter(None, part.lists))
+                chunk.lists[: 3 + bool(chunk.staged)] = join_adjacent(*filter(None, chunk.lists))
 
     def _rows_of(self, tensors: Sequence[torch.Tensor]) -> Rows:
         return {each: each.of(tensors[i]) for each, i in self._position.items()}
 
     @in_range("momentum")
     def _advance(
-        self, part: _Part, group: Mapping[str, Any], all_grads: Sequence[torch.Tensor | None]
+        self, chunk: _Chunk, group: Mapping[str, Any], all_grads: Sequence[torch.Tensor | None]
     ) -> None:
         """Decay weights, and average gradients into momentum."""
-        weights, kept, results, staged = part.lists
+        weights, kept, results, staged = chunk.lists
         grads: Sequence[Any] = results
         if self._results is not None:
-            grads = [all_grads[i] for i in part.positions]
+            grads = [all_grads[i] for i in chunk.positions]
             chosen = [n for n, grad in enumerate(grads) if grad is not None]
             if len(chosen) < len(grads):
                 weights, kept, results, staged, grads = (
