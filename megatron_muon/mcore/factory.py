@@ -39,13 +39,12 @@ from megatron_muon.mcore.fsdp_model import (
     current_device,
     grad_stats_group,
     is_megatron_fsdp,
+    is_sharded_over_instances,
+    is_v2,
     named_optimizer_parameters,
 )
-from megatron_muon.mcore.fsdp_v2_model import is_sharded_over_instances, is_v2
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-from megatron_muon.mcore.routing import routing_rule
-from megatron_muon.mcore.splits import tag_blocks
-from megatron_muon.mcore.unsharded import asks_for_more, build_with_flags
+from megatron_muon.mcore.splits import asks_for_more, build_with_flags, routing_rule, tag_blocks
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits

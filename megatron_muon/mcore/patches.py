@@ -5,10 +5,9 @@
 from megatron_muon.mcore import (
     arguments,
     factory,
-    fused_gradient_repairs,
-    gradient_repairs,
-    pipeline_repairs,
     qk_clip,
+    repairs_gradients,
+    repairs_pipeline,
 )
 from megatron_muon.mcore.fsdp_dtensor import loading, saving, stages
 from megatron_muon.mcore.fsdp_dtensor import repairs as checkpoint_repairs
@@ -90,14 +89,14 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         f"{_FSDP}.param_and_grad_buffer:_create_hfsdp_helper_buffer",
         "HFSDP: keep the gradient scaling factor, without which gradients are dp times too large",
-        gradient_repairs.keep_gradient_scaling_factor,
+        repairs_gradients.keep_gradient_scaling_factor,
         parameters="dp_buffer, inner_dp_group, is_data_distributed",
         source_lines=("helper_buffer = DataParallelBuffer(", "return helper_buffer"),
     ),
     Patch(
         f"{_FSDP}.param_and_grad_buffer:DataParallelBuffer.__init__",
         "gradients over a group of one rank: scale each microbatch once, not again with the next",
-        gradient_repairs.scale_each_microbatch_once,
+        repairs_gradients.scale_each_microbatch_once,
         parameters=(
             "self, ddp_config, params, is_data_distributed, bucket_id, dtype, device, "
             "data_parallel_group, dp_rank, temporary_bucket_allocator, is_transpose_buffer, "
@@ -110,7 +109,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
         "HFSDP: reduce the gradient norm over all instances, which hold different shards",
-        gradient_repairs.reduce_grad_norm_over_instances,
+        repairs_gradients.reduce_grad_norm_over_instances,
         parameters=(
             "config, model_chunks, param_groups, per_model_buffers, model_parallel_group, "
             "data_parallel_group, data_parallel_group_gloo, data_parallel_group_idx, "
@@ -123,7 +122,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
         "fused accumulation, optim: Transformer Engine adds microbatches, and overwrites none",
-        fused_gradient_repairs.overwrite_only_buckets,
+        repairs_gradients.overwrite_only_buckets,
         parameters="self, params, prefetch, prefetch_order, wait_bucket_ready, bwd",
         source_lines=(
             'if self.data_parallel_sharding_strategy == "no_shard":',
@@ -135,7 +134,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.transformer.moe.experts:TEGroupedMLP._ensure_main_grad",
         "fused accumulation, optim: grouped experts keep what Megatron-FSDP says of main_grad",
-        fused_gradient_repairs.keep_mark_of_grouped_experts,
+        repairs_gradients.keep_mark_of_grouped_experts,
         parameters="linear_module",
         source_lines=(
             'if hasattr(param, "overwrite_main_grad"):',
@@ -146,7 +145,7 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.forward",
         "fused accumulation in Megatron's own linear, as the output layer: only where main_grad "
         "holds nothing",
-        fused_gradient_repairs.fuse_only_into_buckets,
+        repairs_gradients.fuse_only_into_buckets,
         parameters=(
             "ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, "
             "sequence_parallel, grad_output_buffer, wgrad_deferral_limit, tp_group, "
@@ -160,7 +159,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             f"{adapter_module(1)}:{name}",
             f"pipeline stages: a mesh has the ranks of one stage{why}",
-            pipeline_repairs.mesh_of_stage,
+            repairs_pipeline.mesh_of_stage,
             parameters=parameters,
             source_lines=("torch.arange(world_size),", "return dp_tp_meshes[0]"),
         )
@@ -180,7 +179,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         f"{_FSDP}.param_and_grad_buffer:make_fsdp_dtensor",
         "pipeline stages with tensor parallelism: nothing is compared with ranks of other stages",
-        pipeline_repairs.check_within_stage,
+        repairs_pipeline.check_within_stage,
         parameters=(
             "local_tensor, param, dist_index, is_sharded_param, is_expert_param, run_check, "
             "update_uneven_dtensor_chunk_meta, force_sync_tp_duplicated_param"
@@ -190,7 +189,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         f"{_FSDP}.megatron_fsdp:MegatronFSDP._init_fsdp_param_and_grad_buffer",
         "pipeline stages: one without a layer has no unit of Megatron-FSDP",
-        pipeline_repairs.size_without_units,
+        repairs_pipeline.size_without_units,
         parameters="self",
         source_lines=(
             "suggested_communication_unit_size = total_param_elements // total_fsdp_module * 2",
@@ -199,7 +198,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.pipeline_parallel.schedules:deallocate_output_tensor",
         "pipeline stages: free outputs, which are views under Megatron-FSDP",
-        pipeline_repairs.free_views,
+        repairs_pipeline.free_views,
         parameters="out, deallocate_pipeline_outputs",
         source_lines=(
             'assert out._base is None, "counter-productive to free a view of another tensor."',
@@ -209,7 +208,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
         "pipeline stages: tied embeddings, whose shards differ between first and last stage",
-        pipeline_repairs.sum_whole_gradients,
+        repairs_pipeline.sum_whole_gradients,
         parameters="model, embd_group, pp_group, weight_getter, skip_if_none, config",
         source_lines=("torch.distributed.all_reduce(grad, group=embd_group)",),
     ),
@@ -325,7 +324,7 @@ V2_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer.__init__",
         "v2: gradients count once in norm and zeros, also with expert parallelism",
-        gradient_repairs.count_shards_once,
+        repairs_gradients.count_shards_once,
         parameters="self, optimizer, config, grad_scaler, init_state_fn, model_chunks",
         source_lines=("super().__init__(optimizer, config, grad_scaler, init_state_fn)",),
         # Pull request 6489, whose optimizer counts by placements.
@@ -342,7 +341,7 @@ V2_PATCHES: tuple[Patch, ...] = (
         f"{adapter_module(2)}:FullyShardedDataParallelV2.__init__",
         "v2: name parameters without a gradient, which stop the gradients of their module; count "
         "gradients anew in each of two backward passes in a row, as of pipeline stages",
-        gradient_repairs.complete_backward_passes,
+        repairs_gradients.complete_backward_passes,
         parameters=(
             "self, config, ddp_config, module, fsdp_unit_modules, disable_bucketing, device, "
             "pg_collection"
@@ -352,7 +351,7 @@ V2_PATCHES: tuple[Patch, ...] = (
     Patch(
         f"{adapter_module(2)}:FullyShardedDataParallelV2._validate_config",
         "v2: accept pipeline stages, some without experts, and several on a rank",
-        pipeline_repairs.accept_stages,
+        repairs_pipeline.accept_stages,
         parameters="config, ddp_config, module, pg_collection, disable_bucketing",
         source_lines=(
             '"pipeline_model_parallel_size",',
@@ -364,7 +363,7 @@ V2_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer._validate_config",
         "v2: accept several pipeline stages on a rank",
-        pipeline_repairs.accept_chunks,
+        repairs_pipeline.accept_chunks,
         parameters="config, model_chunks",
         source_lines=(
             "if len(model_chunks) != 1:",

@@ -36,7 +36,7 @@ from helpers.toy_gpt import (
     train,
 )
 
-from megatron_muon.mcore.pipeline_repairs import free_views
+from megatron_muon.mcore.repairs_pipeline import free_views
 
 pytestmark = pytest.mark.ranks
 
