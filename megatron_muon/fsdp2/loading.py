@@ -154,13 +154,13 @@ def load_together(
                 own = optimizer.state[each.param]
                 for key in own.keys() & {*_MUON_KEYS, MAIN_PARAM}:
                     own[key] = given["state"][each.name][key].to(own[key].device)
-            muon._muon_step.complete_state(optimizer.state)
+            muon.muon_step.complete_state(optimizer.state)
     # Whatever it is: other ranks may have loaded theirs.
     except Exception as error:
         problems = [first_line(error)]
     try:
         if muon._holders:
-            step = muon._muon_step
+            step = muon.muon_step
             raise_where_any_rank_fails(problems, step.group, step.device, _ADVICE)
     except RuntimeError:
         optimizer.state, optimizer.param_groups = before

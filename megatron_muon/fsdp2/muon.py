@@ -13,9 +13,9 @@ from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import (
-    Holders,
+    GradientKey,
+    agree_to_step,
     by_holders,
-    parameters_without_gradient,
     refuse_grad_scaler,
 )
 from megatron_muon.fsdp2.loading import load_together
@@ -33,8 +33,9 @@ from megatron_muon.runtime.agreement import INTERRUPTED, first_line
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.dependencies import dependency_problems, environment_problems
 from megatron_muon.runtime.owner_compute import OwnerCompute
-from megatron_muon.step.figures import StepFigures
+from megatron_muon.step.metrics import StepMetrics
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
+from megatron_muon.step.second_moments import SecondMoments
 
 
 class Muon(WholeMatrixMuon):
@@ -60,7 +61,7 @@ class Muon(WholeMatrixMuon):
             as ``(inputs, outputs)``, and ``flatten``, for convolutions: all dimensions but the
             first are columns.
         lr: Learning rate.
-        momentum: Weight of the momentum's past.
+        momentum: EMA coefficient.
         weight_decay: Coefficient.
         nesterov: Whether the gradient is averaged into the momentum once more.
         weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2``.
@@ -104,7 +105,7 @@ class Muon(WholeMatrixMuon):
 
     Communication: at construction see :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: see
-        :func:`~megatron_muon.fsdp2.gradients.parameters_without_gradient` and
+        :func:`~megatron_muon.fsdp2.gradients.agree_to_step` and
         :class:`~megatron_muon.runtime.engine.Engine`.
     Memory: one float32 per local element of a parameter, or half with ``momentum_dtype`` bfloat16;
         one more for parameters in bfloat16, whose updates would be rounded away without. While a
@@ -116,8 +117,8 @@ class Muon(WholeMatrixMuon):
     # would leave out the step of a rank whose gradients overflowed, for which the others wait.
     _step_supports_amp_scaling = True
 
-    _muon_step: MuonStep
-    _holders: dict[Holders, NamedParameter]
+    muon_step: MuonStep
+    _holders: dict[GradientKey, NamedParameter]
     _is_built: bool = False
     fresh_if_moved: bool = False
     # From the first change of a step to its end: if it does not come there, nobody knows which
@@ -152,7 +153,7 @@ class Muon(WholeMatrixMuon):
         others: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._others = list(named_parameters(others))
-        settings, problems = muon_settings(
+        settings, moments, problems = muon_settings(
             {
                 "nesterov": nesterov,
                 "weight_decay_method": weight_decay_method,
@@ -189,12 +190,13 @@ class Muon(WholeMatrixMuon):
         except (TypeError, ValueError) as error:
             problems.append(first_line(error))
             self.param_groups: list[dict[str, Any]] = []
-        self._build(settings, group, PlainGroups(process_group, tensor_group), problems)
+        self._build(settings, moments, group, PlainGroups(process_group, tensor_group), problems)
         self._is_built = True
 
     def _build(
         self,
         settings: MuonSettings,
+        moments: SecondMoments,
         group: dist.ProcessGroup | None,
         plain: PlainGroups,
         problems: list[str],
@@ -204,39 +206,40 @@ class Muon(WholeMatrixMuon):
         parameters, unseen = plain.viewed(list(named_parameters(self.param_groups)), device)
         problems = problems + unseen + subclass_problems(self) + repeated_problems(parameters)
         problems += filter(None, (parameter_problem(each, rows_device) for each in parameters))
-        self._muon_step = MuonStep(
+        self.muon_step = MuonStep(
             [self],
             parameters,
             settings,
+            moments,
             device,
             rows_device,
             problems=problems,
             group=group,
             has_others=bool(self._others),
         )
-        self._holders = by_holders(self._muon_step.found, self._others, plain)
+        self._holders = by_holders(self.muon_step.plan_inputs, self._others, plain)
 
     @property
     def compute(self) -> OwnerCompute:
         """Plans, and orthogonalizes matrices."""
-        return self._muon_step.compute
+        return self.muon_step.compute
 
-    def record_figures(self, is_on: bool = True) -> None:
-        """Record the figures of each step for :meth:`last_step`, by a pass over its tensors."""
-        self._muon_step.record_figures(is_on)
+    def record_metrics(self, is_on: bool = True) -> None:
+        """Record metrics of every step for :meth:`last_metrics`, by a pass over its tensors."""
+        self.muon_step.record_metrics(is_on)
 
-    def last_step(self) -> StepFigures:
-        """Return the figures of the last step; called by all ranks that step together.
+    def last_metrics(self) -> StepMetrics:
+        """Return the metrics of the last step; called by all ranks that step together.
 
         Raises:
-            RuntimeError: :meth:`record_figures` was not called.
+            RuntimeError: :meth:`record_metrics` was not called.
 
         Communication: a gather of objects. The host waits for the device.
         """
-        return self._muon_step.last_step()
+        return self.muon_step.last_metrics()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does at construction; later the plan is made."""
+        """Add a group at construction, as torch does; afterwards the plan is fixed."""
         if self._is_built:
             raise RuntimeError(
                 "add_param_group: expected all parameters at construction, which plans their "
@@ -306,16 +309,16 @@ class Muon(WholeMatrixMuon):
         if not self._holders:
             return
         refuse_grad_scaler(self)
-        problems = [*problems, *self._muon_step.problems(others)]
+        problems = [*problems, *self.muon_step.reserve(others)]
         if self._is_changing:
             problems.append(INTERRUPTED)
         try:
-            without = parameters_without_gradient(
-                self._holders, self._muon_step.group, self._muon_step.device, problems
+            without = agree_to_step(
+                self._holders, self.muon_step.group, self.muon_step.device, problems
             )
         except RuntimeError:
-            self._muon_step.free()
+            self.muon_step.release()
             raise
         self._is_changing = True
-        self._muon_step.step(without, meanwhile)
+        self.muon_step.step(without, meanwhile)
         self._is_changing = False

@@ -93,7 +93,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._muon_options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
         known |= self._muon_options
         # On each rank alone: there may be no process group yet. Arguments are those of all ranks.
-        _, problems = muon_settings(known)
+        *_, problems = muon_settings(known)
         if problems:
             raise ValueError("; ".join(problems))
         common = {"lr": lr, "weight_decay": weight_decay}
@@ -240,7 +240,7 @@ class MuonAdamW(torch.optim.Optimizer):
             # A state that was loaded before has momentum already.
             for param, state in muon.state.items():
                 state.update(self.state.get(param, {}))
-            muon._muon_step.complete_state(muon.state)
+            muon.muon_step.complete_state(muon.state)
             self._planned = self._params()
             self._muon = muon
         self._muon.param_groups = self._groups("muon")
@@ -290,7 +290,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     other.step()
 
         others = [other for each in _ALGORITHMS if (other := self._elementwise(each)) is not None]
-        memory = elementwise_bytes(others, muon._muon_step.device)
+        memory = elementwise_bytes(others, muon.muon_step.device)
         muon._step_meanwhile(step_others, self._changes(), memory)
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if muon.state is not self.state:

@@ -35,14 +35,16 @@ _HOOKS = (
 )
 
 
-def muon_settings(options: Mapping[str, Any]) -> tuple[MuonSettings, list[str]]:
+def muon_settings(
+    options: Mapping[str, Any],
+) -> tuple[MuonSettings, SecondMoments, list[str]]:
     """Build the settings of Muon.
 
     Args:
         options: Keyword arguments of :class:`~megatron_muon.fsdp2.Muon` by name.
 
     Returns:
-        The settings, and the errors of arguments, a sentence each.
+        The settings, the second moments, and errors of arguments, a sentence each.
     """
     scale = scale_function(options["scale_mode"], options["extra_scale_factor"])
     moments = SecondMoments(options["adaptive"], options["beta2"], options["eps"], scale)
@@ -66,10 +68,9 @@ def muon_settings(options: Mapping[str, Any]) -> tuple[MuonSettings, list[str]]:
             momentum_dtype=options["momentum_dtype"],
             offload_momentum=options["offload_momentum"],
         ),
-        moments,
-        f"scale {options['scale_mode']} {options['extra_scale_factor']}",
+        f"{options['scale_mode']} {options['extra_scale_factor']}",
     )
-    return settings, _settings_problems(settings, options)
+    return settings, moments, _settings_problems(settings, options)
 
 
 def _settings_problems(settings: MuonSettings, options: Mapping[str, Any]) -> list[str]:

@@ -127,7 +127,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         ]
         self._problems = unreduced
         if self.muon_step is not None:
-            self._problems += self.muon_step.problems(elementwise_bytes(others, current_device()))
+            self._problems += self.muon_step.reserve(elementwise_bytes(others, current_device()))
         self._problems += alignment_problems(self.model_chunks[0].config)
         self._problems += [INTERRUPTED] * self._is_changing
         self._gradient_norm = None
@@ -199,7 +199,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         finally:
             # Otherwise collectives may still use it.
             if self.muon_step is not None and not self._is_changing:
-                self.muon_step.free()
+                self.muon_step.release()
 
     def _step(self) -> tuple[bool, float | torch.Tensor | None, int | None]:
         clips = self.config.clip_grad > 0.0

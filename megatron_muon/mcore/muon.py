@@ -73,7 +73,9 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         parameters = inspect.signature(TensorParallelMuon.__init__).parameters
         values = {name: muon_kwargs.get(name, given.default) for name, given in parameters.items()}
         self._num_steps, self._coefficients = values["num_ns_steps"], values["coefficient_type"]
-        self.scale = scale_function(values["scale_mode"], values["extra_scale_factor"])
+        self.scale_mode = values["scale_mode"]
+        self.extra_scale_factor = values["extra_scale_factor"]
+        self.scale = scale_function(self.scale_mode, self.extra_scale_factor)
         self.parts = parts
         self.params = self._all_params()
         self.device = device or local_tensor(self.params[0]).device
@@ -105,10 +107,6 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                 # could not be copied.
                 momentum._local_tensor = rows.view_as(local_tensor(param))  # type: ignore[attr-defined]
                 self.state[param]["momentum_buffer"] = momentum
-
-    def params_of_kind(self, *, is_expert: bool) -> list[Any]:
-        """Return the parameters of experts, or the dense ones."""
-        return [p for p in self.params if getattr(p, "expert_tp", False) is is_expert]
 
     def planned(self, param: Any) -> NamedParameter:
         """Return a parameter as the matrix that upstream's ``orthogonalize`` sees.
@@ -209,6 +207,7 @@ def build_muon_step(
     """
     first, is_bf16 = optimizers[0], optimizers[0].fp32_matmul_prec == "medium"
     moments = first.second_moments()
+    kinds = [type(muon).__name__ for muon in optimizers]
     settings = MuonSettings(
         NewtonSchulzSettings(
             first._num_steps, first._coefficients, is_bf16, first.scale, method=moments.method
@@ -223,22 +222,15 @@ def build_muon_step(
             momentum_dtype=first.momentum_dtype,
             offload_momentum=first.offload_momentum,
         ),
-        moments,
-        str([type(muon).__name__ for muon in optimizers]),
+        f"{first.scale_mode} {first.extra_scale_factor}, optimizers {kinds}",
     )
     problems = [problem for muon in optimizers for problem in muon.problems()]
-    # Experts first: their domains are smaller.
-    params = [
-        (muon, param)
-        for is_expert in (True, False)
-        for muon in optimizers
-        for param in muon.params_of_kind(is_expert=is_expert)
-    ]
     with naming_flags():
         return MuonStep(
             optimizers,
-            [muon.planned(param) for muon, param in params] if not problems else [],
+            [muon.planned(p) for muon in optimizers for p in muon.params] if not problems else [],
             settings,
+            moments,
             first.device,
             problems=problems,
             known_groups=[group for muon in optimizers for group in muon.holder_groups()],

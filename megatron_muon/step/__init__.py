@@ -11,7 +11,7 @@ Files, each importing only those above it::
     scales          scale factors of results by name
     stored_state    dtype and device of momentum, and float32 copies of bfloat16 parameters
     matrix_step     decay, momentum, exchange and update of local tensors
-    second_moments  AdaMuon, NorMuon, NAMO, and methods of users
-    figures         norms of a step
+    second_moments  second moments in the state, and their part of a step
+    metrics         norms of a step
     muon_step       MuonStep
 """

@@ -19,8 +19,8 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_wh
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.owner_compute import OwnerCompute
-from megatron_muon.step.figures import StepFigures, StepSums
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
+from megatron_muon.step.metrics import MetricSums, StepMetrics
 from megatron_muon.step.second_moments import SecondMoments
 from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, place_momentum
 
@@ -32,28 +32,25 @@ class MuonSettings:
     Args:
         newton_schulz: Steps, coefficients, precision and scale.
         exchange: How matrices are exchanged.
-        step: Of a step.
-        moments: Second moments, if results are divided by any.
-        others: Other settings as text, for the comparison of ranks.
+        step: Settings of a step.
+        scale: Scale mode and factor as text, for the comparison of ranks.
     """
 
     newton_schulz: NewtonSchulzSettings
     exchange: ExchangeSettings
     step: StepSettings
-    moments: SecondMoments
-    others: str = ""
+    scale: str
 
     def entries(self) -> list[str]:
-        """Return them as text."""
-        given = self.newton_schulz
+        """Return all settings as text."""
+        orthogonalize, step = self.newton_schulz, self.step
         return [
             str(self.exchange),
-            f"{given.steps} steps of {given.coefficient_type} coefficients, precision "
-            f"{self.step.fp32_matmul_prec}",
-            f"nesterov {self.step.nesterov}, {self.step.weight_decay_method} weight decay, "
-            f"momentum in {self.step.momentum_dtype}, offloaded {self.step.offload_momentum}",
-            f"function {given.function is not None}, adaptive {self.moments.description}, "
-            f"{self.others}",
+            f"{orthogonalize.steps} steps of {orthogonalize.coefficient_type} coefficients, "
+            f"precision {step.fp32_matmul_prec}, function {orthogonalize.function is not None}",
+            f"nesterov {step.nesterov}, {step.weight_decay_method} weight decay, momentum in "
+            f"{step.momentum_dtype}, offloaded {step.offload_momentum}",
+            f"scale {self.scale}",
         ]
 
 
@@ -68,37 +65,39 @@ class MuonStep:
         optimizers: The optimizers.
         parameters: All parameters of their groups, as they are planned.
         settings: Settings of all optimizers.
+        moments: Second moments; without a method it does nothing.
         device: Where matrices are orthogonalized.
         rows_device: Where shards are; None for ``device``.
         problems: Errors that this rank has found before, as sentences.
-        group: Ranks that step together; None for all ranks that have parameters.
+        group: Ranks that step together; None for all ranks with parameters.
         known_groups: Process groups of the model that may be used.
         has_others: Whether this rank steps other parameters meanwhile.
 
     Attributes:
         compute: Orthogonalizes matrices.
-        group: Ranks that step together; None for all ranks of the job.
-        found: Plans of this rank, and their parameters.
+        group: Ranks that step together, as agreed; None if that is the whole job.
+        plan_inputs: Plans of this rank, and their parameters.
 
     Raises:
         RuntimeError: On all ranks, when one has a problem, ranks have different settings,
             parameters or plans, or one lacks memory.
 
-    Communication: at construction a flag and a hash over all ranks, and that of
+    Communication: at construction a flag and a hash over all ranks, the collectives of
         :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
-        :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`, and a flag. :meth:`step`: that
-        of ``orthogonalize`` of :attr:`compute`.
-    Memory: of the state, see the optimizers; while a step runs, see
+        :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`, then one flag. In
+        :meth:`step` the collectives of ``orthogonalize`` of :attr:`compute`.
+    Memory: the state of the optimizers; while a step runs, see
         :class:`~megatron_muon.step.matrix_step.MatrixStep`.
     """
 
-    _sums: StepSums | None = None
+    _sums: MetricSums | None = None
 
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         parameters: Sequence[NamedParameter],
         settings: MuonSettings,
+        moments: SecondMoments,
         device: torch.device,
         rows_device: torch.device | None = None,
         *,
@@ -107,36 +106,37 @@ class MuonStep:
         known_groups: Sequence[dist.ProcessGroup] = (),
         has_others: bool = False,
     ) -> None:
-        self.optimizers, self.settings, self.device = list(optimizers), settings, device
+        self.optimizers, self.device = list(optimizers), device
+        self._step, self._moments = settings.step, moments
         raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
         if dist.is_initialized():
             # What follows is collective, and which collectives depends on these.
             raise_where_ranks_differ(
-                settings.entries(),
+                [*settings.entries(), f"adaptive {moments.description}"],
                 dist.group.WORLD,  # type: ignore[arg-type]
                 device,
                 "Muon settings",
             )
-        self.found = find_plan_inputs(
+        self.plan_inputs = find_plan_inputs(
             parameters, group, device, has_others=has_others, known_groups=known_groups
         )
-        self.group = self.found.group
+        self.group = self.plan_inputs.group
         # Kernels are checked here, in the precision of a step.
         with fp32_matmul_precision(settings.step.fp32_matmul_prec):
             self.compute = OwnerCompute(
-                self.found.inputs,
+                self.plan_inputs.inputs,
                 settings.newton_schulz,
                 settings.exchange,
                 device=device,
                 rows_device=rows_device,
-                max_num_plans=self.found.max_num_plans,
+                max_num_plans=self.plan_inputs.max_num_plans,
             )
         self._named = {each.param: each for each in parameters}
         self._params = self._all_params()
         self._main_params = MainParams(self._params)
         self._shards = [local_tensor(param) for param in self._params]
         self._shapes = [shard.shape for shard in self._shards]
-        # They may find too little memory.
+        # A rank may find too little memory.
         self.compute.on_all_ranks(lambda: self._build(rows_device or device))
 
     def _build(self, rows_device: torch.device) -> None:
@@ -146,17 +146,18 @@ class MuonStep:
         state hang Megatron-FSDP's save, and checkpoints need no step to make state.
         """
         groups = [(each, group) for each in self.optimizers for group in each.param_groups]
-        owner_of = {param: each for each, group in groups for param in group["params"]}
+        optimizer_of = {param: each for each, group in groups for param in group["params"]}
         self._matrix_step = MatrixStep(
             {param: i for i, (_, group) in enumerate(groups) for param in group["params"]},
             self.compute,
-            self.settings.step,
+            self._step,
             rows_device,
+            is_beside=rows_device != self.device,
         )
         # By position of the step.
-        self._held = [(owner_of[param], param) for param in self._matrix_step.params]
-        self._hooks = self.settings.moments.attach(
-            self._matrix_step, self.found.parameters, self._state_of
+        self._held = [(optimizer_of[param], param) for param in self._matrix_step.params]
+        self._hooks = self._moments.attach(
+            self._matrix_step, self.plan_inputs.parameters, self._state_of
         )
         self._matrix_step.hooks = list(self._hooks)
         for optimizer, group in groups:
@@ -176,13 +177,13 @@ class MuonStep:
     def complete_state(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Add what is missing to a state that was created or loaded, in the dtypes of this run."""
         self._main_params.create(state)
-        self.settings.moments.create(state)
-        step = self.settings.step
-        place_momentum(state, step.momentum_dtype, in_cpu_memory=step.offload_momentum)
+        self._moments.create(state)
+        dtype, in_cpu_memory = self._step.momentum_dtype, self._step.offload_momentum
+        place_momentum(state, dtype, in_cpu_memory=in_cpu_memory)
 
     def publish_moments(self) -> None:
         """Complete the state, which is to be saved."""
-        self.settings.moments.publish(self.state())
+        self._moments.publish(self.state())
 
     def collect_moments(self) -> None:
         """Read a state that was loaded in place; called by all ranks together.
@@ -190,38 +191,42 @@ class MuonStep:
         Communication: with normuon under Megatron one all-reduce a plan, of 4 bytes a row or column
             of a block.
         """
-        self.settings.moments.collect(self.state())
+        self._moments.collect(self.state())
 
-    def record_figures(self, is_on: bool = True) -> None:
-        """Record the figures of each step for :meth:`last_step`, by a pass over its tensors."""
-        step = self._matrix_step
-        sums = StepSums([self._named[p] for p in step.params], step.groups) if is_on else None
+    def record_metrics(self, is_on: bool = True) -> None:
+        """Record metrics of every step for :meth:`last_metrics`, by a pass over its tensors."""
+        step, sums = self._matrix_step, None
+        if is_on:
+            sums = MetricSums([self._named[p] for p in step.params], step.group_index)
         self._sums, step.hooks = sums, [*self._hooks, *filter(None, [sums])]
         self.compute.watch(None if sums is None else sums.watch)
 
-    def last_step(self) -> StepFigures:
-        """Return the figures of the last step; called by all ranks that step together.
+    def last_metrics(self) -> StepMetrics:
+        """Return the metrics of the last step; called by all ranks that step together.
 
         Raises:
-            RuntimeError: :meth:`record_figures` was not called.
+            RuntimeError: :meth:`record_metrics` was not called.
 
         Communication: a gather of objects. The host waits for the device.
         """
         if self._sums is None:
             raise RuntimeError(
-                "last_step: expected record_figures() before the step, got none. Call it first."
+                "last_metrics: expected record_metrics() before the step, got none. Call it first."
             )
         num_groups = sum(len(each.param_groups) for each in self.optimizers)
-        return self._sums.figures(self.group, num_groups)
+        return self._sums.metrics(self.group, num_groups)
 
-    def problems(self, others: OtherBytes = NOTHING) -> list[str]:
-        """List what keeps this rank from a step: other parameters than before, or its memory.
+    def reserve(self, others: OtherBytes = NOTHING) -> list[str]:
+        """Reserve the memory of a step, before ranks agree to step.
 
         Args:
-            others: Memory that the step of other optimizers takes.
+            others: Memory of the step of other optimizers.
+
+        Returns:
+            Errors, as sentences: a lack of memory, or other parameters than at construction.
         """
         problems = self._changes() + self._main_params.follow(self.state())
-        return problems + self._matrix_step.problems(others)
+        return problems + self._matrix_step.reserve(others)
 
     def _all_params(self) -> list[Any]:
         groups = (group for each in self.optimizers for group in each.param_groups)
@@ -230,7 +235,6 @@ class MuonStep:
     def _changes(self) -> list[str]:
         """List changes of the parameters since construction, as sentences."""
         now = self._all_params()
-        # By identity, without a loop in Python: a step does this for every parameter.
         if len(now) != len(self._params) or not all(map(operator.is_, now, self._params)):
             return [
                 f"param_groups: expected the {len(self._params)} parameters of construction, got "
@@ -247,9 +251,9 @@ class MuonStep:
             if shard.shape != shape
         ]
 
-    def free(self) -> None:
-        """Return the memory of :meth:`problems`, if ranks do not step."""
-        self._matrix_step.free()
+    def release(self) -> None:
+        """Return the memory of :meth:`reserve`, if ranks do not step."""
+        self._matrix_step.release()
 
     @torch.no_grad()
     def step(
@@ -262,13 +266,13 @@ class MuonStep:
         Gradients must be complete, and are not checked.
 
         Args:
-            without: Parameters that no rank has a gradient of. They keep value and state.
+            without: Parameters without a gradient on any rank. They keep value and state.
             meanwhile: Called once, when the first rows are in transit.
         """
         params = self._matrix_step.params
         # Read in every step: loading replaces them, and schedulers change learning rates.
         states = [optimizer.state[param] for optimizer, param in self._held]
-        with self.settings.moments.kept(without):
+        with self._moments.kept(without):
             self._matrix_step.step(
                 [group for each in self.optimizers for group in each.param_groups],
                 [
@@ -283,6 +287,6 @@ class MuonStep:
                 meanwhile,
             )
         self._main_params.install(self.state())
-        if self.settings.step.offload_momentum and self.device.type == "cuda":
+        if self._step.offload_momentum and self.device.type == "cuda":
             # Copies to CPU memory must have arrived before the state is read.
             torch.cuda.current_stream(self.device).synchronize()

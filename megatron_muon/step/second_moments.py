@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Second moments of an optimizer: AdaMuon, NorMuon, NAMO, and methods of users."""
+"""Second moments in the state of an optimizer, and their part of a step.
+
+NorMuon and NAMO themselves are in :mod:`megatron_muon.newton_schulz.methods`; AdaMuon, which is
+elementwise, is here.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,9 +54,9 @@ def method_problems(given: object, weight_decay_method: str) -> list[str]:
 class SecondMoments:
     """Second moments by parameter, in the state of an optimizer.
 
-    adamuon has one like each parameter. Others have numbers for each block of a parameter, one
-    after the other: a vector, or ``(matrices, numbers)`` for a batch. It is the same on all ranks
-    that exchange the parameter. They are views of :class:`Moments`, which owners update.
+    adamuon has a tensor like the parameter. Other methods have values per block: a vector, or
+    ``(matrices, values)`` for a batch, equal on all ranks that exchange the parameter. It is a view
+    of :class:`~megatron_muon.runtime.moments.Moments`, which owners update.
 
     Args:
         given: Name of a method, a function of stacks with state, or None for none.
@@ -77,7 +81,7 @@ class SecondMoments:
         self.is_elementwise = given == "adamuon"
         self.description = f"{given if isinstance(given, str) else type(given)} {beta2} {eps}"
         self._settings, self._scale = (beta2, eps), scale
-        # By parameter: the numbers of its plan, and the index of its first matrix.
+        # By parameter: the values of its plan, and the index of its first matrix.
         self._places: dict[torch.Tensor, tuple[Moments, int]] = {}
         self._views: dict[torch.Tensor, torch.Tensor] = {}
 
@@ -87,26 +91,26 @@ class SecondMoments:
         parameters: Sequence[Sequence[NamedParameter]],
         state_of: Callable[[int], Mapping[str, Any]],
     ) -> list[StepHooks]:
-        """Find the numbers of parameters among those of all plans.
+        """Find the values of parameters among the values of plans.
 
         Args:
             step: The step.
             parameters: By plan, in the order of its matrices.
-            state_of: Returns the state of a position, which loading replaces.
+            state_of: Returns the state by position; loading replaces it.
 
         Returns:
             Additions to the step.
         """
         compute = step.compute
-        # Plans have no numbers without a method.
+        # Without a method plans have no values.
         for given, of_plan, moments in zip(
             compute.inputs, parameters, compute.moments, strict=False
         ):
             counts, first = Counter(given.params), 0
             for each in of_plan:
                 self._places[each.param] = moments, first
-                numbers = moments.values[slice(*moments.range_of(first, counts[each.param]))]
-                self._views[each.param] = _sharded(each.view, numbers, len(given.domain.ranks))
+                values = moments.values[slice(*moments.range_of(first, counts[each.param]))]
+                self._views[each.param] = _sharded(each.view, values, len(given.domain.ranks))
                 first += counts[each.param]
         if isinstance(self.method, Namo):
             return [GradientNorms(step.params, compute)]
@@ -129,7 +133,7 @@ class SecondMoments:
         return shape[::-1] if each.is_transposed else shape
 
     def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Add what is missing to a state, and make numbers that were loaded those of the plans."""
+        """Add missing tensors to a state, and copy loaded values into the values of plans."""
         for param, of_param in state.items():
             if self.is_elementwise and "momentum_buffer" in of_param and KEY not in of_param:
                 of_param[KEY] = torch.zeros_like(param, dtype=torch.float32)
@@ -142,14 +146,14 @@ class SecondMoments:
         of_param[KEY] = view
 
     def publish(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Complete a state that is to be saved; nothing to do for views of the numbers."""
+        """Complete a state before a save; nothing to do for views."""
 
     def collect(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Read a state that was loaded in place; nothing to do for views of the numbers."""
+        """Read a state that was loaded in place; nothing to do for views."""
 
     @contextmanager
     def kept(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Keep the numbers of parameters, such as those without a gradient, for a step."""
+        """Restore the values of parameters at the end of a step, where no rank has a gradient."""
         views = [local_tensor(self._views[param]) for param in params if param in self._views]
         before = [view.clone() for view in views]
         yield
@@ -158,7 +162,7 @@ class SecondMoments:
 
 
 def _sharded(view: torch.Tensor, values: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Return numbers as they are saved, given those of the matrices of one domain."""
+    """Return values in the form of the state, given the values of the matrices of one domain."""
     if view.ndim == 2:
         return values
     num_matrices, num_domains = view.shape[0], 1
@@ -187,7 +191,7 @@ class GradientNorms(StepHooks):
     """Show gradients to a method that needs their norms.
 
     Args:
-        params: By position, the parameters of which this rank holds rows.
+        params: By position, the parameters with local rows.
         compute: Orthogonalizes their matrices.
     """
 
@@ -213,8 +217,8 @@ class AdaMuon(StepHooks):
     Method: AdaMuon (https://arxiv.org/abs/2507.11005).
 
     Args:
-        params: By position, the parameters of which this rank holds rows.
-        moments: Returns the second moment of a position, float32 like its weight.
+        params: By position, the parameters with local rows.
+        moments: Returns the second moment by position, float32 like its weight.
         factors: By position, factors of a result, multiplied one after the other.
         beta2: Decay rate of the second moment.
         eps: Keeps the divisor from zero.
@@ -235,9 +239,7 @@ class AdaMuon(StepHooks):
         sizes = [local_tensor(param).numel() for param in params]
         self.num_bytes = 4 * max(min(CHUNK_ELEMENTS, sum(sizes)), *sizes, 0)
 
-    def arrived(
-        self, group: Mapping[str, Any], positions: Sequence[int], results: Sequence[torch.Tensor]
-    ) -> None:
+    def arrived(self, positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
         """Divide results by the root of their second moment, and scale them."""
         sizes = enumerate(map(torch.numel, results))
         for chunk in chunks_of(sizes, CHUNK_ELEMENTS):

@@ -29,8 +29,15 @@ def place_momentum(
     for of_param in state.values():
         if "momentum_buffer" not in of_param:
             continue
-        momentum = of_param["momentum_buffer"].to(dtype)
-        of_param["momentum_buffer"] = _in_cpu_memory(momentum) if in_cpu_memory else momentum
+        of_param["momentum_buffer"] = of_param["momentum_buffer"].to(dtype)
+        if in_cpu_memory:
+            try:
+                of_param["momentum_buffer"] = _in_cpu_memory(of_param["momentum_buffer"])
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "offload_momentum: expected CPU memory that can be pinned, got "
+                    f"{first_line(error)}"
+                ) from error
 
 
 def _in_cpu_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,12 +50,7 @@ def _in_cpu_memory(tensor: torch.Tensor) -> torch.Tensor:
     local = local_tensor(tensor)
     if local.device.type == "cpu":
         return tensor
-    try:
-        memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=True)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"offload_momentum: expected CPU memory that can be pinned, got {first_line(error)}"
-        ) from error
+    memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=True)
     memory.copy_(local)
     if not isinstance(tensor, DTensor):
         return memory

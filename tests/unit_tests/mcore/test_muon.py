@@ -157,9 +157,9 @@ def _figures() -> list[list[list[float]]]:
     found = []
     for grid in ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2}):
         optimizers = build_optimizers(4 // max([1, *grid.values()]), {"nesterov": False}, **grid)
-        optimizers.sharded.muon_step.record_figures()
+        optimizers.sharded.muon_step.record_metrics()
         step_both(optimizers, "fp32", num_steps=1)
-        figures = optimizers.sharded.muon_step.last_step()
+        figures = optimizers.sharded.muon_step.last_metrics()
         whole = [each for _, each, _ in optimizers.params]
         squares = [each.grad.square().sum() for each in whole]
         momentum = [
