@@ -29,7 +29,7 @@ FSDP_V2_TESTS = (
 )
 
 # Skipped by a release whose arguments lack the flag.
-V2_TESTS = ("mcore/test_fsdp_v2_flags", "mcore/test_fsdp_v2_pipeline")
+V2_TESTS = ("mcore/test_fsdp_v2",)
 
 _ENABLE = """
 import megatron_muon

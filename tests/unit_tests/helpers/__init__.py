@@ -10,6 +10,7 @@ layouts             random layouts and orders of a step for property tests
 sharded_muon        Muon on hand-made row shards, beside upstream's on whole matrices
 toy_fsdp            a tiny GPT under Megatron-FSDP, from megatron-core alone
 toy_gpt             flags of the toy GPT that runs train, by layout
+parity              losses and norms of runs beside those of DDP
 repairs             runs with and without a repair of upstream's gradients
 fsdp_v2             runs of Megatron-FSDP v2 through flags, on a checkout
 checkpoint_runs     runs that save and load, and kills of them
