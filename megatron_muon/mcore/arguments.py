@@ -50,7 +50,7 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "cost_model": {
         "help": "Rates of the machine for choosing owners, as name=value,...: tflops, "
         "half_rate_side, gbps, gbps_between_nodes, ranks_per_node, kernel_us and others of "
-        "megatron_muon.plan.cost.CostModel. Default: those of the GPU's compute capability.",
+        "megatron_muon.plan.cost.CostModel. Default: the rates of the GPU's compute capability.",
     },
     "newton_schulz": {
         "choices": get_args(BackendChoice),
@@ -63,7 +63,7 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
     },
     "log_plan": {
         "action": "store_true",
-        "help": "Log who orthogonalizes what, and what it costs.",
+        "help": "Log the plan: owners of matrices, and estimated costs.",
     },
 }
 # Proposed for Megatron-LM, or fields of OptimizerConfig: added where its parser does not know them.
@@ -135,7 +135,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what cannot work under Megatron-FSDP with Muon or QK-clip, and invalid splits.
+    """Refuse settings that cannot work under Megatron-FSDP with Muon or QK-clip, or with splits.
 
     With pipeline stages ``--no-align-grad-reduce`` is set: otherwise Megatron runs the last
     microbatch of all stages but the first under ``no_sync()``, and then starts the reduction by a
@@ -210,7 +210,7 @@ def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def validate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``validate_args`` to accept Muon with Megatron-FSDP and to refuse what cannot work.
+    """Wrap ``validate_args`` to accept Muon with Megatron-FSDP and to refuse other settings.
 
     The original asserts that Megatron-FSDP runs with adam or sgd, so it sees ``adam``. Its other
     checks of Megatron-FSDP stay in force.
@@ -218,7 +218,7 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
-        """Refuse what cannot work, then validate as for Adam."""
+        """Check the settings, then validate as for Adam."""
         check(args)
         asked = args.optimizer
         if asked not in BUILT_OPTIMIZERS or not args.use_megatron_fsdp:
@@ -311,7 +311,7 @@ def skips_router(args: Any = None) -> bool:
 
 
 def requested_momentum() -> dict[str, Any]:
-    """Read dtype and device of momentum; those of Muon's defaults without ``megatron.training``."""
+    """Read dtype and device of momentum; Muon's defaults without ``megatron.training``."""
     args = _global_args()
     name = getattr(args, "muon_momentum_dtype", "fp32")
     return {

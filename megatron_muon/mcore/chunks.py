@@ -49,7 +49,7 @@ class OuterReductions:
         self._counts.clear()
 
     def problems(self) -> list[str]:
-        """List what went wrong since the gradients were zeroed, and reset the counts."""
+        """List the errors since the gradients were zeroed, and reset the counts."""
         counts = {
             self._counts[index]
             for index, group in enumerate(self._buffers.parameter_groups)
@@ -67,7 +67,7 @@ class OuterReductions:
 
 
 def sharded_chunk(chunk: FSDPModel) -> "ShardedChunk":
-    """Return a wrapped chunk as a step sees it."""
+    """Return the operations of a step on a wrapped chunk."""
     return ShardedChunkOfV2(chunk) if is_v2(chunk) else ShardedChunk(chunk)
 
 
@@ -91,7 +91,7 @@ class ShardedChunk:
         return self._outer_reductions.problems() if self._outer_reductions is not None else []
 
     def end(self) -> None:
-        """Undo what :meth:`finish_gradients` did for a step."""
+        """Revert :meth:`finish_gradients` after a step."""
 
     def install_weights(self) -> None:
         """Clip the main weights by QK-clip, if it is on, and update the compute weights."""
@@ -105,7 +105,7 @@ class ShardedChunk:
             self._outer_reductions.clear()
 
     def take_loaded_weights(self, *, is_with_state: bool) -> None:
-        """Update what follows from the weights that were loaded, with optimizer state or alone."""
+        """Update the weights that depend on the loaded ones, with optimizer state or alone."""
         if not is_with_state:
             for parameter_group in self._chunk.param_and_grad_buffer.parameter_groups:
                 copy_model_weights_to_main_weights(parameter_group)
@@ -143,7 +143,7 @@ class ShardedChunkOfV2(ShardedChunk):
         return problems
 
     def end(self) -> None:
-        """Give parameters the gradients back that were cast."""
+        """Restore the gradients that were replaced by a cast copy."""
         for param, grad in self._given:
             _set_gradient(param, grad)
         self._given.clear()

@@ -29,13 +29,13 @@ def enable() -> None:
     # Only now: it imports torch.
     from megatron_muon.runtime.dependencies import dependency_problems
 
-    # Before megatron is imported, which may fail on what they lack.
+    # Before megatron is imported, which may fail if they lack an API.
     if problems := dependency_problems():
         raise IncompatibleMegatronError(problems)
     try:
         from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES, V2_PATCHES
     except ImportError as error:
-        problem = f"megatron-core: expected what Muon imports of it, found {error}."
+        problem = f"megatron-core: expected the names that Muon imports, found {error}."
         raise IncompatibleMegatronError([problem]) from error
     from megatron_muon.mcore.relied_on import V2_FLAG, relied_on_problems
 
@@ -52,7 +52,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Restore what :func:`enable` changed; do nothing if it was not called.
+    """Revert the patches of :func:`enable`; do nothing if it was not called.
 
     Raises:
         RuntimeError: A target was wrapped again since; nothing was restored.

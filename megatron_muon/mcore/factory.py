@@ -56,7 +56,7 @@ from megatron_muon.runtime.lion import FSDPLion
 
 logger = logging.getLogger(__name__)
 
-# Parameter groups by name of the optimizer, and whether it is that of experts.
+# Parameter groups by name of the optimizer and ``is_expert``.
 type _GroupsByChild = dict[tuple[str, bool], list[dict[str, Any]]]
 
 
@@ -82,7 +82,7 @@ def build_megatron_fsdp_emerging_optimizer(
         pg_collection: Process groups of the model; None for ``parallel_state``'s.
         exchange: How matrices are exchanged; None for the ``--muon-fsdp-*`` flags, or their
             defaults in scripts without them.
-        splits: Which blocks are orthogonalized separately; None for ``config.muon_split_qkv`` and
+        splits: Blocks that are orthogonalized separately; None for ``config.muon_split_qkv`` and
             the ``--muon-split-*`` flags.
 
     Returns:
@@ -177,7 +177,7 @@ def _parameter_groups(
     overrides = {**(config_overrides or {}), **routing_rule(config)}
     groups_by_child: _GroupsByChild = defaultdict(list)
     for group in mcore_optimizer._get_param_groups(list(model_chunks), config, overrides):
-        # Some may be empty: groups are those of all pipeline stages, which reduce norms together.
+        # Some may be empty: all pipeline stages have the same groups and reduce norms together.
         name = group.get("optimizer", config.optimizer)
         groups_by_child[name, group["is_expert_parallel"]].append(group)
     return groups_by_child
@@ -199,7 +199,7 @@ class _Children:
         self._parts: dict[torch.Tensor, NamedParameter] = {}
 
     def read_parts(self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]) -> None:
-        """Read who holds which rows of Muon's parameters, or raise on all ranks together."""
+        """Read the row sharding of Muon's parameters, or raise on all ranks together."""
         problems = environment_problems()
         params = [
             param
@@ -241,13 +241,13 @@ class _Children:
             muon = FSDPAdaptiveMuon
         # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
         kwargs.pop("use_syrk", None)
-        # Tags alone say what is split: with --muon-no-split-qkv gate and up may still be.
+        # Only tags decide about splits: with --muon-no-split-qkv gate and up may still be.
         kwargs |= {"split_qkv": True, "device": current_device(), **requested_momentum()}
         return muon(param_groups, parts=self._parts, **kwargs)
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
         config = self._config
-        # As upstream: --lion-beta1 and --lion-beta2 are those of Lion beside another optimizer.
+        # As upstream: --lion-beta1 and --lion-beta2 belong to Lion beside another optimizer.
         betas = (
             (config.adam_beta1, config.adam_beta2)
             if config.optimizer == "lion"

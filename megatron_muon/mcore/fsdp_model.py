@@ -34,7 +34,7 @@ def is_megatron_fsdp(model_chunks: Sequence[torch.nn.Module]) -> bool:
     """Return whether Megatron-FSDP shards a model; refuse one that v2 shards unwrapped.
 
     Args:
-        model_chunks: What ``get_megatron_optimizer`` was given.
+        model_chunks: Model chunks passed to ``get_megatron_optimizer``.
 
     Raises:
         TypeError: A chunk has parameters of Megatron-FSDP v2, without Megatron's wrapper.
@@ -63,7 +63,7 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
     """Check that every model chunk is wrapped by Megatron-FSDP and holds its DTensor parameters.
 
     Args:
-        model_chunks: What ``get_megatron_optimizer`` was given.
+        model_chunks: Model chunks passed to ``get_megatron_optimizer``.
 
     Raises:
         TypeError: A chunk is not a ``FullyShardedDataParallel``.
@@ -93,10 +93,10 @@ def check_model_chunks(model_chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def gradients_stay(chunk: FSDPModel) -> bool:
-    """Return whether gradients are in the same memory in every step: that of their buffers.
+    """Return whether gradients are views of their buffers in every step.
 
-    Megatron-FSDP copies those of another dtype than the main weights, in every step. That v2 keeps
-    its buffers is no promise.
+    Megatron-FSDP copies gradients of another dtype than the main weights in every step. v2 does not
+    promise to keep its buffers.
     """
     if is_v2(chunk):
         return False
@@ -160,7 +160,7 @@ def copy_parameter_attributes(param: FSDPParameter) -> None:
 
 
 def sharded_module(chunk: FSDPModel) -> Any:
-    """Return what holds the sharded parameters: ``MegatronFSDP`` in v1, the wrapper in v2."""
+    """Return the module with the sharded parameters: ``MegatronFSDP`` in v1, the wrapper in v2."""
     return chunk if is_v2(chunk) else chunk.module
 
 
@@ -194,8 +194,8 @@ def grad_stats_group(
     Args:
         ddp_config: Configuration of the model's wrapper.
         groups: Process groups of the model.
-        is_expert: Whether the gradients are those of expert parameters.
-        is_over_instances: Whether all instances hold different shards; None for what v1 does, see
+        is_expert: True for gradients of expert parameters.
+        is_over_instances: True if all instances hold different shards; None for the rule of v1, see
             :func:`shards_over_outer_ranks`.
 
     Raises:

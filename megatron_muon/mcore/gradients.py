@@ -90,7 +90,7 @@ def count_problems(
 
     Args:
         norms: Norms or their squares, of one element; one that is not finite is a problem.
-        others: Gradients that these leave out, such as those of tensor-parallel duplicates.
+        others: Gradients not in ``norms``, for example of tensor-parallel duplicates.
         num_problems: Number of known problems of this rank.
         device: Device of the result.
 
@@ -100,7 +100,7 @@ def count_problems(
     Communication: one all-reduce of a single float32 over all ranks of the job.
     """
     found = [norm.reshape(1) for norm in [*norms, *_norms(others)]]
-    # Zero times what is not finite is NaN, and so is every sum with it.
+    # Zero times Inf or NaN is NaN, and so is every sum with it.
     total = torch.cat(found).mul_(0.0).sum(dtype=torch.float32).reshape(1).add_(num_problems)
     dist.all_reduce(total)
     return total
@@ -116,7 +116,7 @@ def norm_on_host(
 
     Args:
         gradients: Local gradients of the norm, with the group over which their squares are summed.
-        others: Gradients that the norm leaves out, such as those of tensor-parallel duplicates.
+        others: Gradients not in the norm, for example of tensor-parallel duplicates.
         num_problems: Number of known problems of this rank.
         device: Device of the reductions.
 
@@ -156,15 +156,15 @@ def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class LocalGradients:
-    """Lists of local gradients, over the parameters of which this rank holds rows.
+    """Lists of local gradients, over the parameters that have rows on this rank.
 
-    Most ranks hold rows of few parameters. Which of them upstream counts in the norm does not
-    change: it is asked once.
+    Most ranks hold rows of few parameters. Upstream counts the same parameters in every norm, so
+    they are looked up once.
 
     Args:
         children: The optimizers of a model.
         fqns: Names of all parameters.
-        stay: Whether gradients are in the same memory in every step.
+        stay: True if gradients are in the same memory in every step.
 
     Attributes:
         all: Local gradients of this step, of all optimizers.
@@ -188,7 +188,7 @@ class LocalGradients:
         self._fqns = fqns
         self._stay = stay
         self._views = AdjacentViews()
-        # Positions in the list of all: by optimizer, and those of none.
+        # Positions in ``all``: of each optimizer's norm, and of no norm.
         self._counted: list[list[int]] | None = None
         self._others: list[int] = []
         # Where a gradient is missing, positions are others, and the step is refused.
@@ -239,7 +239,7 @@ class LocalGradients:
         return self._views.of(self.all)
 
     def end(self) -> None:
-        """Drop what is not in the same memory in the next step."""
+        """Release the gradients, and the views if memory changes between steps."""
         self.all = []
         if not self._stay:
             self._views.forget()

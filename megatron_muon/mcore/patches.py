@@ -116,7 +116,7 @@ PATCHES: tuple[Patch, ...] = (
             "intra_dist_opt_group, distributed_optimizer_instance_id, pg_collection, "
             "skip_megatron_wrapping"
         ),
-        # Upstream's group is one instance; the wrapper replaces what this line has set.
+        # Upstream's group is one instance; the wrapper replaces the group that this line sets.
         source_lines=("setattr(optimizer, 'grad_stats_parallel_group', intra_dist_opt_group)",),
     ),
     Patch(
@@ -133,7 +133,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.transformer.moe.experts:TEGroupedMLP._ensure_main_grad",
-        "fused accumulation, optim: grouped experts keep what Megatron-FSDP says of main_grad",
+        "fused accumulation, optim: grouped experts keep the mark that Megatron-FSDP sets",
         repairs_gradients.keep_mark_of_grouped_experts,
         parameters="linear_module",
         source_lines=(

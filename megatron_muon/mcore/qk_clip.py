@@ -98,7 +98,7 @@ def largest_logit(model: Sequence[Any], log_max_only: bool) -> float:
 
     Args:
         model: Chunks wrapped by Megatron-FSDP.
-        log_max_only: Whether nothing was clipped, so that logits must still be reduced.
+        log_max_only: True if nothing was clipped, so that logits must still be reduced.
 
     Communication: with ``log_max_only`` see :func:`_reduced`; otherwise none.
     """
@@ -137,7 +137,7 @@ def _reduced(fsdp_module: Any) -> Iterator[tuple[str, Any, torch.Tensor, float]]
 
 
 def _attentions(fsdp_module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attention modules that upstream clips: those of the decoder's layers."""
+    """Yield the attention modules of the decoder's layers, which upstream clips."""
     decoder = get_attr_wrapped_model(fsdp_module.module, "decoder")
     for index, layer in enumerate(decoder.layers):
         attention: Any = getattr(layer, "self_attention", None)

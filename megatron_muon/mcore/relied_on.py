@@ -11,20 +11,19 @@ from collections.abc import Mapping
 from megatron_muon.mcore.patching import symbol_problems
 
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
-_OPTIMIZER = "megatron.core.optimizer"
 
 RELIED_ON: Mapping[str, tuple[str, ...]] = {
     # Blocks of fused QKV follow this line (rows/matrices.py).
-    f"{_OPTIMIZER}.emerging_optimizers:TensorParallelMuon.orthogonalize": (
+    "megatron.core.optimizer.emerging_optimizers:TensorParallelMuon.orthogonalize": (
         "num_query_groups = grad_shape[0] // qkv_split_dim",
     ),
     # The chained optimizer keeps this order, and clips between the two lines.
-    f"{_OPTIMIZER}.optimizer:ChainedOptimizer.step": (
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.step": (
         "found_inf_flag = self.prepare_grads()",
         "update_successful = False if should_skip_update else self.step_with_ready_grads()",
     ),
     # The chained optimizer installs and gathers the weights of all inner optimizers once.
-    f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.step_with_ready_grads": (
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads": (
         "model_chunk.start_param_sync()",
     ),
     # OuterReductions counts the calls that reduce over HSDP's outer ranks.
@@ -74,7 +73,7 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = {
 }
 
 # An unknown argument would be ignored, as FSDPZeROTensorParallelMuon replaces the step.
-_MUON = f"{_OPTIMIZER}.emerging_optimizers:TensorParallelMuon.__init__"
+_MUON = "megatron.core.optimizer.emerging_optimizers:TensorParallelMuon.__init__"
 _MUON_PARAMETERS = (
     "self, params, lr, momentum, nesterov, weight_decay, use_decoupled_weight_decay, split_qkv, "
     "is_qkv_fn, qkv_split_shapes, fp32_matmul_prec, coefficient_type, num_ns_steps, scale_mode, "
@@ -87,11 +86,11 @@ _LATER_MUON_PARAMETER = "use_syrk"
 V2_FLAG = "megatron.core.distributed:DistributedDataParallelConfig.megatron_fsdp_version"
 V2_RELIED_ON: Mapping[str, tuple[str, ...]] = {
     # The chained optimizer casts gradients, and restores them, as this one and its children do.
-    f"{_OPTIMIZER}.fully_sharded_optimizer:FullyShardedOptimizer.step_with_ready_grads": (
+    "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer.step_with_ready_grads": (
         "parameter.grad_dtype = original_grad.dtype",
     ),
     # A mark makes gradients local shards (repairs_gradients.py, count_shards_once).
-    f"{_OPTIMIZER}.optimizer:MegatronOptimizer._filter_grads_for_norm": (
+    "megatron.core.optimizer.optimizer:MegatronOptimizer._filter_grads_for_norm": (
         "grad = param.grad._local_tensor if param.grad is not None else None",
     ),
     # Rows of all ranks (rows/megatron_fsdp.py).

@@ -7,7 +7,7 @@ norm, as its update hardly changes when gradients are scaled. They matter for Mu
 mixes gradients that were clipped or scaled differently.
 
 With fusion, the backward pass of a linear layer adds the gradient of its weight to ``main_grad``,
-or overwrites it. Which of them is right depends on the sharding strategy:
+or overwrites it. The sharding strategy decides which one is right:
 
 ==================================  ============================  ==============================
 strategy                            ``main_grad``                 gradients must be
@@ -62,7 +62,7 @@ def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., An
     one rank (experts with as many expert-parallel as data-parallel ranks, or one inner rank under
     HSDP) upstream makes the buffer unsharded: microbatches accumulate in it, and every reduction
     multiplies all of it by 1 / dp again; with another communication dtype it even adds the buffer
-    to itself. A sharded buffer of one shard is handled as that of any other group.
+    to itself. A sharded buffer of one shard is handled as in any other group.
 
     Only gradient buffers have the argument of a scaling factor, which may be None.
 
@@ -83,7 +83,7 @@ def scale_each_microbatch_once(original: Callable[..., Any]) -> Callable[..., An
 
 
 def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_get_megatron_optimizer_based_on_param_groups``: the norm is that of all shards.
+    """Wrap ``_get_megatron_optimizer_based_on_param_groups``: the norm covers all shards.
 
     Upstream reduces it over one optimizer instance, which under HFSDP holds only some of the
     shards: instances have different norms and clip differently. That of v2 is reduced over the
@@ -102,7 +102,7 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
         is_over = None
         if is_v2 := fsdp_model.is_v2(model_chunks[0]):
             # Pull request 6489: each rank's part is divided by the number of its copies, and the
-            # sum is that of all ranks.
+            # sum covers all ranks.
             if "get_grad_norm" in vars(type(optimizer)):
                 return optimizer
             is_over = fsdp_model.is_sharded_over_instances(model_chunks[0], ddp_config)
@@ -119,7 +119,7 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
 def count_shards_once(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``FullyShardedOptimizer.__init__``: gradients of v2 are counted once in norm and zeros.
 
-    Upstream sums what it counts over the mesh of DTensors, and then over the data-parallel ranks,
+    Upstream sums norm and count over the mesh of DTensors, and then over the data-parallel ranks,
     which are the same: the norm is sqrt(dp) times too large, and clipping follows it. With expert
     parallelism it asserts that there is one mesh. Gradients of v1 are counted as local shards, by a
     mark on their parameters.
@@ -169,7 +169,7 @@ def complete_backward_passes(original: Callable[..., None]) -> Callable[..., Non
 
 
 def _raise_where_missing(context: Any) -> None:
-    """Name what has no gradient in modules that wait for one."""
+    """Raise with the parameters without a gradient in modules that wait for one."""
     missing = [
         f"{module.name}.{each.fqns[0]}".lstrip(".")
         for module in context.forward_order

@@ -193,9 +193,9 @@ def accept_stages(original: Callable[..., None]) -> Callable[..., None]:
         pg_collection: Any,
         disable_bucketing: bool,
     ) -> None:
-        """Check what is not about stages."""
+        """Check everything but the stages."""
         if config.pipeline_model_parallel_size > 1:
-            # What upstream sees is a model of this stage alone.
+            # Upstream sees a model of this stage alone.
             config, pg_collection = copy.copy(config), copy.copy(pg_collection)
             config.pipeline_model_parallel_size, pg_collection.pp = 1, None
             if not any(isinstance(each, MoELayer) for each in module.modules()):
@@ -214,7 +214,7 @@ def accept_chunks(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def _validate_config(config: Any, model_chunks: list[Any]) -> None:
-        """Check what is not about the number of chunks."""
+        """Check everything but the number of chunks."""
         original(config, model_chunks[:1])
 
     return _validate_config

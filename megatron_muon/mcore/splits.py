@@ -36,7 +36,7 @@ def tag_blocks(chunk: Any, splits: Splits, num_rows: Callable[[Any], int]) -> No
 
     Args:
         chunk: Model chunk, wrapped or not.
-        splits: Which layers are split.
+        splits: Layers to split.
         num_rows: Returns the tensor-parallel-local rows of a parameter.
 
     Raises:
@@ -153,7 +153,7 @@ def build_with_flags(
     config_overrides: dict[Any, Any] | None,
     pg_collection: Any,
 ) -> Any:
-    """Call ``_get_megatron_emerging_optimizer`` with what the flags ask for.
+    """Call ``_get_megatron_emerging_optimizer`` with the splits and routes of the flags.
 
     Args:
         original: Upstream's function.
@@ -165,7 +165,7 @@ def build_with_flags(
     for chunk in model_chunks:
         tag_blocks(chunk, requested_splits(config), lambda param: param.shape[0])
     overrides = {**(config_overrides or {}), **router_rule(config)}
-    # Only the tags decide what is split, as under Megatron-FSDP.
+    # Only the tags decide about splits, as under Megatron-FSDP.
     config = copy.copy(config)
     config.muon_split_qkv = True
     # Upstream's function would overwrite our tags of query, key and value.
@@ -178,5 +178,5 @@ def build_with_flags(
 
 
 def _no_split_shapes(_model_config: Any) -> list[int]:
-    """Return a size of which no number of rows is a multiple, so that upstream tags nothing."""
+    """Return a size that divides no number of rows, so that upstream tags nothing."""
     return [2**62]

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_muon.user_errors import SettingsError
 
-# What --optimizer may be: Muon and its adaptive forms, and Lion, which is elementwise.
+# Values of --optimizer: Muon and its adaptive forms, and Lion, which is elementwise.
 BUILT_OPTIMIZERS = ("muon", "adaptive_muon", "lion")
 
 Settings = Mapping[str, Any]
@@ -19,11 +19,11 @@ class Unsupported:
     """One setting that cannot work.
 
     Args:
-        flag: How the user asked for it.
-        is_requested: Whether these settings ask for it.
+        flag: Flag or setting, as the user knows it.
+        is_requested: Returns True if settings ask for it.
         reason: Why it cannot work.
-        instead: What to do.
-        found: What was given; None where ``flag`` says it all.
+        instead: Advice.
+        found: Returns the value for the message; None if ``flag`` is enough.
     """
 
     flag: str
@@ -33,7 +33,7 @@ class Unsupported:
     found: Callable[[Settings], str] | None = None
 
     def sentence(self, settings: Settings) -> str:
-        """Return what was asked for and given, why it cannot work, and what to do."""
+        """Return flag, value, reason and advice as a sentence."""
         given = f", got {self.found(settings)}" if self.found is not None else ""
         return f"{self.flag}{given}: {self.reason}; {self.instead}."
 
@@ -339,15 +339,15 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 def unsupported_settings(
     settings: Settings, rows: Sequence[Unsupported] = UNSUPPORTED
 ) -> list[str]:
-    """List what Muon under Megatron-FSDP cannot honour.
+    """List the settings that are not supported under Megatron-FSDP, as sentences.
 
     Args:
         settings: Names and values as Megatron's arguments and configurations spell them; a name
             that is absent counts as not requested.
-        rows: What is refused; :data:`FSDP_UNSUPPORTED` with another optimizer than Muon.
+        rows: Table of refusals; :data:`FSDP_UNSUPPORTED` with another optimizer than Muon.
 
     Returns:
-        A sentence for each refused setting: what was given, the reason, what to use instead.
+        A sentence for each refused setting: value, reason and advice.
     """
     return [row.sentence(settings) for row in rows if row.is_requested(settings)]
 
@@ -370,7 +370,7 @@ def raise_where_refused(optimizer: object, refusals: Sequence[str]) -> None:
 
 
 def alignment_problems(config: Any) -> list[str]:
-    """List what makes stages reduce no gradients, as a sentence.
+    """Return an error message if stages would not reduce their gradients.
 
     Args:
         config: Configuration of a model chunk, while it trains.

@@ -10,36 +10,48 @@ import os
 import pkgutil
 import sys
 from collections.abc import Iterator
-from itertools import starmap
 
 import torch
-
-_DTENSOR = "torch.distributed.tensor"
-_EMERGING = "emerging_optimizers.orthogonalized_optimizers"
 
 # Use by name. Without this table a missing name would end an import or a step with an error that
 # says neither which package it belongs to nor what to install.
 _SYMBOLS = {
-    f"{_DTENSOR}:DTensor._local_tensor": "the rows of a rank, without a view",
-    f"{_DTENSOR}:DTensor.__create_chunk_list__": "what checkpoints write of a rank",
-    f"{_DTENSOR}.placement_types:Placement.is_shard": "which dimension an axis cuts",
-    f"{_DTENSOR}.placement_types:_StridedShard": "FSDP2 beside tensor parallelism",
-    "torch.distributed.device_mesh:DeviceMesh.get_coordinate": "the place of a rank in a mesh",
-    "emerging_optimizers.mixin:WeightDecayT": "the type of an argument",
-    "emerging_optimizers.utils:FP32MatmulPrecT": "the precisions of Newton-Schulz",
-    "emerging_optimizers.utils:fp32_matmul_precision": "the precision of Newton-Schulz",
-    f"{_EMERGING}:Muon._init_group": "momentum from the start",
-    f"{_EMERGING}:Muon._apply_weight_decay_inplace": "the method that replaces it",
-    f"{_EMERGING}:Muon.orthogonalize": "the method that replaces it",
-    f"{_EMERGING}:Muon.pre_weight_update_fn_inplace": "subclasses that change updates",
-    f"{_EMERGING}:Muon.post_weight_update_fn_inplace": "subclasses that change updates",
-    f"{_EMERGING}.muon:MuonScaleT": "the ways to scale results",
-    f"{_EMERGING}.muon:get_muon_scale_factor": "the scale of results",
-    f"{_EMERGING}.muon_utils:_COEFFICIENT_SETS": "the coefficients",
-    f"{_EMERGING}.muon_utils:get_coefficient_iterator": "the order of coefficients",
-    f"{_EMERGING}.muon_utils:newton_schulz": "Newton-Schulz of fp32 matrices",
-    f"{_EMERGING}.muon_utils:newton_schulz_step": "Newton-Schulz of bf16 matrices",
-    f"{_EMERGING}.muon_utils:batched_newton_schulz_step": "Newton-Schulz of bf16 matrices",
+    "torch.distributed.tensor": {
+        "DTensor._local_tensor": "the rows of a rank, without a view",
+        "DTensor.__create_chunk_list__": "the shards that checkpoints write",
+    },
+    "torch.distributed.tensor.placement_types": {
+        "Placement.is_shard": "which dimension an axis cuts",
+        "_StridedShard": "FSDP2 beside tensor parallelism",
+    },
+    "torch.distributed.device_mesh": {
+        "DeviceMesh.get_coordinate": "the place of a rank in a mesh",
+    },
+    "emerging_optimizers.mixin": {
+        "WeightDecayT": "the type of an argument",
+    },
+    "emerging_optimizers.utils": {
+        "FP32MatmulPrecT": "the precisions of Newton-Schulz",
+        "fp32_matmul_precision": "the precision of Newton-Schulz",
+    },
+    "emerging_optimizers.orthogonalized_optimizers": {
+        "Muon._init_group": "momentum from the start",
+        "Muon._apply_weight_decay_inplace": "the method that replaces it",
+        "Muon.orthogonalize": "the method that replaces it",
+        "Muon.pre_weight_update_fn_inplace": "subclasses that change updates",
+        "Muon.post_weight_update_fn_inplace": "subclasses that change updates",
+    },
+    "emerging_optimizers.orthogonalized_optimizers.muon": {
+        "MuonScaleT": "the ways to scale results",
+        "get_muon_scale_factor": "the scale of results",
+    },
+    "emerging_optimizers.orthogonalized_optimizers.muon_utils": {
+        "_COEFFICIENT_SETS": "the coefficients",
+        "get_coefficient_iterator": "the order of coefficients",
+        "newton_schulz": "Newton-Schulz of fp32 matrices",
+        "newton_schulz_step": "Newton-Schulz of bf16 matrices",
+        "batched_newton_schulz_step": "Newton-Schulz of bf16 matrices",
+    },
 }
 
 
@@ -125,20 +137,24 @@ def missing_symbols() -> list[str]:
 
     A package whose own import fails has one message, with that error.
     """
-    return list(dict.fromkeys(filter(None, starmap(_problem_of, _SYMBOLS.items()))))
+    found = [
+        _problem_of(module, name, use)
+        for module, uses in _SYMBOLS.items()
+        for name, use in uses.items()
+    ]
+    return list(dict.fromkeys(filter(None, found)))
 
 
 _ADVICE = "Install a release of docs/support.md"
 
 
-def _problem_of(symbol: str, use: str) -> str:
+def _problem_of(module: str, name: str, use: str) -> str:
     try:
-        pkgutil.resolve_name(symbol)
+        pkgutil.resolve_name(f"{module}:{name}")
     except Exception as error:
-        release = _release_of(symbol)
-        if symbol.partition(":")[0] in sys.modules:
-            name = symbol.replace(":", ".")
-            return f"{name}: expected it for {use}, got none in {release}. {_ADVICE}"
+        release = _release_of(module)
+        if module in sys.modules:
+            return f"{module}.{name}: expected it for {use}, got none in {release}. {_ADVICE}"
         return (
             f"{release}: expected its import to work, got {error!r}. Install what it needs, as "
             "absl-py (pip install absl-py), and run Python without -OO"
@@ -153,16 +169,16 @@ def _muon_problems() -> list[str]:
         found = "another result"
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         found = str(error).partition("\n")[0]
-    release = _release_of(_EMERGING)
+    release = _release_of("emerging_optimizers")
     return [
         "emerging_optimizers' Muon.step: expected it as in the tested releases, got "
         f"{found} in {release}. {_ADVICE}"
     ]
 
 
-def _release_of(symbol: str) -> str:
-    """Return the package of a symbol with its version."""
-    if symbol.startswith("torch"):
+def _release_of(module: str) -> str:
+    """Return the package of a module with its version."""
+    if module.startswith("torch"):
         return f"torch {torch.__version__}"
     try:
         return f"emerging-optimizers {importlib.metadata.version('emerging-optimizers')}"

@@ -49,23 +49,30 @@ def build_gpt(*, is_tied: bool = False, **config_settings: Any) -> Any:
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
     )
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=2,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        **config_settings,
+    is_latent = "kv_lora_rank" in config_settings
+    config = (MLATransformerConfig if is_latent else TransformerConfig)(
+        **{
+            "num_layers": 2,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "add_bias_linear": False,
+            "normalization": "RMSNorm",
+            "persist_layer_norm": False,
+            "gradient_accumulation_fusion": False,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            **config_settings,
+        }
     )
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        normalization="RMSNorm",
+        multi_latent_attention=is_latent,
+    )
     mtp = get_gpt_mtp_block_spec(config, layer, False) if config.mtp_num_layers else None
     return GPTModel(
         config,

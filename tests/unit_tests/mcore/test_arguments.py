@@ -187,56 +187,44 @@ def test_refusal_ends_every_rank(flags, message, code):
         assert message in output
 
 
-def test_checkpoints_of_grouped_experts_with_biases_are_refused():
-    """Upstream saves the biases of all expert-parallel ranks under one name."""
-    settings = {
-        "optimizer": "muon",
-        "moe_grouped_gemm": True,
-        "add_bias_linear": True,
-        "expert_model_parallel_size": 2,
-    }
-    assert not unsupported_settings(settings)
-    for key in ("save", "load", "pretrained_checkpoint"):
-        (refusal,) = unsupported_settings({**settings, key: "folder"})
-        assert "biases of all expert-parallel ranks one name; add" in refusal
-        without = {**settings, key: "folder", "expert_model_parallel_size": 1}
-        assert not unsupported_settings(without)
-
-
-def test_repeated_layer_with_fused_accumulation_is_refused():
-    """Each use of the layer overwrites the bucket of the microbatch; one buffer a step adds up."""
-    settings = {
-        "optimizer": "muon",
-        "gradient_accumulation_fusion": True,
-        "mtp_num_layers": 2,
-        "mtp_use_repeated_layer": True,
-        "data_parallel_sharding_strategy": ZERO_3,
-    }
-    (refusal,) = unsupported_settings(settings)
-    assert "keeps the gradient of one use of the layer" in refusal
-    for key, value in (
-        ("gradient_accumulation_fusion", False),
-        ("mtp_num_layers", 1),
-        ("mtp_use_repeated_layer", False),
-        ("data_parallel_sharding_strategy", "optim"),
-    ):
-        assert not unsupported_settings({**settings, key: value})
+# Settings that are refused together, and changes of one of them that are not.
+BIASES = {"moe_grouped_gemm": True, "add_bias_linear": True, "expert_model_parallel_size": 2}
+REPEATED = {
+    "gradient_accumulation_fusion": True,
+    "mtp_num_layers": 2,
+    "mtp_use_repeated_layer": True,
+    "data_parallel_sharding_strategy": ZERO_3,
+}
+LOCAL = {"cuda_graph_impl": "local"}
 
 
 @pytest.mark.parametrize(
     ("settings", "is_refused"),
     [
+        (BIASES, False),
+        *(({**BIASES, key: "folder"}, True) for key in ("save", "load", "pretrained_checkpoint")),
+        ({**BIASES, "save": "folder", "expert_model_parallel_size": 1}, False),
+        (REPEATED, True),
+        ({**REPEATED, "gradient_accumulation_fusion": False}, False),
+        ({**REPEATED, "mtp_num_layers": 1}, False),
+        ({**REPEATED, "mtp_use_repeated_layer": False}, False),
+        ({**REPEATED, "data_parallel_sharding_strategy": "optim"}, False),
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, True),
-        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]}, True),
+        ({**LOCAL, "cuda_graph_modules": ["full_iteration"]}, True),
         ({"cuda_graph_modules": "full_iteration"}, True),
         ({"cuda_graph_scope": [types.SimpleNamespace(name="full_iteration")]}, True),
-        ({"cuda_graph_impl": "local", "cuda_graph_modules": "full_iteration_inference"}, False),
+        ({**LOCAL, "cuda_graph_modules": "full_iteration_inference"}, False),
         ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "mlp"]}, False),
         ({"cuda_graph_impl": "none", "cuda_graph_modules": "full"}, False),
     ],
+    ids=str,
 )
-def test_graph_of_a_whole_iteration_is_refused_by_each_of_its_names(settings, is_refused):
-    """A replay counts no reductions, so HSDP would raise in the first one; layers are captured."""
+def test_settings_are_refused_only_together(settings, is_refused):
+    """Biases of grouped experts, a layer that is used again, graphs of a whole iteration.
+
+    Upstream saves the biases of all ranks under one name; each use of the layer overwrites the
+    bucket of the microbatch; a replay counts no reductions.
+    """
     assert len(unsupported_settings({"optimizer": "muon", **settings})) == is_refused
 
 

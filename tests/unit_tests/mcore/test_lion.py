@@ -3,6 +3,7 @@
 """Lion beside Muon, on the shards of a real Megatron-FSDP model."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.device import device
@@ -42,15 +43,9 @@ def _step_shards_and_whole(sharding: str) -> dict[str, Any]:
         ]
     )
 
-    seen: list[str] = []
-    lerp = torch._foreach_lerp
-
-    def recorded(averages: Any, grads: Any, weight: float) -> Any:
-        seen.extend(type(tensor).__name__ for tensor in (*averages, *grads))
-        return lerp(averages, grads, weight)
-
+    seen: set[str] = set()
     states = {param: inner.state[param]["exp_avg"] for param in params}
-    num_empty = 0
+    num_empty = num_updates = 0
     for step in range(3):
         for index, param in enumerate(params):
             generator = torch.Generator().manual_seed(100 * step + index)
@@ -60,9 +55,11 @@ def _step_shards_and_whole(sharding: str) -> dict[str, Any]:
             num_empty += rows.numel() == 0
             # What Megatron-FSDP leaves of an empty shard.
             param.grad = with_local(param, rows.clone()) if rows.numel() else None
-        torch._foreach_lerp = recorded
-        inner.step()
-        torch._foreach_lerp = lerp
+        with mock.patch("torch._foreach_lerp", wraps=torch._foreach_lerp) as lerp:
+            inner.step()
+        for (averages, grads, _), _ in lerp.call_args_list:
+            seen |= {type(tensor).__name__ for tensor in (*averages, *grads)}
+            num_updates += len(averages)
         upstream.step()
     different = [
         names[param]
@@ -79,8 +76,8 @@ def _step_shards_and_whole(sharding: str) -> dict[str, Any]:
     )
     return {
         "different": different,
-        "seen": sorted(set(seen)),
-        "num_updates": len(seen) // 2,
+        "seen": sorted(seen),
+        "num_updates": num_updates,
         "num_params": len(params),
         "num_empty": num_empty,
         "kept": kept,

@@ -273,6 +273,7 @@ def test_enable_is_idempotent_reversible_and_all_or_nothing():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.skipif(not megatron.core.__version__.startswith("0.19"), reason="of that release")
 def test_diffs_of_the_pull_requests_apply_to_the_release(tmp_path):
     """Each alone, and all together."""
     diffs = sorted((ROOT / "patches" / "core_v0.19.2").glob("*.patch"))

@@ -8,9 +8,11 @@ by 2e-2.
 """
 
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.ranks import run_ranks
+from helpers.toy_fsdp import build_gpt, wrap_gpt
 from helpers.toy_gpt import (
     BF16,
     FP32_GRADIENTS,
@@ -26,49 +28,33 @@ from helpers.toy_gpt import (
 pytestmark = pytest.mark.ranks
 
 
+MULTI_LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 4,
+    "rope_type": "rope",
+    "apply_rope_fusion": False,
+}
+
+
 def _build_gpt(is_latent: bool, num_tensor_ranks: int, *, is_bf16: bool) -> Any:
     """Build a two-layer GPT that clips at 0.5, the same in every call."""
     import torch
-    from megatron.core import tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(1)
-    settings: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
-        "tensor_model_parallel_size": num_tensor_ranks,
-        "bf16": is_bf16,
-        "params_dtype": torch.bfloat16 if is_bf16 else torch.float32,
-        "qk_clip": True,
-        "qk_clip_threshold": 0.5,
-        "qk_clip_alpha": 0.3,
-    }
-    if is_latent:
-        config = MLATransformerConfig(
-            **settings,
-            q_lora_rank=12,
-            kv_lora_rank=10,
-            qk_head_dim=6,
-            qk_pos_emb_head_dim=2,
-            v_head_dim=4,
-            rope_type="rope",
-            apply_rope_fusion=False,
-        )
-    else:
-        config = TransformerConfig(**settings, num_query_groups=2)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=is_latent)
-    gpt = GPTModel(config, layer, vocab_size=48, max_sequence_length=8)
-    return Float16Module(config, gpt) if is_bf16 else gpt
+    gpt = build_gpt(
+        num_attention_heads=4,
+        tensor_model_parallel_size=num_tensor_ranks,
+        bf16=is_bf16,
+        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        qk_clip=True,
+        qk_clip_threshold=0.5,
+        qk_clip_alpha=0.3,
+        **(MULTI_LATENT if is_latent else {"num_query_groups": 2}),
+    )
+    return Float16Module(gpt.config, gpt) if is_bf16 else gpt
 
 
 def _attentions(model: Any) -> list[Any]:
@@ -81,7 +67,6 @@ def _clip_both(
     """Clip row shards here, and whole weights by upstream's own method; compare the bits."""
     import torch
     import torch.distributed as dist
-    from helpers.toy_fsdp import wrap_gpt
     from megatron.core import parallel_state
 
     import megatron_muon
@@ -114,17 +99,8 @@ def _clip_both(
         ours.core_attention.current_max_attn_logits = by_rank[data_rank]
         theirs.core_attention.current_max_attn_logits = by_rank.amax(dim=0)
         theirs.clip_qk()
-    num_reductions = 0
-    original = dist.all_reduce
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_reductions
-        num_reductions += 1
-        return original(*args, **kwargs)
-
-    dist.all_reduce = counted
-    clip_row_shards(model.module)
-    dist.all_reduce = original
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        clip_row_shards(model.module)
     prefix = "module." if is_bf16 else ""
     expected = dict(reference.named_parameters())
     different = []
@@ -141,7 +117,7 @@ def _clip_both(
     return {
         "different": different,
         "logged": logged / num_data_ranks,
-        "num_reductions": num_reductions,
+        "num_reductions": all_reduce.call_count,
         "is_reset": all(
             a.core_attention.current_max_attn_logits is None for a in _attentions(model)
         ),
