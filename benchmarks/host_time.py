@@ -215,12 +215,12 @@ class NoEngine:
     """Yield all parameters of which this rank holds rows at once."""
 
     def __init__(self, parameters: Sequence[Any], *_: Any, **__: Any) -> None:
-        from megatron_muon.rows.matrices import MatrixRows
+        from megatron_muon.rows.matrices import RowIndex
 
         self.inputs: list[Any] = []
         self.moments: list[Any] = []
         self.handles = [
-            MatrixRows(each.param, None, slice(None), slice(None))
+            RowIndex(each.param, None, slice(None), slice(None))
             for each in parameters
             if each.param._local_tensor.numel()
         ]

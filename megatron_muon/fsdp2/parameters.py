@@ -23,11 +23,11 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron_muon.plan.layout import Box
 from megatron_muon.rows.megatron_fsdp import is_joined, is_of_fsdp_v1, is_of_fsdp_v2, tensor_mesh
 from megatron_muon.rows.parameters import (
-    NamedParameter,
+    PlannedParameter,
     as_dtensor,
     over_tensor_ranks,
-    part_of,
     ranks_of_mesh,
+    tensor_shard_of,
     whole_box,
 )
 from megatron_muon.rows.placements import sharded_dim
@@ -35,7 +35,7 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
 
-def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[NamedParameter]:
+def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[PlannedParameter]:
     """Yield the parameters of groups, viewed as they are."""
     number = 0
     for group in param_groups:
@@ -45,7 +45,7 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[Name
         number += len(names)
         sizes = group.get("split_sizes")
         for name, param in zip(names, group["params"], strict=True):
-            yield NamedParameter(
+            yield PlannedParameter(
                 name,
                 param,
                 param,
@@ -94,8 +94,8 @@ class PlainGroups:
     blocks: dist.ProcessGroup | None
 
     def viewed(
-        self, parameters: Sequence[NamedParameter], device: torch.device
-    ) -> tuple[list[NamedParameter], list[str]]:
+        self, parameters: Sequence[PlannedParameter], device: torch.device
+    ) -> tuple[list[PlannedParameter], list[str]]:
         """View parameters as they are planned; called by all ranks of the job together.
 
         Returns:
@@ -182,7 +182,7 @@ class PlainGroups:
         )
         return mesh, []
 
-    def _block_sizes(self, parameters: Sequence[NamedParameter]) -> dict[int, list[int]]:
+    def _block_sizes(self, parameters: Sequence[PlannedParameter]) -> dict[int, list[int]]:
         """Return, by parameter that is cut into blocks, the sizes of all blocks."""
         mine = {
             number: local_tensor(each.param).shape[dim]
@@ -197,8 +197,8 @@ class PlainGroups:
         return {number: [sizes.get(number, 0) for sizes in of_ranks] for number in mine}
 
     def _plain_view(
-        self, each: NamedParameter, mesh: DeviceMesh, sizes: list[int] | None
-    ) -> NamedParameter:
+        self, each: PlannedParameter, mesh: DeviceMesh, sizes: list[int] | None
+    ) -> PlannedParameter:
         """View a plain tensor on the mesh."""
         if isinstance(each.param, DTensor):
             raise ValueError(
@@ -241,7 +241,7 @@ def partition_dim(param: torch.Tensor) -> int | None:
     return dim if is_cut and isinstance(dim, int) and dim >= 0 else None
 
 
-def _megatron_view(each: NamedParameter) -> NamedParameter:
+def _megatron_view(each: PlannedParameter) -> PlannedParameter:
     """View a DTensor of Megatron-FSDP over its tensor-parallel ranks; leave others as they are."""
     param = each.param
     if not isinstance(param, DTensor) or not (
@@ -257,7 +257,7 @@ def _megatron_view(each: NamedParameter) -> NamedParameter:
             "expected a parameter of a model of Megatron-FSDP, whose buffer says which rows ranks "
             "hold, got a DTensor made of its shards. Pass the parameter"
         )
-    part = part_of(each)
+    part = tensor_shard_of(each)
     mesh = None if is_of_fsdp_v2(param) else tensor_mesh(param)
     if mesh is None:
         return part
@@ -271,7 +271,7 @@ def _megatron_view(each: NamedParameter) -> NamedParameter:
     return viewed
 
 
-def _flattened(each: NamedParameter) -> NamedParameter:
+def _flattened(each: PlannedParameter) -> PlannedParameter:
     """View a tensor as a matrix of its first dimension and all others."""
     view, local = each.view, local_tensor(each.param)
     if not local.is_contiguous():
