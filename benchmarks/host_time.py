@@ -213,14 +213,15 @@ def build_scaled_model(job: Job) -> Any:
 class NoEngine:
     """Yield all parameters of which this rank holds rows at once."""
 
-    def __init__(self, step: Any) -> None:
+    def __init__(self, parameters: Sequence[Any], *_: Any, **__: Any) -> None:
         from megatron_muon.rows.matrices import MatrixRows
 
-        params = [param for muon in step.optimizers for param in muon.params]
+        self.inputs: list[Any] = []
+        self.moments: list[Any] = []
         self.handles = [
-            MatrixRows(param, None, slice(None), slice(None))
-            for param in params
-            if param._local_tensor.numel()
+            MatrixRows(each.param, None, slice(None), slice(None))
+            for each in parameters
+            if each.param._local_tensor.numel()
         ]
 
     def on_all_ranks(self, build: Any) -> Any:
@@ -244,17 +245,29 @@ class NoEngine:
         yield self.handles
 
 
+def no_plans(parameters: Sequence[Any], *_: Any, **__: Any) -> Any:
+    """Return the parameters in place of plan inputs."""
+    from megatron_muon.rows.plan_inputs import PlanInputs
+
+    return PlanInputs(list(parameters), [], 0, None)
+
+
 def outer_figures(job: Job) -> dict[str, float]:
     """Time what is not the engine, by part, and AdamW."""
+    from unittest import mock
+
     import torch
 
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.step import muon_step
 
     with one_rank_of(job.dp, 0):
         model = build_scaled_model(job)
         # Plans are made from what other ranks say, and these say nothing.
-        MuonStep._owner_compute = lambda self, exchange: NoEngine(self)  # type: ignore[method-assign]
-        optimizer = build_muon(model)
+        with (
+            mock.patch.object(muon_step, "find_plan_inputs", no_plans),
+            mock.patch.object(muon_step, "OwnerCompute", NoEngine),
+        ):
+            optimizer = build_muon(model)
         model.finish_grad_sync()
         params = optimizer.get_parameters()
         held = [param for param in params if param.grad is not None]

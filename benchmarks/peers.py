@@ -103,8 +103,7 @@ def adam(model: Model, precision: str) -> Peer:
 
 def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     """This package's optimizer."""
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.plan.settings import ExchangeSettings
     from megatron_muon.rows.parameters import NamedParameter
 
@@ -118,7 +117,7 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     for index, (param, grad) in enumerate(zip(params, model.shards(1000), strict=True)):
         param.grad = model.dtensor(index, grad) if grad.numel() else None
     muon = FSDPZeROTensorParallelMuon(params, parts=parts, fp32_matmul_prec=precision, **MUON)
-    muon_step = MuonStep([muon], ExchangeSettings(**exchange))
+    muon_step = build_muon_step([muon], ExchangeSettings(**exchange))
     return Peer(muon_step.step, [(backend, "run") for backend in BACKENDS.values()], keep=muon_step)
 
 

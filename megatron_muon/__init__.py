@@ -14,6 +14,7 @@ Parts, each importing only those above it::
     report/         time, bytes and memory of a plan; plans of jobs that do not run
     runtime/        runs a plan; torch.distributed, no megatron
     rows/           which rows of a parameter each rank holds, and the plans that follow
+    step/           the optimizer step of both front ends, and its state
     fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
     checkpoint/     reads, verifies and converts checkpoint files, without megatron
     patching/       changes a package at run time: verified first, reversible

@@ -12,9 +12,8 @@ Files, each importing only those above it::
     gradient_check          checks that gradients are complete and finite on all ranks
     local_gradients         the gradients of this rank's rows
     gradient_norm           norm, clipping and check, with one host synchronization
-    muon                    FSDPZeROTensorParallelMuon: momentum and weights of row shards
+    muon                    FSDPZeROTensorParallelMuon, and its step
     adaptive_muon           Muon whose results are divided by a second moment
-    muon_step               steps them together: momentum, Newton-Schulz, weights
     outer_reductions        checks that HSDP reduced all gradients over the outer ranks
     qk_clip                 clips main weights between step and installation
     sharded_chunks          what a step does to the model, in both versions

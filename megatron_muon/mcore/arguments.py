@@ -219,10 +219,14 @@ def skips_router(args: Any = None) -> bool:
     return bool(getattr(args or _global_args(), "moe_router_skip_muon", False))
 
 
-def requested_momentum_dtype() -> torch.dtype:
-    """Read ``--exp-avg-dtype`` for the momentum of Muon; float32 without ``megatron.training``."""
-    name = getattr(_global_args(), "muon_momentum_dtype", "fp32")
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+def requested_momentum() -> dict[str, Any]:
+    """Read dtype and device of momentum; those of Muon's defaults without ``megatron.training``."""
+    args = _global_args()
+    name = getattr(args, "muon_momentum_dtype", "fp32")
+    return {
+        "momentum_dtype": {"fp32": torch.float32, "bf16": torch.bfloat16}[name],
+        "offload_momentum": getattr(args, "muon_fsdp_offload_momentum", False),
+    }
 
 
 def exchange_settings(args: Any) -> ExchangeSettings:

@@ -26,7 +26,7 @@ from megatron.core.utils import log_single_rank
 from megatron_muon.mcore.adaptive_muon import FSDPAdaptiveMuon
 from megatron_muon.mcore.arguments import (
     requested_exchange,
-    requested_momentum_dtype,
+    requested_momentum,
     requested_splits,
 )
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
@@ -219,8 +219,7 @@ class _Children:
         # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
         kwargs.pop("use_syrk", None)
         # Tags alone say what is split: with --muon-no-split-qkv gate and up may still be.
-        kwargs |= {"split_qkv": True, "device": current_device()}
-        kwargs["momentum_dtype"] = requested_momentum_dtype()
+        kwargs |= {"split_qkv": True, "device": current_device(), **requested_momentum()}
         return muon(param_groups, parts=self._parts, **kwargs)
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:

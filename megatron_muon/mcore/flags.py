@@ -53,6 +53,10 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
 }
 # Proposed for Megatron-LM, or fields of OptimizerConfig: added where its parser does not know them.
 _OTHER_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "--muon-fsdp-offload-momentum": {
+        "action": "store_true",
+        "help": "Keep momentum in pinned CPU memory between steps.",
+    },
     "--muon-split-glu": {
         "action": "store_true",
         "help": "Orthogonalize gate and up of gated feed-forward layers and experts separately.",

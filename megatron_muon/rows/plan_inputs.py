@@ -27,18 +27,6 @@ _ADVICE = (
 )
 
 
-class DTensorPlanInput(NamedTuple):
-    """Parameters that share a plan, and their matrices.
-
-    Args:
-        plan_input: Matrices, their ranks, and this rank's rows of them.
-        parameters: In the same order on all ranks of the domain.
-    """
-
-    plan_input: PlanInput
-    parameters: Sequence[NamedParameter]
-
-
 class _Key(NamedTuple):
     """What parameters of one plan have in common; plans are ordered by it.
 
@@ -72,15 +60,17 @@ class _Facts(NamedTuple):
 
 
 class PlanInputs(NamedTuple):
-    """The plan inputs of this rank, and what all ranks know of those of others.
+    """The plan inputs of this rank, in the order that all ranks share.
 
     Args:
-        inputs: Of this rank, in the order that all ranks share.
+        inputs: One per plan.
+        parameters: By plan, its parameters in the order of their matrices.
         max_num_plans: Maximum number of plans of any rank.
         group: Ranks that step together; None for all ranks of the job.
     """
 
-    inputs: list[DTensorPlanInput]
+    inputs: list[PlanInput]
+    parameters: list[list[NamedParameter]]
     max_num_plans: int
     group: dist.ProcessGroup | None
 
@@ -135,7 +125,8 @@ def find_plan_inputs(
         except ValueError as error:
             problems.append(str(error))
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
-    return PlanInputs(inputs, max(len(each.keys) for each in facts), group)
+    of_plans = [by_key[key] for key in sorted(by_key)]
+    return PlanInputs(inputs, of_plans, max(len(each.keys) for each in facts), group)
 
 
 def _gather_facts(
@@ -309,7 +300,7 @@ def _plan_input(
     parameters: Sequence[NamedParameter],
     groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     nodes: int | None,
-) -> DTensorPlanInput:
+) -> PlanInput:
     matrices: list[MatrixLayout] = []
     handles: dict[int, MatrixRows] = {}
     params: list[torch.Tensor] = []
@@ -321,13 +312,10 @@ def _plan_input(
             matrices.append(matrix)
             params.append(parameter.param)
     replicas = _own_replicas(key)
-    return DTensorPlanInput(
-        PlanInput(
-            Domain(key.ranks, None if key.num_ranks == 1 else groups[key.ranks], nodes),
-            matrices,
-            handles,
-            groups[replicas] if len(replicas) > 1 else None,
-            params,
-        ),
-        parameters,
+    return PlanInput(
+        Domain(key.ranks, None if key.num_ranks == 1 else groups[key.ranks], nodes),
+        matrices,
+        handles,
+        groups[replicas] if len(replicas) > 1 else None,
+        params,
     )

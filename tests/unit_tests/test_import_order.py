@@ -41,13 +41,19 @@ LAYERS = {
     ),
     "runtime": Layer(frozenset({"newton_schulz", "plan", "report"}), frozenset({MEGATRON})),
     "rows": Layer(frozenset({"plan", "runtime"}), frozenset({MEGATRON})),
-    "fsdp2": Layer(frozenset({"newton_schulz", "plan", "runtime", "rows"}), frozenset({MEGATRON})),
+    "step": Layer(frozenset({"newton_schulz", "plan", "runtime", "rows"}), frozenset({MEGATRON})),
+    "fsdp2": Layer(
+        frozenset({"newton_schulz", "plan", "runtime", "rows", "step"}), frozenset({MEGATRON})
+    ),
     "checkpoint": Layer(barred=frozenset({MEGATRON})),
     "patching": Layer(frozenset({"user_errors"}), frozenset({TORCH, MEGATRON})),
     "cpu_ranks": Layer(frozenset({"user_errors"})),
     "mcore": Layer(
         frozenset(
-            {"user_errors", "newton_schulz", "plan", "runtime", "rows", "checkpoint", "patching"}
+            {
+                *("user_errors", "newton_schulz", "plan", "runtime", "rows", "step"),
+                *("checkpoint", "patching"),
+            }
         )
     ),
     "launcher": Layer(frozenset({"user_errors", "cpu_ranks", "mcore", "patching"})),

@@ -102,8 +102,7 @@ def _step(name: str) -> bool:
     from helpers.device import init_group
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.rows.parameters import NamedParameter, part_of
 
     init_group()
@@ -134,7 +133,9 @@ def _step(name: str) -> bool:
     for whole in wholes:
         shapes = tuple(getattr(whole, "qkv_split_shapes", (1, 1)))
         TensorParallelMuon([whole], **settings, **{**is_split, "qkv_split_shapes": shapes}).step()
-    MuonStep([FSDPZeROTensorParallelMuon(params, parts=parts, **settings, **is_split)]).step()
+    build_muon_step(
+        [FSDPZeROTensorParallelMuon(params, parts=parts, **settings, **is_split)]
+    ).step()
     return all(
         torch.equal(param._local_tensor, whole[slice(*parts[param].own_box[0])])
         for param, whole in zip(params, wholes, strict=True)

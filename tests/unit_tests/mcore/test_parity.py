@@ -117,7 +117,7 @@ def test_tensor_parallel_modes_train_like_ddp(mode):
 def _step_replicas_by_the_parent() -> None:
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.step.muon_step import MuonStep
 
     def step(self: Any) -> None:
         for muon in self.optimizers:
