@@ -105,12 +105,11 @@ def least_us(step: Callable[[], Any], before: Callable[[], Any] = lambda: None) 
 def move_rows_as_on_a_gpu() -> None:
     """Let the kernel move rows, and one call orthogonalize a stack, in a package that has them."""
     try:
-        from megatron_muon.runtime import norms, row_moves, stacks
+        from megatron_muon.runtime import row_moves, stacks
     except ImportError:
         return
     row_moves.uses_kernel = lambda device: True
-    # CPU ranks orthogonalize few matrices at once, and stack small rows for their norms.
-    norms._SMALL = 0
+    # CPU ranks orthogonalize few matrices at once.
     stacks.batch_on_cpu = lambda num_matrices, rows, cols: num_matrices
 
 
