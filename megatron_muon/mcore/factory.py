@@ -4,9 +4,10 @@
 
 import copy
 import dataclasses
+import functools
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +38,13 @@ from megatron_muon.mcore.fsdp_model import (
     copy_parameter_attributes,
     current_device,
     grad_stats_group,
+    is_megatron_fsdp,
+    is_sharded_over_instances,
+    is_v2,
     named_optimizer_parameters,
 )
-from megatron_muon.mcore.fsdp_v2_model import is_sharded_over_instances, is_v2
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-from megatron_muon.mcore.routing import routing_rule
-from megatron_muon.mcore.splits import tag_blocks
+from megatron_muon.mcore.splits import asks_for_more, build_with_flags, routing_rule, tag_blocks
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
@@ -115,6 +117,27 @@ def build_megatron_fsdp_emerging_optimizer(
         fqns,
         exchange or requested_exchange(),
     )
+
+
+def route(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models."""
+
+    @functools.wraps(original)
+    def _get_megatron_emerging_optimizer(
+        config: Any,
+        model_chunks: list[Any],
+        config_overrides: dict[Any, Any] | None = None,
+        pg_collection: Any = None,
+    ) -> Any:
+        if is_megatron_fsdp(model_chunks):
+            return build_megatron_fsdp_emerging_optimizer(
+                config, model_chunks, config_overrides, pg_collection
+            )
+        if asks_for_more(config):
+            return build_with_flags(original, config, model_chunks, config_overrides, pg_collection)
+        return original(config, model_chunks, config_overrides, pg_collection)
+
+    return _get_megatron_emerging_optimizer
 
 
 def _settings(config: OptimizerConfig, chunk: FSDPModel) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def _cast() -> list[Any]:
     from helpers.device import init_group
     from torch.distributed.tensor import DTensor, Partial
 
-    from megatron_muon.mcore.sharded_chunks import sharded_chunk
+    from megatron_muon.mcore.chunks import sharded_chunk
 
     init_group()
     params, group = stand_in(*MESHES["hsdp"])
