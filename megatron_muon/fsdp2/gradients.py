@@ -43,9 +43,9 @@ def by_holders(
     Args:
         found: Plans of Muon's parameters.
         others: Parameters that AdamW or Lion steps.
-        plain: Ranks with copies or blocks of plain tensors.
+        plain: Process groups of plain tensors.
     """
-    copies = plain.replicas or plain.blocks
+    copies = plain.replicas or plain.tensor_ranks
     ranks = (own_rank(),) if copies is None else tuple(dist.get_process_group_ranks(copies))
     holders = {
         GradientKey(each.name, given.domain.ranks, True): each
