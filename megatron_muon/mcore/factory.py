@@ -48,8 +48,8 @@ from megatron_muon.mcore.splits import asks_for_more, build_with_flags, routing_
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
-from megatron_muon.rows.megatron_fsdp import shape_of_part
-from megatron_muon.rows.parameters import NamedParameter, part_of
+from megatron_muon.rows.megatron_fsdp import tensor_shard_shape
+from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dependencies import environment_problems
 from megatron_muon.runtime.lion import FSDPLion
@@ -109,7 +109,7 @@ def build_megatron_fsdp_emerging_optimizer(
     groups_by_child = _parameter_groups(config, model_chunks, config_overrides)
     children = _Children(config, model_chunks, pg_collection)
     if config.optimizer != "lion":
-        children.read_parts(groups_by_child, fqns)
+        children.read_tensor_shards(groups_by_child, fqns)
     _log_routing(config, groups_by_child, fqns)
     return FSDPMuonChainedOptimizer(
         [children.build(*key, groups) for key, groups in groups_by_child.items()],
@@ -165,7 +165,9 @@ def _tag_parameters(
             param.expert_tp = True
     # Lion is elementwise.
     for chunk in model_chunks if config.optimizer != "lion" else ():
-        tag_blocks(chunk, splits or requested_splits(config), lambda param: shape_of_part(param)[0])
+        tag_blocks(
+            chunk, splits or requested_splits(config), lambda param: tensor_shard_shape(param)[0]
+        )
 
 
 def _parameter_groups(
@@ -196,9 +198,11 @@ class _Children:
         self._model_chunks = list(model_chunks)
         self._groups = pg_collection
         self._is_v2 = is_v2(model_chunks[0])
-        self._parts: dict[torch.Tensor, NamedParameter] = {}
+        self._tensor_shards: dict[torch.Tensor, PlannedParameter] = {}
 
-    def read_parts(self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]) -> None:
+    def read_tensor_shards(
+        self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]
+    ) -> None:
         """Read the row sharding of Muon's parameters, or raise on all ranks together."""
         problems = environment_problems()
         params = [
@@ -209,7 +213,9 @@ class _Children:
         ]
         for param in params:
             try:
-                self._parts[param] = part_of(NamedParameter(fqns[param], param, param))
+                self._tensor_shards[param] = tensor_shard_of(
+                    PlannedParameter(fqns[param], param, param)
+                )
             # Ranks have different parameters.
             except ValueError as error:
                 problems.append(f"{fqns[param]}: {error}")
@@ -243,7 +249,7 @@ class _Children:
         kwargs.pop("use_syrk", None)
         # Only tags decide about splits: with --muon-no-split-qkv gate and up may still be.
         kwargs |= {"split_qkv": True, "device": current_device(), **requested_momentum()}
-        return muon(param_groups, parts=self._parts, **kwargs)
+        return muon(param_groups, tensor_shards=self._tensor_shards, **kwargs)
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
         config = self._config
@@ -326,7 +332,7 @@ def _log_routing(
         reason = "embedding, output layer or not 2-D" if is_rest else "2-D weights"
         parts.append(
             f"{name}: {len(params)} {'expert' if is_expert else 'dense'} parameters, "
-            f"{sum(shape_of_part(param).numel() for param in params):,} elements ({reason})"
+            f"{sum(tensor_shard_shape(param).numel() for param in params):,} elements ({reason})"
         )
     log_single_rank(
         logger,
