@@ -80,37 +80,30 @@ def clip_row_shards(fsdp_module: Any) -> None:
 
 
 def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
-    """Wrap ``clip_qk``, which the training loop calls after every step."""
+    """Wrap ``clip_qk``, which the training loop calls after every step.
+
+    For a model that Megatron-FSDP wraps it returns the largest attention logit since the last call,
+    at least 0.
+
+    Communication: with ``log_max_only``, where nothing was clipped, see :func:`_reduced`.
+    """
 
     @functools.wraps(original)
+    @torch.no_grad()
     def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
-        """Clip query and key weights of a model that Megatron-FSDP wraps."""
+        """Return the largest logit; the step of a model that Megatron-FSDP wraps has clipped."""
         if not is_wrapped(model[0]):
             return original(model, log_max_only)
-        return largest_logit(model, log_max_only)
-
-    return clip_qk
-
-
-@torch.no_grad()
-def largest_logit(model: Sequence[Any], log_max_only: bool) -> float:
-    """Return the largest attention logit since the last call, at least 0, as ``clip_qk`` does.
-
-    Args:
-        model: Chunks wrapped by Megatron-FSDP.
-        log_max_only: True if nothing was clipped, so that logits must still be reduced.
-
-    Communication: with ``log_max_only`` see :func:`_reduced`; otherwise none.
-    """
-    largest = 0.0
-    for module in map(sharded_module, model):
-        if log_max_only:
-            for _, attention, _, largest_of_layer in _reduced(module):
+        largest = 0.0
+        for module in map(sharded_module, model):
+            for _, attention, _, largest_of_layer in _reduced(module) if log_max_only else ():
                 attention.core_attention.current_max_attn_logits = None
                 largest = max(largest, largest_of_layer)
-        largest = max(largest, getattr(module, _MAX_LOGIT, 0.0))
-        setattr(module, _MAX_LOGIT, 0.0)
-    return largest
+            largest = max(largest, getattr(module, _MAX_LOGIT, 0.0))
+            setattr(module, _MAX_LOGIT, 0.0)
+        return largest
+
+    return clip_qk
 
 
 def _reduced(fsdp_module: Any) -> Iterator[tuple[str, Any, torch.Tensor, float]]:

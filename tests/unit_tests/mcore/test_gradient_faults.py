@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients that are missing, not finite or too large, and the norm they are clipped by."""
 
+import contextlib
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.ranks import run_ranks
@@ -132,101 +135,56 @@ def test_step_after_faults_trains():
         assert all(found["success"] for found in steps_with_faults(norm_is_on_device))
 
 
-def _step_with_fewer_parameters() -> list[Any]:
-    import torch.distributed as dist
-
-    model = build_model()
-    optimizer = build_optimizer(model)
-    run_backward(model)
-    model.finish_grad_sync()
-    (muon,) = optimizer.muon_step.optimizers
-    if dist.get_rank() == 1:
-        muon.param_groups[0]["params"].pop()
+def _refused(step: Callable[[], Any], model: Any) -> list[Any]:
+    """Return the error of a step, and whether main weights are as before."""
     before = main_weights(model)
     with pytest.raises(RuntimeError) as error:
-        optimizer.step()
+        step()
     return [str(error.value), all(are_equal(before, main_weights(model)))]
 
 
-def _step_without_norm() -> list[Any]:
+def _lose_gradient_after_they_were_listed(model: Any, optimizer: Any) -> list[Any]:
     import torch.distributed as dist
 
-    model = build_model()
-    optimizer = build_optimizer(model)
-    run_backward(model)
     optimizer.prepare_grads()
     (muon,) = optimizer.muon_step.optimizers
     if dist.get_rank() == 1:
-        lost = next(param for param in muon.params if param.grad is not None)
-        lost.grad = None
-    before = main_weights(model)
-    with pytest.raises(RuntimeError) as error:
-        optimizer.step_with_ready_grads()
-    return [str(error.value), all(are_equal(before, main_weights(model)))]
+        next(param for param in muon.params if param.grad is not None).grad = None
+    return _refused(optimizer.step_with_ready_grads, model)
 
 
-def test_gradient_that_is_lost_after_they_were_listed_raises_on_all_ranks():
-    """Where nobody asks for the norm, gradients are looked at once more before the step."""
-    for text, is_same in run_ranks(2, _step_without_norm, timeout_s=60.0).check().results:
-        assert "rank 1: " in text and "expected a gradient on a shard of shape" in text
-        assert is_same
-
-
-def _step_without_memory() -> list[Any]:
+def _lack_memory(model: Any, optimizer: Any) -> list[Any]:
     import torch
     import torch.distributed as dist
 
     from megatron_muon.runtime.arena import Arena
 
-    model = build_model()
-    optimizer = build_optimizer(model)
-    run_backward(model)
     model.finish_grad_sync()
-    before = main_weights(model)
-    allocate = Arena.allocate
-
-    def fail(self: Any) -> None:
-        """Fail as a GPU does."""
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
-
-    if dist.get_rank() == 1:
-        Arena.allocate = fail
-    with pytest.raises(RuntimeError) as error:
-        optimizer.step()
-    is_same = all(are_equal(before, main_weights(model)))
-    Arena.allocate = allocate
-    return [str(error.value), is_same, optimizer.step()[0]]
+    # As a GPU fails.
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(Arena, "allocate", side_effect=error))
+        found = _refused(optimizer.step, model)
+    return [*found, optimizer.step()[0]]
 
 
-def test_memory_that_one_rank_lacks_in_a_step_is_an_error_on_all():
-    """Before anything is sent, where the others would wait for it; the next step may go on."""
-    for text, is_same, success in (
-        run_ranks(2, _step_without_memory, timeout_s=60.0).check().results
-    ):
-        assert (
-            "rank 1: expected " in text and "for messages, stacks and Newton-Schulz, got " in text
-        )
-        assert "OutOfMemoryError: CUDA out of memory" in text
-        assert is_same and success
+def _exceed_float32(model: Any, optimizer: Any) -> list[Any]:
+    optimizer.prepare_grads()
+    gradients = optimizer._gradients.all
+    largest = max(gradient.numel() for gradient in gradients)
+    for gradient in gradients:
+        gradient.fill_(math.sqrt(2e38 / largest))
+    return _refused(optimizer.step, model)
 
 
-def test_parameters_that_changed_on_one_rank_raise_on_all():
-    """The exchange was planned for those of construction."""
-    for text, same in run_ranks(2, _step_with_fewer_parameters).check().results:
-        assert "rank 1: param_groups: expected the 9 parameters of construction, got 8" in text
-        assert "Nothing was updated" in text and same
-
-
-def _norm_and_clipping() -> list[bool]:
+def _clip(model: Any, optimizer: Any) -> list[bool]:
     import torch
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     from megatron_muon.mcore.gradients import clip
 
-    model = build_model()
-    optimizer = build_optimizer(model)
-    run_backward(model)
     optimizer.prepare_grads()
     norm = optimizer.get_grad_norm()
     is_same_norm = norm == ChainedOptimizer.get_grad_norm(optimizer)
@@ -243,30 +201,71 @@ def _norm_and_clipping() -> list[bool]:
     return [is_same_norm, has_upstreams_bits, all(map(torch.equal, unclipped, gradients))]
 
 
-def test_norm_and_clipping_have_upstreams_bits():
-    """One fused call each, where upstream takes two for each gradient."""
-    assert run_ranks(2, _norm_and_clipping).check().results == [[True, True, True]] * 2
+def _lose_parameter(model: Any, optimizer: Any) -> list[Any]:
+    import torch.distributed as dist
+
+    model.finish_grad_sync()
+    (muon,) = optimizer.muon_step.optimizers
+    if dist.get_rank() == 1:
+        muon.param_groups[0]["params"].pop()
+    return _refused(optimizer.step, model)
 
 
-def _finite_gradients_of_a_norm_beyond_float32() -> list[Any]:
+def _steps_of_one_model() -> list[list[Any]]:
+    """Run backward before each case; the last one leaves the optimizer broken."""
     model = build_model()
     optimizer = build_optimizer(model)
-    run_backward(model)
-    model.finish_grad_sync()
-    optimizer.prepare_grads()
-    gradients = optimizer._gradients.all
-    largest = max(gradient.numel() for gradient in gradients)
-    for gradient in gradients:
-        gradient.fill_(math.sqrt(2e38 / largest))
-    before = main_weights(model)
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return [str(error), all(are_equal(before, main_weights(model)))]
-    return ["no error", False]
+    found = []
+    for case in (
+        _lose_gradient_after_they_were_listed,
+        _lack_memory,
+        _exceed_float32,
+        _clip,
+        _lose_parameter,
+    ):
+        optimizer.zero_grad()
+        run_backward(model)
+        found.append(case(model, optimizer))
+    return found
+
+
+@functools.cache
+def steps_of_one_model() -> list[tuple[Any, ...]]:
+    """Return what each rank found, by case."""
+    return list(
+        zip(*run_ranks(2, _steps_of_one_model, timeout_s=60.0).check().results, strict=True)
+    )
+
+
+def test_gradient_that_is_lost_after_they_were_listed_raises_on_all_ranks():
+    """If nobody asks for the norm, gradients are checked once more before the step."""
+    for text, is_same in steps_of_one_model()[0]:
+        assert "rank 1: " in text and "expected a gradient on a shard of shape" in text
+        assert is_same
+
+
+def test_memory_that_one_rank_lacks_in_a_step_is_an_error_on_all():
+    """Before anything is sent, where the others would wait for it; the next step may go on."""
+    for text, is_same, success in steps_of_one_model()[1]:
+        assert "rank 1: expected " in text
+        assert "for messages, stacks and Newton-Schulz, got " in text
+        assert "OutOfMemoryError: CUDA out of memory" in text
+        assert is_same and success
 
 
 def test_norm_beyond_float32_raises_and_changes_nothing():
     """Each gradient is finite, and so is its own norm; the square of the norm of all is not."""
-    for text, same in run_ranks(2, _finite_gradients_of_a_norm_beyond_float32).check().results:
-        assert "gradient norm: expected a finite one, got inf" in text and same
+    for text, is_same in steps_of_one_model()[2]:
+        assert "gradient norm: expected a finite one, got inf" in text and is_same
+
+
+def test_norm_and_clipping_have_upstreams_bits():
+    """One fused call each, where upstream takes two for each gradient."""
+    assert steps_of_one_model()[3] == ([True, True, True],) * 2
+
+
+def test_parameters_that_changed_on_one_rank_raise_on_all():
+    """The exchange was planned for the parameters of construction."""
+    for text, is_same in steps_of_one_model()[4]:
+        assert "rank 1: param_groups: expected the 9 parameters of construction, got 8" in text
+        assert "Nothing was updated" in text and is_same
