@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of a real Megatron-FSDP model, and Muon's step on its shards."""
+"""Row sharding of a real Megatron-FSDP model, and Muon's step on its shards."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,14 +14,15 @@ pytestmark = pytest.mark.ranks
 
 HSDP = {"num_distributed_optimizer_instances": 2}
 HFSDP = {**HSDP, "outer_dp_sharding_strategy": "optim"}
-SHARDINGS = [
-    pytest.param(2, "optim", {}, id="zero1"),
-    pytest.param(3, "optim_grads_params", {}, id="zero3"),
-    pytest.param(4, "optim_grads", HSDP, id="hsdp"),
-    pytest.param(4, "optim_grads_params", HFSDP, id="hfsdp"),
-    pytest.param(2, "no_shard", {}, id="zero0"),
-    pytest.param(4, "no_shard", HSDP, id="zero0_instances"),
-]
+# Number of ranks, strategy and settings of the wrapper.
+SHARDINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "zero1": (2, "optim", {}),
+    "zero3": (3, "optim_grads_params", {}),
+    "hsdp": (4, "optim_grads", HSDP),
+    "hfsdp": (4, "optim_grads_params", HFSDP),
+    "zero0": (2, "no_shard", {}),
+    "zero0_instances": (4, "no_shard", HSDP),
+}
 
 
 def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
@@ -35,13 +37,12 @@ def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _compare_layouts(sharding: str, settings: dict[str, Any]) -> list[Any]:
+def _compare_layouts(model: Any) -> list[Any]:
     import torch
 
     from megatron_muon.rows.megatron_fsdp import shard_group, tensor_shard_rows
     from megatron_muon.runtime.exchange import all_gather_rows
 
-    model = build_model(sharding, **settings)
     wrong, num_empty = [], 0
     for fqn, (param, matrix) in _matrices(model).items():
         whole = model.whole_weights[fqn]
@@ -57,23 +58,14 @@ def _compare_layouts(sharding: str, settings: dict[str, Any]) -> list[Any]:
     return [wrong, num_empty]
 
 
-@pytest.mark.parametrize(("world_size", "sharding", "settings"), SHARDINGS)
-def test_layout_is_where_megatron_fsdp_put_the_rows(world_size, sharding, settings):
-    """Local rows and the assembled matrix equal the weights from before they were sharded."""
-    run = run_ranks(world_size, _compare_layouts, sharding, settings).check()
-    assert [wrong for wrong, _ in run.results] == [[]] * world_size
-    assert (sum(num_empty for _, num_empty in run.results) > 0) == (sharding != "no_shard")
-
-
-def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
+def _step_on_shards(model: Any) -> list[str]:
     import torch
     from helpers.sharded_muon import with_local
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    model = build_model(sharding, **settings)
     chain = build_optimizer(model, muon_nesterov=True)
     (muon,) = chain.muon_step.optimizers
-    shards = {fqn: pair for fqn, pair in _matrices(model).items() if pair[0] in muon.parts}
+    shards = {fqn: pair for fqn, pair in _matrices(model).items() if pair[0] in muon.tensor_shards}
     whole = {fqn: torch.nn.Parameter(model.whole_weights[fqn].clone()) for fqn in shards}
     for fqn, (param, _) in shards.items():
         whole[fqn].is_qkv = getattr(param, "is_qkv", False)
@@ -104,10 +96,26 @@ def _step_on_shards(sharding: str, settings: dict[str, Any]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("world_size", "sharding", "settings"), SHARDINGS)
-def test_step_on_megatron_fsdp_shards_equals_upstream_on_whole_matrices(
-    world_size, sharding, settings
-):
+def _check(sharding: str, settings: dict[str, Any]) -> list[Any]:
+    model = build_model(sharding, **settings)
+    return [*_compare_layouts(model), _step_on_shards(model)]
+
+
+@functools.cache
+def results(name: str) -> list[list[Any]]:
+    """Return by rank the wrong rows, the number of empty shards, and the wrong updates."""
+    return run_ranks(SHARDINGS[name][0], _check, *SHARDINGS[name][1:]).check().results
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_layout_is_where_megatron_fsdp_put_the_rows(name):
+    """Local rows and the assembled matrix equal the weights from before they were sharded."""
+    assert all(wrong == [] for wrong, _, _ in results(name))
+    num_empty = sum(of_rank for _, of_rank, _ in results(name))
+    assert (num_empty > 0) == (not name.startswith("zero0"))
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_step_on_megatron_fsdp_shards_equals_upstream_on_whole_matrices(name):
     """The same gradients in, bit-identical parameters out, QKV split across shards included."""
-    run = run_ranks(world_size, _step_on_shards, sharding, settings).check()
-    assert run.results == [[]] * world_size
+    assert all(different == [] for _, _, different in results(name))
