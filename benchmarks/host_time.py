@@ -122,20 +122,17 @@ def engine_figures(job: Job) -> dict[str, float]:
     from megatron_muon.cpu_ranks.collectives import CompletedWork
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.plan.rank_plan import RankSchedule
-    from megatron_muon.plan.settings import ExchangeSettings
-    from megatron_muon.report.preview.model_shape import PRESETS
-    from megatron_muon.report.preview.simulation import Machine, Parallelism, simulate
+    from megatron_muon.report.model_shape import PRESETS
+    from megatron_muon.report.simulation import Parallelism, simulate
     from megatron_muon.runtime.engine import Engine
     from megatron_muon.runtime.plan_runner import BoundPlan
 
-    found = simulate(
-        PRESETS[job.preset], Parallelism(job.dp, ep=job.ep), Machine(), ExchangeSettings()
-    )
+    planned = simulate(PRESETS[job.preset], Parallelism(job.dp, ep=job.ep))
     held = Counter(
-        rank for plan in found.plans for matrix in plan.matrices for rank in matrix.elements_by_rank
+        rank for plan in planned for matrix in plan.matrices for rank in matrix.elements_by_rank
     )
     rank = max(held, key=lambda each: held[each])
-    plans = [plan for plan in found.plans if rank in plan.ranks]
+    plans = [plan for plan in planned if rank in plan.ranks]
     device = torch.device("cpu")
     norms_as_on_a_gpu()
     move_rows_as_on_a_gpu()

@@ -27,9 +27,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.registry import BACKENDS
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.settings import Call, NewtonSchulzSettings
 from megatron_muon.plan.cost import CostModel
 
 SHAPES = {

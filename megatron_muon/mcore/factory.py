@@ -44,8 +44,8 @@ from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.routing import routing_rule
 from megatron_muon.mcore.splits import tag_blocks
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
+from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.plan.splits import Splits
 from megatron_muon.rows.megatron_fsdp import shape_of_part
 from megatron_muon.rows.parameters import NamedParameter, part_of
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
-from megatron_muon.plan.splits import Splits, all_heads, halves
+from megatron_muon.plan.layout import Splits, all_heads, halves
 
 # Classes in which gate and up alternate, and the field of their configuration with the block size.
 # Source: megatron-core 0.19.2, moe/experts.py and moe/shared_experts.py.

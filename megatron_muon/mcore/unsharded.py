@@ -14,7 +14,7 @@ from megatron.core import optimizer as mcore_optimizer
 from megatron_muon.mcore.arguments import MUON_OPTIMIZERS, requested_splits, skips_router
 from megatron_muon.mcore.routing import router_rule
 from megatron_muon.mcore.splits import tag_blocks
-from megatron_muon.plan.splits import Splits
+from megatron_muon.plan.layout import Splits
 
 
 def asks_for_more(config: Any) -> bool:

@@ -20,16 +20,11 @@ gram_symmetric  6 a + 14    the same; quack's kernels compute half of a symmetri
 
 Files, each importing only those above it::
 
-    methods         what changes results: NorMuon, NAMO
-    settings        steps, coefficients, precision and scale
-    call            settings, shape and parts of a stack
-    backend         the interface
-    normalize       the norm of the fp32 wire
-    standard        the steps as they are
-    symmetric       half of the symmetric products
-    restarts        how many steps the Gram form may combine
-    gram            the Gram form
-    gram_symmetric  half of its symmetric products
+    methods             what changes results: NorMuon, NAMO
+    settings            steps, coefficients, precision and scale; settings and shape of one call
+    backend             the interface, and the standard steps
+    gram                the Gram form
+    kernels             half of the symmetric products of both
     transformer_engine  the standard steps of split matrices, by cuSOLVERMp
-    registry        all of them by name, and which a job may use
+    registry            all of them by name, and which a job may use
 """

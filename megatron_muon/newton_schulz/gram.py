@@ -7,8 +7,9 @@ commute. So the steps need X only at the end: Q accumulates their product, and R
 
     P = a I + b R + c R^2        Q <- P Q        R <- P R P
 
-X is multiplied by Q at the end of a segment, see :mod:`megatron_muon.newton_schulz.restarts`. R is
-n x n, n the shorter side: the longer m is, the more is saved.
+X is multiplied by Q at the end of a segment, see
+:func:`~megatron_muon.newton_schulz.settings.segments_of`. R is n x n, n the shorter side: the longer
+m is, the more is saved.
 
 It needs the precision of fp16 with fp32 sums on a GPU: on many matrices, errors in bf16 are three
 times those of standard steps. Entries of a normalized X are as small as 1e-4, and those of R as
@@ -22,11 +23,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_muon.newton_schulz.backend import Backend, Work
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.normalize import normalize
-from megatron_muon.newton_schulz.restarts import segments_of
-from megatron_muon.newton_schulz.settings import Coefficients
+from megatron_muon.newton_schulz.backend import Backend, Work, normalize
+from megatron_muon.newton_schulz.settings import Call, Coefficients, segments_of
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +146,7 @@ def _dtype(stack: "torch.Tensor", call: Call) -> "torch.dtype":
 def _segments(call: Call) -> Iterator[Sequence[Coefficients]]:
     """Yield the coefficients of all segments."""
     coefficients, first = call.settings.coefficients, 0
-    for steps in segments_of(coefficients):
+    for steps in segments_of(call.settings.steps, call.settings.coefficient_type):
         yield coefficients[first : first + steps]
         first += steps
 

@@ -6,13 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from megatron_muon.newton_schulz.backend import Backend
-from megatron_muon.newton_schulz.call import Call
+from megatron_muon.newton_schulz.backend import Backend, Standard
 from megatron_muon.newton_schulz.gram import Gram
-from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.newton_schulz.standard import Standard
-from megatron_muon.newton_schulz.symmetric import Symmetric
+from megatron_muon.newton_schulz.kernels import GramSymmetric, Symmetric
+from megatron_muon.newton_schulz.settings import Call, NewtonSchulzSettings
 from megatron_muon.newton_schulz.transformer_engine import TransformerEngine
 
 if TYPE_CHECKING:

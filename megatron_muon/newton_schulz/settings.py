@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of Newton-Schulz; the sets of coefficients are emerging-optimizers'."""
+"""Settings of Newton-Schulz, and of one call; the coefficients are emerging-optimizers'."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,24 @@ from megatron_muon.newton_schulz.methods import Namo, StackMethod
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 Coefficients = tuple[float, float, float]
+
+# Steps between restarts of the Gram form. A segment of steps multiplies X by a polynomial of its
+# Gram matrix R. Rounding moves eigenvalues of R, so that a small one may become negative, and every
+# further step moves it further; a restart begins again with a Gram matrix of X. These are the
+# fewest segments that change a singular value of about 1 by at most 0.2 if fp16 rounds R. Source of
+# restarts: Dao-AILab's gram-newton-schulz, which found the same one for quintic by trial.
+_SEGMENTS: dict[tuple[str, int], tuple[int, ...]] = {
+    ("quintic", 5): (2, 3),
+    ("simple", 5): (3, 2),
+    ("aol", 4): (2, 2),
+    ("polar_express", 5): (1, 2, 2),
+    ("polar_express", 8): (2, 2, 4),
+    ("cans", 5): (1, 2, 2),
+    ("deepseekv4", 10): (3, 2, 2, 3),
+}
 
 
 @dataclass(frozen=True)
@@ -50,61 +66,73 @@ def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ..
 
     If there are more steps than coefficients, some sets repeat their last ones, and others start
     again with the first. Only the code of emerging-optimizers' function says which, so it is called
-    with a diagonal matrix, and its result compared with both.
+    with a function that records them in place of a step.
 
     Raises:
         ValueError: emerging-optimizers does not have the set, does not take this number of steps,
-            or does neither.
+            or does not call its step once for each.
     """
     # Imports torch.
+    import torch
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-    sets = muon_utils._COEFFICIENT_SETS.get(coefficient_type)
-    if sets is None:
+    if coefficient_type not in muon_utils._COEFFICIENT_SETS:
         raise ValueError(
             f"coefficient_type: expected one of {sorted(muon_utils._COEFFICIENT_SETS)}, got "
             f"{coefficient_type!r}. Choose one"
         )
-    # The first step beyond the set decides. More of them would amplify rounding: the polynomials
-    # have no fixed point.
-    num_compared = min(steps, len(sets) + 1)
+    recorded: list[Coefficients] = []
+
+    def record(x: torch.Tensor, *coefficients: float, **_: object) -> torch.Tensor:
+        recorded.append(coefficients)  # type: ignore[arg-type]
+        return x
+
+    step, muon_utils.newton_schulz_step = muon_utils.newton_schulz_step, record
     try:
-        _upstream_values(steps, coefficient_type)
-        expected = _upstream_values(num_compared, coefficient_type)
+        muon_utils.newton_schulz(torch.ones(1, 1, device="cpu"), steps, coefficient_type)
     except ValueError as error:
         raise ValueError(
             f"num_ns_steps: expected a number for {coefficient_type} coefficients, got {steps}. "
             f"{str(error).removesuffix('.')}"
         ) from error
-    for mode in ("repeat_last", "cycle"):
-        found = tuple(muon_utils.get_coefficient_iterator(steps, sets, mode=mode))
-        values = [_value(x, found[:num_compared]) for x in _SINGULAR_VALUES]
-        # Values are about 1, in fp32. The orders differ by 0.29 or more in all
-        # sets of 0.3 and 0.4.
-        if all(abs(a - b) < 1e-3 for a, b in zip(values, expected, strict=True)):
-            return found
-    raise ValueError(
-        f"coefficient_type: expected emerging-optimizers to take the coefficients of "
-        f"{coefficient_type} in order, and then the last or the first again, got the singular "
-        f"values {expected} after {num_compared} steps. Choose another"
-    )
+    finally:
+        muon_utils.newton_schulz_step = step
+    if len(recorded) != steps:
+        raise ValueError(
+            f"coefficient_type: expected emerging-optimizers to take {steps} steps of "
+            f"{coefficient_type} one by one, got {len(recorded)}. Choose another"
+        )
+    return tuple(recorded)
 
 
-_SINGULAR_VALUES = (0.6, 0.8)  # their norm is 1
+def segments_of(steps: int, coefficient_type: str) -> tuple[int, ...]:
+    """Return the number of steps of every segment of the Gram form.
+
+    Other numbers of steps, and other coefficients, restart every two steps.
+    """
+    by_two = (2,) * (steps // 2) + (1,) * (steps % 2)
+    return _SEGMENTS.get((coefficient_type, steps), by_two)
 
 
-def _upstream_values(steps: int, coefficient_type: str) -> list[float]:
-    """Return the singular values after emerging-optimizers' own steps."""
-    import torch
-    from emerging_optimizers.orthogonalized_optimizers import muon_utils
-    from emerging_optimizers.utils import fp32_matmul_precision
+@dataclass(frozen=True)
+class Call:
+    """How to orthogonalize a stack of matrices.
 
-    matrix = torch.tensor(_SINGULAR_VALUES, dtype=torch.float32, device="cpu").diag()
-    with fp32_matmul_precision("highest"), torch.no_grad():
-        return muon_utils.newton_schulz(matrix, steps, coefficient_type).diag().tolist()
+    Args:
+        settings: Steps, coefficients and precision.
+        whole_shape: Shape of the whole matrices; larger than the stack's only for parts.
+        is_normalized: Whether the norm of a whole matrix is 1. The stack is then bfloat16,
+            otherwise float32.
+        parts_group: Ranks that hold the parts of the single matrix of the stack; None if matrices
+            are whole.
+    """
 
+    settings: NewtonSchulzSettings
+    whole_shape: tuple[int, int]
+    is_normalized: bool
+    parts_group: "dist.ProcessGroup | None" = None
 
-def _value(x: float, coefficients: Sequence[Coefficients]) -> float:
-    for a, b, c in coefficients:
-        x = a * x + b * x**3 + c * x**5
-    return x
+    @property
+    def is_tall(self) -> bool:
+        """Whether the whole matrix is tall; a part of it may be wide."""
+        return self.whole_shape[0] > self.whole_shape[1]

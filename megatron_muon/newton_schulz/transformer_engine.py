@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer Engine's Newton-Schulz of split matrices on several GPUs, which calls cuSOLVERMp.
+"""Transformer Engine's Newton-Schulz of split matrices: an example of a backend of others.
 
-One call runs all steps of a matrix whose longer side is split equally over several ranks. It
-communicates by itself, over the NCCL communicator of the owners. Not measured here.
+It calls cuSOLVERMp: one call runs all steps of a matrix whose longer side is split equally over
+several ranks. It communicates by itself, over the NCCL communicator of the owners. Not measured.
 
 Source: Transformer Engine 2.19, transformer_engine/pytorch/newton_schulz.py. Its later
 ``newton_schulz_tp`` makes the same call for a matrix that is split along its longer side.
@@ -11,11 +11,8 @@ Source: Transformer Engine 2.19, transformer_engine/pytorch/newton_schulz.py. It
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_muon.newton_schulz.backend import gpu_problems
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.normalize import normalize
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.newton_schulz.standard import Standard
+from megatron_muon.newton_schulz.backend import Standard, gpu_problems, normalize
+from megatron_muon.newton_schulz.settings import Call, NewtonSchulzSettings
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +35,8 @@ class TransformerEngine(Standard):
     communicates = True
 
     def __init__(self) -> None:
-        # cuSOLVERMp's contexts by group of owners. Creating one is expensive.
+        # cuSOLVERMp's contexts by group of owners. Creating one is expensive: they stay as long as
+        # the process.
         self._contexts: dict[dist.ProcessGroup, Any] = {}
 
     def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
@@ -73,8 +71,6 @@ class TransformerEngine(Standard):
 
         if parts_group in self._contexts:
             return
-        if not self._contexts:
-            self._destroy_contexts_before_groups()
         try:
             self._contexts[parts_group] = CusolverMpCtx(parts_group)
         except Exception as error:
@@ -83,35 +79,6 @@ class TransformerEngine(Standard):
                 "NVTE_WITH_CUSOLVERMP=1, and an NCCL process group, got "
                 f"{str(error).partition(chr(10))[0]}"
             ) from error
-
-    def _destroy_contexts_before_groups(self) -> None:
-        """Destroy contexts before their process groups, or when the program exits.
-
-        A context uses the communicator of its group, which NCCL frees with the group.
-        """
-        import atexit
-
-        import torch.distributed as dist
-
-        destroy_process_group = dist.destroy_process_group
-
-        def destroy(group: Any = None) -> None:  # noqa: ANN401 - torch releases differ in its type
-            """Destroy contexts, then one process group or all of them."""
-            self.disconnect(group)
-            destroy_process_group(group)
-
-        dist.destroy_process_group = destroy
-        atexit.register(self.disconnect)
-
-    def disconnect(self, parts_group: "dist.ProcessGroup | None" = None) -> None:
-        """Destroy the context of a group of owners, or all contexts."""
-        import torch.distributed as dist
-
-        # The other groups are destroyed with the group of all ranks.
-        is_all = parts_group is None or parts_group is dist.group.WORLD
-        for group in list(self._contexts) if is_all else [parts_group]:
-            if group in self._contexts:
-                self._contexts.pop(group).destroy()
 
     def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
         """Orthogonalize one part of a matrix; see :meth:`Backend.run`."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model of the machine that a job runs on, the same on all ranks."""
+"""Settings of a job resolved for its machine: the numbers of a plan, the same on all ranks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,31 +8,31 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.gram import Gram
+from megatron_muon.newton_schulz.methods import Namo, StackMethod
 from megatron_muon.newton_schulz.registry import usable_backends
-from megatron_muon.newton_schulz.restarts import segments_of
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CPU_RANKS, CostModel, gpu_rates
-from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.domain import Domain
 
 
-def machine_costs(
-    domains: Sequence[Domain],
-    ns_settings: NewtonSchulzSettings,
+def resolve(
     settings: ExchangeSettings,
+    ns_settings: NewtonSchulzSettings,
+    domains: Sequence[Domain],
     device: torch.device,
-) -> list[CostModel]:
-    """Return the costs per domain: backends that all its ranks can run, and rates.
+) -> list[PlanSettings]:
+    """Return the numbers that the plan of each domain is made with, the same on all its ranks.
 
     Args:
+        settings: Settings of the user.
+        ns_settings: Steps, coefficients, precision and method.
         domains: Ranks that plan together, in one order on all ranks. A rank may have none.
-        ns_settings: Steps, coefficients and precision.
-        settings: Rates that the user gives.
         device: Of this rank.
 
     Raises:
+        ValueError: A bf16 wire was asked for, and Newton-Schulz runs in fp32.
         RuntimeError: On all ranks, when one cannot run the backend that was asked for.
 
     Communication: where another backend than ``standard`` may run, a flag over all ranks, and a
@@ -41,9 +41,34 @@ def machine_costs(
     """
     backends = _own_backends(ns_settings, settings, device)
     return [
-        _rates(_shared_backends(backends, settings, domain), ns_settings, settings, domain, device)
+        _for_method(
+            settings.plan_settings(
+                _rates(
+                    _shared_backends(backends, settings, domain),
+                    ns_settings,
+                    settings,
+                    domain,
+                    device,
+                ),
+                is_bf16=ns_settings.is_bf16,
+            ),
+            ns_settings,
+        )
         for domain in domains
     ]
+
+
+def _for_method(plan: PlanSettings, ns_settings: NewtonSchulzSettings) -> PlanSettings:
+    """Return what a method or a function of the user needs."""
+    method, wire = ns_settings.method, plan.wire
+    if isinstance(method, Namo):
+        wire = dataclasses.replace(wire, num_norms=2)
+    elif method is not None:
+        # What it returns is not bf16-valued.
+        wire = dataclasses.replace(wire, scatter_dtype="float32")
+    # Both are called with whole matrices.
+    is_whole = isinstance(method, StackMethod) or ns_settings.function is not None
+    return dataclasses.replace(plan, wire=wire, max_parts=1 if is_whole else plan.max_parts)
 
 
 def _rates(
@@ -58,10 +83,12 @@ def _rates(
     known = CPU_RANKS
     if device.type == "cuda":
         known = gpu_rates(torch.cuda.get_device_capability(device)[0])
-    defaults = dataclasses.replace(known, num_ns_steps=ns_settings.steps, backends=backends)
-    if Gram.name in backends:
-        segments = segments_of(ns_settings.coefficients)
-        defaults = dataclasses.replace(defaults, segments=segments)
+    defaults = dataclasses.replace(
+        known,
+        num_ns_steps=ns_settings.steps,
+        backends=backends,
+        coefficient_type=ns_settings.coefficient_type,
+    )
     if domain.ranks_per_node is not None:
         defaults = dataclasses.replace(defaults, ranks_per_node=domain.ranks_per_node)
     return CostModel.parse(settings.cost_model, defaults)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_muon.newton_schulz.backend import least_norm
 from megatron_muon.newton_schulz.methods import Namo
-from megatron_muon.newton_schulz.normalize import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import Region
 from megatron_muon.plan.routes import Route

@@ -4,24 +4,17 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.methods import Namo, StackMethod
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.plan.exchange_plan import (
-    ExchangePlan,
-    plan_matrices,
-    staging_problem,
-    staging_share,
-)
+from megatron_muon.plan.exchange_plan import ExchangePlan, plan_matrices, staging_problem
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.rank_plan import RankSchedule
-from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.report.table import log_lines
+from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
+from megatron_muon.report.rank_report import log_lines
 from megatron_muon.runtime.agreement import (
     difference_between_ranks,
     first_line,
@@ -33,7 +26,7 @@ from megatron_muon.runtime.domain import Domain
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.groups import new_groups, ranks_of
 from megatron_muon.runtime.local_rows import Rows
-from megatron_muon.runtime.machine_cost import machine_costs
+from megatron_muon.runtime.machine_cost import resolve
 from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.plan_runner import BoundPlan
 from megatron_muon.runtime.stacks import StackCall
@@ -107,9 +100,6 @@ class OwnerCompute:
         rows_device: torch.device | None = None,
         max_num_plans: int | None = None,
     ) -> None:
-        if isinstance(newton_schulz.method, StackMethod) or newton_schulz.function is not None:
-            # It is called with whole matrices.
-            settings = replace(settings, max_parts=1)
         self.inputs = list(inputs)
         self._rank, self._device, self._settings = own_rank(), device, settings
         self._rows_device = rows_device
@@ -130,27 +120,19 @@ class OwnerCompute:
     ) -> list[ExchangePlan]:
         """Plan every input on top of those before it, and compare plans across ranks."""
         settings, device = self._settings, self._device
-        wire = settings.wire_for(newton_schulz.is_bf16)
-        if isinstance(newton_schulz.method, Namo):
-            wire = replace(wire, num_norms=2)
-        elif newton_schulz.method is not None:
-            # What it returns is not bf16-valued.
-            wire = replace(wire, scatter_dtype="float32")
-        costs = machine_costs([each.domain for each in inputs], newton_schulz, settings, device)
+        resolved = resolve(settings, newton_schulz, [each.domain for each in inputs], device)
         plans: list[ExchangePlan] = []
         differences = []
         load_ns = staged_bytes = 0
-        for number, (given, cost) in enumerate(zip(inputs, costs, strict=True)):
+        for number, (given, numbers) in enumerate(zip(inputs, resolved, strict=True)):
             loads_ns, most_staged, position = _planned_before(
                 given.domain, (load_ns, staged_bytes, number), device
             )
             # Costs decide the sizes of stacks and which replica is the nearest.
-            entries = [f"{settings} {newton_schulz.steps} steps {wire} {cost}"]
-            share = staging_share(settings, most_staged, max_num_plans - position)
+            entries = [f"{settings} {numbers}"]
+            share = numbers.share_of_staging(most_staged, max_num_plans - position)
             try:
-                plan = plan_matrices(
-                    given.matrices, cost, settings, wire, load_ns=loads_ns, staging_bytes=share
-                )
+                plan = plan_matrices(given.matrices, numbers, load_ns=loads_ns, staging_bytes=share)
             except ValueError as error:
                 # Others wait for the entries of this rank, and stop with it.
                 differences += [first_line(error), *_differences(entries, given.domain, device)]
@@ -238,13 +220,13 @@ class OwnerCompute:
         # Kernels of others raise whatever their compilers do.
         except Exception as error:
             problems.append(first_line(error))
+        staging_bytes = self._settings.staging_bytes or PlanSettings.staging_bytes
         raise_where_any_rank_fails(
             problems,
             None,
             self._device,
-            "If memory is short, lower exchange.staging_bytes (now "
-            f"{self._settings.wanted_staging_bytes:,}), shard over more ranks, or leave more "
-            "memory free. No optimizer was built.",
+            f"If memory is short, lower exchange.staging_bytes (now {staging_bytes:,}), shard over "
+            "more ranks, or leave more memory free. No optimizer was built.",
         )
         return built
 

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.methods import StackMethod
 from megatron_muon.newton_schulz.registry import BACKENDS
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.settings import Call, NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import RankPlan
 from megatron_muon.plan.routes import Part

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.newton_schulz.backend import Backend
-from megatron_muon.newton_schulz.call import Call
+from megatron_muon.newton_schulz.backend import Backend, Standard, batch_on_cpu
 from megatron_muon.newton_schulz.methods import StackMethod
 from megatron_muon.newton_schulz.registry import check_against_reference
-from megatron_muon.newton_schulz.standard import Standard, batch_on_cpu
+from megatron_muon.newton_schulz.settings import Call
 from megatron_muon.plan.rank_plan import OwnedStacks, Stack
 from megatron_muon.plan.routes import Route
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.registry import BACKENDS
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.settings import Call, NewtonSchulzSettings
 
 
 def settings(

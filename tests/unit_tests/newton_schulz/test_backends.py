@@ -22,9 +22,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megatron_muon.newton_schulz import gram
-from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.gram import Gram
-from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
+from megatron_muon.newton_schulz.kernels import GramSymmetric, Symmetric
 from megatron_muon.newton_schulz.registry import (
     BACKENDS,
     candidates,
@@ -32,9 +31,7 @@ from megatron_muon.newton_schulz.registry import (
     requested_backends,
     usable_backends,
 )
-from megatron_muon.newton_schulz.restarts import segments_of
-from megatron_muon.newton_schulz.settings import coefficients_of
-from megatron_muon.newton_schulz.symmetric import Symmetric
+from megatron_muon.newton_schulz.settings import Call, segments_of
 from megatron_muon.plan.cost import CostModel
 
 CPU = torch.device("cpu")
@@ -147,7 +144,7 @@ def test_fp16_is_closer_than_bf16_and_needs_its_restarts(coefficient_type):
     half = relative_error(_emulated_half(stack, of), expected)
     assert half < 0.05
     assert half < relative_error(orthogonalized(stack, of=of), expected)
-    with mock.patch("megatron_muon.newton_schulz.gram.segments_of", lambda _: (5,)):
+    with mock.patch("megatron_muon.newton_schulz.gram.segments_of", lambda *_: (5,)):
         without = _emulated_half(stack, of)
     assert not relative_error(without, expected) < 0.3
 
@@ -205,7 +202,7 @@ def _run_parts(shape: tuple[int, int], is_normalized: bool, coefficients: str) -
         whole = normalized(whole).bfloat16()
     found = []
     of = settings(5, coefficients)
-    segments = segments_of(coefficients_of(5, coefficients))
+    segments = segments_of(5, coefficients)
     for backend in ("standard", "gram"):
         options = {"is_normalized": is_normalized, "whole_shape": shape, "of": of}
         expected = orthogonalized(whole, backend, **options).chunk(size, dim + 1)[rank]
@@ -264,6 +261,13 @@ def test_operations_are_those_of_the_form(backend, shape, expected):
         assert part.flops == work.flops - 3 / 4 * 8 * max(shape) * 64**2
 
 
+def test_segments_have_all_steps_and_restart_every_two_of_unknown_coefficients():
+    """The Gram form of quintic restarts once, after step 2, as gram-newton-schulz does."""
+    assert segments_of(5, "quintic") == (2, 3) and segments_of(5, "own") == (2, 2, 1)
+    for coefficient_type, steps in itertools.product(TYPES, range(1, 13)):
+        assert sum(segments_of(steps, coefficient_type)) == steps
+
+
 @pytest.mark.parametrize("coefficient_type", ["quintic", "polar_express"])
 def test_products_are_as_many_as_counted(coefficient_type):
     """The cost model asks no more of the Gram form than it does."""
@@ -277,7 +281,7 @@ def test_products_are_as_many_as_counted(coefficient_type):
         return call
 
     stack = normalized(torch.randn(1, 16, 32)).bfloat16()
-    segments = segments_of(coefficients_of(5, coefficient_type))
+    segments = segments_of(5, coefficient_type)
     with (
         mock.patch.object(torch, "baddbmm", counted(torch.baddbmm)),
         mock.patch.object(torch.Tensor, "__matmul__", counted(torch.Tensor.__matmul__)),

@@ -22,8 +22,8 @@ import torch
 from quack import gemm_symmetric
 from quack.cache import compile_only_mode
 
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
+from megatron_muon.newton_schulz.settings import Call
+from megatron_muon.newton_schulz.kernels import GramSymmetric
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
 kernels = set()

@@ -11,7 +11,7 @@ from emerging_optimizers.utils import fp32_matmul_precision
 from helpers.device import device
 from helpers.stacks import orthogonalized, settings
 
-from megatron_muon.newton_schulz.normalize import least_norm
+from megatron_muon.newton_schulz.backend import least_norm
 
 SHAPES = [(48, 24), (24, 48), (32, 32), (1, 16), (16, 1), (130, 67)]
 TYPES = sorted(set(muon_utils._COEFFICIENT_SETS))

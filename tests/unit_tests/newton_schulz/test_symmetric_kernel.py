@@ -26,9 +26,8 @@ def _interpreted() -> list[list[Any]]:
     triton_interpreter.mend()
     from emerging_optimizers.triton_kernels import syrk
 
-    from megatron_muon.newton_schulz.call import Call
     from megatron_muon.newton_schulz.registry import BACKENDS
-    from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+    from megatron_muon.newton_schulz.settings import Call, NewtonSchulzSettings
 
     settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
     generator = torch.Generator().manual_seed(0)

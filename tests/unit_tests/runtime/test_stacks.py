@@ -8,8 +8,8 @@ from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from helpers.stacks import settings
 
 from megatron_muon.newton_schulz import standard
-from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.registry import BACKENDS
+from megatron_muon.newton_schulz.settings import Call
 from megatron_muon.runtime.stacks import StackCall
 
 pytestmark = pytest.mark.cpu_only

@@ -110,15 +110,12 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     """Rank 0 holds a whole matrix and half of another."""
     import torch
     import torch.distributed as dist
-    from helpers.layouts import whole_matrix
+    from helpers.layouts import plan_of, whole_matrix
 
+    from megatron_muon.newton_schulz.backend import Standard
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-    from megatron_muon.newton_schulz.standard import Standard
-    from megatron_muon.plan import ExchangePlan
     from megatron_muon.plan.cost import CPU_RANKS
-    from megatron_muon.plan.owners import choose_owners
     from megatron_muon.plan.rank_plan import RankSchedule
-    from megatron_muon.plan.wire import Wire
     from megatron_muon.runtime.engine import Engine
     from megatron_muon.runtime.plan_runner import BoundPlan
 
@@ -128,9 +125,7 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
         whole_matrix(name, rows_cut_at(16, 8, rows), [[(0,), (1,)]])
         for name, rows in (("local", [16, 0]), ("shared", [6, 10]))
     ]
-    wire = Wire.of("bf16", is_bf16=True)
-    assignment = choose_owners(matrices, CPU_RANKS, wire)
-    plan = ExchangePlan.build(matrices, assignment, CPU_RANKS, wire, staging_bytes=2**20)
+    plan = plan_of(matrices, CPU_RANKS)
     assert plan.local == (0,) and plan.buckets == ((1,),)
     log: list[str] = []
     newton_schulz = Standard.run

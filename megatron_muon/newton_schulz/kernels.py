@@ -1,33 +1,37 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The standard steps with emerging-optimizers' Triton kernels for symmetric products.
+"""Kernels that compute one half of a symmetric product, and store it twice.
 
-X X^T and its square are symmetric: the kernels compute one half, and store it twice.
+``symmetric`` runs the standard steps with the Triton kernels of emerging-optimizers, of which the
+Gram matrix and its square are symmetric. ``gram_symmetric`` runs the Gram form, whose products but
+Q X are symmetric, with the kernels of Dao-AILab's gram-newton-schulz, in the package quack-kernels
+(the extra ``kernels`` of this package). Neither is measured here.
 """
 
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import gpu_problems
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.normalize import normalize
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.newton_schulz.standard import Standard
+from megatron_muon.newton_schulz.backend import Standard, gpu_problems, normalize
+from megatron_muon.newton_schulz.gram import Gram
+from megatron_muon.newton_schulz.settings import Call, NewtonSchulzSettings
 
 if TYPE_CHECKING:
     import torch
 
 # Loads of the kernels are of 16 bytes, 8 elements.
 _ALIGNMENT, _MULTIPLE = 16, 8
-# From about this side on the kernels are faster than cuBLAS's full product on an H200. Not measured
-# here. Source: the figure of Emerging-Optimizers' authors.
+# From about this side on emerging-optimizers' kernels are faster than cuBLAS's full product on an
+# H200. Source: the figure of Emerging-Optimizers' authors.
 _BREAK_EVEN = 4096
-# Compute capabilities on which emerging-optimizers uses the kernels. Source: emerging-optimizers
-# 0.3.0, Muon.__init__.
-_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
-# Tiles that the kernel is tuned over. From n = 5000 on emerging-optimizers itself only tries the
-# second; the first has more tiles, which share a smaller matrix more evenly. Not measured here.
+# Compute capabilities on which emerging-optimizers uses its kernels, and the major ones for which
+# quack's are written. Source: emerging-optimizers 0.3.0, Muon.__init__.
+_CAPABILITIES, _QUACK_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3)), ((9,), (10,))
+# Tiles that Triton tries. From n = 5000 on emerging-optimizers itself only tries the second; the
+# first has more tiles, which share a smaller matrix more evenly.
 _TILES = ((128, 128, 64), (128, 256, 64))
 _GROUP_SIZE, _NUM_WARPS = 8, 8
+# Tile of quack's kernels; for smaller matrices their authors use plain products. Source:
+# gram-newton-schulz 0.1.6, SYMMETRIC_KERNEL_TILE_SIZE.
+_QUACK_TILE = 256
 
 
 class Symmetric(Standard):
@@ -94,3 +98,44 @@ def _limit_tuning() -> None:
     ]
     if kernel is not None and kept:
         kernel.configs = kept
+
+
+class GramSymmetric(Gram):
+    """The Gram form; of symmetric products one half is computed."""
+
+    name = "gram_symmetric"
+    reference = Gram.name
+    flops_of_products = (3, 1)
+
+    def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
+        """Return whether sides of a part are multiples of 8, the shorter one at least a tile."""
+        return n >= _QUACK_TILE and n % _MULTIPLE == 0 and m % (_MULTIPLE * num_parts) == 0
+
+    def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
+        """Check for Hopper or Blackwell, quack, and bf16."""
+        found = []
+        if not settings.is_bf16:
+            found.append("expected fp32_matmul_prec medium: the kernels multiply 16 bits")
+        try:
+            from quack.gemm_interface import gemm_symmetric  # noqa: F401
+        # Its compiler is another package, and fails with various errors.
+        except Exception as error:
+            found.append(
+                f"expected the package quack-kernels, got {type(error).__name__}: {error}. Run pip "
+                "install quack-kernels"
+            )
+        return found + gpu_problems(device, _QUACK_CAPABILITIES)
+
+    def _symmetric_product(
+        self,
+        a: "torch.Tensor",
+        b: "torch.Tensor",
+        c: "torch.Tensor | None" = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+    ) -> "torch.Tensor":
+        """Return ``alpha a b + beta c``, which is symmetric, ``(num_matrices, n, n)``."""
+        from quack.gemm_interface import gemm_symmetric
+
+        return gemm_symmetric(a, b, C=c, alpha=alpha, beta=beta)
