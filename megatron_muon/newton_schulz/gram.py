@@ -8,8 +8,8 @@ commute. So the steps need X only at the end: Q accumulates their product, and R
     P = a I + b R + c R^2        Q <- P Q        R <- P R P
 
 X is multiplied by Q at the end of a segment, see
-:func:`~megatron_muon.newton_schulz.settings.segments_of`. R is n x n, n the shorter side: the longer
-m is, the more is saved.
+:func:`~megatron_muon.newton_schulz.settings.segments_of`. R is n x n, n the shorter side: the more
+columns X has, the more is saved.
 
 It needs the precision of fp16 with fp32 sums on a GPU: on many matrices, errors in bf16 are three
 times those of standard steps. Entries of a normalized X are as small as 1e-4, and those of R as

@@ -65,7 +65,7 @@ class Report:
         num_buckets: Buckets of the plan with most of them.
         num_split_groups: Sets of ranks that split matrices.
         num_blocks: Blocks that each backend orthogonalizes.
-        matrices: ``fqn`` and ``owner`` (``owners`` where it is split), in order.
+        matrices: ``name`` and ``owner`` (``owners`` where it is split), in order.
     """
 
     ranks: list[RankReport]
@@ -161,7 +161,7 @@ def _add_matrices(report: Report, by_rank: Mapping[int, RankReport], plan: Excha
     wire = plan.wire
     for index, (matrix, owners) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
         who = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
-        report.matrices.append({"fqn": matrix.fqn, **who})
+        report.matrices.append({"name": matrix.name, **who})
         report.num_blocks.update(plan.backend(index, block) for block in range(len(matrix.blocks)))
         report.num_elements += matrix.num_elements
         report.ideal_ns += sum(plan.cost.newton_schulz_ns(*shape) for shape in matrix.blocks)
