@@ -32,7 +32,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     # Defaults are those of a live run, so that a plan without flags is the plan of such a run.
     defaults = ExchangeSettings()
-    rates = CostModel()
     source = parser.add_argument_group("model: a preset, or Megatron's flags")
     source.add_argument("--preset", choices=PRESETS)
     # Named as in Megatron-LM, so that the flags of a training script can be copied here.
@@ -71,15 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.newton_schulz,
         help="auto: the cheapest for each shape, as on a GPU with quack's kernels",
     )
-    plan.add_argument("--tflops", type=float, default=rates.tflops, help="TFLOP/s of a rank")
-    plan.add_argument("--gbps", type=float, default=rates.gbps, help="GB/s within a node")
-    plan.add_argument(
-        "--gbps-between-nodes",
-        type=float,
-        help=f"GB/s between nodes; default {rates.gbps_between_nodes:g}, or --gbps if lower",
-    )
-    plan.add_argument("--ranks-per-node", type=int, default=rates.ranks_per_node)
-    plan.add_argument("--cost-model", default="", help="more rates, as --muon-fsdp-cost-model")
+    plan.add_argument("--cost-model", default="", help="rates, as --muon-fsdp-cost-model")
     plan.add_argument(
         "--staging-bytes", type=int, help="most memory of a rank for messages and stacks"
     )
@@ -91,17 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(options: argparse.Namespace) -> PlanSettings:
     """Return the numbers of a live run's plans, checked as there."""
-    between = options.gbps_between_nodes
-    if between is None:
-        # A user who gives a slow --gbps means that no link is faster.
-        between = min(options.gbps, CostModel().gbps_between_nodes)
-    rates = CostModel(
-        tflops=options.tflops,
-        gbps=options.gbps,
-        gbps_between_nodes=between,
-        ranks_per_node=options.ranks_per_node,
-        backends=requested_backends(options.muon_fsdp_newton_schulz),
-    )
+    rates = CostModel(backends=requested_backends(options.muon_fsdp_newton_schulz))
     settings = ExchangeSettings(
         wire=options.wire,
         staging_bytes=options.staging_bytes,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times, bytes, memory and calls of every rank that follow from plans, and their table."""
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from typing import Any
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.sizes import RankSizes, StackSize
 from megatron_muon.plan.staging import PlanStaging, StagingLayout
+
+logger = logging.getLogger(__name__)
 
 _MAX_RANKS_SHOWN = 16
 
@@ -20,34 +23,40 @@ class RankReport:
 
     Args:
         rank: Rank of the job.
-        load_ns: Estimated Newton-Schulz time.
-        elements_sent: Elements sent to owners, and results sent back.
-        bytes_sent: Their bytes.
-        bytes_received: Bytes received from others.
+        newton_schulz_ns: Estimated Newton-Schulz time.
         send_ns: Estimated time of what it sends.
         receive_ns: Estimated time of what it receives.
+        bytes_sent: Bytes of rows to owners, and of results sent back.
+        bytes_received: Bytes received from others.
+        staging_bytes: Memory of messages and stacks while a step runs; nothing stays between steps.
         num_matrices: Matrices it owns, or has a part of.
         num_calls: Calls of Newton-Schulz: each orthogonalizes one stack.
-        staging_bytes: Memory of messages and stacks while a step runs; nothing stays between steps.
-        num_split_groups: Sets of ranks that it splits matrices with: each is a communicator.
     """
 
     rank: int
-    load_ns: int = 0
-    elements_sent: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
+    newton_schulz_ns: int = 0
     send_ns: int = 0
     receive_ns: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    staging_bytes: int = 0
     num_matrices: int = 0
     num_calls: int = 0
-    staging_bytes: int = 0
-    num_split_groups: int = 0
 
     @property
     def traffic_ns(self) -> int:
         """Estimated time of the busier direction of its links."""
         return max(self.send_ns, self.receive_ns)
+
+    def send(self, num_bytes: int, time_ns: int) -> None:
+        """Add a message that it sends."""
+        self.bytes_sent += num_bytes
+        self.send_ns += time_ns
+
+    def receive(self, num_bytes: int, time_ns: int) -> None:
+        """Add a message that it receives."""
+        self.bytes_received += num_bytes
+        self.receive_ns += time_ns
 
 
 @dataclass
@@ -63,7 +72,7 @@ class Report:
             it, everything else is gathered and scattered.
         norm_bytes: Bytes of the all-reduce of norms, counted once.
         num_buckets: Buckets of the plan with most of them.
-        num_split_groups: Sets of ranks that split matrices.
+        num_split_groups: Sets of ranks that split matrices: each is a communicator.
         num_blocks: Blocks that each backend orthogonalizes.
         matrices: ``name`` and ``owner`` (``owners`` where it is split), in order.
     """
@@ -82,7 +91,7 @@ class Report:
     @property
     def busiest_ns(self) -> int:
         """Newton-Schulz time of the busiest rank."""
-        return max(rank.load_ns for rank in self.ranks)
+        return max(rank.newton_schulz_ns for rank in self.ranks)
 
     @property
     def busiest_over_ideal(self) -> float:
@@ -92,40 +101,31 @@ class Report:
     @property
     def min_step_ns(self) -> int:
         """Time of the busiest GPU or link: no step is shorter."""
-        return max(max(rank.load_ns, rank.traffic_ns) for rank in self.ranks)
+        return max(max(rank.newton_schulz_ns, rank.traffic_ns) for rank in self.ranks)
+
+    @property
+    def moved_fraction(self) -> float:
+        """Elements sent to owners over all elements."""
+        return self.moved_elements / max(1, self.num_elements)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that all ranks send."""
+        return sum(rank.bytes_sent for rank in self.ranks)
+
+    @property
+    def max_staging_bytes(self) -> int:
+        """Staging memory of the fullest rank."""
+        return max(rank.staging_bytes for rank in self.ranks)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        # Keys are an interface: scripts read them. Attributes may be renamed, keys may not.
-        return {
-            "world_size": len(self.ranks),
-            "busiest_over_ideal": self.busiest_over_ideal,
-            "moved_fraction": self.moved_elements / max(1, self.num_elements),
-            "bytes": sum(rank.bytes_sent for rank in self.ranks),
-            "lower_bound_bytes": self.lower_bound_bytes,
-            "norm_bytes": self.norm_bytes,
-            "num_buckets": self.num_buckets,
-            "num_split_groups": self.num_split_groups,
-            "blocks_by_backend": self.num_blocks,
-            "newton_schulz_ms": self.busiest_ns / 1e6,
-            "ideal_newton_schulz_ms": self.ideal_ns / 1e6,
-            "min_step_ms": self.min_step_ns / 1e6,
-            "max_staging_bytes": max(rank.staging_bytes for rank in self.ranks),
-            "ranks": [
-                {
-                    "rank": rank.rank,
-                    "newton_schulz_ms": rank.load_ns / 1e6,
-                    "traffic_ms": rank.traffic_ns / 1e6,
-                    "bytes_sent": rank.bytes_sent,
-                    "bytes_received": rank.bytes_received,
-                    "staging_bytes": rank.staging_bytes,
-                    "num_matrices": rank.num_matrices,
-                    "num_calls": rank.num_calls,
-                }
-                for rank in self.ranks
-            ],
-            "matrices": self.matrices,
-        }
+        """Return all numbers, for ``--json``."""
+        derived = (
+            *("busiest_ns", "busiest_over_ideal", "min_step_ns"),
+            *("moved_fraction", "bytes_sent", "max_staging_bytes"),
+        )
+        figures = {name: getattr(self, name) for name in derived}
+        return {**figures, **vars(self), "ranks": [vars(rank) for rank in self.ranks]}
 
 
 def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
@@ -176,8 +176,6 @@ def _add_matrices(report: Report, by_rank: Mapping[int, RankReport], plan: Excha
             by_rank[owner].num_matrices += 1
     report.num_buckets = max(report.num_buckets, len(plan.buckets))
     report.num_split_groups += len(plan.sets_of_owners)
-    for rank in (rank for owners in plan.sets_of_owners for rank in owners):
-        by_rank[rank].num_split_groups += 1
 
 
 def _add_traffic(
@@ -195,29 +193,18 @@ def _add_traffic(
         for part in shard.shares:
             if part.owner != part.holder:
                 results[part.owner, part.holder] += part.num_elements
-        passed_on = shard.num_passed_on * wire.scatter_bytes
+        passed_on = wire.scatter_bytes * shard.num_passed_on
         time_ns = cost.all_gather_ns(shard.holders, wire.scatter_bytes * shard.num_elements)
-        for holder in shard.holders if passed_on else ():
-            _add(by_rank[holder], shard.num_passed_on, passed_on, time_ns)
-            by_rank[holder].bytes_received += passed_on
-            by_rank[holder].receive_ns += time_ns
-    for messages, width in (
-        (traffic.gathered, wire.gather_bytes),
-        (results, wire.scatter_bytes),
-    ):
+        for holder in shard.holders:
+            by_rank[holder].send(passed_on, time_ns)
+            by_rank[holder].receive(passed_on, time_ns)
+    for messages, width in ((traffic.gathered, wire.gather_bytes), (results, wire.scatter_bytes)):
         for (sender, receiver), elements in messages.items():
             num_bytes = width * elements
             is_on_node = cost.share_a_node((sender, receiver))
             time_ns = cost.messages_ns(num_bytes * is_on_node, num_bytes * (not is_on_node))
-            _add(by_rank[sender], elements, num_bytes, time_ns)
-            by_rank[receiver].bytes_received += num_bytes
-            by_rank[receiver].receive_ns += time_ns
-
-
-def _add(sender: RankReport, elements: int, num_bytes: int, time_ns: int) -> None:
-    sender.elements_sent += elements
-    sender.bytes_sent += num_bytes
-    sender.send_ns += time_ns
+            by_rank[sender].send(num_bytes, time_ns)
+            by_rank[receiver].receive(num_bytes, time_ns)
 
 
 def _add_calls(
@@ -229,7 +216,7 @@ def _add_calls(
     for rank, of_rank in stacks.items():
         by_rank[rank].num_calls += len(of_rank)
         for stack in of_rank:
-            by_rank[rank].load_ns += plan.cost.stack_ns(
+            by_rank[rank].newton_schulz_ns += plan.cost.stack_ns(
                 stack.num_matrices, *stack.block, stack.num_parts, on_node=stack.on_node
             )
 
@@ -257,14 +244,12 @@ def _staging(
 def table(report: Report) -> Iterator[str]:
     """Yield the lines of a report."""
     ranks = report.ranks
-    sent = sum(rank.bytes_sent for rank in ranks)
     split = f"{sum('owners' in matrix for matrix in report.matrices)} are split"
     if report.num_split_groups:
-        most = max(rank.num_split_groups for rank in ranks)
-        split += f", over {report.num_split_groups} sets of ranks, {most} a rank at most"
+        split += f", over {report.num_split_groups} sets of ranks"
     yield (
         f"{len(report.matrices)} matrices, {report.num_elements / 1e6:,.1f} M elements, on "
-        f"{len(ranks)} ranks, {sum(rank.load_ns > 0 for rank in ranks)} of which orthogonalize; "
+        f"{len(ranks)} ranks, {sum(rank.num_calls > 0 for rank in ranks)} of which orthogonalize; "
         f"{split}"
     )
     yield (
@@ -275,14 +260,11 @@ def table(report: Report) -> Iterator[str]:
     if set(report.num_blocks) != {"standard"}:
         blocks = ", ".join(f"{name} {num}" for name, num in sorted(report.num_blocks.items()))
         yield f"Newton-Schulz by backend, blocks: {blocks}"
-    bound = "none needed"
-    if report.lower_bound_bytes:
-        bound = f"{sent / report.lower_bound_bytes:.2f} x"
     most = max(max(rank.bytes_sent, rank.bytes_received) for rank in ranks)
     yield (
-        f"traffic: {report.moved_elements / max(1, report.num_elements):.1%} of elements move, "
-        f"{sent / 1e6 / len(ranks):,.1f} MB a rank, {most / 1e6:,.1f} MB at most; lower bound "
-        f"{report.lower_bound_bytes / 1e6 / len(ranks):,.1f} MB ({bound}); norms "
+        f"traffic: {report.moved_fraction:.1%} of elements move, "
+        f"{report.bytes_sent / 1e6 / len(ranks):,.1f} MB a rank, {most / 1e6:,.1f} MB at most; "
+        f"lower bound {report.lower_bound_bytes / 1e6 / len(ranks):,.1f} MB; norms "
         f"{report.norm_bytes:,} bytes"
     )
     yield f"step: {report.min_step_ns / 1e6:.3f} ms at least, in {report.num_buckets} buckets"
@@ -290,10 +272,12 @@ def table(report: Report) -> Iterator[str]:
     # Of many ranks only the busiest matter: they decide the step.
     shown = ranks
     if len(ranks) > _MAX_RANKS_SHOWN:
-        shown = sorted(ranks, key=lambda rank: (-rank.load_ns, rank.rank))[:_MAX_RANKS_SHOWN]
+        shown = sorted(ranks, key=lambda rank: (-rank.newton_schulz_ns, rank.rank))[
+            :_MAX_RANKS_SHOWN
+        ]
     for rank in shown:
         yield (
-            f"{rank.rank:4d}  {rank.num_matrices:8d}  {rank.load_ns / 1e6:16.3f}  "
+            f"{rank.rank:4d}  {rank.num_matrices:8d}  {rank.newton_schulz_ns / 1e6:16.3f}  "
             f"{rank.traffic_ns / 1e6:10.3f}  {rank.bytes_sent / 1e6:7.1f}  "
             f"{rank.bytes_received / 1e6:11.1f}  {rank.staging_bytes / 1e6:10.1f}"
         )
@@ -301,10 +285,12 @@ def table(report: Report) -> Iterator[str]:
         yield f"... the {len(shown)} busiest of {len(ranks)} ranks"
 
 
-def log_lines(plan: ExchangePlan) -> list[str]:
-    """Describe the plan of one domain of a live run."""
-    ranks = plan.ranks
-    return [
-        f"Muon exchange plan of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}:",
-        *table(build_report(ranks, [plan])),
-    ]
+def log_plans(plans: Sequence[ExchangePlan], rank: int) -> None:
+    """Log the plans of which a rank is the first; the other ranks of a plan have the same."""
+    for plan in plans:
+        ranks = plan.ranks
+        if rank != ranks[0]:
+            continue
+        logger.info("Muon exchange plan of %d ranks, %d to %d:", len(ranks), ranks[0], ranks[-1])
+        for line in table(build_report(ranks, [plan])):
+            logger.info("%s", line)

@@ -14,7 +14,6 @@ from megatron_muon.plan.exchange_plan import ExchangePlan, plan_matrices, stagin
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
-from megatron_muon.report.rank_report import log_lines
 from megatron_muon.runtime.agreement import (
     difference_between_ranks,
     first_line,
@@ -109,11 +108,6 @@ class OwnerCompute:
         plans = self._make_groups(inputs)
         self._engine = self._build_engine(plans, schedule, newton_schulz)
         self._connect()
-        # Other ranks have no log handler; further domains with the same layouts look the same.
-        for plan in self.plans if settings.log_plan else ():
-            if self._rank == plan.ranks[0]:
-                for line in log_lines(plan):
-                    logger.info("%s", line)
 
     def _plan(
         self, inputs: Sequence[PlanInput], newton_schulz: NewtonSchulzSettings, max_num_plans: int

@@ -13,9 +13,14 @@ from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.report.rank_report import log_plans
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.rows.plan_inputs import find_plan_inputs
-from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+from megatron_muon.runtime.agreement import (
+    own_rank,
+    raise_where_any_rank_fails,
+    raise_where_ranks_differ,
+)
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.owner_compute import OwnerCompute
@@ -131,6 +136,8 @@ class MuonStep:
                 rows_device=rows_device,
                 max_num_plans=self.plan_inputs.max_num_plans,
             )
+        if settings.exchange.log_plan:
+            log_plans(self.compute.plans, own_rank())
         self._named = {each.param: each for each in parameters}
         self._params = self._all_params()
         self._main_params = MainParams(self._params)

@@ -45,7 +45,7 @@ def test_report_counts_what_a_rank_sends_stages_and_runs(plan):
         assert found.staging_bytes == schedule.staging.num_bytes
         assert found.num_calls == sum(len(each.stacks) for each in owned)
     for rank in report.ranks:
-        assert report.min_step_ns >= max(rank.load_ns, rank.send_ns, rank.receive_ns)
+        assert report.min_step_ns >= max(rank.newton_schulz_ns, rank.send_ns, rank.receive_ns)
     sent = sum(rank.bytes_sent for rank in report.ranks)
     assert sent == sum(rank.bytes_received for rank in report.ranks)
     if all("owner" in matrix for matrix in report.matrices):
@@ -62,6 +62,6 @@ def test_load_counts_launches_of_stacks_that_exist():
     )
     assert (few.num_calls, many.num_calls) == (1, 4)
     launches_ns = cost.work(512, 512).num_products * 5000
-    assert many.load_ns - few.load_ns == 3 * launches_ns
+    assert many.newton_schulz_ns - few.newton_schulz_ns == 3 * launches_ns
     # The plan itself spread them as if stacks were full.
-    assert abs(few.load_ns - 32 * matrix_ns(matrices[0], cost)) <= 32
+    assert abs(few.newton_schulz_ns - 32 * matrix_ns(matrices[0], cost)) <= 32
