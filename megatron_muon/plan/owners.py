@@ -13,6 +13,7 @@ one rank holds whole, then those with most owners, then the longest.
    stays within a capacity, 1.025 times the highest load of pass 1; of several such ranks, the one
    whose link is occupied for the shortest time. If there is none, the matrix goes to the rank that
    is done with it first. A split matrix goes to consecutive ranks, whether they hold rows or not.
+   If a load exceeds the capacity in the end, the owners of pass 1 stay.
 
 Where every matrix is whole on one rank, as experts may be, all of them stay unless the busiest rank
 gains more than the latency of the exchange: without one there are no collectives.
@@ -94,8 +95,11 @@ def choose_owners(
     )
     first = _Placing(load_ns, capacity_ns=0)
     first.place(tasks)
-    placing = _Placing(load_ns, capacity_ns=int(_CAPACITY * max(first.load_ns.values())))
+    capacity_ns = int(_CAPACITY * max(first.load_ns.values()))
+    placing = _Placing(load_ns, capacity_ns=capacity_ns)
     placing.place(tasks)
+    if max(placing.load_ns.values()) > capacity_ns:
+        placing = first
     owners = tuple(placing.owners[i] for i in range(len(tasks)))
     if all(len(matrix.elements_by_rank) == 1 for matrix in matrices):
         # There and back, and the all-reduce of norms.
