@@ -27,7 +27,6 @@ Files, each importing only those above it::
     normalize       the norm of the fp32 wire
     standard        the steps as they are
     symmetric       half of the symmetric products
-    restarts        how many steps the Gram form may combine
     gram            the Gram form
     gram_symmetric  half of its symmetric products
     transformer_engine  the standard steps of split matrices, by cuSOLVERMp

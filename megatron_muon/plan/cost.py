@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_muon.newton_schulz.backend import Work
+from megatron_muon.newton_schulz.gram import segments_of
 from megatron_muon.newton_schulz.registry import BACKENDS, candidates
 
-# A plan has no coefficients: those of a run are emerging-optimizers', which import torch. These are
-# the segments of its default set, as newton_schulz.restarts computes them; a test compares.
-_QUINTIC_SEGMENTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2), 5: (2, 3), 6: (2, 2, 2), 7: (2, 3, 2)}
 # At 32, launches cost a 32nd of what single calls would.
 _MAX_STACK_SIZE = 32
 # 268 MB of bf16: a larger stack would need memory, and launches are few already.
@@ -55,11 +53,10 @@ class CostModel:
             are stacked until their Gram matrices have about this many; 1 stacks nothing.
         backends: Names of the ways to compute Newton-Schulz that matrices choose from; a matrix
             uses the fastest. ``standard`` is there for shapes that the others do not support.
-        segments: Steps between restarts of the Gram form, for ``num_ns_steps``; None for those of
-            quintic coefficients.
+        coefficient_type: Coefficients of the steps; the restarts of the Gram form depend on them.
 
     Raises:
-        ValueError: A rate is not positive, or segments are of another number of steps.
+        ValueError: A rate is not positive.
     """
 
     # A GPU of the H100 class; nothing here was measured by this project. Others saw 770 to 798
@@ -88,15 +85,10 @@ class CostModel:
     # matrices of side 512, 16 of 1024, 8 of 1536, 4 of 2048, 2 of 3072. An estimate.
     stack_tiles: int = 1024
     backends: tuple[str, ...] = ("standard",)
-    segments: tuple[int, ...] | None = None
+    coefficient_type: str = "quintic"
 
     def __post_init__(self) -> None:
-        """Check that every rate is positive, and that segments are of as many steps."""
-        if self.segments is not None and sum(self.segments) != self.num_ns_steps:
-            raise ValueError(
-                f"cost model: expected segments of {self.num_ns_steps} steps, got {self.segments}. "
-                "Use those of restarts.segments_of."
-            )
+        """Check that every rate is positive."""
         for name in _rates():
             value = getattr(self, name)
             # Costs may be 0, to leave them out of an estimate. A rate of 0 would divide by it.
@@ -144,10 +136,7 @@ class CostModel:
     ) -> Work:
         """Count what a backend does for one part of a matrix."""
         n, m = min(num_rows, num_cols), max(num_rows, num_cols)
-        steps = self.num_ns_steps
-        segments = self.segments or _QUINTIC_SEGMENTS.get(
-            steps, (2,) * (steps // 2) + (1,) * (steps % 2)
-        )
+        segments = segments_of(self.coefficient_type, self.num_ns_steps)
         return BACKENDS[backend].work(n, m, segments, num_parts)
 
     def backend_of(self, num_rows: int, num_cols: int, num_parts: int = 1) -> str:
@@ -310,7 +299,7 @@ def _rates() -> dict[str, type[int] | type[float]]:
     return {
         field.name: int if isinstance(field.default, int) else float
         for field in dataclasses.fields(CostModel)
-        if field.name not in ("backends", "segments")
+        if field.name not in ("backends", "coefficient_type")
     }
 
 

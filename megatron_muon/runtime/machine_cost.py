@@ -8,9 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.gram import Gram
 from megatron_muon.newton_schulz.registry import usable_backends
-from megatron_muon.newton_schulz.restarts import segments_of
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CPU_RANKS, CostModel, gpu_rates
 from megatron_muon.plan.settings import ExchangeSettings
@@ -58,10 +56,12 @@ def _rates(
     known = CPU_RANKS
     if device.type == "cuda":
         known = gpu_rates(torch.cuda.get_device_capability(device)[0])
-    defaults = dataclasses.replace(known, num_ns_steps=ns_settings.steps, backends=backends)
-    if Gram.name in backends:
-        segments = segments_of(ns_settings.coefficients)
-        defaults = dataclasses.replace(defaults, segments=segments)
+    defaults = dataclasses.replace(
+        known,
+        num_ns_steps=ns_settings.steps,
+        coefficient_type=ns_settings.coefficient_type,
+        backends=backends,
+    )
     if domain.ranks_per_node is not None:
         defaults = dataclasses.replace(defaults, ranks_per_node=domain.ranks_per_node)
     return CostModel.parse(settings.cost_model, defaults)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from megatron_muon.newton_schulz import gram
 from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.gram import Gram
+from megatron_muon.newton_schulz.gram import Gram, segments_of
 from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
 from megatron_muon.newton_schulz.registry import (
     BACKENDS,
@@ -32,8 +32,6 @@ from megatron_muon.newton_schulz.registry import (
     requested_backends,
     usable_backends,
 )
-from megatron_muon.newton_schulz.restarts import segments_of
-from megatron_muon.newton_schulz.settings import coefficients_of
 from megatron_muon.newton_schulz.symmetric import Symmetric
 from megatron_muon.plan.cost import CostModel
 
@@ -147,7 +145,7 @@ def test_fp16_is_closer_than_bf16_and_needs_its_restarts(coefficient_type):
     half = relative_error(_emulated_half(stack, of), expected)
     assert half < 0.05
     assert half < relative_error(orthogonalized(stack, of=of), expected)
-    with mock.patch("megatron_muon.newton_schulz.gram.segments_of", lambda _: (5,)):
+    with mock.patch("megatron_muon.newton_schulz.gram.segments_of", lambda *_: (5,)):
         without = _emulated_half(stack, of)
     assert not relative_error(without, expected) < 0.3
 
@@ -205,7 +203,7 @@ def _run_parts(shape: tuple[int, int], is_normalized: bool, coefficients: str) -
         whole = normalized(whole).bfloat16()
     found = []
     of = settings(5, coefficients)
-    segments = segments_of(coefficients_of(5, coefficients))
+    segments = segments_of(coefficients, 5)
     for backend in ("standard", "gram"):
         options = {"is_normalized": is_normalized, "whole_shape": shape, "of": of}
         expected = orthogonalized(whole, backend, **options).chunk(size, dim + 1)[rank]
@@ -277,7 +275,7 @@ def test_products_are_as_many_as_counted(coefficient_type):
         return call
 
     stack = normalized(torch.randn(1, 16, 32)).bfloat16()
-    segments = segments_of(coefficients_of(5, coefficient_type))
+    segments = segments_of(coefficient_type, 5)
     with (
         mock.patch.object(torch, "baddbmm", counted(torch.baddbmm)),
         mock.patch.object(torch.Tensor, "__matmul__", counted(torch.Tensor.__matmul__)),

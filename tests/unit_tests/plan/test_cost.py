@@ -112,14 +112,8 @@ def test_gpus_that_are_not_known_count_as_the_nearest():
     assert gpu_rates(9) == CostModel()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"gbps": 0.0}, "cost model: expected a positive, finite gbps, got 0.0"),
-        ({"segments": (1, 2)}, r"cost model: expected segments of 5 steps, got \(1, 2\)"),
-    ],
-)
-def test_rates_that_cannot_be_are_refused(change, message):
+def test_rates_that_cannot_be_are_refused():
     """A rate of 0 would divide by it."""
+    message = "cost model: expected a positive, finite gbps, got 0.0"
     with pytest.raises(ValueError, match=message):
-        CostModel(**change)
+        CostModel(gbps=0.0)
