@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, NoReturn, get_args
 
-from megatron_muon.newton_schulz.registry import BackendChoice
+from megatron_muon.newton_schulz import BackendChoice
 from megatron_muon.plan.settings import ExchangeSettings, WireChoice
 from megatron_muon.user_errors import SettingsError
 

@@ -26,10 +26,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_muon.newton_schulz.backend import Backend, Work
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.normalize import normalize
+from megatron_muon.newton_schulz.backend import Backend, FlopCount, NewtonSchulzArgs
 from megatron_muon.newton_schulz.settings import Coefficients
+from megatron_muon.newton_schulz.standard import normalize
 
 if TYPE_CHECKING:
     import torch
@@ -65,40 +64,40 @@ class Gram(Backend):
     workspace = (3, 5)
     flops_of_products: ClassVar[tuple[int, int]] = (4, 2)
 
-    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
+    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> FlopCount:
         """Count the work of one owner; see :meth:`Backend.work`. Splitting only divides m."""
         # A step has the products R^2, Q P and two for P R P. The first one of a segment has no Q
         # yet, and the last one needs no new R.
         num_square = sum(4 * steps - 3 for steps in segments)
         long, square = self.flops_of_products
         flops = long * m / num_parts * n * n * len(segments) + square * n**3 * num_square
-        return Work(flops, 2 * len(segments) + num_square, len(segments))
+        return FlopCount(flops, 2 * len(segments) + num_square, len(segments))
 
     def item_bytes(self, stack: "torch.Tensor") -> int:
         """Return 2 on a GPU, in fp16, and otherwise those of fp32."""
         return 2 if stack.dtype.itemsize == 2 and stack.device.type == "cuda" else 4
 
-    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
+    def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize a stack as one batch; see :meth:`Backend.run`.
 
         Memory: in addition to the result two copies of the stack in the dtype of :func:`_dtype`,
             and five n x n matrices per matrix.
         """
-        x = stack if call.is_normalized else normalize(stack, call.parts_group)
-        x = x.mT if call.is_tall else x
+        x = stack if args.is_normalized else normalize(stack, args.parts_group)
+        x = x.mT if args.is_tall else x
         # Scaled before rounding to fp16, where small elements would lose bits.
-        x = x.mul(_SCALE).to(_dtype(stack, call))
+        x = x.mul(_SCALE).to(_dtype(stack, args))
         with _fp32_sums(x):
-            for coefficients in _segments(call):
+            for coefficients in _segments(args):
                 # Without names, which would keep n x n matrices while the next ones are computed.
                 x = (
                     self._polynomial(
-                        self._symmetric_product(x, x.mT), coefficients, call.parts_group
+                        self._symmetric_product(x, x.mT), coefficients, args.parts_group
                     )
                     @ x
                 )
-        x = x.mT if call.is_tall else x
-        result = x.bfloat16() if call.settings.is_bf16 else x
+        x = x.mT if args.is_tall else x
+        result = x.bfloat16() if args.settings.is_bf16 else x
         return result.mul_(1 / _SCALE).to(stack.dtype)
 
     def _symmetric_product(
@@ -153,12 +152,12 @@ class Gram(Backend):
         return q
 
 
-def _dtype(stack: "torch.Tensor", call: Call) -> "torch.dtype":
+def _dtype(stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.dtype":
     """Return the dtype of the products."""
     import torch
 
     # CPUs multiply fp16 slowly, or with fp16 sums. In fp32 mode matrices stay in fp32.
-    is_half = call.settings.is_bf16 and stack.device.type == "cuda"
+    is_half = args.settings.is_bf16 and stack.device.type == "cuda"
     return torch.float16 if is_half else torch.float32
 
 
@@ -174,10 +173,10 @@ def segments_of(coefficient_type: str, steps: int) -> tuple[int, ...]:
     return (2,) * (steps // 2) + (1,) * (steps % 2)
 
 
-def _segments(call: Call) -> Iterator[Sequence[Coefficients]]:
+def _segments(args: NewtonSchulzArgs) -> Iterator[Sequence[Coefficients]]:
     """Yield the coefficients of all segments."""
-    coefficients, first = call.settings.coefficients, 0
-    for steps in segments_of(call.settings.coefficient_type, len(coefficients)):
+    coefficients, first = args.settings.coefficients, 0
+    for steps in segments_of(args.settings.coefficient_type, len(coefficients)):
         yield coefficients[first : first + steps]
         first += steps
 

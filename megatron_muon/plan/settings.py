@@ -8,7 +8,7 @@ Its errors call a field ``exchange.NAME``; :mod:`megatron_muon.user_errors` know
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megatron_muon.newton_schulz.registry import BackendChoice
+from megatron_muon.newton_schulz import BackendChoice
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.wire import Wire
 

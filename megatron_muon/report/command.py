@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from megatron_muon.newton_schulz.registry import BackendChoice, requested_backends
+from megatron_muon.newton_schulz import CHOICES, BackendChoice
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
@@ -117,7 +117,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         gbps=options.gbps,
         gbps_between_nodes=between,
         ranks_per_node=options.ranks_per_node,
-        backends=requested_backends(options.muon_fsdp_newton_schulz),
+        backends=CHOICES[options.muon_fsdp_newton_schulz],
     )
     cost = CostModel.parse(options.cost_model, rates)
     return Machine(cost, _settings(options).wire_for(is_bf16=options.wire == "bf16"))

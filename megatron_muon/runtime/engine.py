@@ -30,7 +30,7 @@ from megatron_muon.runtime.chained_collectives import chain_on
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
 from megatron_muon.runtime.row_moves import uses_kernel
-from megatron_muon.runtime.stacks import StackCall
+from megatron_muon.runtime.stacks import StackArgs
 
 
 class Engine:
@@ -217,7 +217,7 @@ class Engine:
         for plan in self.plans:
             plan.end()
 
-    def watch(self, function: Callable[[StackCall], None] | None) -> None:
+    def watch(self, function: Callable[[StackArgs], None] | None) -> None:
         """Let a function see each stack of this rank's results; None for nobody."""
         for plan in self.plans:
             plan.watch = function

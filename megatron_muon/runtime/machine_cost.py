@@ -1,80 +1,103 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model of the machine that a job runs on, the same on all ranks."""
+"""Resolve settings for the machine of a job, the same on all ranks."""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.registry import usable_backends
+from megatron_muon.newton_schulz import BACKENDS, CHOICES
+from megatron_muon.newton_schulz.methods import Namo, StackMethod
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CPU_RANKS, CostModel, gpu_rates
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.wire import Wire
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.domain import Domain
 
 
-def machine_costs(
+class Resolved(NamedTuple):
+    """Settings of the planner.
+
+    Args:
+        costs: Cost models by domain.
+        wire: Dtypes of messages.
+        settings: Limits of memory, parts and buckets.
+    """
+
+    costs: Sequence[CostModel]
+    wire: Wire
+    settings: ExchangeSettings
+
+
+def resolve(
     domains: Sequence[Domain],
-    ns_settings: NewtonSchulzSettings,
+    newton_schulz: NewtonSchulzSettings,
     settings: ExchangeSettings,
     device: torch.device,
-) -> list[CostModel]:
-    """Return the costs per domain: backends that all its ranks can run, and rates.
+) -> Resolved:
+    """Resolve settings: backends that all ranks can run, rates, and dtypes of messages.
 
     Args:
         domains: Ranks that plan together, in one order on all ranks. A rank may have none.
-        ns_settings: Steps, coefficients and precision.
-        settings: Rates that the user gives.
+        newton_schulz: Steps, coefficients, precision and method.
+        settings: Settings of the user.
         device: Of this rank.
 
     Raises:
+        ValueError: bf16 on the wire with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when one cannot run the backend that was asked for.
 
     Communication: where another backend than ``standard`` may run, a flag over all ranks, and a
         gather of objects over every domain. GPUs of one domain are expected to be the same model:
         ranks with different rates are found when plans are compared.
     """
-    backends = _own_backends(ns_settings, settings, device)
-    return [
-        _rates(_shared_backends(backends, settings, domain), ns_settings, settings, domain, device)
-        for domain in domains
-    ]
+    method = newton_schulz.method
+    wire = settings.wire_for(newton_schulz.is_bf16)
+    if isinstance(method, Namo):
+        wire = dataclasses.replace(wire, num_norms=2)
+    elif method is not None:
+        # Its results are not bf16-valued.
+        wire = dataclasses.replace(wire, scatter_dtype="float32")
+    if isinstance(method, StackMethod) or newton_schulz.function is not None:
+        # It is called with whole matrices.
+        settings = dataclasses.replace(settings, max_parts=1)
+    backends = _usable_backends(newton_schulz, settings, device)
+    rates = _rates(newton_schulz, device)
+    costs = []
+    for domain in domains:
+        known = dataclasses.replace(rates, backends=_shared_backends(backends, settings, domain))
+        if domain.ranks_per_node is not None:
+            known = dataclasses.replace(known, ranks_per_node=domain.ranks_per_node)
+        costs.append(CostModel.parse(settings.cost_model, known))
+    return Resolved(costs, wire, settings)
 
 
-def _rates(
-    backends: tuple[str, ...],
-    ns_settings: NewtonSchulzSettings,
-    settings: ExchangeSettings,
-    domain: Domain,
-    device: torch.device,
-) -> CostModel:
-    """Return the rates of the device, with those that the user gives in their place."""
+def _rates(newton_schulz: NewtonSchulzSettings, device: torch.device) -> CostModel:
+    """Return the rates of the device for the steps of Newton-Schulz."""
     # A plan for CPU ranks must not assume a GPU's kernels.
     known = CPU_RANKS
     if device.type == "cuda":
         known = gpu_rates(torch.cuda.get_device_capability(device)[0])
-    defaults = dataclasses.replace(
+    return dataclasses.replace(
         known,
-        num_ns_steps=ns_settings.steps,
-        coefficient_type=ns_settings.coefficient_type,
-        backends=backends,
+        num_ns_steps=newton_schulz.steps,
+        coefficient_type=newton_schulz.coefficient_type,
     )
-    if domain.ranks_per_node is not None:
-        defaults = dataclasses.replace(defaults, ranks_per_node=domain.ranks_per_node)
-    return CostModel.parse(settings.cost_model, defaults)
 
 
-def _own_backends(
-    ns_settings: NewtonSchulzSettings, settings: ExchangeSettings, device: torch.device
+def _usable_backends(
+    newton_schulz: NewtonSchulzSettings, settings: ExchangeSettings, device: torch.device
 ) -> tuple[str, ...]:
-    """Return the backends that this rank can run, or raise on all ranks."""
+    """Return the backends of the user's choice that this rank can run, or raise on all ranks."""
     choice = settings.newton_schulz
     if choice == "standard":
-        return (choice,)
-    backends, reasons = usable_backends(choice, ns_settings, device)
+        return CHOICES[choice]
+    problems = {name: BACKENDS[name].problems(newton_schulz, device) for name in CHOICES[choice]}
+    reasons = [f"Newton-Schulz {name}: {each}" for name in problems for each in problems[name]]
     raise_where_any_rank_fails(
         [] if choice == "auto" else reasons,
         None,
@@ -82,7 +105,7 @@ def _own_backends(
         "Use exchange.newton_schulz standard, or auto for what this machine can run. No "
         "optimizer was built.",
     )
-    return backends
+    return tuple(name for name in problems if not problems[name])
 
 
 def _shared_backends(

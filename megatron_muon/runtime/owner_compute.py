@@ -4,13 +4,11 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.methods import Namo, StackMethod
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import (
     ExchangePlan,
@@ -33,10 +31,10 @@ from megatron_muon.runtime.domain import Domain
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.groups import new_groups, ranks_of
 from megatron_muon.runtime.local_rows import Rows
-from megatron_muon.runtime.machine_cost import machine_costs
+from megatron_muon.runtime.machine_cost import Resolved, resolve
 from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.plan_runner import BoundPlan
-from megatron_muon.runtime.stacks import StackCall
+from megatron_muon.runtime.stacks import StackArgs
 
 logger = logging.getLogger(__name__)
 
@@ -107,14 +105,12 @@ class OwnerCompute:
         rows_device: torch.device | None = None,
         max_num_plans: int | None = None,
     ) -> None:
-        if isinstance(newton_schulz.method, StackMethod) or newton_schulz.function is not None:
-            # It is called with whole matrices.
-            settings = replace(settings, max_parts=1)
         self.inputs = list(inputs)
-        self._rank, self._device, self._settings = own_rank(), device, settings
+        resolved = resolve([each.domain for each in inputs], newton_schulz, settings, device)
+        self._rank, self._device, self._settings = own_rank(), device, resolved.settings
         self._rows_device = rows_device
         self.handles = [handle for each in inputs for handle in each.handles.values()]
-        self.plans = self._plan(inputs, newton_schulz, max_num_plans or len(inputs))
+        self.plans = self._plan(inputs, resolved, newton_schulz.steps, max_num_plans or len(inputs))
         schedule = self._schedule()
         plans = self._make_groups(inputs)
         self._engine = self._build_engine(plans, schedule, newton_schulz)
@@ -126,17 +122,15 @@ class OwnerCompute:
                     logger.info("%s", line)
 
     def _plan(
-        self, inputs: Sequence[PlanInput], newton_schulz: NewtonSchulzSettings, max_num_plans: int
+        self,
+        inputs: Sequence[PlanInput],
+        resolved: Resolved,
+        num_steps: int,
+        max_num_plans: int,
     ) -> list[ExchangePlan]:
         """Plan every input on top of those before it, and compare plans across ranks."""
-        settings, device = self._settings, self._device
-        wire = settings.wire_for(newton_schulz.is_bf16)
-        if isinstance(newton_schulz.method, Namo):
-            wire = replace(wire, num_norms=2)
-        elif newton_schulz.method is not None:
-            # What it returns is not bf16-valued.
-            wire = replace(wire, scatter_dtype="float32")
-        costs = machine_costs([each.domain for each in inputs], newton_schulz, settings, device)
+        costs, wire, settings = resolved
+        device = self._device
         plans: list[ExchangePlan] = []
         differences = []
         load_ns = staged_bytes = 0
@@ -145,7 +139,7 @@ class OwnerCompute:
                 given.domain, (load_ns, staged_bytes, number), device
             )
             # Costs decide the sizes of stacks and which replica is the nearest.
-            entries = [f"{settings} {newton_schulz.steps} steps {wire} {cost}"]
+            entries = [f"{settings} {num_steps} steps {wire} {cost}"]
             share = staging_share(settings, most_staged, max_num_plans - position)
             try:
                 plan = plan_matrices(
@@ -268,7 +262,7 @@ class OwnerCompute:
         """Orthogonalize all matrices; see :meth:`Engine.orthogonalize`."""
         return self._engine.orthogonalize(momentum, results, meanwhile)
 
-    def watch(self, function: Callable[[StackCall], None] | None) -> None:
+    def watch(self, function: Callable[[StackArgs], None] | None) -> None:
         """Let a function see results; see :meth:`Engine.watch`."""
         self._engine.watch(function)
 
