@@ -105,12 +105,11 @@ def least_us(step: Callable[[], Any], before: Callable[[], Any] = lambda: None) 
 def move_rows_as_on_a_gpu() -> None:
     """Let the kernel move rows, and one call orthogonalize a stack, in a package that has them."""
     try:
-        from megatron_muon.runtime import norms, row_moves, stacks
+        from megatron_muon.runtime import row_moves, stacks
     except ImportError:
         return
     row_moves.uses_kernel = lambda device: True
-    # CPU ranks orthogonalize few matrices at once, and stack small rows for their norms.
-    norms._SMALL = 0
+    # CPU ranks orthogonalize few matrices at once.
     stacks.batch_on_cpu = lambda num_matrices, rows, cols: num_matrices
 
 
@@ -215,12 +214,12 @@ class NoEngine:
     """Yield all parameters of which this rank holds rows at once."""
 
     def __init__(self, parameters: Sequence[Any], *_: Any, **__: Any) -> None:
-        from megatron_muon.rows.matrices import MatrixRows
+        from megatron_muon.rows.matrices import RowIndex
 
         self.inputs: list[Any] = []
         self.moments: list[Any] = []
         self.handles = [
-            MatrixRows(each.param, None, slice(None), slice(None))
+            RowIndex(each.param, None, slice(None), slice(None))
             for each in parameters
             if each.param._local_tensor.numel()
         ]

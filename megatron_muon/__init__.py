@@ -17,7 +17,6 @@ Parts, each importing only those above it::
     step/           the optimizer step of both front ends, and its state
     fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
     checkpoint/     reads, verifies and converts checkpoint files, without megatron
-    patching/       changes a package at run time: verified first, reversible
     cpu_ranks/      Megatron on gloo ranks, without a GPU
     mcore/          the only code that imports megatron: optimizer, flags, checkpoints, patches
     launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``
@@ -27,7 +26,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.mcore.enable import disable, enable, is_enabled
-from megatron_muon.patching import IncompatibleMegatronError
+from megatron_muon.mcore.versions import IncompatibleMegatronError
 
 if TYPE_CHECKING:
     from megatron_muon import cpu_ranks

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.parameters import PlainGroups
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, names_that_block_gradients
-from megatron_muon.rows.parameters import NamedParameter, ranks_of_mesh
+from megatron_muon.rows.parameters import PlannedParameter, ranks_of_mesh
 from megatron_muon.rows.plan_inputs import PlanInputs
 from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
@@ -36,16 +36,16 @@ class GradientKey(NamedTuple):
 
 
 def by_holders(
-    found: PlanInputs, others: Sequence[NamedParameter], plain: PlainGroups
-) -> dict[GradientKey, NamedParameter]:
+    found: PlanInputs, others: Sequence[PlannedParameter], plain: PlainGroups
+) -> dict[GradientKey, PlannedParameter]:
     """Return this rank's parameters.
 
     Args:
         found: Plans of Muon's parameters.
         others: Parameters that AdamW or Lion steps.
-        plain: Ranks with copies or blocks of plain tensors.
+        plain: Process groups of plain tensors.
     """
-    copies = plain.replicas or plain.blocks
+    copies = plain.replicas or plain.tensor_ranks
     ranks = (own_rank(),) if copies is None else tuple(dist.get_process_group_ranks(copies))
     holders = {
         GradientKey(each.name, given.domain.ranks, True): each
@@ -60,7 +60,7 @@ def by_holders(
 
 
 def agree_to_step(
-    holders: Mapping[GradientKey, NamedParameter],
+    holders: Mapping[GradientKey, PlannedParameter],
     group: dist.ProcessGroup | None,
     device: torch.device,
     known_problems: Sequence[str] = (),
@@ -145,7 +145,7 @@ def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attribute
 
 
 def _problem(
-    each: NamedParameter, grad: torch.Tensor, own: torch.Tensor, other: torch.Tensor
+    each: PlannedParameter, grad: torch.Tensor, own: torch.Tensor, other: torch.Tensor
 ) -> str | None:
     """Return what is wrong with a gradient, given both local tensors; a sentence or None."""
     param = each.param
@@ -167,7 +167,7 @@ def _problem(
     )
 
 
-def _blocked_problems(parameters: Iterable[NamedParameter]) -> list[str]:
+def _blocked_problems(parameters: Iterable[PlannedParameter]) -> list[str]:
     """Return why version 2 of Megatron-FSDP has set no gradients, a sentence a module."""
     problems: dict[int, str] = {}
     for each in parameters:
@@ -182,7 +182,7 @@ def _blocked_problems(parameters: Iterable[NamedParameter]) -> list[str]:
     return list(problems.values())
 
 
-def _elementwise_problem(each: NamedParameter, grad: torch.Tensor) -> str | None:
+def _elementwise_problem(each: PlannedParameter, grad: torch.Tensor) -> str | None:
     """Return why AdamW or Lion cannot step a parameter, a sentence or None."""
     # Not placements: torch's AdamW reduces a partial gradient of a DTensor.
     if grad.dtype == each.param.dtype and grad.layout == each.param.layout:

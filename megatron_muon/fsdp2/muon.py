@@ -28,7 +28,7 @@ from megatron_muon.fsdp2.problems import (
 )
 from megatron_muon.newton_schulz.methods import StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import INTERRUPTED, first_line
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.dependencies import dependency_problems, environment_problems
@@ -118,7 +118,7 @@ class Muon(WholeMatrixMuon):
     _step_supports_amp_scaling = True
 
     muon_step: MuonStep
-    _holders: dict[GradientKey, NamedParameter]
+    _holders: dict[GradientKey, PlannedParameter]
     _is_built: bool = False
     fresh_if_moved: bool = False
     # From the first change of a step to its end: if it does not come there, nobody knows which

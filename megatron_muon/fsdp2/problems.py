@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.rows.matrices import segments_of
+from megatron_muon.rows.matrices import output_slices
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
-from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.rows.placements import is_strided, own_box, placement_problem, sharded_dim
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.dtensor_layout import local_tensor
@@ -132,7 +132,7 @@ def subclass_problems(optimizer: WholeMatrixMuon) -> list[str]:
     ]
 
 
-def repeated_problems(parameters: Sequence[NamedParameter]) -> list[str]:
+def repeated_problems(parameters: Sequence[PlannedParameter]) -> list[str]:
     """List parameters and names that occur twice: errors identify parameters by name."""
     params = Counter(each.param for each in parameters)
     names = Counter(each.name for each in parameters)
@@ -147,7 +147,7 @@ def repeated_problems(parameters: Sequence[NamedParameter]) -> list[str]:
     ]
 
 
-def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | None:
+def parameter_problem(parameter: PlannedParameter, device: torch.device) -> str | None:
     """Describe why a parameter cannot be stepped, a sentence that starts with its name, or None.
 
     Args:
@@ -167,7 +167,7 @@ def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | 
     try:
         problem = _tensor_problem(parameter, device) or _layout_problem(parameter)
         if problem is None:
-            segments_of(
+            output_slices(
                 parameter.view.shape[-2:][parameter.output_dim],
                 parameter.split_sizes,
                 is_transposed=parameter.is_transposed,
@@ -177,7 +177,7 @@ def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | 
     return None if problem is None else f"{parameter.name}: {problem}"
 
 
-def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | None:
+def _tensor_problem(parameter: PlannedParameter, device: torch.device) -> str | None:
     """Describe what is wrong with the tensor itself."""
     param, local = parameter.param, local_tensor(parameter.param)
     if parameter.view.ndim not in (2, 3):
@@ -211,7 +211,7 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
     return None
 
 
-def _layout_problem(parameter: NamedParameter) -> str | None:
+def _layout_problem(parameter: PlannedParameter) -> str | None:
     """Describe what is wrong with mesh and placements, or return None."""
     param = parameter.view
     if not isinstance(param, DTensor):

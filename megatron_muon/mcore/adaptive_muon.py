@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.newton_schulz.methods import Namo
-from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.moments import Moments
@@ -86,8 +86,8 @@ class TensorParallelMoments(SecondMoments):
         super().__init__(name, beta2, eps, muon.scale)
         self._muon = muon
 
-    def _scaled_shape(self, each: NamedParameter) -> Sequence[int]:
-        return self._muon.parts[each.param].view.shape
+    def _scaled_shape(self, each: PlannedParameter) -> Sequence[int]:
+        return self._muon.tensor_shards[each.param].view.shape
 
     def _place(self, param: torch.Tensor, of_param: dict[str, Any]) -> None:
         if len(of_param) > 1:

@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
+from megatron_muon.mcore.chunks import sharded_chunk
 from megatron_muon.mcore.fsdp_dtensor import state as optimizer_state
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
@@ -23,18 +24,17 @@ from megatron_muon.mcore.fsdp_model import (
     current_device,
     gradients_stay,
 )
-from megatron_muon.mcore.gradient_check import raise_where_gradients_fail
-from megatron_muon.mcore.gradient_norm import (
+from megatron_muon.mcore.gradients import (
     GradientNorm,
+    LocalGradients,
     clip,
     count_problems,
     norm_on_host,
     norm_stays_on_device,
+    raise_where_gradients_fail,
 )
-from megatron_muon.mcore.local_gradients import LocalGradients
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
-from megatron_muon.mcore.pipeline_settings import alignment_problems
-from megatron_muon.mcore.sharded_chunks import sharded_chunk
+from megatron_muon.mcore.unsupported import alignment_problems
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import INTERRUPTED
 from megatron_muon.runtime.arena import elementwise_bytes

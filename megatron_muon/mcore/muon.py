@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.megatron_fsdp import tensor_mesh
-from megatron_muon.rows.parameters import NamedParameter, over_tensor_ranks
+from megatron_muon.rows.parameters import PlannedParameter, over_tensor_ranks
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
@@ -37,8 +37,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
 
     Args:
         params: DTensor parameters or parameter groups, in the same order on all ranks.
-        parts: What the tensor-parallel rank has of each parameter, and the boxes of its ranks; see
-            :func:`~megatron_muon.rows.parameters.part_of`.
+        tensor_shards: Shard of every parameter on its tensor-parallel rank, with the boxes of
+            ranks; see :func:`~megatron_muon.rows.parameters.tensor_shard_of`.
         device: Where shards are; None for that of the parameters. A pipeline stage may have none.
         momentum_dtype: bfloat16 halves the memory of momentum, which a step averages in float32 and
             rounds once.
@@ -54,14 +54,14 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         momentum.
     """
 
-    parts: Mapping[torch.Tensor, NamedParameter]
+    tensor_shards: Mapping[torch.Tensor, PlannedParameter]
     params: list[Any]  # as at construction
 
     def __init__(
         self,
         params: Iterable[Any],
         *,
-        parts: Mapping[torch.Tensor, NamedParameter],
+        tensor_shards: Mapping[torch.Tensor, PlannedParameter],
         device: torch.device | None = None,
         momentum_dtype: torch.dtype = torch.float32,
         offload_momentum: bool = False,
@@ -76,7 +76,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         self.scale_mode = values["scale_mode"]
         self.extra_scale_factor = values["extra_scale_factor"]
         self.scale = scale_function(self.scale_mode, self.extra_scale_factor)
-        self.parts = parts
+        self.tensor_shards = tensor_shards
         self.params = self._all_params()
         self.device = device or local_tensor(self.params[0]).device
 
@@ -108,25 +108,25 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                 momentum._local_tensor = rows.view_as(local_tensor(param))  # type: ignore[attr-defined]
                 self.state[param]["momentum_buffer"] = momentum
 
-    def planned(self, param: Any) -> NamedParameter:
+    def planned(self, param: Any) -> PlannedParameter:
         """Return a parameter as the matrix that upstream's ``orthogonalize`` sees.
 
         It is whole over tensor parallelism in the modes that ask for it, and where tensor-parallel
         ranks have copies, such as those of a router.
         """
-        part = self.parts[param]
+        shard = self.tensor_shards[param]
         if self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(param):
             shapes = getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes
-            part = replace(part, blocks=tuple(shapes))
+            shard = replace(shard, blocks=tuple(shapes))
         if self.is_joined(param):
-            return over_tensor_ranks(part, param.device_mesh, param.partition_dim)
+            return over_tensor_ranks(shard, param.device_mesh, param.partition_dim)
         mesh = None
         if self.tensor_group(param) is not None and not self.is_tensor_sharded(param):
             mesh = tensor_mesh(param)
-        return part if mesh is None else over_tensor_ranks(part, mesh, None)
+        return shard if mesh is None else over_tensor_ranks(shard, mesh, None)
 
     def is_joined(self, param: Any) -> bool:
-        """Return whether the parts of all tensor-parallel ranks are one matrix."""
+        """Return whether the shards of all tensor-parallel ranks are one matrix."""
         # A head is whole on one tensor-parallel rank, and is orthogonalized there.
         is_by_head = getattr(param, "is_split_by_head", False)
         return self.is_tensor_sharded(param) and self.tp_mode != "blockwise" and not is_by_head
@@ -146,7 +146,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         return group if group is not None and dist.get_world_size(group) > 1 else None
 
     def is_tensor_sharded(self, param: Any) -> bool:
-        """Return whether tensor-parallel ranks hold different parts of a parameter."""
+        """Return whether tensor-parallel ranks hold different shards of a parameter."""
         is_cut = getattr(param, "partition_dim", None) in (0, 1)
         return is_cut and self.tensor_group(param) is not None
 
@@ -161,21 +161,22 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         except ValueError as error:
             problems.append(in_flags(str(error)))
         for param in self._all_params():
-            part = self.parts.get(param)
-            if part is None:
+            shard = self.tensor_shards.get(param)
+            if shard is None:
                 problems.append(
-                    f"parameter of shape {tuple(param.shape)}: expected an entry in parts, got "
-                    "none. Build the optimizer through build_megatron_fsdp_emerging_optimizer"
+                    f"parameter of shape {tuple(param.shape)}: expected an entry in "
+                    "tensor_shards, got none. Build the optimizer through "
+                    "build_megatron_fsdp_emerging_optimizer"
                 )
             elif not isinstance(param, DTensor) or param.dtype != torch.float32:
                 problems.append(
-                    f"{part.name}: expected a float32 DTensor, got {type(param).__name__} of "
+                    f"{shard.name}: expected a float32 DTensor, got {type(param).__name__} of "
                     f"{param.dtype}. Wrap the model in Megatron-FSDP with fp32 main parameters "
                     "(--megatron-fsdp-main-params-dtype fp32)"
                 )
-            elif tuple(param._local_tensor.shape) != part.local_shape:
+            elif tuple(param._local_tensor.shape) != shard.local_shape:
                 problems.append(
-                    f"{part.name}: expected a local shard of shape {part.local_shape}, got "
+                    f"{shard.name}: expected a local shard of shape {shard.local_shape}, got "
                     f"{tuple(param._local_tensor.shape)}. Pass the layout the model was sharded by"
                 )
         return problems

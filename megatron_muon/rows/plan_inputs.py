@@ -14,8 +14,8 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.rows.matrices import MatrixRows, matrices_of
-from megatron_muon.rows.parameters import NamedParameter, replicas_of
+from megatron_muon.rows.matrices import RowIndex, matrices_of
+from megatron_muon.rows.parameters import PlannedParameter, replicas_of
 from megatron_muon.rows.placements import cutting_axes
 from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
 from megatron_muon.runtime.domain import Domain, num_ranks_on_node, ranks_per_node
@@ -70,13 +70,13 @@ class PlanInputs(NamedTuple):
     """
 
     inputs: list[PlanInput]
-    parameters: list[list[NamedParameter]]
+    parameters: list[list[PlannedParameter]]
     max_num_plans: int
     group: dist.ProcessGroup | None
 
 
 def find_plan_inputs(
-    parameters: Sequence[NamedParameter],
+    parameters: Sequence[PlannedParameter],
     group: dist.ProcessGroup | None,
     device: torch.device,
     *,
@@ -106,7 +106,7 @@ def find_plan_inputs(
     problems = _missing_parameters(parameters, keys, facts)
     problems += _not_together(parameters, keys, group, facts)
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
-    by_key: dict[_Key, list[NamedParameter]] = defaultdict(list)
+    by_key: dict[_Key, list[PlannedParameter]] = defaultdict(list)
     for key, parameter in zip(keys, parameters, strict=True):
         by_key[key].append(parameter)
     # Ranks without parameters have nothing to step, and nothing to agree on.
@@ -160,7 +160,7 @@ def _checksum(key: tuple[Any, ...]) -> int:
 
 
 def _missing_parameters(
-    parameters: Sequence[NamedParameter], keys: Sequence[_Key], facts: Sequence[_Facts]
+    parameters: Sequence[PlannedParameter], keys: Sequence[_Key], facts: Sequence[_Facts]
 ) -> list[str]:
     """List the plans whose parameters other ranks lack, as sentences."""
     problems = []
@@ -177,7 +177,7 @@ def _missing_parameters(
 
 
 def _not_together(
-    parameters: Sequence[NamedParameter],
+    parameters: Sequence[PlannedParameter],
     keys: Sequence[_Key],
     group: dist.ProcessGroup | None,
     facts: Sequence[_Facts],
@@ -237,7 +237,7 @@ def _domain(
 
 
 def _known_groups(
-    parameters: Sequence[NamedParameter], known_groups: Sequence[dist.ProcessGroup]
+    parameters: Sequence[PlannedParameter], known_groups: Sequence[dist.ProcessGroup]
 ) -> dict[tuple[int, ...], list[dist.ProcessGroup]]:
     """Return the groups of the job and of all axes of meshes, by their ranks, ascending.
 
@@ -297,12 +297,12 @@ def _own_replicas(key: _Key) -> tuple[int, ...]:
 
 def _plan_input(
     key: _Key,
-    parameters: Sequence[NamedParameter],
+    parameters: Sequence[PlannedParameter],
     groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     nodes: int | None,
 ) -> PlanInput:
     matrices: list[MatrixLayout] = []
-    handles: dict[int, MatrixRows] = {}
+    handles: dict[int, RowIndex] = {}
     params: list[torch.Tensor] = []
     for parameter in parameters:
         for matrix, rows in matrices_of(parameter, key.ranks, own_rank()):

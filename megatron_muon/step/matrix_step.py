@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 
-from megatron_muon.rows.matrices import MatrixRows
+from megatron_muon.rows.matrices import RowIndex
 from megatron_muon.runtime.adjacent import is_same_memory, join_adjacent
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
@@ -173,7 +173,7 @@ class MatrixStep:
         self.compute, self.settings, self._device = compute, settings, device
         self._is_beside = is_beside
         self.hooks: list[StepHooks] = []
-        rows: list[MatrixRows] = compute.handles
+        rows: list[RowIndex] = compute.handles
         self._num_matrices = Counter(each.param for each in rows)
         self.params = [param for param in group_index if param in self._num_matrices]
         self.group_index = [group_index[param] for param in self.params]

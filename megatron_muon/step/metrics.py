@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.stacks import StackArgs
 from megatron_muon.step.matrix_step import StepHooks
@@ -44,7 +44,7 @@ class MetricSums(StepHooks):
         group_index: Index of the parameter group by position.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter], group_index: Sequence[int]) -> None:
+    def __init__(self, parameters: Sequence[PlannedParameter], group_index: Sequence[int]) -> None:
         self._share = [1.0 / _num_replicas(each.view) for each in parameters]
         # The sample in float32, its Gram matrix, and the square of that.
         sizes = (math.prod(each.view.shape[-2:]) for each in parameters)

@@ -13,7 +13,7 @@ from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.rows.plan_inputs import find_plan_inputs
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
@@ -95,7 +95,7 @@ class MuonStep:
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        parameters: Sequence[NamedParameter],
+        parameters: Sequence[PlannedParameter],
         settings: MuonSettings,
         moments: SecondMoments,
         device: torch.device,

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.newton_schulz.methods import Namo, NorMuon, StackMethod
-from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.rows.placements import cutting_axes
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.moments import Moments
@@ -88,7 +88,7 @@ class SecondMoments:
     def attach(
         self,
         step: MatrixStep,
-        parameters: Sequence[Sequence[NamedParameter]],
+        parameters: Sequence[Sequence[PlannedParameter]],
         state_of: Callable[[int], Mapping[str, Any]],
     ) -> list[StepHooks]:
         """Find the values of parameters among the values of plans.
@@ -127,7 +127,7 @@ class SecondMoments:
             )
         ]
 
-    def _scaled_shape(self, each: NamedParameter) -> Sequence[int]:
+    def _scaled_shape(self, each: PlannedParameter) -> Sequence[int]:
         """Return outputs and inputs by which results of a parameter are scaled."""
         shape = each.view.shape[-2:]
         return shape[::-1] if each.is_transposed else shape

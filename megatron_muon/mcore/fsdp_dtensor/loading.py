@@ -31,8 +31,7 @@ from megatron_muon.mcore.fsdp_dtensor.stages import (
     with_stored_generator,
 )
 from megatron_muon.mcore.fsdp_dtensor.steps import as_in_run, as_stored
-from megatron_muon.mcore.fsdp_model import current_device
-from megatron_muon.mcore.fsdp_v2_model import is_v2
+from megatron_muon.mcore.fsdp_model import current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from megatron_muon.mcore.fsdp_dtensor.state import agree_on_step, complete_state
 from megatron_muon.mcore.fsdp_model import (
     bare_name,
     current_device,
+    is_v2,
     is_wrapped,
     sharded_parameters,
 )
-from megatron_muon.mcore.fsdp_v2_model import is_v2
-from megatron_muon.mcore.pipeline_repairs import check_within_stage
+from megatron_muon.mcore.repairs_pipeline import check_within_stage
 from megatron_muon.rows.megatron_fsdp import own_rows
 
 # By parameter name, then by kind of state.

@@ -26,7 +26,7 @@ from megatron.core.utils import log_single_rank
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.mcore.fsdp_dtensor.stages import rename_layers
-from megatron_muon.mcore.fsdp_v2_model import is_v2
+from megatron_muon.mcore.fsdp_model import is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 

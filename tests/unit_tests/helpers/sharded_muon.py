@@ -174,7 +174,7 @@ def build_optimizers(
     arguments = _arguments(tensor) | (settings or {})
     muon = (sharded or FSDPZeROTensorParallelMuon)(
         [param for param, _, _ in params],
-        parts={param: part for param, _, part in params},
+        tensor_shards={param: part for param, _, part in params},
         **arguments,
     )
     muon.muon_step = build_muon_step([muon], ExchangeSettings(**(exchange or {})))
@@ -256,7 +256,7 @@ def _part(name: str, param: Any, layout: Any, mesh: Any) -> Any:
     """Describe the rows of a matrix that the ranks of this tensor-parallel rank hold."""
     from torch.distributed.tensor import Replicate, Shard
 
-    from megatron_muon.rows.parameters import NamedParameter, as_dtensor
+    from megatron_muon.rows.parameters import PlannedParameter, as_dtensor
 
     ranks = mesh.mesh[:, :, mesh.get_local_rank("tensor")].tolist()
     cols = (0, layout.num_cols)
@@ -267,7 +267,7 @@ def _part(name: str, param: Any, layout: Any, mesh: Any) -> Any:
     }
     shape = (layout.num_rows, layout.num_cols)
     view = as_dtensor(param._local_tensor, mesh["replica", "shard"], [Replicate(), Shard(0)], shape)
-    return NamedParameter(name, param, view, known_boxes=boxes)
+    return PlannedParameter(name, param, view, known_boxes=boxes)
 
 
 def each_of(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:

@@ -96,7 +96,7 @@ def _owners_of_copies() -> list[list[tuple[str, int, int]]]:
     for mode in ("blockwise", "duplicated"):
         compute = build_optimizers(2, {"tp_mode": mode}, num_tensor_ranks=2).sharded.compute
         copied = [
-            (matrix.fqn, len(owners), sorted(matrix.elements_by_rank))
+            (matrix.name, len(owners), sorted(matrix.elements_by_rank))
             for plan in compute.plans
             for matrix, owners in zip(plan.matrices, plan.owners, strict=True)
             if any(len(region.holders) > 1 for region in matrix.regions)
@@ -235,7 +235,7 @@ def _disagree() -> str:
         try:
             muon = FSDPZeROTensorParallelMuon(
                 params[:3] + params[3:][trained],
-                parts=dict(zip(params, parts, strict=True)),
+                tensor_shards=dict(zip(params, parts, strict=True)),
             )
             build_muon_step([muon], ExchangeSettings())
         except RuntimeError as error:

@@ -33,10 +33,10 @@ def test_new_groups_have_the_timeout_of_the_job():
 def _parameter(mesh: Any, placements: list[Any]) -> Any:
     import torch
 
-    from megatron_muon.rows.parameters import NamedParameter, as_dtensor
+    from megatron_muon.rows.parameters import PlannedParameter, as_dtensor
 
     view = as_dtensor(torch.empty(4, 4), mesh, placements, (8, 4))
-    return NamedParameter("w", view, view)
+    return PlannedParameter("w", view, view)
 
 
 def _domains() -> list[Any]:
