@@ -297,10 +297,14 @@ class PlanRunner:
             self._parts_groups[part.owners] if len(part.owners) > 1 else None,
         )
 
+    def see_gradients(self, gradients: Rows) -> None:
+        """Sum the squares of gradients; see :meth:`Engine.see_gradients`."""
+        self._rows.see_gradients(gradients)
+
     @in_range("norms")
-    def begin(self, momentum: Rows, results: Rows) -> None:
+    def begin(self, updates: Rows, results: Rows) -> None:
         """Set the rows of a step, and reduce their norms."""
-        self._rows.begin(momentum, results)
+        self._rows.begin(updates, results)
 
     def wait_for_leftovers(self) -> None:
         """Wait for collectives of a step that ended with an exception: they may use the memory."""
