@@ -78,6 +78,7 @@ class Engine:
         coefficients_of(newton_schulz.steps, newton_schulz.coefficient_type)
         # Compiled and compared now rather than in a step.
         uses_kernel(device)
+        self._bound = list(plans)
         self.plans = [bound.plan for bound in plans]
         self.handles = [handle for bound in plans for handle in bound.handles.values()]
         self._schedule = schedule
@@ -227,8 +228,9 @@ class Engine:
 
     def see_gradients(self, gradients: Rows) -> None:
         """Sum the squares of gradients, whose norms a method needs; called before a step."""
-        for runner in self.runners:
-            runner.see_gradients(gradients)
+        for bound, runner in zip(self._bound, self.runners, strict=True):
+            rows = {i: gradients[handle] for i, handle in bound.handles.items()}
+            runner.norms.see_gradients(rows)
 
     def watch(self, function: Callable[[StackArgs], None] | None) -> None:
         """Let a function see each stack of this rank's results; None for nobody."""

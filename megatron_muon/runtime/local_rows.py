@@ -102,10 +102,6 @@ class LocalRows:
         self._to_write.append(results)
         return len(self._to_write) - 1
 
-    def see_gradients(self, gradients: Rows) -> None:
-        """Sum the squares of gradients; see :meth:`Engine.see_gradients`."""
-        self.norms.see_gradients({i: gradients[each] for i, each in self._handles.items()})
-
     def begin(self, updates: Rows, results: Rows) -> None:
         """Set the rows of a step, and reduce their norms; see :meth:`Engine.orthogonalize`."""
         if updates is not self._updates or results is not self._results:

@@ -297,10 +297,6 @@ class PlanRunner:
             self._parts_groups[part.owners] if len(part.owners) > 1 else None,
         )
 
-    def see_gradients(self, gradients: Rows) -> None:
-        """Sum the squares of gradients; see :meth:`Engine.see_gradients`."""
-        self._rows.see_gradients(gradients)
-
     @in_range("norms")
     def begin(self, updates: Rows, results: Rows) -> None:
         """Set the rows of a step, and reduce their norms."""
