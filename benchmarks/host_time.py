@@ -213,7 +213,7 @@ class NoEngine:
     def __init__(self, parameters: Sequence[Any], *_: Any, **__: Any) -> None:
         from megatron_muon.rows.matrices import RowIndex
 
-        self.inputs: list[Any] = []
+        self.plans: list[Any] = []
         self.moments: list[Any] = []
         self.handles = [
             RowIndex(each.param, None, slice(None), slice(None))
@@ -221,22 +221,18 @@ class NoEngine:
             if each.param._local_tensor.numel()
         ]
 
-    def on_all_ranks(self, build: Any) -> Any:
-        """Build alone."""
-        return build()
-
-    def memory_problems(self, others: Any = None) -> list[str]:
+    def reserve(self, others: Any = None) -> list[str]:
         """Return nothing."""
         return []
 
     def forget(self) -> None:
         """Drop nothing."""
 
-    def free(self) -> None:
+    def release(self) -> None:
         """Return nothing."""
 
     def orthogonalize(
-        self, momentum: Any, results: Any, meanwhile: Any = None
+        self, updates: Any, results: Any, meanwhile: Any = None
     ) -> Iterator[Sequence[Any]]:
         """Return what an engine would, in one piece."""
         yield self.handles
@@ -262,7 +258,7 @@ def outer_figures(job: Job) -> dict[str, float]:
         # Plans are made from what other ranks say, and these say nothing.
         with (
             mock.patch.object(muon_step, "find_plan_inputs", no_plans),
-            mock.patch.object(muon_step, "OwnerCompute", NoEngine),
+            mock.patch.object(muon_step, "build_engine", NoEngine),
         ):
             optimizer = build_muon(model)
         model.finish_grad_sync()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_muon.newton_schulz.registry import BACKENDS
+from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.plan.layout import rows_in_buffer
 from megatron_muon.report.simulation import unit_buffer
 

@@ -1,28 +1,52 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a backend, and emerging-optimizers' own steps.
+"""The interface of Newton-Schulz backends."""
 
-Results of the standard steps have the same bits as upstream's. Memory layout changes the last bits
-of bf16 products, so stacks are contiguous, and transposed by a view as in emerging-optimizers.
-"""
-
-import functools
-import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_muon.newton_schulz.settings import Call, NewtonSchulzSettings
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
 
+# Relative to the norm. On random matrices the error of bf16 steps is about 0.005
+# (docs/newton_schulz.md), and kernels sum in another order. The error of a wrong kernel is about 1.
+_MAX_DIFFERENCE = 0.05
+
+
 @dataclass(frozen=True)
-class Work:
-    """Cost of Newton-Schulz of one part of a matrix.
+class NewtonSchulzArgs:
+    """Arguments of Newton-Schulz of a stack of matrices.
+
+    Args:
+        settings: Steps, coefficients and precision.
+        whole_shape: Shape of the whole matrices; larger than the stack's only for parts.
+        is_normalized: Whether the norm of a whole matrix is 1. The stack is then bfloat16,
+            otherwise float32.
+        parts_group: Ranks that hold the parts of the single matrix of the stack; None if matrices
+            are whole.
+    """
+
+    settings: NewtonSchulzSettings
+    whole_shape: tuple[int, int]
+    is_normalized: bool
+    parts_group: "dist.ProcessGroup | None" = None
+
+    @property
+    def is_tall(self) -> bool:
+        """Whether the whole matrix is tall; a part of it may be wide."""
+        return self.whole_shape[0] > self.whole_shape[1]
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Operations, products and all-reduces of Newton-Schulz of one part of a matrix.
 
     Args:
         flops: Floating-point operations.
@@ -36,13 +60,12 @@ class Work:
 
 
 class Backend(ABC):
-    """One way to compute Newton-Schulz.
+    """A way to compute Newton-Schulz.
 
     Attributes:
         name: Its name in flags.
         reference: For kernels that are not torch's, the backend whose results they must match, up
-            to rounding. Both run once per shape at construction, which also compiles the kernels
-            before the first step.
+            to rounding; see :meth:`check`.
         is_batched: Whether all matrices of a stack share its launches.
         communicates: Whether its kernels communicate, so that owners of a split matrix must run it
             together.
@@ -51,13 +74,13 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    reference: ClassVar[str | None] = None
+    reference: ClassVar["type[Backend] | None"] = None
     is_batched: ClassVar[bool] = True
     communicates: ClassVar[bool] = False
     workspace: ClassVar[tuple[int, int]] = (3, 3)
 
     @abstractmethod
-    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
+    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> FlopCount:
         """Count the work of one owner.
 
         Args:
@@ -95,7 +118,7 @@ class Backend(ABC):
         return stack.dtype.itemsize
 
     @abstractmethod
-    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
+    def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize a stack, ``(num_matrices, rows, cols)``.
 
         Returns:
@@ -104,6 +127,42 @@ class Backend(ABC):
         Communication: with ``parts_group`` an all-reduce of the norm unless the stack is
             normalized, and those of ``n * n`` elements that :meth:`work` counts.
         """
+
+    def check(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> None:
+        """Run on random matrices, and compare with the reference.
+
+        It runs once for each shape at construction, which also compiles the kernels.
+
+        Args:
+            stack: Has the shape, dtype and device to run on; its values are not read.
+            args: Its arguments.
+
+        Raises:
+            RuntimeError: The results differ by more than rounding.
+
+        Communication: that of both backends.
+        """
+        import torch
+        import torch.distributed as dist
+
+        assert self.reference is not None
+        # Its own generator: Megatron's must be in the same state on tensor-parallel ranks.
+        seed = 0 if args.parts_group is None else dist.get_rank(args.parts_group)
+        generator = torch.Generator(stack.device).manual_seed(seed)
+        std = math.prod(args.whole_shape) ** -0.5
+        drawn = torch.empty_like(stack).normal_(std=std, generator=generator)
+        found = self.run(drawn, args).float()
+        expected = self.reference().run(drawn, args).float()
+        difference = float((found - expected).norm() / expected.norm())
+        # Also true if a result is NaN.
+        if not difference <= _MAX_DIFFERENCE:
+            other = self.reference.name
+            raise RuntimeError(
+                f"Newton-Schulz {self.name}: expected results within {_MAX_DIFFERENCE} of those of "
+                f"{other} for {stack.shape[1]} x {stack.shape[2]} matrices, got {difference:.2g} "
+                f"of their norm. Use exchange.newton_schulz {other}, and report it with the "
+                "versions of the kernels."
+            )
 
 
 def gpu_problems(device: "torch.device", capabilities: Sequence[tuple[int, ...]] = ()) -> list[str]:
@@ -124,119 +183,3 @@ def gpu_problems(device: "torch.device", capabilities: Sequence[tuple[int, ...]]
         return []
     known = ", ".join(".".join(map(str, capability)) for capability in capabilities)
     return [f"expected a GPU of compute capability {known}, got {found[0]}.{found[1]}"]
-
-
-@functools.cache
-def least_norm() -> float:
-    """Return emerging-optimizers' lower bound of norms: 1e-7 in 0.3.0, 1e-15 in 0.4.0."""
-    from emerging_optimizers.orthogonalized_optimizers import muon_utils
-
-    return float(inspect.signature(muon_utils.newton_schulz).parameters["eps"].default)
-
-
-def normalize(
-    stack: "torch.Tensor", parts_group: "dist.ProcessGroup | None" = None
-) -> "torch.Tensor":
-    """Divide matrices by their Frobenius norms, as emerging-optimizers does.
-
-    Args:
-        stack: ``(num_matrices, rows, cols)``, float32.
-        parts_group: Ranks that hold the parts of the matrices; None if they are whole.
-
-    Communication: with ``parts_group`` one all-reduce of a number per matrix.
-    """
-    import torch
-    import torch.distributed as dist
-
-    squares = stack.square().sum((-2, -1), keepdim=True)
-    if parts_group is not None:
-        dist.all_reduce(squares, group=parts_group)
-    return stack / torch.sqrt_(squares).clamp_min_(least_norm())
-
-
-class Standard(Backend):
-    """Three products per step: X X^T, its square, and their sum times X.
-
-    Attributes:
-        flops_of_step: Operations of a step, in units of ``m n^2`` and of ``n^3``.
-    """
-
-    name = "standard"
-    flops_of_step: ClassVar[tuple[int, int]] = (4, 2)
-
-    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
-        """Count the work of one owner; see :meth:`Backend.work`. Splitting only divides m."""
-        steps, (long, square) = sum(segments), self.flops_of_step
-        return Work(steps * (long * m / num_parts * n * n + square * n**3), 3 * steps, steps)
-
-    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
-        """Orthogonalize a stack; see :meth:`Backend.run`."""
-        return (_normalized if call.is_normalized else _one_by_one)(stack, call)
-
-
-def _one_by_one(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
-    """Call emerging-optimizers' function on the fp32 matrices one by one."""
-    import torch
-    from emerging_optimizers.orthogonalized_optimizers import muon_utils
-
-    results = [
-        muon_utils.newton_schulz(
-            matrix,
-            call.settings.steps,
-            call.settings.coefficient_type,
-            transpose=call.is_tall,
-            tp_group=call.parts_group,
-        )
-        for matrix in stack
-    ]
-    return results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
-
-
-def _normalized(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
-    """Run the steps of "medium" precision on normalized bf16 matrices, as one batch.
-
-    The norm was computed in float64 before the matrix was assembled. emerging-optimizers' function
-    would compute it again, of the rounded bf16 values.
-    """
-    from emerging_optimizers.orthogonalized_optimizers import muon_utils
-
-    # torch.baddbmm and torch.addmm may choose different kernels: a single matrix uses upstream's
-    # step, for the same bits.
-    x = stack if stack.shape[0] > 1 else stack[0]
-    step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
-    x = x.mT if call.is_tall else x
-    for a, b, c in call.settings.coefficients:
-        x = step(x, a, b, c, tp_group=call.parts_group)
-    x = x.mT if call.is_tall else x
-    return x if x.ndim == 3 else x.unsqueeze(0)
-
-
-@functools.cache
-def batch_on_cpu(num_matrices: int, num_rows: int, num_cols: int) -> int:
-    """Return how many matrices of a stack one product on this CPU may have, for its bits.
-
-    They are to be those of single matrices: what else a rank owns must not matter. Which kernel
-    multiplies a batch depends on its size and on the CPU. Another order of a sum rounds to another
-    bf16 value in one element of 10,000 or fewer, so the step compared nearly cancels: rows are
-    orthonormal, and coefficients c, -2 c, c, with c no power of two. Then hundreds differ, of 32
-    rows or more: smaller matrices have too few elements to show it, and are not batched.
-    """
-    if min(num_rows, num_cols) < 32:
-        return 1
-    import torch
-    from emerging_optimizers.orthogonalized_optimizers import muon_utils
-
-    n, m = sorted((num_rows, num_cols))
-    drawn = torch.randn(num_matrices, m, n, generator=torch.Generator().manual_seed(0))
-    tall = torch.linalg.qr(drawn).Q.bfloat16().contiguous()
-    size = num_matrices
-    # The first step reads a view of a tall matrix, and later ones do not.
-    for stack in (tall.mT, tall.mT.contiguous()):
-        single = [muon_utils.newton_schulz_step(x, 1.3, -2.6, 1.3) for x in stack]
-        while size > 1:
-            batches = stack.split(size)
-            found = [muon_utils.batched_newton_schulz_step(x, 1.3, -2.6, 1.3) for x in batches]
-            if torch.equal(torch.cat(found), torch.stack(single)):
-                break
-            size //= 2
-    return size

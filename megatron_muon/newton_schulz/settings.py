@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of Newton-Schulz, and of one call; the coefficients are emerging-optimizers'."""
+"""Settings of Newton-Schulz, with the coefficients of emerging-optimizers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,29 +11,13 @@ from megatron_muon.newton_schulz.methods import Namo, StackMethod
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 Coefficients = tuple[float, float, float]
-
-# Steps between restarts of the Gram form. A segment of steps multiplies X by a polynomial of its
-# Gram matrix R. Rounding moves eigenvalues of R, so that a small one may become negative, and every
-# further step moves it further; a restart begins again with a Gram matrix of X. These are the
-# fewest segments that change a singular value of about 1 by at most 0.2 if fp16 rounds R. Source of
-# restarts: Dao-AILab's gram-newton-schulz, which found the same one for quintic by trial.
-_SEGMENTS: dict[tuple[str, int], tuple[int, ...]] = {
-    ("quintic", 5): (2, 3),
-    ("simple", 5): (3, 2),
-    ("aol", 4): (2, 2),
-    ("polar_express", 5): (1, 2, 2),
-    ("polar_express", 8): (2, 2, 4),
-    ("cans", 5): (1, 2, 2),
-    ("deepseekv4", 10): (3, 2, 2, 3),
-}
 
 
 @dataclass(frozen=True)
 class NewtonSchulzSettings:
-    """How matrices are orthogonalized and scaled.
+    """Settings of orthogonalization and scale.
 
     Args:
         steps: Newton-Schulz steps.
@@ -65,12 +49,11 @@ def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ..
     """Return ``(a, b, c)`` by step: X becomes a X + b X X^T X + c (X X^T)^2 X.
 
     If there are more steps than coefficients, some sets repeat their last ones, and others start
-    again with the first. Only the code of emerging-optimizers' function says which, so it is called
-    with a function that records them in place of a step.
+    again with the first. emerging-optimizers' function decides: it is called once, and its steps
+    are recorded in place of being computed.
 
     Raises:
-        ValueError: emerging-optimizers does not have the set, does not take this number of steps,
-            or does not call its step once for each.
+        ValueError: emerging-optimizers does not have the set, or does not take the number of steps.
     """
     # Imports torch.
     import torch
@@ -81,13 +64,14 @@ def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ..
             f"coefficient_type: expected one of {sorted(muon_utils._COEFFICIENT_SETS)}, got "
             f"{coefficient_type!r}. Choose one"
         )
-    recorded: list[Coefficients] = []
+    found: list[Coefficients] = []
 
-    def record(x: torch.Tensor, *coefficients: float, **_: object) -> torch.Tensor:
-        recorded.append(coefficients)  # type: ignore[arg-type]
+    def record(x: "torch.Tensor", *coefficients: float, **_: object) -> "torch.Tensor":
+        found.append(coefficients)  # type: ignore[arg-type]
         return x
 
-    step, muon_utils.newton_schulz_step = muon_utils.newton_schulz_step, record
+    step = muon_utils.newton_schulz_step
+    muon_utils.newton_schulz_step = record
     try:
         muon_utils.newton_schulz(torch.ones(1, 1, device="cpu"), steps, coefficient_type)
     except ValueError as error:
@@ -97,42 +81,9 @@ def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ..
         ) from error
     finally:
         muon_utils.newton_schulz_step = step
-    if len(recorded) != steps:
+    if [len(each) for each in found] != [3] * steps:
         raise ValueError(
-            f"coefficient_type: expected emerging-optimizers to take {steps} steps of "
-            f"{coefficient_type} one by one, got {len(recorded)}. Choose another"
+            f"num_ns_steps: expected emerging-optimizers to take {steps} steps of three "
+            f"coefficients for {coefficient_type}, got {found}. Install another release"
         )
-    return tuple(recorded)
-
-
-def segments_of(steps: int, coefficient_type: str) -> tuple[int, ...]:
-    """Return the number of steps of every segment of the Gram form.
-
-    Other numbers of steps, and other coefficients, restart every two steps.
-    """
-    by_two = (2,) * (steps // 2) + (1,) * (steps % 2)
-    return _SEGMENTS.get((coefficient_type, steps), by_two)
-
-
-@dataclass(frozen=True)
-class Call:
-    """How to orthogonalize a stack of matrices.
-
-    Args:
-        settings: Steps, coefficients and precision.
-        whole_shape: Shape of the whole matrices; larger than the stack's only for parts.
-        is_normalized: Whether the norm of a whole matrix is 1. The stack is then bfloat16,
-            otherwise float32.
-        parts_group: Ranks that hold the parts of the single matrix of the stack; None if matrices
-            are whole.
-    """
-
-    settings: NewtonSchulzSettings
-    whole_shape: tuple[int, int]
-    is_normalized: bool
-    parts_group: "dist.ProcessGroup | None" = None
-
-    @property
-    def is_tall(self) -> bool:
-        """Whether the whole matrix is tall; a part of it may be wide."""
-        return self.whole_shape[0] > self.whole_shape[1]
+    return tuple(found)

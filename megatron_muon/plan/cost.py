@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_muon.newton_schulz.backend import Work
-from megatron_muon.newton_schulz.registry import BACKENDS, candidates
-from megatron_muon.newton_schulz.settings import segments_of
+from megatron_muon.newton_schulz import BACKENDS
+from megatron_muon.newton_schulz.backend import FlopCount
+from megatron_muon.newton_schulz.gram import segments_of
 
 # At 32, launches cost a 32nd of what single calls would.
 _MAX_STACK_SIZE = 32
@@ -118,10 +118,10 @@ class CostModel:
 
     def work(
         self, num_rows: int, num_cols: int, num_parts: int = 1, backend: str = "standard"
-    ) -> Work:
+    ) -> FlopCount:
         """Count what a backend does for one part of a matrix."""
         n, m = min(num_rows, num_cols), max(num_rows, num_cols)
-        segments = segments_of(self.num_ns_steps, self.coefficient_type)
+        segments = segments_of(self.coefficient_type, self.num_ns_steps)
         return BACKENDS[backend].work(n, m, segments, num_parts)
 
     def backend_of(self, num_rows: int, num_cols: int, num_parts: int = 1) -> str:
@@ -132,7 +132,7 @@ class CostModel:
         n, m = min(num_rows, num_cols), max(num_rows, num_cols)
         # min() keeps the first of equals, which is the preferred one.
         return min(
-            candidates(self.backends, n, m, num_parts),
+            (name for name in self.backends if BACKENDS[name].takes(n, m, num_parts)),
             key=lambda name: self._matrix_ns(num_rows, num_cols, num_parts, name, on_node=True),
         )
 

@@ -8,7 +8,7 @@ Errors call a field of a user ``exchange.NAME``; :mod:`megatron_muon.user_errors
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatron_muon.newton_schulz.registry import BackendChoice
+from megatron_muon.newton_schulz import BackendChoice
 from megatron_muon.plan.cost import CostModel
 
 WireChoice = Literal["auto", "bf16", "fp32"]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from megatron_muon.newton_schulz.registry import BackendChoice, requested_backends
+from megatron_muon.newton_schulz import CHOICES, BackendChoice
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(options: argparse.Namespace) -> PlanSettings:
     """Return the numbers of a live run's plans, checked as there."""
-    rates = CostModel(backends=requested_backends(options.muon_fsdp_newton_schulz))
+    rates = CostModel(backends=CHOICES[options.muon_fsdp_newton_schulz])
     settings = ExchangeSettings(
         wire=options.wire,
         staging_bytes=options.staging_bytes,

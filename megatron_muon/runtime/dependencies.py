@@ -36,7 +36,6 @@ _SYMBOLS = {
     f"{_EMERGING}.muon:MuonScaleT": "the ways to scale results",
     f"{_EMERGING}.muon:get_muon_scale_factor": "the scale of results",
     f"{_EMERGING}.muon_utils:_COEFFICIENT_SETS": "the coefficients",
-    f"{_EMERGING}.muon_utils:get_coefficient_iterator": "the order of coefficients",
     f"{_EMERGING}.muon_utils:newton_schulz": "Newton-Schulz of fp32 matrices",
     f"{_EMERGING}.muon_utils:newton_schulz_step": "Newton-Schulz of bf16 matrices",
     f"{_EMERGING}.muon_utils:batched_newton_schulz_step": "Newton-Schulz of bf16 matrices",

@@ -112,6 +112,7 @@ def _build_with_a_broken_kernel(fails: bool) -> list[str]:
     import torch.distributed as dist
 
     from megatron_muon.newton_schulz.gram import Gram
+    from megatron_muon.newton_schulz.standard import Standard
 
     class KernelError(Exception):
         pass
@@ -120,7 +121,7 @@ def _build_with_a_broken_kernel(fails: bool) -> list[str]:
         raise KernelError("strides must be 16-byte aligned")
 
     init_group()
-    Gram.reference = "standard"
+    Gram.reference = Standard
     if fails and dist.get_rank() == 1:
         Gram.run = run
     built = build_optimizers(2, exchange={"newton_schulz": "gram"}, cases=CASES)

@@ -24,7 +24,7 @@ def _order_of_a_step(depth: int, num_buckets: int, num_scatters: int) -> list[An
         grid = {"num_shards": 2, "num_replicas": 2}
         cases = [(cols, [sum(rows[:2]), sum(rows[2:])]) for cols, rows in cases]
     optimizers = build_optimizers(**grid, exchange=exchange, cases=cases)
-    (built,) = optimizers.sharded.compute._engine.plans
+    (built,) = optimizers.sharded.compute.runners
     log: list[str] = []
     parts = {"gather": built._gathers, "scatter": built._scatters, "spread": built._all_gather}
     for kind, part in parts.items():
@@ -146,7 +146,7 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
         rank=rank,
         device=torch.device("cpu"),
     )
-    gathers = engine.plans[0]._gathers
+    gathers = engine.runners[0]._gathers
     start = gathers.start
 
     def started(index):
