@@ -121,20 +121,17 @@ def engine_figures(job: Job) -> dict[str, float]:
     from megatron_muon.cpu_ranks.collectives import CompletedWork
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.plan.rank_plan import RankSchedule
-    from megatron_muon.plan.settings import ExchangeSettings
-    from megatron_muon.report.preview.model_shape import PRESETS
-    from megatron_muon.report.preview.simulation import Machine, Parallelism, simulate
+    from megatron_muon.report.model_shape import PRESETS
+    from megatron_muon.report.simulation import Parallelism, simulate
     from megatron_muon.runtime.engine import Engine
     from megatron_muon.runtime.plan_runner import BoundPlan
 
-    found = simulate(
-        PRESETS[job.preset], Parallelism(job.dp, ep=job.ep), Machine(), ExchangeSettings()
-    )
+    planned = simulate(PRESETS[job.preset], Parallelism(job.dp, ep=job.ep))
     held = Counter(
-        rank for plan in found.plans for matrix in plan.matrices for rank in matrix.elements_by_rank
+        rank for plan in planned for matrix in plan.matrices for rank in matrix.elements_by_rank
     )
     rank = max(held, key=lambda each: held[each])
-    plans = [plan for plan in found.plans if rank in plan.ranks]
+    plans = [plan for plan in planned if rank in plan.ranks]
     device = torch.device("cpu")
     norms_as_on_a_gpu()
     move_rows_as_on_a_gpu()
@@ -216,7 +213,7 @@ class NoEngine:
     def __init__(self, parameters: Sequence[Any], *_: Any, **__: Any) -> None:
         from megatron_muon.rows.matrices import RowIndex
 
-        self.inputs: list[Any] = []
+        self.plans: list[Any] = []
         self.moments: list[Any] = []
         self.handles = [
             RowIndex(each.param, None, slice(None), slice(None))
@@ -224,22 +221,18 @@ class NoEngine:
             if each.param._local_tensor.numel()
         ]
 
-    def on_all_ranks(self, build: Any) -> Any:
-        """Build alone."""
-        return build()
-
-    def memory_problems(self, others: Any = None) -> list[str]:
+    def reserve(self, others: Any = None) -> list[str]:
         """Return nothing."""
         return []
 
     def forget(self) -> None:
         """Drop nothing."""
 
-    def free(self) -> None:
+    def release(self) -> None:
         """Return nothing."""
 
     def orthogonalize(
-        self, momentum: Any, results: Any, meanwhile: Any = None
+        self, updates: Any, results: Any, meanwhile: Any = None
     ) -> Iterator[Sequence[Any]]:
         """Return what an engine would, in one piece."""
         yield self.handles
@@ -265,7 +258,7 @@ def outer_figures(job: Job) -> dict[str, float]:
         # Plans are made from what other ranks say, and these say nothing.
         with (
             mock.patch.object(muon_step, "find_plan_inputs", no_plans),
-            mock.patch.object(muon_step, "OwnerCompute", NoEngine),
+            mock.patch.object(muon_step, "build_engine", NoEngine),
         ):
             optimizer = build_muon(model)
         model.finish_grad_sync()

@@ -37,7 +37,7 @@ def replace_arithmetic(launches: Launches) -> None:
     """Replace the functions of torch that the step and AdamW call on lists and whole tensors."""
     import torch
 
-    from megatron_muon.newton_schulz.registry import BACKENDS
+    from megatron_muon.newton_schulz import BACKENDS
 
     numbers: dict[tuple[int, Any], Any] = {}
 

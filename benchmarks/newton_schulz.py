@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.registry import BACKENDS
+from megatron_muon.newton_schulz import BACKENDS
+from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CostModel
 
@@ -49,7 +49,7 @@ def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[s
     stack = torch.randn(1, *shape, device=device)
     stack /= stack.norm()
     stack = stack.bfloat16() if settings.is_bf16 else stack
-    call = Call(settings, shape, is_normalized=settings.is_bf16)
+    args = NewtonSchulzArgs(settings, shape, is_normalized=settings.is_bf16)
     names = _usable(settings, shape, device)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     # The first round chooses kernels, and compiles them.
@@ -57,7 +57,7 @@ def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[s
         for name in names:
             _wait(device)
             start = time.perf_counter()
-            BACKENDS[name].run(stack, call)
+            BACKENDS[name].run(stack, args)
             _wait(device)
             if number:
                 seconds[name].append(time.perf_counter() - start)
@@ -78,7 +78,7 @@ def stacked_tflops(
 ) -> list[float]:
     """Return the TFLOP/s of the standard steps in stacks of several sizes."""
     settings = NewtonSchulzSettings(5, "quintic", device.type == "cuda", lambda rows, cols: (1.0,))
-    call = Call(settings, shape, is_normalized=settings.is_bf16)
+    args = NewtonSchulzArgs(settings, shape, is_normalized=settings.is_bf16)
     found = []
     for size in sizes:
         # The norm of such a matrix is nearly the root of its elements.
@@ -88,7 +88,7 @@ def stacked_tflops(
         for _ in range(rounds + 1):
             _wait(device)
             start = time.perf_counter()
-            BACKENDS["standard"].run(stack, call)
+            BACKENDS["standard"].run(stack, args)
             _wait(device)
             seconds.append(time.perf_counter() - start)
         flops = size * CostModel().work(*shape, 1, "standard").flops
@@ -114,12 +114,12 @@ def _wait(device: torch.device) -> None:
 def memory(shape: tuple[int, int]) -> dict[str, float]:
     """Return the peak of each backend on a CPU over the bytes of a normalized matrix."""
     settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
-    call = Call(settings, shape, is_normalized=True)
+    args = NewtonSchulzArgs(settings, shape, is_normalized=True)
     stack = torch.randn(1, *shape).bfloat16() / (shape[0] * shape[1]) ** 0.5
     found = {}
     for name in _usable(settings, shape, stack.device):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            BACKENDS[name].run(stack, call)
+            BACKENDS[name].run(stack, args)
         events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
         current = peak = 0
         for event in sorted(events, key=lambda e: e.start_ns()):

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_muon.newton_schulz.registry import BACKENDS
+from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.plan.layout import rows_in_buffer
-from megatron_muon.report.preview.fsdp_buffer import unit_buffer
+from megatron_muon.report.simulation import unit_buffer
 
 MUON = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
 
@@ -44,7 +44,7 @@ class Model:
         """Make attention and a feed-forward four times as wide, layer by layer."""
         layer = [(hidden, hidden), (3 * hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
         ranks = [(rank,) for rank in range(dist.get_world_size())]
-        size, begins = unit_buffer(layer, len(ranks))
+        size, begins = unit_buffer(tuple(layer), len(ranks))
         rows = [
             rows_in_buffer(ranks, size, begin, *shape)
             for begin, shape in zip(begins, layer, strict=True)

@@ -68,7 +68,7 @@ def build_optimizer(model: Any) -> Any:
 
     norms_as_on_a_gpu()
     # Named, so that they replace those of CPU ranks. The other two are the run's.
-    others = ("num_ns_steps", "measured", "backends", "segments")
+    others = ("num_ns_steps", "measured", "backends", "coefficient_type")
     rates = {k: v for k, v in dataclasses.asdict(CostModel()).items() if k not in others}
     cost_model = ",".join(f"{name}={value}" for name, value in rates.items())
     return build_muon(model, exchange=megatron_muon.ExchangeSettings(cost_model=cost_model))

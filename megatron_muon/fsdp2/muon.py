@@ -32,7 +32,7 @@ from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import INTERRUPTED, first_line
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.dependencies import dependency_problems, environment_problems
-from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.runtime.engine import Engine
 from megatron_muon.step.metrics import StepMetrics
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
 from megatron_muon.step.second_moments import SecondMoments
@@ -104,7 +104,7 @@ class Muon(WholeMatrixMuon):
             plans.
 
     Communication: at construction see :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
-        :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: see
+        :func:`~megatron_muon.runtime.owner_compute.build_engine`. Each step: see
         :func:`~megatron_muon.fsdp2.gradients.agree_to_step` and
         :class:`~megatron_muon.runtime.engine.Engine`.
     Memory: one float32 per local element of a parameter, or half with ``momentum_dtype`` bfloat16;
@@ -220,7 +220,7 @@ class Muon(WholeMatrixMuon):
         self._holders = by_holders(self.muon_step.plan_inputs, self._others, plain)
 
     @property
-    def compute(self) -> OwnerCompute:
+    def compute(self) -> Engine:
         """Plans, and orthogonalizes matrices."""
         return self.muon_step.compute
 

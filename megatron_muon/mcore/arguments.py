@@ -19,9 +19,9 @@ from megatron_muon.mcore.unsupported import (
     raise_where_refused,
     unsupported_settings,
 )
-from megatron_muon.newton_schulz.registry import BackendChoice
+from megatron_muon.newton_schulz import BackendChoice
+from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import ExchangeSettings, WireChoice
-from megatron_muon.plan.splits import Splits
 from megatron_muon.user_errors import SettingsError, in_flags
 
 logger = logging.getLogger(__name__)

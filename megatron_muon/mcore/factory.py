@@ -46,8 +46,8 @@ from megatron_muon.mcore.fsdp_model import (
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.mcore.splits import asks_for_more, build_with_flags, routing_rule, tag_blocks
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
+from megatron_muon.plan.layout import Splits
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.plan.splits import Splits
 from megatron_muon.rows.megatron_fsdp import tensor_shard_shape
 from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails

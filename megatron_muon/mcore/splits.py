@@ -21,7 +21,7 @@ from megatron.core.optimizer.emerging_optimizers import (
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
 
 from megatron_muon.mcore.arguments import MUON_OPTIMIZERS, requested_splits, skips_router
-from megatron_muon.plan.splits import Splits, all_heads, halves
+from megatron_muon.plan.layout import Splits, all_heads, halves
 
 # Classes in which gate and up alternate, and the field of their configuration with the block size.
 # Source: megatron-core 0.19.2, moe/experts.py and moe/shared_experts.py.

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to compute Newton-Schulz: one file per backend, behind one interface.
+"""Newton-Schulz backends behind one interface.
 
-A backend runs on a stack of matrices, returns its cost for the planner, and its requirements. Its
-file imports torch only inside of functions, as plans are made without torch.
+A backend runs on a stack of matrices, returns its cost for the planner, and its requirements. Files
+import torch only inside of functions, as plans are made without torch.
 
 With n the shorter side of a matrix, m the longer one, a = m / n, the floating-point operations of
 five steps with quintic coefficients, in units of n^3:
@@ -20,16 +20,41 @@ gram_symmetric  6 a + 14    the same; quack's kernels compute half of a symmetri
 
 Files, each importing only those above it::
 
-    methods         what changes results: NorMuon, NAMO
-    settings        steps, coefficients, precision and scale
-    call            settings, shape and parts of a stack
-    backend         the interface
-    normalize       the norm of the fp32 wire
-    standard        the steps as they are
-    symmetric       half of the symmetric products
-    restarts        how many steps the Gram form may combine
-    gram            the Gram form
-    gram_symmetric  half of its symmetric products
-    transformer_engine  the standard steps of split matrices, by cuSOLVERMp
-    registry        all of them by name, and which a job may use
+    methods             NorMuon and NAMO, which change results
+    settings            steps, coefficients, precision and scale
+    backend             the interface
+    standard            the steps of emerging-optimizers
+    gram                the Gram form, and its restarts
+    kernels             half of the symmetric products of both
+    transformer_engine  standard steps of split matrices, by cuSOLVERMp
 """
+
+from typing import Literal
+
+from megatron_muon.newton_schulz.backend import Backend
+from megatron_muon.newton_schulz.gram import Gram
+from megatron_muon.newton_schulz.kernels import GramSymmetric, Symmetric
+from megatron_muon.newton_schulz.standard import Standard
+from megatron_muon.newton_schulz.transformer_engine import TransformerEngine
+
+BackendChoice = Literal[
+    "standard", "symmetric", "gram", "gram_symmetric", "transformer_engine", "auto"
+]
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (Standard(), Symmetric(), Gram(), GramSymmetric(), TransformerEngine())
+}
+
+# Backends of a choice: matrices use the cheapest, ties go to the first. Every choice has one for
+# all shapes, also for those that kernels do not support.
+CHOICES: dict[BackendChoice, tuple[str, ...]] = {
+    "standard": (Standard.name,),
+    "symmetric": (Standard.name, Symmetric.name),
+    "gram": (Gram.name,),
+    "gram_symmetric": (Gram.name, GramSymmetric.name),
+    "transformer_engine": (TransformerEngine.name, Standard.name),
+    # Not symmetric, whose tiles are chosen by timing: bits could change with every restart. Nor
+    # transformer_engine: the cost of its calls is unknown.
+    "auto": (Standard.name, Gram.name, GramSymmetric.name),
+}

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a backend."""
+"""The interface of Newton-Schulz backends."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_muon.newton_schulz.call import Call
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
 if TYPE_CHECKING:
@@ -15,9 +15,38 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
+# Relative to the norm. On random matrices the error of bf16 steps is about 0.005
+# (docs/newton_schulz.md), and kernels sum in another order. The error of a wrong kernel is about 1.
+_MAX_DIFFERENCE = 0.05
+
+
 @dataclass(frozen=True)
-class Work:
-    """Cost of Newton-Schulz of one part of a matrix.
+class NewtonSchulzArgs:
+    """Arguments of Newton-Schulz of a stack of matrices.
+
+    Args:
+        settings: Steps, coefficients and precision.
+        whole_shape: Shape of the whole matrices; larger than the stack's only for parts.
+        is_normalized: Whether the norm of a whole matrix is 1. The stack is then bfloat16,
+            otherwise float32.
+        parts_group: Ranks that hold the parts of the single matrix of the stack; None if matrices
+            are whole.
+    """
+
+    settings: NewtonSchulzSettings
+    whole_shape: tuple[int, int]
+    is_normalized: bool
+    parts_group: "dist.ProcessGroup | None" = None
+
+    @property
+    def is_tall(self) -> bool:
+        """Whether the whole matrix is tall; a part of it may be wide."""
+        return self.whole_shape[0] > self.whole_shape[1]
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Operations, products and all-reduces of Newton-Schulz of one part of a matrix.
 
     Args:
         flops: Floating-point operations.
@@ -31,13 +60,12 @@ class Work:
 
 
 class Backend(ABC):
-    """One way to compute Newton-Schulz.
+    """A way to compute Newton-Schulz.
 
     Attributes:
         name: Its name in flags.
         reference: For kernels that are not torch's, the backend whose results they must match, up
-            to rounding. Both run once per shape at construction, which also compiles the kernels
-            before the first step.
+            to rounding; see :meth:`check`.
         is_batched: Whether all matrices of a stack share its launches.
         communicates: Whether its kernels communicate, so that owners of a split matrix must run it
             together.
@@ -46,13 +74,13 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    reference: ClassVar[str | None] = None
+    reference: ClassVar["type[Backend] | None"] = None
     is_batched: ClassVar[bool] = True
     communicates: ClassVar[bool] = False
     workspace: ClassVar[tuple[int, int]] = (3, 3)
 
     @abstractmethod
-    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
+    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> FlopCount:
         """Count the work of one owner.
 
         Args:
@@ -90,7 +118,7 @@ class Backend(ABC):
         return stack.dtype.itemsize
 
     @abstractmethod
-    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
+    def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize a stack, ``(num_matrices, rows, cols)``.
 
         Returns:
@@ -99,6 +127,42 @@ class Backend(ABC):
         Communication: with ``parts_group`` an all-reduce of the norm unless the stack is
             normalized, and those of ``n * n`` elements that :meth:`work` counts.
         """
+
+    def check(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> None:
+        """Run on random matrices, and compare with the reference.
+
+        It runs once for each shape at construction, which also compiles the kernels.
+
+        Args:
+            stack: Has the shape, dtype and device to run on; its values are not read.
+            args: Its arguments.
+
+        Raises:
+            RuntimeError: The results differ by more than rounding.
+
+        Communication: that of both backends.
+        """
+        import torch
+        import torch.distributed as dist
+
+        assert self.reference is not None
+        # Its own generator: Megatron's must be in the same state on tensor-parallel ranks.
+        seed = 0 if args.parts_group is None else dist.get_rank(args.parts_group)
+        generator = torch.Generator(stack.device).manual_seed(seed)
+        std = math.prod(args.whole_shape) ** -0.5
+        drawn = torch.empty_like(stack).normal_(std=std, generator=generator)
+        found = self.run(drawn, args).float()
+        expected = self.reference().run(drawn, args).float()
+        difference = float((found - expected).norm() / expected.norm())
+        # Also true if a result is NaN.
+        if not difference <= _MAX_DIFFERENCE:
+            other = self.reference.name
+            raise RuntimeError(
+                f"Newton-Schulz {self.name}: expected results within {_MAX_DIFFERENCE} of those of "
+                f"{other} for {stack.shape[1]} x {stack.shape[2]} matrices, got {difference:.2g} "
+                f"of their norm. Use exchange.newton_schulz {other}, and report it with the "
+                "versions of the kernels."
+            )
 
 
 def gpu_problems(device: "torch.device", capabilities: Sequence[tuple[int, ...]] = ()) -> list[str]:

@@ -7,31 +7,47 @@ commute. So the steps need X only at the end: Q accumulates their product, and R
 
     P = a I + b R + c R^2        Q <- P Q        R <- P R P
 
-X is multiplied by Q at the end of a segment, see :mod:`megatron_muon.newton_schulz.restarts`. R is
-n x n, n the shorter side: the longer m is, the more is saved.
+R is n x n, n the shorter side: the longer m is, the more is saved.
+
+Rounding moves the eigenvalues of R, so a small one may become negative, and every step then moves
+it further: too many steps diverge. A restart multiplies X by Q, and begins again with a Gram matrix
+without negative eigenvalues. The steps between restarts are a segment; :func:`segments_of` has a
+table of them.
 
 It needs the precision of fp16 with fp32 sums on a GPU: on many matrices, errors in bf16 are three
 times those of standard steps. Entries of a normalized X are as small as 1e-4, and those of R as
 1e-6, where fp16 has few bits left. So X is multiplied by 64, and b and c are divided by 64^2 and
 64^4, which is exact. Small entries of P do not matter beside a I.
 
-Source of the form: Dao-AILab's gram-newton-schulz.
+Source of the form and of restarts: Dao-AILab's gram-newton-schulz.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_muon.newton_schulz.backend import Backend, Work
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.normalize import normalize
-from megatron_muon.newton_schulz.restarts import segments_of
+from megatron_muon.newton_schulz.backend import Backend, FlopCount, NewtonSchulzArgs
 from megatron_muon.newton_schulz.settings import Coefficients
+from megatron_muon.newton_schulz.standard import normalize
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+# Steps between restarts, a digit a segment, for 1, 2, 3, ... steps. In fp16 rounding moves an
+# eigenvalue r by a unit in the last place of the largest one. With q the polynomial of a segment,
+# the largest |q(r + unit) - q(r)| sqrt(r) is its error. These are the fewest segments whose errors
+# are below 0.2, and of them those with the smallest error: five steps of quintic have 0.12, and
+# 0.30 with the restart after step 3. CPU ranks, in fp32, restart as GPUs do.
+_SEGMENTS = {
+    "simple": "1 2 3 22 32 33 322 323 333 3223",
+    "quintic": "1 2 21 22 23 222 232 2222 2322 2323",
+    "polar_express": "1 2 12 22 122 222 223 224 225 2224",
+    "cans": "1 2 12 22 122 123 223 224 1224 1234",
+    "aol": "1 2 3 22 23 33 232 233 333 2332",
+    "deepseekv4": "1 2 3 22 32 33 322 323 333 3223",
+    "cubic5": "1 2 3 22 23",
+}
 # Singular values stay below 2, so R, which grows by the square, below 2**14: fp16 ends at 2**16.
 _SCALE = 64.0
 
@@ -48,40 +64,40 @@ class Gram(Backend):
     workspace = (3, 5)
     flops_of_products: ClassVar[tuple[int, int]] = (4, 2)
 
-    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
+    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> FlopCount:
         """Count the work of one owner; see :meth:`Backend.work`. Splitting only divides m."""
         # A step has the products R^2, Q P and two for P R P. The first one of a segment has no Q
         # yet, and the last one needs no new R.
         num_square = sum(4 * steps - 3 for steps in segments)
         long, square = self.flops_of_products
         flops = long * m / num_parts * n * n * len(segments) + square * n**3 * num_square
-        return Work(flops, 2 * len(segments) + num_square, len(segments))
+        return FlopCount(flops, 2 * len(segments) + num_square, len(segments))
 
     def item_bytes(self, stack: "torch.Tensor") -> int:
         """Return 2 on a GPU, in fp16, and otherwise those of fp32."""
         return 2 if stack.dtype.itemsize == 2 and stack.device.type == "cuda" else 4
 
-    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
+    def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize a stack as one batch; see :meth:`Backend.run`.
 
         Memory: in addition to the result two copies of the stack in the dtype of :func:`_dtype`,
             and five n x n matrices per matrix.
         """
-        x = stack if call.is_normalized else normalize(stack, call.parts_group)
-        x = x.mT if call.is_tall else x
+        x = stack if args.is_normalized else normalize(stack, args.parts_group)
+        x = x.mT if args.is_tall else x
         # Scaled before rounding to fp16, where small elements would lose bits.
-        x = x.mul(_SCALE).to(_dtype(stack, call))
+        x = x.mul(_SCALE).to(_dtype(stack, args))
         with _fp32_sums(x):
-            for coefficients in _segments(call):
+            for coefficients in _segments(args):
                 # Without names, which would keep n x n matrices while the next ones are computed.
                 x = (
                     self._polynomial(
-                        self._symmetric_product(x, x.mT), coefficients, call.parts_group
+                        self._symmetric_product(x, x.mT), coefficients, args.parts_group
                     )
                     @ x
                 )
-        x = x.mT if call.is_tall else x
-        result = x.bfloat16() if call.settings.is_bf16 else x
+        x = x.mT if args.is_tall else x
+        result = x.bfloat16() if args.settings.is_bf16 else x
         return result.mul_(1 / _SCALE).to(stack.dtype)
 
     def _symmetric_product(
@@ -136,19 +152,31 @@ class Gram(Backend):
         return q
 
 
-def _dtype(stack: "torch.Tensor", call: Call) -> "torch.dtype":
+def _dtype(stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.dtype":
     """Return the dtype of the products."""
     import torch
 
     # CPUs multiply fp16 slowly, or with fp16 sums. In fp32 mode matrices stay in fp32.
-    is_half = call.settings.is_bf16 and stack.device.type == "cuda"
+    is_half = args.settings.is_bf16 and stack.device.type == "cuda"
     return torch.float16 if is_half else torch.float32
 
 
-def _segments(call: Call) -> Iterator[Sequence[Coefficients]]:
+def segments_of(coefficient_type: str, steps: int) -> tuple[int, ...]:
+    """Return the number of steps of every segment.
+
+    Without a table, for other coefficients or more steps, it restarts every two steps, which is
+    safe for all sets of the table: the errors are below 0.1.
+    """
+    known = _SEGMENTS.get(coefficient_type, "").split()
+    if steps <= len(known):
+        return tuple(int(digit) for digit in known[steps - 1])
+    return (2,) * (steps // 2) + (1,) * (steps % 2)
+
+
+def _segments(args: NewtonSchulzArgs) -> Iterator[Sequence[Coefficients]]:
     """Yield the coefficients of all segments."""
-    coefficients, first = call.settings.coefficients, 0
-    for steps in segments_of(coefficients):
+    coefficients, first = args.settings.coefficients, 0
+    for steps in segments_of(args.settings.coefficient_type, len(coefficients)):
         yield coefficients[first : first + steps]
         first += steps
 

@@ -1,20 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""emerging-optimizers' own steps: results have the same bits as upstream's.
+"""The steps of emerging-optimizers: results have the same bits.
 
 Memory layout changes the last bits of bf16 products, so stacks are contiguous, and transposed by a
 view as in emerging-optimizers.
 """
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_muon.newton_schulz.backend import Backend, Work
-from megatron_muon.newton_schulz.call import Call
+from megatron_muon.newton_schulz.backend import Backend, FlopCount, NewtonSchulzArgs
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 
 class Standard(Backend):
@@ -27,17 +28,17 @@ class Standard(Backend):
     name = "standard"
     flops_of_step: ClassVar[tuple[int, int]] = (4, 2)
 
-    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> Work:
+    def work(self, n: int, m: int, segments: Sequence[int], num_parts: int = 1) -> FlopCount:
         """Count the work of one owner; see :meth:`Backend.work`. Splitting only divides m."""
         steps, (long, square) = sum(segments), self.flops_of_step
-        return Work(steps * (long * m / num_parts * n * n + square * n**3), 3 * steps, steps)
+        return FlopCount(steps * (long * m / num_parts * n * n + square * n**3), 3 * steps, steps)
 
-    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
+    def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize a stack; see :meth:`Backend.run`."""
-        return (_normalized if call.is_normalized else _one_by_one)(stack, call)
+        return (_normalized if args.is_normalized else _one_by_one)(stack, args)
 
 
-def _one_by_one(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
+def _one_by_one(stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
     """Call emerging-optimizers' function on the fp32 matrices one by one."""
     import torch
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
@@ -45,17 +46,17 @@ def _one_by_one(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
     results = [
         muon_utils.newton_schulz(
             matrix,
-            call.settings.steps,
-            call.settings.coefficient_type,
-            transpose=call.is_tall,
-            tp_group=call.parts_group,
+            args.settings.steps,
+            args.settings.coefficient_type,
+            transpose=args.is_tall,
+            tp_group=args.parts_group,
         )
         for matrix in stack
     ]
     return results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
 
 
-def _normalized(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
+def _normalized(stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
     """Run the steps of "medium" precision on normalized bf16 matrices, as one batch.
 
     The norm was computed in float64 before the matrix was assembled. emerging-optimizers' function
@@ -67,11 +68,39 @@ def _normalized(stack: "torch.Tensor", call: Call) -> "torch.Tensor":
     # step, for the same bits.
     x = stack if stack.shape[0] > 1 else stack[0]
     step = muon_utils.newton_schulz_step if x.ndim == 2 else muon_utils.batched_newton_schulz_step
-    x = x.mT if call.is_tall else x
-    for a, b, c in call.settings.coefficients:
-        x = step(x, a, b, c, tp_group=call.parts_group)
-    x = x.mT if call.is_tall else x
+    x = x.mT if args.is_tall else x
+    for a, b, c in args.settings.coefficients:
+        x = step(x, a, b, c, tp_group=args.parts_group)
+    x = x.mT if args.is_tall else x
     return x if x.ndim == 3 else x.unsqueeze(0)
+
+
+@functools.cache
+def least_norm() -> float:
+    """Return emerging-optimizers' lower bound of norms: 1e-7 in 0.3.0, 1e-15 in 0.4.0."""
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+    return float(inspect.signature(muon_utils.newton_schulz).parameters["eps"].default)
+
+
+def normalize(
+    stack: "torch.Tensor", parts_group: "dist.ProcessGroup | None" = None
+) -> "torch.Tensor":
+    """Divide matrices by their Frobenius norms, as emerging-optimizers does.
+
+    Args:
+        stack: ``(num_matrices, rows, cols)``, float32.
+        parts_group: Ranks that hold the parts of the matrices; None if they are whole.
+
+    Communication: with ``parts_group`` one all-reduce of a number per matrix.
+    """
+    import torch
+    import torch.distributed as dist
+
+    squares = stack.square().sum((-2, -1), keepdim=True)
+    if parts_group is not None:
+        dist.all_reduce(squares, group=parts_group)
+    return stack / torch.sqrt_(squares).clamp_min_(least_norm())
 
 
 @functools.cache

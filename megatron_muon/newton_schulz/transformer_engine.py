@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer Engine's Newton-Schulz of split matrices on several GPUs, which calls cuSOLVERMp.
+"""Newton-Schulz of split matrices by Transformer Engine, which calls cuSOLVERMp.
 
 One call runs all steps of a matrix whose longer side is split equally over several ranks. It
 communicates by itself, over the NCCL communicator of the owners. Not measured here.
@@ -11,11 +11,9 @@ Source: Transformer Engine 2.19, transformer_engine/pytorch/newton_schulz.py. It
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_muon.newton_schulz.backend import gpu_problems
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.normalize import normalize
+from megatron_muon.newton_schulz.backend import NewtonSchulzArgs, gpu_problems
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.newton_schulz.standard import Standard
+from megatron_muon.newton_schulz.standard import Standard, normalize
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +31,7 @@ class TransformerEngine(Standard):
     """
 
     name = "transformer_engine"
-    reference = Standard.name
+    reference = Standard
     is_batched = False
     communicates = True
 
@@ -85,49 +83,34 @@ class TransformerEngine(Standard):
             ) from error
 
     def _destroy_contexts_before_groups(self) -> None:
-        """Destroy contexts before their process groups, or when the program exits.
-
-        A context uses the communicator of its group, which NCCL frees with the group.
-        """
-        import atexit
-
+        """Destroy contexts before the communicators that they use, which NCCL frees with groups."""
         import torch.distributed as dist
 
         destroy_process_group = dist.destroy_process_group
 
         def destroy(group: Any = None) -> None:  # noqa: ANN401 - torch releases differ in its type
-            """Destroy contexts, then one process group or all of them."""
-            self.disconnect(group)
+            """Destroy all contexts with the group of all ranks, then the groups."""
+            while self._contexts and group in (None, dist.group.WORLD):
+                self._contexts.popitem()[1].destroy()
             destroy_process_group(group)
 
         dist.destroy_process_group = destroy
-        atexit.register(self.disconnect)
 
-    def disconnect(self, parts_group: "dist.ProcessGroup | None" = None) -> None:
-        """Destroy the context of a group of owners, or all contexts."""
-        import torch.distributed as dist
-
-        # The other groups are destroyed with the group of all ranks.
-        is_all = parts_group is None or parts_group is dist.group.WORLD
-        for group in list(self._contexts) if is_all else [parts_group]:
-            if group in self._contexts:
-                self._contexts.pop(group).destroy()
-
-    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
+    def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize one part of a matrix; see :meth:`Backend.run`."""
         import torch
         from transformer_engine.pytorch.newton_schulz import newton_schulz
 
-        assert call.parts_group is not None and len(stack) == 1  # the plan splits single matrices
-        x = stack if call.is_normalized else normalize(stack, call.parts_group)
-        x = x.bfloat16() if call.settings.is_bf16 else x
+        assert args.parts_group is not None and len(stack) == 1  # the plan splits single matrices
+        x = stack if args.is_normalized else normalize(stack, args.parts_group)
+        x = x.bfloat16() if args.settings.is_bf16 else x
         # The call splits columns, so a tall matrix is transposed. It works in place, so its input
         # is copied.
-        part = (x[0].mT if call.is_tall else x[0]).clone(memory_format=torch.contiguous_format)
+        part = (x[0].mT if args.is_tall else x[0]).clone(memory_format=torch.contiguous_format)
         is_zero = part.any().logical_not_()
-        coefficients = call.settings.coefficients
-        newton_schulz(part, self._contexts[call.parts_group], len(coefficients), coefficients)
+        coefficients = args.settings.coefficients
+        newton_schulz(part, self._contexts[args.parts_group], len(coefficients), coefficients)
         # Zeros stay zeros, whatever the library returns for a norm of zero. A part of zeros stays
         # zero in any matrix, as it is multiplied from the side that is not split.
         part.masked_fill_(is_zero, 0)
-        return (part.mT if call.is_tall else part).unsqueeze(0).to(stack.dtype)
+        return (part.mT if args.is_tall else part).unsqueeze(0).to(stack.dtype)

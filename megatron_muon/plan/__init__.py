@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Who orthogonalizes which matrix, and which rows are sent where: integers only, no torch.
+"""Owners of matrices, and routes of their rows: integers only, no torch.
 
 Every rank builds the same plan from the same layouts, so nothing is negotiated in a step.
 ``python -m megatron_muon.plan`` builds one for a job that does not run.
@@ -57,7 +57,7 @@ How a plan is made, once, at construction
 
     shortest = max(longest exchanged matrix, ten times the two collectives of a bucket)
     n = round(Newton-Schulz of exchanged on the busiest owner / shortest), 1 to 16
-    for n, scatters, depth in (n, 1, 3), (n, 1, 2), (n, 1, 1), (more buckets, ...):  # buckets.py
+    for n, depth in (n, 2), (n, 1), (2 n, 2), (2 n, 1), ...:            # buckets.py
         for m in exchanged, longest first:
             put m into the bucket in which its owners have least to do
         if buffers of the fullest rank, placed by lifetime, fit into memory: break
@@ -81,17 +81,15 @@ What a rank does in a step (:mod:`megatron_muon.plan.schedule`)::
 
 Files, each importing only those above it::
 
-    wire           dtypes and bytes of rows and results
-    layout         boxes of rows and columns, and the regions of a matrix that follow
-    splits         which blocks fused matrices have
-    cost           estimated times of Newton-Schulz, links, kernels and the host
-    settings       how matrices are exchanged: one object
+    layout         boxes of rows and columns, the regions of a matrix that follow, and its blocks
+    cost           estimated times of Newton-Schulz, links and kernels
+    settings       settings of the exchange, and the numbers of a plan that follow from them
     owners         the owners of every matrix
     routes         where each rectangle of a matrix goes
     replicas       how results come back, to replicas too
     schedule       the order of a step
     staging        memory of a step: lifetimes and offsets of buffers
-    sizes          what ranks send, receive and stage in one bucket
+    sizes          elements that ranks send, receive and stage in one bucket
     buckets        which matrices are exchanged together
     exchange_plan  the plan of ranks that work together, checked
     rank_plan      what one rank does in a step
@@ -100,8 +98,7 @@ Files, each importing only those above it::
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import OwnedStacks, RankBucket, RankPlan
 from megatron_muon.plan.routes import Part, Route
-from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.plan.wire import Wire
+from megatron_muon.plan.settings import ExchangeSettings, Wire
 
 __all__ = [
     "ExchangePlan",

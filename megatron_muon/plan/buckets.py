@@ -1,19 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which matrices are exchanged together, and how much is in flight: rules, no search.
+"""Matrices that are exchanged together, and how much is in flight: rules, no search.
 
 Buckets are slices of time: every bucket has about the same share of every owner's work. None is
 shorter than the longest matrix, or so short that its collectives cost more than they can hide, and
-there are as many as the busiest owner has time for. Only memory changes that: fewer buckets are in
-flight, results come in more scatters, or there are more buckets.
+there are as many as the busiest owner has time for. If memory is short, there are more of them.
 
 Rejected: a bucket for each layer, or slices in parameter order. A layer has a handful of matrices,
 and in every bucket most ranks would wait for the few that own some.
 """
 
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,12 +25,11 @@ _MAX_BUCKETS = 16
 # The two collectives of a bucket may cost this fraction of its work. Measured on 4 CPU ranks with
 # small matrices (hidden 128): 147 ms in one bucket, 198 ms in 16.
 _MAX_OVERHEAD = 0.1
-# Gathers in flight beside the bucket in work, and as many scatters. With two, a plan of 70B on 64
-# ranks was predicted to take 18 % longer.
-_DEPTH = 3
+# Gathers in flight beside the bucket in work, and as many scatters.
+_DEPTH = 2
 # Replicas pass one scatter on while another arrives: at least this many in a step.
 _MIN_SCATTERS = 4
-# Memory may ask for up to this many buckets, and scatters in a step.
+# Buckets for lack of memory, at most.
 _MAX_FOR_MEMORY = 64
 
 
@@ -74,7 +72,6 @@ def choose_buckets(
     *,
     has_replicas: bool,
     num_buckets: int | None = None,
-    depth: int | None = None,
 ) -> Buckets:
     """Return the first buckets that fit into memory; those that need least where none do.
 
@@ -85,7 +82,6 @@ def choose_buckets(
         staging_bytes: Memory of a rank for messages and stacks.
         has_replicas: Whether any shard has several holders.
         num_buckets: Number of buckets to start from; None for the rule.
-        depth: Gathers in flight to start from; None for the default.
     """
     local_bytes = {
         owner: max(stack.num_elements for stack in stacks) * stacking.wire.stack_bytes
@@ -94,98 +90,32 @@ def choose_buckets(
     if not matrices:
         order = PlanOrder(0, 1, Depth(1, 1), has_replicas)
         return Buckets((), order, aligned_size(max(local_bytes.values(), default=0)))
-    start = num_buckets or _num_buckets(matrices, stacking)
-    chooser = _Chooser(matrices, local_bytes, stacking, depth or _DEPTH, has_replicas)
-    counts = [start]
-    while counts[-1] < _MAX_FOR_MEMORY:
-        counts.append(counts[-1] + max(1, counts[-1] // 4))
-    for count in counts:
-        # Most counts are refused by what a rank needs at any depth: only the others are laid out.
-        if chooser.bound(count) <= staging_bytes:
-            found = chooser.least(count, staging_bytes)
+    counter = SizeCounter(stacking, has_replicas=has_replicas)
+    count = num_buckets or _num_buckets(matrices, stacking)
+    tried: list[Buckets] = []
+    while True:
+        buckets = _fill_buckets(matrices, count)
+        num_scatters = -(-_MIN_SCATTERS // len(buckets)) if has_replicas else 1
+        sizes = _distinct_sizes(
+            [counter.sizes(each, num_scatters) for each in buckets], local_bytes
+        )
+        # Less in flight costs overlap alone; more buckets need more collectives.
+        for ahead in range(min(_DEPTH, len(buckets)), 0, -1):
+            depth = Depth(ahead, ahead * num_scatters)
+            order = PlanOrder(len(buckets), num_scatters, depth, has_replicas)
+            found = Buckets(tuple(buckets), order, _bytes_of_fullest(sizes, order, stacking))
             if found.staging_bytes <= staging_bytes:
                 return found
-    return chooser.least(min(counts, key=chooser.bound), 0)
-
-
-class _Chooser:
-    """The orders of some matrices, and the memory that they need; see :func:`choose_buckets`."""
-
-    def __init__(
-        self,
-        matrices: Sequence[ExchangedMatrix],
-        local_bytes: Mapping[int, int],
-        stacking: Stacking,
-        depth: int,
-        has_replicas: bool,
-    ) -> None:
-        self._matrices = matrices
-        self._local_bytes = local_bytes
-        self._stacking = stacking
-        self._depth = depth
-        self._has_replicas = has_replicas
-        self._counter = SizeCounter(stacking, has_replicas=has_replicas)
-        self._drafts: dict[tuple[int, bool], list[tuple[int, ...]]] = {}
-        self._bounds: dict[int, int] = {}
-
-    def bound(self, count: int) -> int:
-        """Return the bytes that some rank needs at least with this number of buckets."""
-        if count not in self._bounds:
-            # Rows that have arrived, and the stacks that they are copied to.
-            elements = min(
-                max(map(self._counter.largest_rows, self._buckets(count, is_mixed)))
-                for is_mixed in (True, False)
-            )
-            self._bounds[count] = elements * self._stacking.wire.gather_bytes
-        return self._bounds[count]
-
-    def least(self, count: int, staging_bytes: int) -> Buckets:
-        """Return the first order that fits into memory, or the one that needs least."""
-        found: Buckets | None = None
-        for order in self._orders(count):
-            buckets = self._buckets(count, order.depth.ahead > 1)
-            needed, order = self._needed(buckets, order)
-            if found is None or needed < found.staging_bytes:
-                found = Buckets(tuple(buckets), order, needed)
-            if needed <= staging_bytes:
-                break
-        assert found is not None
-        return found
-
-    def _orders(self, count: int) -> Iterator[PlanOrder]:
-        scatters = -(-_MIN_SCATTERS // count) if self._has_replicas else 1
-        while True:
-            for ahead in range(self._depth, 0, -1):
-                yield PlanOrder(count, scatters, Depth(ahead, ahead * scatters), self._has_replicas)
-            if scatters > 1:
-                yield PlanOrder(count, scatters, Depth(1, 1), self._has_replicas)
-            scatters *= 2
-            if not self._has_replicas or count * scatters > _MAX_FOR_MEMORY:
-                return
-
-    def _buckets(self, count: int, is_mixed: bool) -> list[tuple[int, ...]]:
-        # At depth 1 nothing hides that ranks wait for each other: buckets by length end together.
-        if (count, is_mixed) not in self._drafts:
-            self._drafts[count, is_mixed] = _fill_buckets(self._matrices, count, is_mixed)
-        return self._drafts[count, is_mixed]
-
-    def _needed(
-        self, buckets: Sequence[tuple[int, ...]], order: PlanOrder
-    ) -> tuple[int, PlanOrder]:
-        """Return the bytes of the fullest rank, and the order for the buckets that there are."""
-        ahead, behind = order.depth
-        depth = Depth(min(ahead, len(buckets)), min(behind, len(buckets) * order.num_scatters))
-        order = order._replace(num_buckets=len(buckets), depth=depth)
-        of_buckets = [self._counter.sizes(bucket, order.num_scatters) for bucket in buckets]
-        profiles = _profiles(of_buckets, self._local_bytes)
-        return _needed_bytes(profiles, order, self._stacking), order
+            tried.append(found)
+        count *= 2
+        if count > _MAX_FOR_MEMORY or len(buckets) == len(matrices):
+            return min(tried, key=lambda buckets: buckets.staging_bytes)
 
 
 def _num_buckets(matrices: Sequence[ExchangedMatrix], stacking: Stacking) -> int:
     """Return how often the shortest possible bucket fits into the time of the busiest owner."""
-    cost = stacking.cost
-    collectives_ns = 2 * cost.latency_ns(stacking.matrices[matrices[0].index].ranks)
-    shortest_ns = (collectives_ns + cost.host_ns(0, 2)) / _MAX_OVERHEAD
+    ranks = stacking.matrices[matrices[0].index].ranks
+    shortest_ns = 2 * stacking.cost.collective_ns(ranks) / _MAX_OVERHEAD
     load_ns: Counter[int] = Counter()
     for matrix in matrices:
         for owner in matrix.owners:
@@ -203,70 +133,63 @@ class _Draft:
     num_same_layout: Counter[Hashable] = field(default_factory=Counter)
 
 
-def _fill_buckets(
-    matrices: Sequence[ExchangedMatrix], count: int, is_mixed: bool
-) -> list[tuple[int, ...]]:
+def _fill_buckets(matrices: Sequence[ExchangedMatrix], count: int) -> list[tuple[int, ...]]:
     """Assign matrices to buckets, longest first, to where their owners have least to do.
+
+    Ties go to the bucket with the fewest matrices of the same layout: then no bucket has all
+    matrices of a shape, whose few holders would send all that it gathers.
 
     Args:
         matrices: The matrices.
         count: Number of buckets; there are fewer if there are not as many matrices.
-        is_mixed: Whether ties go to the bucket with the fewest matrices of the same layout. Then no
-            bucket has all matrices of a shape, whose few holders would send all that it gathers.
-            Otherwise the longest matrices of all owners are together, and the ranks of a bucket are
-            done together.
     """
     drafts = [_Draft() for _ in range(count)]
     for matrix in sorted(matrices, key=lambda matrix: (-matrix.load_ns, matrix.index)):
-        loads = [max(draft.load_ns[owner] for owner in matrix.owners) for draft in drafts]
-        least_ns = min(loads)
-        ties = [draft for draft, load_ns in zip(drafts, loads, strict=True) if load_ns == least_ns]
-        draft = ties[0]
-        if is_mixed:
-            draft = min(ties, key=lambda draft: draft.num_same_layout[matrix.layout_key])
+        draft = min(
+            drafts,
+            key=lambda draft: (
+                max(draft.load_ns[owner] for owner in matrix.owners),
+                draft.num_same_layout[matrix.layout_key],
+            ),
+        )
         draft.matrices.append(matrix.index)
         draft.num_same_layout[matrix.layout_key] += 1
         for owner in matrix.owners:
             draft.load_ns[owner] += matrix.load_ns
-    # The shortest bucket first, so that work starts early. If matrices were assigned by length, the
-    # two longest buckets are first and last: each then waits for one neighbor alone.
-    found = [tuple(sorted(draft.matrices)) for draft in drafts if draft.matrices]
-    return found[::-1] if is_mixed or len(found) < 3 else [found[0], *found[2:], found[1]]
+    # The shortest bucket first, so that work starts early.
+    return [tuple(sorted(draft.matrices)) for draft in reversed(drafts) if draft.matrices]
 
 
-# What a rank stages, for all buckets, and the bytes of its largest stack of local matrices.
-type _Profiles = set[tuple[tuple[RankSizes, ...], int]]
+# Buffers of a rank in all buckets, and the bytes of its largest stack of local matrices.
+type _Sizes = set[tuple[tuple[RankSizes, ...], int]]
 
 
-def _profiles(
+def _distinct_sizes(
     of_buckets: Sequence[Mapping[int, RankSizes]], local_bytes: Mapping[int, int]
-) -> _Profiles:
-    """Return what ranks stage, without repetitions: most ranks stage the same."""
-    num_scatters = len(next(iter(of_buckets[0].values())).scatters)
-    nothing = RankSizes.nothing(num_scatters)
-    by_rank: dict[int, list[RankSizes]] = defaultdict(lambda: [nothing] * len(of_buckets))
-    for number, of_ranks in enumerate(of_buckets):
-        for rank, sizes in of_ranks.items():
-            by_rank[rank][number] = sizes
-    found = {(tuple(sizes), local_bytes.get(rank, 0)) for rank, sizes in by_rank.items()}
-    without = [local for rank, local in local_bytes.items() if rank not in by_rank]
-    return found | {((nothing,) * len(of_buckets), max(without))} if without else found
+) -> _Sizes:
+    """Return the buffers of all ranks without repetitions: most ranks have the same."""
+    nothing = RankSizes.nothing(len(next(iter(of_buckets[0].values())).scatters))
+    ranks = set(local_bytes).union(*of_buckets)
+    return {
+        (tuple(sizes.get(rank, nothing) for sizes in of_buckets), local_bytes.get(rank, 0))
+        for rank in ranks
+    }
 
 
-def _needed_bytes(profiles: _Profiles, order: PlanOrder, stacking: Stacking) -> int:
+def _bytes_of_fullest(sizes: _Sizes, order: PlanOrder, stacking: Stacking) -> int:
     """Return the bytes that the fullest rank stages: those that its engine will allocate."""
     wire = stacking.wire
     stagings = []
-    for of_buckets, local_bytes in profiles:
-        buckets = [sizes.bucket.in_bytes(wire) for sizes in of_buckets]
-        scatters = [size.in_bytes(wire) for sizes in of_buckets for size in sizes.scatters]
+    for of_buckets, local_bytes in sizes:
+        buckets = [each.bucket.in_bytes(wire) for each in of_buckets]
+        scatters = [scatter.in_bytes(wire) for each in of_buckets for scatter in each.scatters]
         total = sum(itertools.chain(*buckets, *scatters)) + local_bytes
         stagings.append((total, PlanStaging(order, buckets, scatters, local_bytes)))
     most = 0
     # The largest first: ranks whose buffers need less even without sharing are not laid out. Every
     # buffer, of which there are at most five for each scatter and one, is rounded up.
-    slack = aligned_size(1) * (5 * len(next(iter(profiles))[0]) * order.num_scatters + 1)
-    for total, staging in sorted(stagings, key=lambda each: -each[0]):
+    slack = aligned_size(1) * (5 * order.num_buckets * order.num_scatters + 1)
+    for total, staging in sorted(stagings, key=lambda pair: -pair[0]):
         if total + slack <= most:
             break
         most = max(most, StagingLayout.build([staging]).num_bytes)

@@ -13,23 +13,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_muon.newton_schulz.backend import Work
-from megatron_muon.newton_schulz.registry import BACKENDS, candidates
+from megatron_muon.newton_schulz import BACKENDS
+from megatron_muon.newton_schulz.backend import FlopCount
+from megatron_muon.newton_schulz.gram import segments_of
 
-# A plan has no coefficients: those of a run are emerging-optimizers', which import torch. These are
-# the segments of its default set, as newton_schulz.restarts computes them; a test compares.
-_QUINTIC_SEGMENTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2), 5: (2, 3), 6: (2, 2, 2), 7: (2, 3, 2)}
 # At 32, launches cost a 32nd of what single calls would.
 _MAX_STACK_SIZE = 32
 # 268 MB of bf16: a larger stack would need memory, and launches are few already.
 _MAX_STACK_NUMEL = 2**27
 # Side of the tile of a matrix product that one multiprocessor works on at a time.
 _TILE = 128
-# What a step reads and writes per element of a shard: weight, gradient and momentum in fp32, norms,
-# packing, unpacking and applying. Counted from the passes of the optimizer.
-_PASS_BYTES = 64
-# Communicators of up to this size get several channels per peer (NCCL, p2pnChannels of 32).
-_MAX_RANKS_OF_WIDE_PEERS = 32
 
 
 @dataclass(frozen=True)
@@ -42,24 +35,19 @@ class CostModel:
             ``tflops * n / (n + half_rate_side)``.
         gbps: Bandwidth of one rank to ranks of its node, GB/s each way.
         gbps_between_nodes: Bandwidth of one rank to other nodes, GB/s each way.
-        peer_gbps: Bandwidth of one rank to one peer of its node, in an exchange of more than 32
-            ranks, GB/s each way.
         ranks_per_node: Consecutive ranks that share a node.
         kernel_us: Minimum time of a kernel, launch included, microseconds.
         all_reduce_us: Latency of a collective inside a node, microseconds; doubled between nodes.
-        memory_gbps: Bandwidth of device memory for element-wise kernels, GB/s.
-        piece_us: Host time of one rectangle that is packed or unpacked, microseconds.
         collective_us: Host time of one collective of the exchange, microseconds.
         num_ns_steps: Newton-Schulz steps.
         stack_tiles: Tiles of 128 x 128 that fill a rank's multiprocessors. Matrices of one shape
             are stacked until their Gram matrices have about this many; 1 stacks nothing.
         backends: Names of the ways to compute Newton-Schulz that matrices choose from; a matrix
             uses the fastest. ``standard`` is there for shapes that the others do not support.
-        segments: Steps between restarts of the Gram form, for ``num_ns_steps``; None for those of
-            quintic coefficients.
+        coefficient_type: Coefficients of the steps, which decide how often the Gram form restarts.
 
     Raises:
-        ValueError: A rate is not positive, or segments are of another number of steps.
+        ValueError: A rate is not positive.
     """
 
     # A GPU of the H100 class; nothing here was measured by this project. Others saw 770 to 798
@@ -71,32 +59,21 @@ class CostModel:
     gbps: float = 450.0
     # One 400 Gb/s InfiniBand or Ethernet port a GPU is 50 GB/s; 45 allows for protocol overhead.
     gbps_between_nodes: float = 45.0
-    # One channel of NCCL over NVLink, 20 to 40 GB/s: an estimate. Source: ncclTopoGetNchannels.
-    peer_gbps: float = 30.0
     ranks_per_node: int = 8
     # Launch of a small kernel, and latency of a small NVLink all-reduce. Estimates.
     kernel_us: float = 5.0
     all_reduce_us: float = 20.0
-    # 85 % of the 3,350 GB/s of the H100's datasheet.
-    memory_gbps: float = 2850.0
-    # Python for one rectangle: about that of a matrix held in benchmarks/host_time.py, and several
-    # of it are moved by one kernel. For one collective an estimate: it walks lists of all ranks.
-    piece_us: float = 2.0
+    # An estimate: the host walks lists of all ranks.
     collective_us: float = 150.0
     num_ns_steps: int = 5
     # Four waves of two tiles on each of 132 multiprocessors (H100, H200), as a power of two: 32
     # matrices of side 512, 16 of 1024, 8 of 1536, 4 of 2048, 2 of 3072. An estimate.
     stack_tiles: int = 1024
     backends: tuple[str, ...] = ("standard",)
-    segments: tuple[int, ...] | None = None
+    coefficient_type: str = "quintic"
 
     def __post_init__(self) -> None:
-        """Check that every rate is positive, and that segments are of as many steps."""
-        if self.segments is not None and sum(self.segments) != self.num_ns_steps:
-            raise ValueError(
-                f"cost model: expected segments of {self.num_ns_steps} steps, got {self.segments}. "
-                "Use those of restarts.segments_of."
-            )
+        """Check that every rate is positive."""
         for name in _rates():
             value = getattr(self, name)
             # Costs may be 0, to leave them out of an estimate. A rate of 0 would divide by it.
@@ -141,13 +118,10 @@ class CostModel:
 
     def work(
         self, num_rows: int, num_cols: int, num_parts: int = 1, backend: str = "standard"
-    ) -> Work:
+    ) -> FlopCount:
         """Count what a backend does for one part of a matrix."""
         n, m = min(num_rows, num_cols), max(num_rows, num_cols)
-        steps = self.num_ns_steps
-        segments = self.segments or _QUINTIC_SEGMENTS.get(
-            steps, (2,) * (steps // 2) + (1,) * (steps % 2)
-        )
+        segments = segments_of(self.coefficient_type, self.num_ns_steps)
         return BACKENDS[backend].work(n, m, segments, num_parts)
 
     def backend_of(self, num_rows: int, num_cols: int, num_parts: int = 1) -> str:
@@ -158,7 +132,7 @@ class CostModel:
         n, m = min(num_rows, num_cols), max(num_rows, num_cols)
         # min() keeps the first of equals, which is the preferred one.
         return min(
-            candidates(self.backends, n, m, num_parts),
+            (name for name in self.backends if BACKENDS[name].takes(n, m, num_parts)),
             key=lambda name: self._matrix_ns(num_rows, num_cols, num_parts, name, on_node=True),
         )
 
@@ -192,19 +166,12 @@ class CostModel:
     ) -> int:
         """Estimate one call of Newton-Schulz; other arguments as for :meth:`newton_schulz_ns`."""
         backend = self.backend_of(num_rows, num_cols, num_parts)
+        calls = 1 if BACKENDS[backend].is_batched else num_matrices
         return (
             num_matrices * self._product_ns(num_rows, num_cols, num_parts, backend)
-            + self.launches_ns(num_matrices, num_rows, num_cols, num_parts)
+            + calls * self._launch_ns(num_rows, num_cols, num_parts, backend)
             + self._split_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)
         )
-
-    def launches_ns(
-        self, num_matrices: int, num_rows: int, num_cols: int, num_parts: int = 1
-    ) -> int:
-        """Estimate the launches of one call of Newton-Schulz, which the host makes one by one."""
-        backend = self.backend_of(num_rows, num_cols, num_parts)
-        calls = 1 if BACKENDS[backend].is_batched else num_matrices
-        return calls * self._launch_ns(num_rows, num_cols, num_parts, backend)
 
     def _matrix_ns(
         self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool
@@ -240,19 +207,6 @@ class CostModel:
         # A ring all-reduce sends every byte twice.
         return round(work.num_all_reduces * (latency_ns + 2 * gather_ns))
 
-    def pass_ns(self, num_elements: int) -> int:
-        """Estimate the element-wise passes of a step over the elements that a rank holds."""
-        return round(_PASS_BYTES * num_elements / self.memory_gbps)
-
-    def host_ns(self, num_pieces: int, num_collectives: int) -> int:
-        """Estimate the host time of the exchange.
-
-        Args:
-            num_pieces: Rectangles that a rank packs or unpacks.
-            num_collectives: Collectives that it joins.
-        """
-        return round(1e3 * (num_pieces * self.piece_us + num_collectives * self.collective_us))
-
     def node(self, rank: int) -> int:
         """Return the node of a rank."""
         return rank // self.ranks_per_node
@@ -261,9 +215,10 @@ class CostModel:
         """Return whether all ranks, ascending, are on one node."""
         return self.node(ranks[0]) == self.node(ranks[-1])
 
-    def latency_ns(self, ranks: Sequence[int]) -> int:
+    def collective_ns(self, ranks: Sequence[int]) -> int:
         """Estimate a collective of some ranks, ascending, that carries nothing."""
-        return round(self.all_reduce_us * 1e3) * (1 if self.share_a_node(ranks) else 2)
+        latency_us = self.all_reduce_us * (1 if self.share_a_node(ranks) else 2)
+        return round(1e3 * (latency_us + self.collective_us))
 
     def all_gather_ns(self, ranks: Sequence[int], num_bytes: int) -> int:
         """Estimate an all-gather after which every rank has this many bytes.
@@ -273,35 +228,16 @@ class CostModel:
         """
         gbps = self.gbps
         if not self.share_a_node(ranks):
-            fewest = min(ranks_by_node(tuple(ranks), self.ranks_per_node).values())
+            fewest = min(Counter(map(self.node, ranks)).values())
             gbps = min(gbps, fewest * self.gbps_between_nodes)
         return round(num_bytes * (len(ranks) - 1) / len(ranks) / gbps)
 
-    def messages_ns(self, on_node_bytes: int, off_node_bytes: int, on_node_gbps: float) -> int:
-        """Estimate the messages of one rank in one direction.
-
-        Args:
-            on_node_bytes: From or to ranks of its node.
-            off_node_bytes: From or to others.
-            on_node_gbps: As :meth:`on_node_gbps` returns it.
-        """
-        return round(on_node_bytes / on_node_gbps + off_node_bytes / self.gbps_between_nodes)
-
-    def on_node_gbps(self, ranks: Sequence[int]) -> float:
-        """Return the bandwidth of a rank to its node in an exchange of some ranks, ascending."""
-        if len(ranks) <= _MAX_RANKS_OF_WIDE_PEERS:
-            return self.gbps
-        most = max(ranks_by_node(tuple(ranks), self.ranks_per_node).values())
-        return min(self.gbps, max(1, most - 1) * self.peer_gbps)
+    def messages_ns(self, on_node_bytes: int, off_node_bytes: int) -> int:
+        """Estimate the messages of one rank in one direction, to its node and to others."""
+        return round(on_node_bytes / self.gbps + off_node_bytes / self.gbps_between_nodes)
 
 
-@functools.lru_cache(maxsize=4096)
-def ranks_by_node(ranks: tuple[int, ...], ranks_per_node: int) -> Counter[int]:
-    """Count some ranks by their node."""
-    return Counter(rank // ranks_per_node for rank in ranks)
-
-
-_MAY_BE_ZERO = ("kernel_us", "all_reduce_us", "piece_us", "collective_us", "half_rate_side")
+_MAY_BE_ZERO = ("kernel_us", "all_reduce_us", "collective_us", "half_rate_side")
 
 
 def _rates() -> dict[str, type[int] | type[float]]:
@@ -310,15 +246,14 @@ def _rates() -> dict[str, type[int] | type[float]]:
     return {
         field.name: int if isinstance(field.default, int) else float
         for field in dataclasses.fields(CostModel)
-        if field.name not in ("backends", "segments")
+        if field.name not in ("backends", "coefficient_type")
     }
 
 
-# Rates by compute capability. Rates of products and of memory are those of CostModel, scaled by the
-# dense bf16 peak and the bandwidth of the datasheets (989 TFLOP/s and 3,350 GB/s of the H100); none
-# of them has been measured by this project.
-_A100 = CostModel(tflops=285.0, gbps=300.0, gbps_between_nodes=22.5, memory_gbps=1730.0)
-_B200 = CostModel(tflops=1500.0, gbps=900.0, memory_gbps=6800.0)
+# Rates by compute capability. Rates of products are those of CostModel, scaled by the dense bf16
+# peak of the datasheets (989 TFLOP/s of the H100); none has been measured by this project.
+_A100 = CostModel(tflops=285.0, gbps=300.0, gbps_between_nodes=22.5)
+_B200 = CostModel(tflops=1500.0, gbps=900.0)
 _BY_CAPABILITY = {8: _A100, 9: CostModel(), 10: _B200}
 
 
@@ -338,9 +273,7 @@ CPU_RANKS = CostModel(
     half_rate_side=0.0,
     gbps=2.0,
     gbps_between_nodes=2.0,
-    peer_gbps=2.0,
     kernel_us=20.0,
     all_reduce_us=500.0,
-    memory_gbps=10.0,
     stack_tiles=32,
 )

@@ -14,9 +14,8 @@ from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.owners import Assignment, choose_owners, matrix_ns
 from megatron_muon.plan.routes import Route, routes_of
 from megatron_muon.plan.schedule import PlanOrder
-from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.settings import PlanSettings, Wire
 from megatron_muon.plan.sizes import SizeCounter, Stacking
-from megatron_muon.plan.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -56,26 +55,16 @@ class ExchangePlan:
         cls,
         matrices: Sequence[MatrixLayout],
         assignment: Assignment,
-        cost: CostModel,
-        wire: Wire,
+        settings: PlanSettings,
         *,
         staging_bytes: int,
-        num_buckets: int | None = None,
-        depth: int | None = None,
     ) -> "ExchangePlan":
-        """Sort matrices into local ones and buckets.
+        """Sort matrices into local ones and buckets; arguments are those of :func:`plan_matrices`.
 
-        Args:
-            matrices: Layouts, in parameter order.
-            assignment: Their owners.
-            cost: Rates of the machine, and sizes of stacks.
-            wire: Dtypes of rows and results.
-            staging_bytes: Memory of a rank for messages and stacks. If no buckets fit, the plan is
-                that with the least memory: its ``staging_bytes`` is then larger.
-            num_buckets: Number of buckets, if memory allows it; None for the rule of
-                :mod:`megatron_muon.plan.buckets`.
-            depth: Gathers in flight, if memory allows it; None for the default.
+        If no buckets fit into the memory, the plan is the one with the least: its
+        ``staging_bytes`` is then larger.
         """
+        cost, wire = settings.cost, settings.wire
         # Nothing here depends on the rank that builds the plan: all ranks must get the same.
         owners = assignment.owners
         local = [i for i, matrix in enumerate(matrices) if _is_local(matrix, owners[i])]
@@ -97,8 +86,7 @@ class ExchangePlan:
             Stacking(matrices, owners, cost, wire),
             staging_bytes,
             has_replicas=has_replicas,
-            num_buckets=num_buckets,
-            depth=depth,
+            num_buckets=settings.num_buckets,
         )
         return cls(tuple(matrices), assignment, cost, wire, tuple(local), *buckets)
 
@@ -197,9 +185,7 @@ class ExchangePlan:
 
 def plan_matrices(
     matrices: Sequence[MatrixLayout],
-    cost: CostModel,
-    settings: ExchangeSettings,
-    wire: Wire,
+    settings: PlanSettings,
     *,
     load_ns: Mapping[int, int],
     staging_bytes: int,
@@ -208,35 +194,12 @@ def plan_matrices(
 
     Args:
         matrices: Layouts, in the same order on all ranks of the domain.
-        cost: Rates of the machine.
-        settings: Maximum number of owners per matrix, and orders that were asked for.
-        wire: Dtypes of rows and results.
-        load_ns: What ranks of the domain spend on other matrices.
+        settings: Rates, dtypes and maximum number of owners.
+        load_ns: Time that ranks of the domain spend on other matrices.
         staging_bytes: Memory of a rank for messages and stacks of this plan.
     """
-    assignment = choose_owners(
-        matrices, cost, wire, max_parts=settings.max_parts, initial_load_ns=load_ns
-    )
-    return ExchangePlan.build(
-        matrices,
-        assignment,
-        cost,
-        wire,
-        staging_bytes=staging_bytes,
-        num_buckets=settings.num_buckets,
-        depth=settings.depth,
-    )
-
-
-def staging_share(settings: ExchangeSettings, staged_bytes: int, num_plans: int) -> int:
-    """Return the staging memory of the next plan of a rank, in bytes.
-
-    Args:
-        settings: With the limit of all plans.
-        staged_bytes: What the plans before it need.
-        num_plans: Plans that are still to be made, this one included.
-    """
-    return max(0, settings.wanted_staging_bytes - staged_bytes) // num_plans
+    assignment = choose_owners(matrices, settings, initial_load_ns=load_ns)
+    return ExchangePlan.build(matrices, assignment, settings, staging_bytes=staging_bytes)
 
 
 def staging_problem(

@@ -13,6 +13,7 @@ one rank holds whole, then those with most owners, then the longest.
    stays within a capacity, 1.025 times the highest load of pass 1; of several such ranks, the one
    whose link is occupied for the shortest time. If there is none, the matrix goes to the rank that
    is done with it first. A split matrix goes to consecutive ranks, whether they hold rows or not.
+   If a load exceeds the capacity in the end, the owners of pass 1 stay.
 
 Where every matrix is whole on one rank, as experts may be, all of them stay unless the busiest rank
 gains more than the latency of the exchange: without one there are no collectives.
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.plan.wire import Wire
+from megatron_muon.plan.settings import PlanSettings, Wire
 
 # Pass 2 may load a rank by this factor more than pass 1: estimates are not more exact.
 _CAPACITY = 1.025
@@ -49,8 +50,7 @@ class Assignment:
 
     Args:
         owners: Of every matrix, ranks of the job; more than one where it is split.
-        load_ns: By rank, Newton-Schulz of what it owns and element-wise passes of what it holds,
-            the initial load included.
+        load_ns: By rank, Newton-Schulz of what it owns, the initial load included.
         ideal_ns: Mean of the loads if no matrix were split.
     """
 
@@ -61,38 +61,32 @@ class Assignment:
 
 def choose_owners(
     matrices: Sequence[MatrixLayout],
-    cost: CostModel,
-    wire: Wire,
+    settings: PlanSettings,
     *,
-    max_parts: int = 8,
     initial_load_ns: Mapping[int, int] | None = None,
 ) -> Assignment:
     """Choose the owners of matrices.
 
     Args:
         matrices: Layouts, in the same order on every rank.
-        cost: Rates of the machine.
-        wire: Bytes per element.
-        max_parts: Maximum number of owners per matrix, a power of two; 1 keeps every matrix whole.
-        initial_load_ns: What ranks spend on other matrices.
+        settings: Rates, bytes per element and maximum number of owners.
+        initial_load_ns: Time that ranks spend on other matrices.
     """
+    cost, wire = settings.cost, settings.wire
     ranks = sorted(set().union(*{matrix.ranks for matrix in matrices}))
     load_ns = {rank: (initial_load_ns or {}).get(rank, 0) for rank in ranks}
-    for rank, elements in _held(matrices).items():
-        load_ns[rank] += cost.pass_ns(elements)
     whole_ns = [matrix_ns(matrix, cost) for matrix in matrices]
     before_ns = sum(load_ns.values()) // len(ranks)
     ideal_ns = before_ns + sum(whole_ns) // len(ranks)
     room_ns = int(_LONGER_THAN_FAIR * ideal_ns) - before_ns
-    num_parts = _choose_parts(matrices, whole_ns, room_ns, cost, max_parts)
-    on_node_gbps = cost.on_node_gbps(ranks)
+    num_parts = _choose_parts(matrices, whole_ns, room_ns, cost, settings.max_parts)
     # One object for all matrices with the same shards, as those of all layers have.
     traffic: dict[int, _Traffic] = {}
     tasks = []
     for index, (matrix, parts) in enumerate(zip(matrices, num_parts, strict=True)):
         held = matrix.elements_by_rank
         if id(held) not in traffic:
-            traffic[id(held)] = _Traffic(held, matrix.num_elements, cost, wire, on_node_gbps)
+            traffic[id(held)] = _Traffic(held, matrix.num_elements, cost, wire)
         tasks.append(_Task(index, matrix, parts, matrix_ns(matrix, cost, parts), traffic[id(held)]))
     # Those that one rank holds whole come first: only there they cause no traffic. Then those with
     # most owners: later there might be no set of consecutive ranks that are all idle.
@@ -101,13 +95,16 @@ def choose_owners(
     )
     first = _Placing(load_ns, capacity_ns=0)
     first.place(tasks)
-    placing = _Placing(load_ns, capacity_ns=int(_CAPACITY * max(first.load_ns.values())))
+    capacity_ns = int(_CAPACITY * max(first.load_ns.values()))
+    placing = _Placing(load_ns, capacity_ns=capacity_ns)
     placing.place(tasks)
+    if max(placing.load_ns.values()) > capacity_ns:
+        placing = first
     owners = tuple(placing.owners[i] for i in range(len(tasks)))
     if all(len(matrix.elements_by_rank) == 1 for matrix in matrices):
         # There and back, and the all-reduce of norms.
         num_collectives = 2 + (wire.norm_bytes > 0)
-        exchange_ns = num_collectives * cost.latency_ns(ranks) + cost.host_ns(0, num_collectives)
+        exchange_ns = num_collectives * cost.collective_ns(ranks)
         holders = tuple(tuple(matrix.elements_by_rank) for matrix in matrices)
         for (holder,), time_ns in zip(holders, whole_ns, strict=True):
             load_ns[holder] += time_ns
@@ -126,22 +123,6 @@ def matrix_ns(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> int:
     return sum(cost.newton_schulz_ns(*shape, num_parts, on_node=on_node) for shape in matrix.blocks)
 
 
-def _held(matrices: Sequence[MatrixLayout]) -> dict[int, int]:
-    """Count the elements of all matrices that each rank holds."""
-    # Matrices of all layers share one mapping, of thousands of ranks: it is walked once.
-    count: dict[int, int] = {}
-    mappings: dict[int, Mapping[int, int]] = {}
-    for matrix in matrices:
-        key = id(matrix.elements_by_rank)
-        mappings[key] = matrix.elements_by_rank
-        count[key] = count.get(key, 0) + 1
-    held: dict[int, int] = {}
-    for key, by_rank in mappings.items():
-        for rank, elements in by_rank.items():
-            held[rank] = held.get(rank, 0) + count[key] * elements
-    return held
-
-
 class _Traffic:
     """Traffic of a matrix with certain shards over the link of any owner.
 
@@ -150,20 +131,13 @@ class _Traffic:
         num_elements: Elements of the matrix.
         cost: Rates of the machine.
         wire: Bytes per element.
-        on_node_gbps: Bandwidth of a rank to its node.
     """
 
     def __init__(
-        self,
-        held: Mapping[int, int],
-        num_elements: int,
-        cost: CostModel,
-        wire: Wire,
-        on_node_gbps: float,
+        self, held: Mapping[int, int], num_elements: int, cost: CostModel, wire: Wire
     ) -> None:
         self._held = held
         self._cost = cost
-        self._on_node_gbps = on_node_gbps
         self._total = sum(held.values())
         # One of several replicas sends, and one gets results: the nearest, here assumed to be an
         # average one.
@@ -181,7 +155,6 @@ class _Traffic:
             self._known[owner] = self._cost.messages_ns(
                 round((in_node - self._held.get(owner, 0)) * self._element_bytes),
                 round((self._total - in_node) * self._element_bytes),
-                self._on_node_gbps,
             )
         return self._known[owner]
 

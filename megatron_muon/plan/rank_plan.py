@@ -13,8 +13,8 @@ from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.replicas import ShardScatter, routes_of_share, scatters_of
 from megatron_muon.plan.routes import Part, Route, parts_of
 from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
+from megatron_muon.plan.settings import Wire
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, StagingLayout
-from megatron_muon.plan.wire import Wire
 
 type Stack = tuple[Part, ...]
 # The routes of a message, by the rank at its other end. Both ends list them in plan order.

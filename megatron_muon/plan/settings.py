@@ -1,21 +1,100 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How matrices are exchanged: one frozen object.
+"""Settings of the exchange: those of a user, and the numbers of a plan that follow from them.
 
-Its errors call a field ``exchange.NAME``; :mod:`megatron_muon.user_errors` knows its flag.
+Errors call a field of a user ``exchange.NAME``; :mod:`megatron_muon.user_errors` knows its flag.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatron_muon.newton_schulz.registry import BackendChoice
+from megatron_muon.newton_schulz import BackendChoice
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.wire import Wire
 
 WireChoice = Literal["auto", "bf16", "fp32"]
+# The names of torch's dtypes: runtime/ looks them up there, and this package needs no torch.
+type DTypeName = Literal["bfloat16", "float32"]
 
-# Every plan of docs/performance.md needs less. When a step runs, activations are gone.
-_WANTED_STAGING_BYTES = 11 * 10**9 // 2
+_BYTES: dict[DTypeName, int] = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Dtypes of rows on their way to their owner, and of results on their way back.
+
+    Args:
+        gather_dtype: Dtype of the rows. ``bfloat16`` rows are first divided by the float64 norm of
+            their block: rounding them before that would change the norm, and so the result.
+        scatter_dtype: Dtype of the results. Results of Newton-Schulz in bf16 are bf16-valued, so
+            ``bfloat16`` loses nothing, whatever the gather dtype. ``float32`` if a method of the
+            owner changes them.
+        num_norms: Norms per block that a method needs, the norm of the rows sent included.
+    """
+
+    gather_dtype: DTypeName
+    scatter_dtype: DTypeName
+    num_norms: int = 0
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether rows are divided by the norm of their block before they travel."""
+        return self.gather_dtype == "bfloat16"
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes per element in the gather."""
+        return _BYTES[self.gather_dtype]
+
+    @property
+    def scatter_bytes(self) -> int:
+        """Bytes per element in the scatter."""
+        return _BYTES[self.scatter_dtype]
+
+    @property
+    def stack_dtype(self) -> DTypeName:
+        """Dtype of stacks, which hold rows and then results: the wider of both."""
+        return "float32" if "float32" in (self.gather_dtype, self.scatter_dtype) else "bfloat16"
+
+    @property
+    def stack_bytes(self) -> int:
+        """Bytes per element in a stack."""
+        return _BYTES[self.stack_dtype]
+
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes per block in the all-reduce of squared norms, which are float64."""
+        return 8 * max(self.normalizes, self.num_norms)
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """Numbers that a planner works with, the same on all ranks of a domain.
+
+    Args:
+        cost: Rates of the machine, and sizes of stacks.
+        wire: Dtypes of rows and results.
+        max_parts: Maximum number of owners per matrix.
+        num_buckets: Number of buckets, if memory allows it; None for the rule of
+            :mod:`megatron_muon.plan.buckets`.
+        staging_bytes: Memory of a rank for messages and stacks of all plans, if they fit into it.
+    """
+
+    cost: CostModel = field(default_factory=CostModel)
+    wire: Wire = Wire("bfloat16", "bfloat16")
+    # Every part repeats the cubic term of its matrix, and parts all-reduce inside a node of 8.
+    max_parts: int = 8
+    num_buckets: int | None = None
+    # Every plan of docs/performance.md needs less. When a step runs, activations are gone.
+    staging_bytes: int = 11 * 10**9 // 2
+
+    def share_of_staging(self, staged_bytes: int, num_plans: int) -> int:
+        """Return the staging memory of the next plan of a rank, in bytes.
+
+        Args:
+            staged_bytes: Memory of the plans before it.
+            num_plans: Plans that are still to be made, this one included.
+        """
+        return max(0, self.staging_bytes - staged_bytes) // num_plans
 
 
 @dataclass(frozen=True)
@@ -28,9 +107,9 @@ class ExchangeSettings:
             upstream would spread it over tensor-parallel ranks with other rounding
             (``--muon-tp-mode distributed``). ``auto``: bf16 where Newton-Schulz runs in bf16
             (matmul precision medium), otherwise fp32.
-        staging_bytes: Maximum memory of messages, stacks and results on a rank while a step runs;
-            the workspace of Newton-Schulz is not in it. None: 5.5 GB, or the least that works if
-            that is more.
+        staging_bytes: Maximum memory of messages, stacks and results on a rank while a step runs,
+            without the workspace of Newton-Schulz. None: 5.5 GB, or the least that works if that is
+            more.
         max_parts: Maximum number of owners per matrix, a power of two. A matrix is split
             only if it alone exceeds the fair share of a rank. 1 keeps every matrix whole, and
             results the same bits on any number of ranks.
@@ -42,7 +121,6 @@ class ExchangeSettings:
             the cost model finds cheapest, of those that this machine can run.
         num_buckets: Number of buckets of a plan, if memory allows it; None for the rule of
             :mod:`megatron_muon.plan.buckets`. For measuring other numbers; it has no flag.
-        depth: Gathers in flight beside the bucket in work, likewise.
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:
@@ -52,34 +130,32 @@ class ExchangeSettings:
 
     wire: WireChoice = "auto"
     staging_bytes: int | None = None
-    # Every part repeats the cubic term of its matrix, and parts all-reduce inside a node of 8.
-    max_parts: int = 8
+    max_parts: int = PlanSettings.max_parts
     cost_model: str = ""
     newton_schulz: BackendChoice = "standard"
     num_buckets: int | None = None
-    depth: int | None = None
     log_plan: bool = False
 
     def __post_init__(self) -> None:
         """Check the choices, and that the cost model parses."""
-        for field, value, choices in (
+        for name, value, choices in (
             ("wire", self.wire, get_args(WireChoice)),
             ("newton_schulz", self.newton_schulz, get_args(BackendChoice)),
         ):
             if value not in choices:
                 raise ValueError(
-                    f"exchange.{field}: expected one of {choices}, got {value!r}. Choose one."
+                    f"exchange.{name}: expected one of {choices}, got {value!r}. Choose one."
                 )
         if self.staging_bytes is not None and self.staging_bytes < 1:
             raise ValueError(
                 "exchange.staging_bytes: expected a positive number of bytes, got "
                 f"{self.staging_bytes}. Leave it out for 5.5 GB."
             )
-        for field, number in (("num_buckets", self.num_buckets), ("depth", self.depth)):
-            if number is not None and number < 1:
-                raise ValueError(
-                    f"exchange.{field}: expected a positive number, got {number}. Leave it out."
-                )
+        if self.num_buckets is not None and self.num_buckets < 1:
+            raise ValueError(
+                "exchange.num_buckets: expected a positive number, got "
+                f"{self.num_buckets}. Leave it out."
+            )
         # A power of two: parts are doubled until a matrix is short enough.
         if self.max_parts < 1 or self.max_parts & (self.max_parts - 1):
             raise ValueError(
@@ -94,23 +170,30 @@ class ExchangeSettings:
             )
         CostModel.parse(self.cost_model)
 
-    @property
-    def wanted_staging_bytes(self) -> int:
-        """Staging memory that a rank stays within if it can."""
-        return _WANTED_STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
+    def plan_settings(self, cost: CostModel, *, is_bf16: bool) -> PlanSettings:
+        """Return the numbers of a plan.
+
+        Args:
+            cost: Rates of the machine.
+            is_bf16: Whether Newton-Schulz runs in bf16.
+
+        Raises:
+            ValueError: A bf16 wire was asked for, and Newton-Schulz runs in fp32.
+        """
+        staging_bytes = self.staging_bytes or PlanSettings.staging_bytes
+        wire = self.wire_for(is_bf16)
+        return PlanSettings(cost, wire, self.max_parts, self.num_buckets, staging_bytes)
 
     def wire_for(self, is_bf16: bool) -> Wire:
         """Return the wire for Newton-Schulz in bf16 or in fp32.
 
         Raises:
-            ValueError: bf16 was asked for, and Newton-Schulz runs in fp32.
+            ValueError: A bf16 wire was asked for, and Newton-Schulz runs in fp32.
         """
         if self.wire == "bf16" and not is_bf16:
             raise ValueError(
                 "exchange.wire: expected fp32 for Newton-Schulz in fp32, got bf16, which would "
                 "round its input. Use exchange.wire fp32, or fp32_matmul_prec medium."
             )
-        wire: WireChoice = self.wire
-        if wire == "auto":
-            wire = "bf16" if is_bf16 else "fp32"
-        return Wire.of(wire, is_bf16=is_bf16)
+        results: DTypeName = "bfloat16" if is_bf16 else "float32"
+        return Wire("float32" if self.wire == "fp32" else results, results)

@@ -1,24 +1,24 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks send, receive and orthogonalize in one bucket, in elements, for all ranks at once.
+"""Elements that all ranks send, receive and orthogonalize in one bucket.
 
 Messages and stacks of one rank are built from routes, see :mod:`megatron_muon.plan.rank_plan`. Here
 the same routes are counted for thousands of ranks: for the memory that buckets need, and for
-reports. Matrices of all layers share their shards, so those are walked once per bucket and not once
-per matrix.
+reports. Matrices of all layers share their shards, whose overlaps with the parts of a matrix are
+computed once.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.replicas import ShardScatter, scatters_of
 from megatron_muon.plan.routes import nearest_holder, overlaps, parts_of
+from megatron_muon.plan.settings import Wire
 from megatron_muon.plan.staging import BucketSizes, ScatterSizes
-from megatron_muon.plan.wire import Wire
 
 
 class StackSize(NamedTuple):
@@ -48,7 +48,7 @@ class StackSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Stacking:
-    """What may be stacked of some matrices.
+    """Group parts of matrices that share a stack.
 
     Args:
         matrices: Layouts.
@@ -96,120 +96,50 @@ class Stacking:
         return stacks
 
 
-class _Cell(NamedTuple):
-    """What a part of a matrix and a shard have in common.
+class _Overlap(NamedTuple):
+    """Elements of a shard in one part of a matrix.
 
     Args:
         holders: Ranks that hold the shard.
         part: Position of the part among the owners.
         num_elements: Elements.
-        num_pieces: Rectangles.
     """
 
     holders: tuple[int, ...]
     part: int
     num_elements: int
-    num_pieces: int
 
 
-class Flow(NamedTuple):
-    """What holders send of one part of all matrices with the same shards; without replicas.
-
-    Args:
-        held: By holder, elements of the part in one matrix.
-        pieces: By holder, rectangles that these elements form.
-        owners: By owner, number of these matrices of which it has the part.
-    """
-
-    held: Mapping[int, int]
-    pieces: Mapping[int, int]
-    owners: Mapping[int, int]
-
-
-class OnOffNode(NamedTuple):
-    """Elements to or from ranks of the same node, and of other nodes."""
-
-    on_node: int = 0
-    off_node: int = 0
-
-    @property
-    def total(self) -> int:
-        """All elements."""
-        return self.on_node + self.off_node
-
-
-@dataclass
-class BucketTraffic:
-    """Rows and results of one bucket.
+class Traffic(NamedTuple):
+    """Elements that one bucket exchanges.
 
     Args:
-        flows: Rows of matrices without replicas.
-        pairs: Elements by source and owner, of matrices with replicas.
-        results: Elements by holders and owner, of matrices with replicas; results for the owner's
-            own shard are included, since its replicas get them from it.
-        pieces: Rectangles by rank that it packs or unpacks, of matrices with replicas.
+        gathered: Rows by source and owner.
+        results: With replicas, results by holders and owner, those of an owner's own shard
+            included: its replicas get them from it. Empty without replicas, where the scatter is
+            the inverse of the gather.
     """
 
-    flows: list[Flow] = field(default_factory=list)
-    pairs: Counter[tuple[int, int]] = field(default_factory=Counter)
-    results: dict[tuple[int, ...], Counter[int]] = field(default_factory=dict)
-    pieces: Counter[int] = field(default_factory=Counter)
+    gathered: Counter[tuple[int, int]]
+    results: dict[tuple[int, ...], Counter[int]]
 
-    def gather(self, cost: CostModel) -> tuple[dict[int, OnOffNode], dict[int, OnOffNode]]:
-        """Return the rows that each rank sends, and those that it receives.
-
-        Without replicas the scatter is the inverse: what was sent is received.
-        """
-        sent: Counter[tuple[int, bool]] = Counter()
-        received: Counter[tuple[int, bool]] = Counter()
-        for (source, owner), elements in self.pairs.items():
-            on_node = cost.node(source) == cost.node(owner)
-            sent[source, on_node] += elements
-            received[owner, on_node] += elements
-        for held, _, owners in self.flows:
-            total, of_node, held_on_node = sum(owners.values()), Counter[int](), Counter[int]()
-            for owner, number in owners.items():
-                of_node[cost.node(owner)] += number
-            for rank, elements in held.items():
-                node = cost.node(rank)
-                held_on_node[node] += elements
-                # Its own parts stay.
-                sent[rank, True] += elements * (of_node[node] - owners.get(rank, 0))
-                sent[rank, False] += elements * (total - of_node[node])
-            num_elements = held_on_node.total()
-            for owner, number in owners.items():
-                near = held_on_node[cost.node(owner)]
-                received[owner, True] += number * (near - held.get(owner, 0))
-                received[owner, False] += number * (num_elements - near)
-        return _by_rank(sent), _by_rank(received)
-
-    def num_pieces(self) -> Counter[int]:
-        """Count the rectangles that each rank packs or unpacks."""
-        found = Counter(self.pieces)
-        for _, pieces, owners in self.flows:
-            num_matrices, num_pieces = sum(owners.values()), sum(pieces.values())
-            # Holders pack rows and unpack results; owners do the reverse.
-            for rank, number in pieces.items():
-                found[rank] += 2 * number * num_matrices
-            for owner, number in owners.items():
-                found[owner] += 2 * number * (num_pieces - pieces.get(owner, 0))
-        return found
+    def totals(self) -> tuple[Counter[int], Counter[int]]:
+        """Return the rows that each rank sends, and those that it receives."""
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        for (source, owner), elements in self.gathered.items():
+            sent[source] += elements
+            received[owner] += elements
+        return sent, received
 
     def scatters(self, num_scatters: int, cost: CostModel) -> Iterator[tuple[int, ShardScatter]]:
-        """Yield what replicas of each shard get in each scatter, with the scatter's number."""
+        """Yield the scatters to the replicas of each shard, with the number of the scatter."""
         for holders, by_owner in self.results.items():
             yield from enumerate(scatters_of(holders, by_owner, num_scatters, cost))
 
 
-def _by_rank(counts: Mapping[tuple[int, bool], int]) -> dict[int, OnOffNode]:
-    return {
-        rank: OnOffNode(counts.get((rank, True), 0), counts.get((rank, False), 0))
-        for rank in dict.fromkeys(rank for rank, _ in counts)
-    }
-
-
 class RankSizes(NamedTuple):
-    """What one rank stages for one bucket, in elements.
+    """Buffers of one rank for one bucket, in elements.
 
     Args:
         bucket: Its gather and its stacks.
@@ -226,7 +156,7 @@ class RankSizes(NamedTuple):
 
 
 class SizeCounter:
-    """Count what buckets of some matrices send, receive and stage.
+    """Count the elements that buckets of some matrices send, receive and stage.
 
     Args:
         stacking: Matrices and owners.
@@ -236,106 +166,26 @@ class SizeCounter:
     def __init__(self, stacking: Stacking, *, has_replicas: bool) -> None:
         self._stacking = stacking
         self._has_replicas = has_replicas
-        self._cells: dict[tuple[int, int], list[_Cell]] = {}
-        self._held: dict[tuple[int, int, int], tuple[dict[int, int], dict[int, int]]] = {}
-        self._sizes: dict[tuple[tuple[int, ...], int], dict[int, RankSizes]] = {}
+        self._overlaps: dict[tuple[int, int], list[_Overlap]] = {}
 
-    def traffic(self, indices: Iterable[int], *, counts_pieces: bool = False) -> BucketTraffic:
-        """Return rows and results of a bucket of some matrices.
-
-        Args:
-            indices: The matrices.
-            counts_pieces: Whether :meth:`BucketTraffic.num_pieces` will be asked for.
-        """
-        traffic = BucketTraffic()
-        if self._has_replicas:
-            for index in indices:
-                self._add_replicas(traffic, index)
-                if counts_pieces:
-                    self._add_pieces(traffic, index)
-            return traffic
-        owners_of: dict[tuple[int, int, int], Counter[int]] = defaultdict(Counter)
+    def traffic(self, indices: Iterable[int]) -> Traffic:
+        """Return rows and results of a bucket of some matrices."""
+        traffic, cost = Traffic(Counter(), {}), self._stacking.cost
         for index in indices:
             owners = self._stacking.owners[index]
-            shards = id(self._stacking.matrices[index].elements_by_rank)
-            for part, owner in enumerate(owners):
-                key = shards, len(owners), part
-                if key not in self._held:
-                    self._hold(index)
-                owners_of[key][owner] += 1
-        traffic.flows = [Flow(*self._held[key], owners) for key, owners in owners_of.items()]
+            for holders, part, elements in self._overlaps_of(index):
+                owner = owners[part]
+                source = nearest_holder(holders, owner, cost)
+                if source != owner:
+                    traffic.gathered[source, owner] += elements
+                if self._has_replicas and (len(holders) > 1 or source != owner):
+                    traffic.results.setdefault(holders, Counter())[owner] += elements
         return traffic
 
-    def _add_replicas(self, traffic: BucketTraffic, index: int) -> None:
-        cost, owners = self._stacking.cost, self._stacking.owners[index]
-        for holders, part, elements, _ in self._cells_of(index):
-            owner = owners[part]
-            source = nearest_holder(holders, owner, cost)
-            if source != owner:
-                traffic.pairs[source, owner] += elements
-            if len(holders) > 1 or source != owner:
-                traffic.results.setdefault(holders, Counter())[owner] += elements
-
-    def _add_pieces(self, traffic: BucketTraffic, index: int) -> None:
-        cost, owners = self._stacking.cost, self._stacking.owners[index]
-        for holders, part, _, num_pieces in self._cells_of(index):
-            owner = owners[part]
-            # Every holder writes results; one of them packs rows, the owner unpacks and packs.
-            traffic.pieces.update(dict.fromkeys(holders, num_pieces))
-            traffic.pieces[nearest_holder(holders, owner, cost)] += num_pieces
-            traffic.pieces[owner] += 2 * num_pieces
-
-    def _hold(self, index: int) -> None:
-        """Note which rank holds how much of each part of a matrix without replicas."""
-        matrix, num_parts = self._stacking.matrices[index], len(self._stacking.owners[index])
-        shards = id(matrix.elements_by_rank)
-        for part in range(num_parts):
-            self._held[shards, num_parts, part] = {}, {}
-        for (holder,), part, elements, num_pieces in self._cells_of(index):
-            held, pieces = self._held[shards, num_parts, part]
-            held[holder], pieces[holder] = elements, num_pieces
-
-    def _cells_of(self, index: int) -> list[_Cell]:
-        matrix, num_parts = self._stacking.matrices[index], len(self._stacking.owners[index])
-        key = id(matrix.elements_by_rank), num_parts
-        if key not in self._cells:
-            positions = tuple(range(num_parts))
-            parts = [
-                parts_of(index, block, shape, positions)
-                for block, shape in enumerate(matrix.blocks)
-            ]
-            elements: Counter[tuple[tuple[int, ...], int]] = Counter()
-            pieces: Counter[tuple[tuple[int, ...], int]] = Counter()
-            for region in matrix.regions:
-                for part, _, num_rows, _, num_cols in overlaps(region, parts[region.block]):
-                    elements[region.holders, part.owner] += num_rows * num_cols
-                    pieces[region.holders, part.owner] += 1
-            self._cells[key] = [
-                _Cell(*cell, number, pieces[cell]) for cell, number in elements.items()
-            ]
-        return self._cells[key]
-
-    def largest_rows(self, indices: Sequence[int]) -> int:
-        """Return the elements that an owner receives and stacks, on the rank with most of them."""
-        _, received = self.traffic(indices).gather(self._stacking.cost)
-        return max(
-            sum(stack.num_elements for stack in stacks)
-            + (received[owner].total if owner in received else 0)
-            for owner, stacks in self._stacking.stacks(indices).items()
-        )
-
-    def sizes(self, indices: tuple[int, ...], num_scatters: int) -> dict[int, RankSizes]:
-        """Return what every rank stages for a bucket of some matrices."""
-        # Several depths are tried with the same buckets.
-        key = indices, num_scatters
-        if key not in self._sizes:
-            self._sizes[key] = self._count_sizes(indices, num_scatters)
-        return self._sizes[key]
-
-    def _count_sizes(self, indices: Sequence[int], num_scatters: int) -> dict[int, RankSizes]:
-        traffic = self.traffic(indices)
-        sent, received = traffic.gather(self._stacking.cost)
-        stacks = self._stacking.stacks(indices)
+    def sizes(self, indices: Sequence[int], num_scatters: int) -> dict[int, RankSizes]:
+        """Return the buffers of every rank for a bucket of some matrices."""
+        traffic, stacks = self.traffic(indices), self._stacking.stacks(indices)
+        sent, received = traffic.totals()
         scatters: dict[int, list[list[int]]] = defaultdict(
             lambda: [[0, 0] for _ in range(num_scatters)]
         )
@@ -344,15 +194,29 @@ class SizeCounter:
                 scatters[share.owner][number][0] += share.num_elements
             for holder in shard.holders:
                 scatters[holder][number][1] += shard.num_elements
-        found = {}
-        nothing = OnOffNode()
+        sizes = {}
         for rank in {**sent, **received, **stacks, **scatters}:
-            rows = sent.get(rank, nothing).total, received.get(rank, nothing).total
+            rows = sent[rank], received[rank]
             results = (
-                tuple(ScatterSizes(*sizes) for sizes in scatters[rank])
+                tuple(ScatterSizes(*elements) for elements in scatters[rank])
                 if self._has_replicas
                 else (ScatterSizes(rows[1], rows[0]),)
             )
             own = sum(stack.num_elements for stack in stacks.get(rank, ()))
-            found[rank] = RankSizes(BucketSizes(*rows, own), results)
-        return found
+            sizes[rank] = RankSizes(BucketSizes(*rows, own), results)
+        return sizes
+
+    def _overlaps_of(self, index: int) -> list[_Overlap]:
+        matrix, num_parts = self._stacking.matrices[index], len(self._stacking.owners[index])
+        key = id(matrix.elements_by_rank), num_parts
+        if key not in self._overlaps:
+            elements: Counter[tuple[tuple[int, ...], int]] = Counter()
+            parts = [
+                parts_of(index, block, shape, tuple(range(num_parts)))
+                for block, shape in enumerate(matrix.blocks)
+            ]
+            for region in matrix.regions:
+                for part, _, num_rows, _, num_cols in overlaps(region, parts[region.block]):
+                    elements[region.holders, part.owner] += num_rows * num_cols
+            self._overlaps[key] = [_Overlap(*cell, count) for cell, count in elements.items()]
+        return self._overlaps[key]

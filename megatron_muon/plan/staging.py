@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
-from megatron_muon.plan.wire import Wire
+from megatron_muon.plan.settings import Wire
 
 # Source: CUDA's allocations are aligned to 256 bytes. Kernels that read 16 bytes at once, and
 # cuBLAS's fast ones, need less.

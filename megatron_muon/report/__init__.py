@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan means: estimated times, bytes and memory of every rank.
+"""Reports of plans: estimated times, bytes and memory of every rank, also for jobs that do not run.
 
 It imports no torch, and no plan depends on it.
 
 Files, each importing only those above it::
 
-    rank_report  what plans mean for each rank, in numbers
-    table        the table that users read
-    preview/     plans of jobs that do not run
+    rank_report  numbers of every rank, and their table
+    model_shape  the matrices of a transformer, by layer, and published shapes
+    simulation   plans of all domains of a job, from the shape of a model
     command      ``python -m megatron_muon.plan``
 """

@@ -12,20 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from megatron_muon.newton_schulz.registry import BackendChoice, requested_backends
+from megatron_muon.newton_schulz import CHOICES, BackendChoice
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.plan.splits import Splits
-from megatron_muon.report.preview.model_shape import PRESETS, ModelShape
-from megatron_muon.report.preview.simulation import (
-    Machine,
-    Parallelism,
-    Sharding,
-    Simulation,
-    report_of,
-    simulate,
-)
-from megatron_muon.report.table import table
+from megatron_muon.plan.layout import Splits
+from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
+from megatron_muon.report.model_shape import PRESETS, ModelShape
+from megatron_muon.report.rank_report import Report, table
+from megatron_muon.report.simulation import Parallelism, Sharding, report_of, simulate
 from megatron_muon.user_errors import in_flags
 
 _REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
@@ -39,7 +32,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     # Defaults are those of a live run, so that a plan without flags is the plan of such a run.
     defaults = ExchangeSettings()
-    rates = CostModel()
     source = parser.add_argument_group("model: a preset, or Megatron's flags")
     source.add_argument("--preset", choices=PRESETS)
     # Named as in Megatron-LM, so that the flags of a training script can be copied here.
@@ -78,15 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.newton_schulz,
         help="auto: the cheapest for each shape, as on a GPU with quack's kernels",
     )
-    plan.add_argument("--tflops", type=float, default=rates.tflops, help="TFLOP/s of a rank")
-    plan.add_argument("--gbps", type=float, default=rates.gbps, help="GB/s within a node")
-    plan.add_argument(
-        "--gbps-between-nodes",
-        type=float,
-        help=f"GB/s between nodes; default {rates.gbps_between_nodes:g}, or --gbps if lower",
-    )
-    plan.add_argument("--ranks-per-node", type=int, default=rates.ranks_per_node)
-    plan.add_argument("--cost-model", default="", help="more rates, as --muon-fsdp-cost-model")
+    plan.add_argument("--cost-model", default="", help="rates, as --muon-fsdp-cost-model")
     plan.add_argument(
         "--staging-bytes", type=int, help="most memory of a rank for messages and stacks"
     )
@@ -96,35 +80,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(options: argparse.Namespace) -> ExchangeSettings:
-    """Return the settings of a live run, checked as there."""
-    return ExchangeSettings(
+def _settings(options: argparse.Namespace) -> PlanSettings:
+    """Return the numbers of a live run's plans, checked as there."""
+    rates = CostModel(backends=CHOICES[options.muon_fsdp_newton_schulz])
+    settings = ExchangeSettings(
         wire=options.wire,
         staging_bytes=options.staging_bytes,
         max_parts=options.max_parts,
         cost_model=options.cost_model,
         newton_schulz=options.muon_fsdp_newton_schulz,
     )
-
-
-def _machine(options: argparse.Namespace) -> Machine:
-    between = options.gbps_between_nodes
-    if between is None:
-        # A user who gives a slow --gbps means that no link is faster.
-        between = min(options.gbps, CostModel().gbps_between_nodes)
-    rates = CostModel(
-        tflops=options.tflops,
-        gbps=options.gbps,
-        gbps_between_nodes=between,
-        ranks_per_node=options.ranks_per_node,
-        backends=requested_backends(options.muon_fsdp_newton_schulz),
-    )
     cost = CostModel.parse(options.cost_model, rates)
-    return Machine(cost, _settings(options).wire_for(is_bf16=options.wire == "bf16"))
+    return settings.plan_settings(cost, is_bf16=options.wire == "bf16")
 
 
-def _simulation(options: argparse.Namespace, settings: ExchangeSettings) -> Simulation:
-    machine = _machine(options)
+def _report(options: argparse.Namespace) -> Report:
     # Flags that were given replace the fields of a preset.
     fields = {
         field.name: getattr(options, field.name)
@@ -148,18 +118,14 @@ def _simulation(options: argparse.Namespace, settings: ExchangeSettings) -> Simu
         shards_outer=options.hfsdp,
         joins_tensor_ranks=options.muon_tp_mode != "blockwise",
     )
-    return simulate(
-        model,
-        parallel,
-        machine,
-        settings,
-        splits=Splits(
-            qkv=not options.muon_no_split_qkv,
-            glu=options.muon_split_glu,
-            mla=options.muon_split_mla,
-            per_head=options.muon_split_qkv_per_head,
-        ),
+    splits = Splits(
+        qkv=not options.muon_no_split_qkv,
+        glu=options.muon_split_glu,
+        mla=options.muon_split_mla,
+        per_head=options.muon_split_qkv_per_head,
     )
+    plans = simulate(model, parallel, _settings(options), splits=splits)
+    return report_of(plans, parallel.stage_size, options.staging_bytes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,8 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        settings = _settings(options)
-        report = report_of(_simulation(options, settings), settings)
+        report = _report(options)
     except ValueError as error:
         parser.error(in_flags(str(error)))
     if options.json:

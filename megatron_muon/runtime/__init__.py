@@ -9,7 +9,7 @@ Files, each importing only those above it::
     groups              process groups by their ranks
     domain              the ranks that exchange matrices
     exchange            the collectives that move rows and results
-    machine_cost        the costs that all ranks plan with
+    machine_cost        settings, resolved for the machine of all ranks
     arena               memory that exists while a step runs
     adjacent            tensors that are adjacent in memory, as few long ones
     row_table           rectangles that one kernel moves, listed on the device
@@ -22,7 +22,7 @@ Files, each importing only those above it::
     local_rows          this rank's rows: read normalized, written scaled
     plan_runner         gathers, orthogonalizes and scatters the buckets of one plan
     engine              runs the plans of a rank: local rows in, orthogonalized local rows out
-    owner_compute       plans, groups and engine for the matrices of an optimizer
+    owner_compute       builds the engine: plans, groups, connections
     weight_decay        emerging-optimizers' rules, all parameters at once
     momentum            weight decay, momentum and Nesterov, all parameters at once
     finite              which gradients are not finite

@@ -47,7 +47,6 @@ _SYMBOLS = {
     },
     "emerging_optimizers.orthogonalized_optimizers.muon_utils": {
         "_COEFFICIENT_SETS": "the coefficients",
-        "get_coefficient_iterator": "the order of coefficients",
         "newton_schulz": "Newton-Schulz of fp32 matrices",
         "newton_schulz_step": "Newton-Schulz of bf16 matrices",
         "batched_newton_schulz_step": "Newton-Schulz of bf16 matrices",

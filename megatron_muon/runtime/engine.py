@@ -22,15 +22,17 @@ from typing import Any
 import torch
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
+from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import LocalStack, RankSchedule
 from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
 from megatron_muon.runtime.exchange import Chain
 from megatron_muon.runtime.local_rows import Rows
+from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
 from megatron_muon.runtime.row_moves import uses_kernel
-from megatron_muon.runtime.stacks import StackCall
+from megatron_muon.runtime.stacks import StackArgs
 
 
 class Engine:
@@ -58,9 +60,9 @@ class Engine:
         one stack. Between steps that of :class:`~megatron_muon.runtime.row_moves.RowMoves`.
     """
 
-    _schedule: RankSchedule
-    plans: list[PlanRunner]
-    _arena: Arena
+    plans: list[ExchangePlan]
+    handles: list[Any]  # of all plans
+    runners: list[PlanRunner]  # by plan
 
     def __init__(
         self,
@@ -76,6 +78,9 @@ class Engine:
         coefficients_of(newton_schulz.steps, newton_schulz.coefficient_type)
         # Compiled and compared now rather than in a step.
         uses_kernel(device)
+        self._bound = list(plans)
+        self.plans = [bound.plan for bound in plans]
+        self.handles = [handle for bound in plans for handle in bound.handles.values()]
         self._schedule = schedule
         self._arena = Arena(schedule.staging.num_bytes, device)
         place_of: dict[LocalStack, int] = {
@@ -84,7 +89,7 @@ class Engine:
             for stack in stacks
         }
         chain = Chain(device)
-        self.plans = [
+        self.runners = [
             PlanRunner(
                 bound,
                 rank_plan,
@@ -101,27 +106,26 @@ class Engine:
                 zip(plans, schedule.rank_plans, strict=True)
             )
         ]
-        self._workspace_bytes = max((plan.workspace_bytes for plan in self.plans), default=0)
+        self._workspace_bytes = max((each.workspace_bytes for each in self.runners), default=0)
         self._device = device
-        problem = self.memory_problem()
-        if problem is not None:
-            raise MemoryError(problem)
-        self.free()
+        for error in self.reserve():
+            raise MemoryError(error)
+        self.release()
 
-    def memory_problem(self, others: OtherBytes = NOTHING) -> str | None:
-        """Take the memory of a step: arena and workspace. The arena stays until the step ends.
+    def reserve(self, others: OtherBytes = NOTHING) -> list[str]:
+        """Reserve the memory of a step: arena and workspace. The arena stays until the step ends.
 
         A rank that runs out of memory inside of a step leaves the others in a collective.
-        Therefore ranks take it before, and agree.
+        Therefore ranks reserve it before, and agree.
 
         Args:
             others: What others allocate; their temporaries while no matrix is orthogonalized.
 
         Returns:
-            What a step needs and what it got, as a sentence; None if it is there.
+            Errors, as sentences.
         """
-        for plan in self.plans:
-            plan.wait_for_leftovers()
+        for runner in self.runners:
+            runner.wait_for_leftovers()
         other_bytes = others.state + max(others.temporaries, self._workspace_bytes)
         num_bytes = self.staging_bytes + other_bytes
         try:
@@ -129,18 +133,18 @@ class Engine:
             torch.empty(other_bytes, dtype=torch.uint8, device=self._device)
         # A GPU raises torch.OutOfMemoryError, which is one of these.
         except RuntimeError as error:
-            self.free()
-            return (
+            self.release()
+            return [
                 f"expected {num_bytes:,} bytes on {self._device} for messages, stacks and "
                 f"Newton-Schulz, got {type(error).__name__}: {first_line(error)}"
                 f"{free_memory(self._device)}"
-            )
-        return None
+            ]
+        return []
 
-    def free(self) -> None:
-        """Return the memory of :meth:`memory_problem`, if ranks do not step."""
-        for plan in self.plans:
-            plan.wait_for_leftovers()
+    def release(self) -> None:
+        """Return the memory of :meth:`reserve`, if ranks do not step."""
+        for runner in self.runners:
+            runner.wait_for_leftovers()
         self._arena.free()
 
     def connect(self) -> None:
@@ -153,8 +157,8 @@ class Engine:
         Communication: per plan one element to every rank that this one will send to, in two
             collectives, and one from every replica to the others.
         """
-        for plan in self.plans:
-            plan.connect()
+        for runner in self.runners:
+            runner.connect()
 
     def check_kernels(self) -> None:
         """Compare backends that have kernels of their own with those that torch computes.
@@ -167,7 +171,7 @@ class Engine:
         Communication: none, but for kernels that communicate.
         Memory: one stack, and what Newton-Schulz needs for it twice, until it returns.
         """
-        problems = [problem for plan in self.plans for problem in plan.check_kernels()]
+        problems = [problem for runner in self.runners for problem in runner.check_kernels()]
         # At the end: the other owners of a split matrix wait for this rank in its next check.
         if problems:
             raise RuntimeError(problems[0])
@@ -179,7 +183,7 @@ class Engine:
 
     @torch.no_grad()
     def orthogonalize(
-        self, momentum: Rows, results: Rows, meanwhile: Callable[[], None] | None = None
+        self, updates: Rows, results: Rows, meanwhile: Callable[[], None] | None = None
     ) -> Iterator[list[Any]]:
         """Orthogonalize all matrices, and yield handles as their results arrive.
 
@@ -187,24 +191,24 @@ class Engine:
         Nothing is sent before the first item is asked for.
 
         Args:
-            momentum: By handle, this rank's rows of what is orthogonalized, ``(local_rows,
-                cols)`` float32. They must stay as they are until the handle is yielded. Views of
-                both are made again only where one is another dictionary than in the step before:
-                call :meth:`forget` to drop them.
-            results: By handle, where its rows of the scaled result are written, of the same shape
-                and dtype. It may be the momentum's own memory: all rows of a handle have been read
+            updates: By handle, this rank's rows of the matrices, ``(local_rows, cols)`` float32.
+                They must stay as they are until the handle is yielded. Views of both are created
+                again only where one is another dictionary than in the step before: call
+                :meth:`forget` to drop them.
+            results: By handle, the rows that receive the scaled result, of the same shape and
+                dtype. They may be the memory of the updates: all rows of a handle have been read
                 when its first result comes.
             meanwhile: Called once, when the first rows are in transit.
 
         Yields:
             Lists of handles whose results are complete. Every handle of this rank is yielded once.
         """
-        for plan in self.plans:
-            plan.wait_for_leftovers()
+        for runner in self.runners:
+            runner.wait_for_leftovers()
         # Before anything is sent: a rank without memory ends before it has joined a collective.
         self._arena.allocate()
-        for plan in self.plans:
-            plan.begin(momentum, results)
+        for runner in self.runners:
+            runner.begin(updates, results)
         for action in self._schedule.actions:
             if meanwhile is not None and action.kind != "start_gather":
                 meanwhile()
@@ -214,18 +218,29 @@ class Engine:
             meanwhile()
         # Not after an exception: a collective that was not waited for may still use the memory.
         self._arena.free()
-        for plan in self.plans:
-            plan.end()
+        for runner in self.runners:
+            runner.end()
 
-    def watch(self, function: Callable[[StackCall], None] | None) -> None:
+    @property
+    def moments(self) -> list[Moments]:
+        """State of the method by plan; none without a method."""
+        return [runner.moments for runner in self.runners if runner.moments is not None]
+
+    def see_gradients(self, gradients: Rows) -> None:
+        """Sum the squares of gradients, whose norms a method needs; called before a step."""
+        for bound, runner in zip(self._bound, self.runners, strict=True):
+            rows = {i: gradients[handle] for i, handle in bound.handles.items()}
+            runner.norms.see_gradients(rows)
+
+    def watch(self, function: Callable[[StackArgs], None] | None) -> None:
         """Let a function see each stack of this rank's results; None for nobody."""
-        for plan in self.plans:
-            plan.watch = function
+        for runner in self.runners:
+            runner.watch = function
 
     def forget(self) -> None:
         """Drop the rows of the last step, which are memory of the caller's."""
-        for plan in self.plans:
-            plan.forget()
+        for runner in self.runners:
+            runner.forget()
 
     def _run(self, action: Action) -> Iterator[list[Any]]:
         """Run one action of :mod:`megatron_muon.plan.schedule`."""
@@ -233,20 +248,20 @@ class Engine:
         if kind == "local":
             yield from self._orthogonalize_local(self._schedule.local[number])
             return
-        plan = self.plans[action.plan]
+        runner = self.runners[action.plan]
         if kind == "start_gather":
-            plan.start_gather(number)
+            runner.start_gather(number)
         elif kind == "wait_for_gather":
-            plan.wait_for_gather(number)
+            runner.wait_for_gather(number)
         elif kind == "orthogonalize":
-            plan.orthogonalize(number)
+            runner.orthogonalize(number)
         elif kind == "start_scatter":
-            yield plan.start_scatter(number)
+            yield runner.start_scatter(number)
         elif kind == "finish_scatter":
-            yield plan.finish_scatter(number)
+            yield runner.finish_scatter(number)
 
     def _orthogonalize_local(self, local: Sequence[LocalStack]) -> Iterator[list[Any]]:
         # One stack after the other: they share memory, and a result is written back before the
         # next stack is read.
         for stack in local:
-            yield self.plans[stack.plan].orthogonalize_local(stack.number)
+            yield self.runners[stack.plan].orthogonalize_local(stack.number)

@@ -46,7 +46,7 @@ class LocalRows:
     """
 
     # Of the step before too, so that their views serve this one if they are the same.
-    _momentum: Rows | None
+    _updates: Rows | None
     _results: Rows | None
     _reads: list[RowMoves]
     _writes: list[RowMoves]
@@ -81,7 +81,7 @@ class LocalRows:
         self._to_write: list[Sequence[tuple[Route, torch.Tensor]]] = []
         self._missing: Counter[int] = Counter()
         self._completed, self._is_known = {}, False
-        self._momentum = self._results = None
+        self._updates = self._results = None
         self._reads, self._writes = [], []
 
     def add_read(self, targets: Sequence[tuple[Route, torch.Tensor]]) -> int:
@@ -102,10 +102,10 @@ class LocalRows:
         self._to_write.append(results)
         return len(self._to_write) - 1
 
-    def begin(self, momentum: Rows, results: Rows) -> None:
+    def begin(self, updates: Rows, results: Rows) -> None:
         """Set the rows of a step, and reduce their norms; see :meth:`Engine.orthogonalize`."""
-        if momentum is not self._momentum or results is not self._results:
-            self._view(momentum, results)
+        if updates is not self._updates or results is not self._results:
+            self._view(updates, results)
         # fp32 rows are not normalized before they are sent.
         if self._plan.wire.norm_bytes:
             self.norms.reduce()
@@ -116,13 +116,13 @@ class LocalRows:
                 route.matrix for results in self._to_write for route, _ in results
             )
 
-    def _view(self, momentum: Rows, results: Rows) -> None:
+    def _view(self, updates: Rows, results: Rows) -> None:
         """View the rows that the lists read and write."""
-        of_momentum = {index: momentum[each] for index, each in self._handles.items()}
+        of_updates = {index: updates[each] for index, each in self._handles.items()}
         of_results = {index: results[each] for index, each in self._handles.items()}
         normalizes = self._plan.wire.normalizes
         if self._plan.wire.norm_bytes:
-            self.norms.view(of_momentum)
+            self.norms.view(of_updates)
         self._reads = self._reads or [
             RowMoves(
                 (),
@@ -146,10 +146,10 @@ class LocalRows:
             for written in self._to_write
         ]
         for read, targets in zip(self._reads, self._to_read, strict=True):
-            read.set([(in_shard(of_momentum[r.matrix], r), target) for r, target in targets])
+            read.set([(in_shard(of_updates[r.matrix], r), target) for r, target in targets])
         for write, written in zip(self._writes, self._to_write, strict=True):
             write.set([(result, in_shard(of_results[r.matrix], r)) for r, result in written])
-        self._momentum, self._results = momentum, results
+        self._updates, self._results = updates, results
 
     def end(self) -> None:
         """End a step in which everything has been read and written."""
@@ -157,7 +157,7 @@ class LocalRows:
 
     def forget(self) -> None:
         """Drop the rows, which are memory of the caller's."""
-        self._momentum = self._results = None
+        self._updates = self._results = None
         for moves in (*self._reads, *self._writes):
             moves.set(())
         self.norms.view({})

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model of the machine that a job runs on, the same on all ranks."""
+"""Resolve settings for the machine of a job, the same on all ranks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,73 +8,85 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.gram import Gram
-from megatron_muon.newton_schulz.registry import usable_backends
-from megatron_muon.newton_schulz.restarts import segments_of
+from megatron_muon.newton_schulz import BACKENDS, CHOICES
+from megatron_muon.newton_schulz.methods import Namo, StackMethod
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CPU_RANKS, CostModel, gpu_rates
-from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.domain import Domain
 
 
-def machine_costs(
+def resolve(
     domains: Sequence[Domain],
-    ns_settings: NewtonSchulzSettings,
+    newton_schulz: NewtonSchulzSettings,
     settings: ExchangeSettings,
     device: torch.device,
-) -> list[CostModel]:
-    """Return the costs per domain: backends that all its ranks can run, and rates.
+) -> list[PlanSettings]:
+    """Return the numbers that each domain plans with: rates, dtypes and limits.
 
     Args:
         domains: Ranks that plan together, in one order on all ranks. A rank may have none.
-        ns_settings: Steps, coefficients and precision.
-        settings: Rates that the user gives.
+        newton_schulz: Steps, coefficients, precision and method.
+        settings: Settings of the user.
         device: Of this rank.
 
     Raises:
+        ValueError: bf16 on the wire with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when one cannot run the backend that was asked for.
 
     Communication: where another backend than ``standard`` may run, a flag over all ranks, and a
         gather of objects over every domain. GPUs of one domain are expected to be the same model:
         ranks with different rates are found when plans are compared.
     """
-    backends = _own_backends(ns_settings, settings, device)
-    return [
-        _rates(_shared_backends(backends, settings, domain), ns_settings, settings, domain, device)
-        for domain in domains
-    ]
+    backends = _usable_backends(newton_schulz, settings, device)
+    rates = _rates(newton_schulz, device)
+    numbers = []
+    for domain in domains:
+        known = dataclasses.replace(rates, backends=_shared_backends(backends, settings, domain))
+        if domain.ranks_per_node is not None:
+            known = dataclasses.replace(known, ranks_per_node=domain.ranks_per_node)
+        cost = CostModel.parse(settings.cost_model, known)
+        plan = settings.plan_settings(cost, is_bf16=newton_schulz.is_bf16)
+        numbers.append(_for_method(plan, newton_schulz))
+    return numbers
 
 
-def _rates(
-    backends: tuple[str, ...],
-    ns_settings: NewtonSchulzSettings,
-    settings: ExchangeSettings,
-    domain: Domain,
-    device: torch.device,
-) -> CostModel:
-    """Return the rates of the device, with those that the user gives in their place."""
+def _for_method(plan: PlanSettings, newton_schulz: NewtonSchulzSettings) -> PlanSettings:
+    """Return the numbers of a plan with a method or a function of the user."""
+    method, wire = newton_schulz.method, plan.wire
+    if isinstance(method, Namo):
+        wire = dataclasses.replace(wire, num_norms=2)
+    elif method is not None:
+        # Its results are not bf16-valued.
+        wire = dataclasses.replace(wire, scatter_dtype="float32")
+    # Both are called with whole matrices.
+    is_whole = isinstance(method, StackMethod) or newton_schulz.function is not None
+    return dataclasses.replace(plan, wire=wire, max_parts=1 if is_whole else plan.max_parts)
+
+
+def _rates(newton_schulz: NewtonSchulzSettings, device: torch.device) -> CostModel:
+    """Return the rates of the device for the steps of Newton-Schulz."""
     # A plan for CPU ranks must not assume a GPU's kernels.
     known = CPU_RANKS
     if device.type == "cuda":
         known = gpu_rates(torch.cuda.get_device_capability(device)[0])
-    defaults = dataclasses.replace(known, num_ns_steps=ns_settings.steps, backends=backends)
-    if Gram.name in backends:
-        segments = segments_of(ns_settings.coefficients)
-        defaults = dataclasses.replace(defaults, segments=segments)
-    if domain.ranks_per_node is not None:
-        defaults = dataclasses.replace(defaults, ranks_per_node=domain.ranks_per_node)
-    return CostModel.parse(settings.cost_model, defaults)
+    return dataclasses.replace(
+        known,
+        num_ns_steps=newton_schulz.steps,
+        coefficient_type=newton_schulz.coefficient_type,
+    )
 
 
-def _own_backends(
-    ns_settings: NewtonSchulzSettings, settings: ExchangeSettings, device: torch.device
+def _usable_backends(
+    newton_schulz: NewtonSchulzSettings, settings: ExchangeSettings, device: torch.device
 ) -> tuple[str, ...]:
-    """Return the backends that this rank can run, or raise on all ranks."""
+    """Return the backends of the user's choice that this rank can run, or raise on all ranks."""
     choice = settings.newton_schulz
     if choice == "standard":
-        return (choice,)
-    backends, reasons = usable_backends(choice, ns_settings, device)
+        return CHOICES[choice]
+    problems = {name: BACKENDS[name].problems(newton_schulz, device) for name in CHOICES[choice]}
+    reasons = [f"Newton-Schulz {name}: {each}" for name in problems for each in problems[name]]
     raise_where_any_rank_fails(
         [] if choice == "auto" else reasons,
         None,
@@ -82,7 +94,7 @@ def _own_backends(
         "Use exchange.newton_schulz standard, or auto for what this machine can run. No "
         "optimizer was built.",
     )
-    return backends
+    return tuple(name for name in problems if not problems[name])
 
 
 def _shared_backends(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.newton_schulz.methods import Namo
-from megatron_muon.newton_schulz.normalize import least_norm
+from megatron_muon.newton_schulz.standard import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.exchange import all_reduce_norms

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.call import Call
+from megatron_muon.newton_schulz import BACKENDS
+from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
 from megatron_muon.newton_schulz.methods import StackMethod
-from megatron_muon.newton_schulz.registry import BACKENDS
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import RankPlan
@@ -33,7 +33,7 @@ from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows
 from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.ranges import in_range
 from megatron_muon.runtime.row_moves import RowMoves
-from megatron_muon.runtime.stacks import StackBuffers, StackCall
+from megatron_muon.runtime.stacks import StackArgs, StackBuffers
 
 
 class BoundPlan(NamedTuple):
@@ -65,7 +65,7 @@ class _Owned(NamedTuple):
     """
 
     stacks: StackBuffers
-    work: list[StackCall]
+    work: list[StackArgs]
     kept: int
     staying: int
 
@@ -90,7 +90,7 @@ class PlanRunner:
 
     plan: ExchangePlan
     moments: Moments | None  # of a method
-    watch: Callable[[StackCall], None] | None = None  # given each stack of results
+    watch: Callable[[StackArgs], None] | None = None  # given each stack of results
     _gathers: Exchange  # rows, in the gather dtype
     _scatters: Exchange  # results, in the scatter dtype
     _all_gather: ReplicaAllGather | None  # results, between replicas
@@ -205,10 +205,10 @@ class PlanRunner:
         )
         work = [
             # Chosen once: a step would choose before every stack, on the host.
-            StackCall(
+            StackArgs(
                 tensor,
                 BACKENDS[self.plan.backend(stack[0].matrix, stack[0].block)],
-                self._call(stack[0]),
+                self._args_of(stack[0]),
                 stack[0].owners,
                 self.moments.own(stack)
                 if self.moments is not None and self.moments.by_owner
@@ -282,17 +282,17 @@ class PlanRunner:
             _attempt(problems, partial(BACKENDS[name].connect, self._parts_groups[owners]))
         checked = set()
         for stack in work:
-            backend, call = stack.backend, stack.call
-            parts_group = call.parts_group if backend.communicates else None
-            key = backend.name, stack.tensor.shape, call.whole_shape, parts_group
+            backend, args = stack.backend, stack.args
+            parts_group = args.parts_group if backend.communicates else None
+            key = backend.name, stack.tensor.shape, args.whole_shape, parts_group
             if backend.reference is not None and key not in checked:
                 checked.add(key)
                 _attempt(problems, stack.check)
         return problems
 
-    def _call(self, part: Part) -> Call:
-        """Return how a stack of such parts is orthogonalized."""
-        return Call(
+    def _args_of(self, part: Part) -> NewtonSchulzArgs:
+        """Return the arguments of a stack of such parts."""
+        return NewtonSchulzArgs(
             self._newton_schulz,
             self.plan.matrices[part.matrix].blocks[part.block],
             self.plan.wire.normalizes,
@@ -300,9 +300,9 @@ class PlanRunner:
         )
 
     @in_range("norms")
-    def begin(self, momentum: Rows, results: Rows) -> None:
+    def begin(self, updates: Rows, results: Rows) -> None:
         """Set the rows of a step, and reduce their norms."""
-        self._rows.begin(momentum, results)
+        self._rows.begin(updates, results)
 
     def wait_for_leftovers(self) -> None:
         """Wait for collectives of a step that ended with an exception: they may use the memory."""

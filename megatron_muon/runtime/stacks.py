@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.newton_schulz.backend import Backend
-from megatron_muon.newton_schulz.call import Call
+from megatron_muon.newton_schulz.backend import Backend, NewtonSchulzArgs
 from megatron_muon.newton_schulz.methods import StackMethod
-from megatron_muon.newton_schulz.registry import check_against_reference
 from megatron_muon.newton_schulz.standard import Standard, batch_on_cpu
 from megatron_muon.plan.rank_plan import OwnedStacks, Stack
 from megatron_muon.plan.routes import Route
@@ -21,22 +19,22 @@ _METHOD_TENSORS = 3
 
 
 @dataclass
-class StackCall:
-    """A stack, and how it is orthogonalized.
+class StackArgs:
+    """A stack of matrices, with the arguments of Newton-Schulz.
 
     Args:
         tensor: ``(num_matrices, rows, cols)``.
-        backend: What does it.
-        call: How.
-        owners: Ranks that do it together.
-        state: Where the state of a method is among all numbers of the plan; None without one.
+        backend: Backend of Newton-Schulz.
+        args: Arguments of the backend.
+        owners: Ranks that orthogonalize it together.
+        state_index: Indices of a method's state among all numbers of the plan; None without one.
     """
 
     tensor: torch.Tensor
     backend: Backend
-    call: Call
+    args: NewtonSchulzArgs
     owners: tuple[int, ...]
-    state: torch.Tensor | None = None
+    state_index: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         """Choose how many matrices are orthogonalized in one call; on a GPU all of them."""
@@ -57,23 +55,23 @@ class StackCall:
             self._replace(stack, part)
 
     def _replace(self, stack: torch.Tensor, rows: torch.Tensor) -> None:
-        function = self.call.settings.function
+        function = self.args.settings.function
         if function is None:
-            stack.copy_(self.backend.run(rows, self.call))
+            stack.copy_(self.backend.run(rows, self.args))
         else:
             stack.copy_(_checked(function(rows), rows, "newton_schulz"))
 
     def _rows(self) -> torch.Tensor:
         """Return the stack in the dtype in which rows are sent: results may need a wider one."""
-        return self.tensor.bfloat16() if self.call.is_normalized else self.tensor
+        return self.tensor.bfloat16() if self.args.is_normalized else self.tensor
 
     def check(self) -> None:
-        """Compare the backend with its reference; see :func:`check_against_reference`."""
+        """Compare the backend with its reference; see :meth:`Backend.check`."""
         # On this rank alone if possible: if its kernel fails, others must not wait for it.
-        call = self.call
+        args = self.args
         if not self.backend.communicates:
-            call = dataclasses.replace(call, parts_group=None)
-        check_against_reference(self.backend, self._rows(), call)
+            args = dataclasses.replace(args, parts_group=None)
+        self.backend.check(self._rows(), args)
 
     def change(self, values: torch.Tensor) -> None:
         """Call the method on the results.
@@ -81,25 +79,25 @@ class StackCall:
         Args:
             values: All numbers of the plan, which it updates.
         """
-        method = self.call.settings.method
-        if self.state is None or not isinstance(method, StackMethod):
+        method = self.args.settings.method
+        if self.state_index is None or not isinstance(method, StackMethod):
             return
-        state = values[self.state]
+        state = values[self.state_index]
         results = method(self.tensor, state)
         self.tensor.copy_(_checked(results, self.tensor, type(method).__name__))
-        values[self.state] = state
+        values[self.state_index] = state
 
     @property
     def workspace_bytes(self) -> int:
         """Memory that is needed beside the stack, at most."""
         rows = self.tensor.to("meta")
-        if self.call.is_normalized:
+        if self.args.is_normalized:
             rows = rows.bfloat16()
         num_bytes = self.backend.workspace_bytes(rows)
         num_bytes += rows.nbytes * (rows.dtype != self.tensor.dtype)
-        if self.state is not None:
+        if self.state_index is not None:
             num_bytes = max(
-                num_bytes, _METHOD_TENSORS * self.tensor.nbytes + 4 * self.state.numel()
+                num_bytes, _METHOD_TENSORS * self.tensor.nbytes + 4 * self.state_index.numel()
             )
         return num_bytes
 

@@ -35,9 +35,9 @@ from megatron_muon.runtime.adjacent import is_same_memory, join_adjacent
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
 from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.momentum import advance_momentum
-from megatron_muon.runtime.owner_compute import OwnerCompute
 from megatron_muon.runtime.ranges import in_range
 
 # Elements that are copied or computed at once: 64 MB in float32, which a GPU reads in tens of
@@ -153,18 +153,18 @@ class MatrixStep:
         group_index: Index of the parameter group by position.
         hooks: Called in their order.
 
-    Communication: see :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`.
+    Communication: see :class:`~megatron_muon.runtime.engine.Engine`.
     Memory: while a step runs
 
         - results, 4 bytes an element, unless they overwrite gradients,
         - 64 MB or the largest parameter, for momentum that is staged in float32,
-        - messages and stacks, see :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`.
+        - messages and stacks, see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
     def __init__(
         self,
         group_index: Mapping[torch.Tensor, int],
-        compute: OwnerCompute,
+        compute: Engine,
         settings: StepSettings,
         device: torch.device,
         *,
@@ -231,12 +231,12 @@ class MatrixStep:
         needs = [others.temporaries]
         if not self._is_beside:
             needs += [self._copied_bytes, *(hook.num_bytes for hook in self.hooks)]
-        return self.compute.memory_problems(OtherBytes(others.state, max(needs)))
+        return self.compute.reserve(OtherBytes(others.state, max(needs)))
 
     def release(self) -> None:
         """Return the memory of :meth:`reserve`, if ranks do not step."""
         self._arena.free()
-        self.compute.free()
+        self.compute.release()
 
     @torch.no_grad()
     def step(

@@ -13,12 +13,17 @@ from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.report.rank_report import log_plans
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.rows.plan_inputs import find_plan_inputs
-from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+from megatron_muon.runtime.agreement import (
+    own_rank,
+    raise_where_any_rank_fails,
+    raise_where_ranks_differ,
+)
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.runtime.owner_compute import build_engine, on_all_ranks
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
 from megatron_muon.step.second_moments import SecondMoments
@@ -84,7 +89,7 @@ class MuonStep:
 
     Communication: at construction a flag and a hash over all ranks, the collectives of
         :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
-        :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`, then one flag. In
+        :func:`~megatron_muon.runtime.owner_compute.build_engine`, then one flag. In
         :meth:`step` the collectives of ``orthogonalize`` of :attr:`compute`.
     Memory: the state of the optimizers; while a step runs, see
         :class:`~megatron_muon.step.matrix_step.MatrixStep`.
@@ -123,7 +128,7 @@ class MuonStep:
         self.group = self.plan_inputs.group
         # Kernels are checked here, in the precision of a step.
         with fp32_matmul_precision(settings.step.fp32_matmul_prec):
-            self.compute = OwnerCompute(
+            self.compute = build_engine(
                 self.plan_inputs.inputs,
                 settings.newton_schulz,
                 settings.exchange,
@@ -131,13 +136,15 @@ class MuonStep:
                 rows_device=rows_device,
                 max_num_plans=self.plan_inputs.max_num_plans,
             )
+        if settings.exchange.log_plan:
+            log_plans(self.compute.plans, own_rank())
         self._named = {each.param: each for each in parameters}
         self._params = self._all_params()
         self._main_params = MainParams(self._params)
         self._shards = [local_tensor(param) for param in self._params]
         self._shapes = [shard.shape for shard in self._shards]
         # A rank may find too little memory.
-        self.compute.on_all_ranks(lambda: self._build(rows_device or device))
+        on_all_ranks(lambda: self._build(rows_device or device), settings.exchange, device)
 
     def _build(self, rows_device: torch.device) -> None:
         """Lay out the memory of a step, and create state.
@@ -156,9 +163,7 @@ class MuonStep:
         )
         # By position of the step.
         self._held = [(optimizer_of[param], param) for param in self._matrix_step.params]
-        self._hooks = self._moments.attach(
-            self._matrix_step, self.plan_inputs.parameters, self._state_of
-        )
+        self._hooks = self._moments.attach(self._matrix_step, self.plan_inputs, self._state_of)
         self._matrix_step.hooks = list(self._hooks)
         for optimizer, group in groups:
             optimizer._init_group(group, skip_non_grad_params=False)  # type: ignore[attr-defined]

@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron_muon.newton_schulz.methods import Namo, NorMuon, StackMethod
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.rows.placements import cutting_axes
+from megatron_muon.rows.plan_inputs import PlanInputs
 from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.moments import Moments
-from megatron_muon.runtime.owner_compute import OwnerCompute
 from megatron_muon.step.matrix_step import CHUNK_ELEMENTS, MatrixStep, StepHooks, chunks_of
 from megatron_muon.step.scales import Scale
 
@@ -88,14 +89,14 @@ class SecondMoments:
     def attach(
         self,
         step: MatrixStep,
-        parameters: Sequence[Sequence[PlannedParameter]],
+        plan_inputs: PlanInputs,
         state_of: Callable[[int], Mapping[str, Any]],
     ) -> list[StepHooks]:
         """Find the values of parameters among the values of plans.
 
         Args:
             step: The step.
-            parameters: By plan, in the order of its matrices.
+            plan_inputs: Plans of this rank, and their parameters.
             state_of: Returns the state by position; loading replaces it.
 
         Returns:
@@ -104,7 +105,7 @@ class SecondMoments:
         compute = step.compute
         # Without a method plans have no values.
         for given, of_plan, moments in zip(
-            compute.inputs, parameters, compute.moments, strict=False
+            plan_inputs.inputs, plan_inputs.parameters, compute.moments, strict=False
         ):
             counts, first = Counter(given.params), 0
             for each in of_plan:
@@ -116,7 +117,7 @@ class SecondMoments:
             return [GradientNorms(step.params, compute)]
         if not self.is_elementwise:
             return []
-        named = {each.param: each for of_plan in parameters for each in of_plan}
+        named = {each.param: each for of_plan in plan_inputs.parameters for each in of_plan}
         factors = [self._scale(*self._scaled_shape(named[param])) for param in step.params]
         return [
             AdaMuon(
@@ -195,7 +196,7 @@ class GradientNorms(StepHooks):
         compute: Orthogonalizes their matrices.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], compute: OwnerCompute) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], compute: Engine) -> None:
         self._params, self._compute = list(params), compute
 
     def begin(self, grads: Sequence[torch.Tensor | None]) -> None:

@@ -39,9 +39,11 @@ LAYERS = {
     "report": Layer(
         frozenset({"user_errors", "newton_schulz", "plan"}), frozenset({TORCH, MEGATRON})
     ),
-    "runtime": Layer(frozenset({"newton_schulz", "plan", "report"}), frozenset({MEGATRON})),
+    "runtime": Layer(frozenset({"newton_schulz", "plan"}), frozenset({MEGATRON})),
     "rows": Layer(frozenset({"plan", "runtime"}), frozenset({MEGATRON})),
-    "step": Layer(frozenset({"newton_schulz", "plan", "runtime", "rows"}), frozenset({MEGATRON})),
+    "step": Layer(
+        frozenset({"newton_schulz", "plan", "report", "runtime", "rows"}), frozenset({MEGATRON})
+    ),
     "fsdp2": Layer(
         frozenset({"newton_schulz", "plan", "runtime", "rows", "step"}), frozenset({MEGATRON})
     ),

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from megatron_muon.plan import ExchangePlan, ExchangeSettings, Wire
+from megatron_muon.plan import ExchangePlan, Wire
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import plan_matrices
 from megatron_muon.plan.layout import MatrixLayout, OutputSlice, RowRange, tile
 from megatron_muon.plan.schedule import Depth, PlanOrder
+from megatron_muon.plan.settings import PlanSettings
 
-BF16 = Wire.of("bf16", is_bf16=True)
+BF16 = Wire("bfloat16", "bfloat16")
 # Newton-Schulz is so slow that matrices are split, and stacks hold a few small matrices.
 SLOW = CostModel(tflops=1e-7, all_reduce_us=0, ranks_per_node=2, stack_tiles=4)
 
@@ -114,15 +115,9 @@ def plan_of(
     staging_bytes: int = 2**31,
     **settings: Any,
 ) -> ExchangePlan:
-    """Plan some matrices; ``settings`` are those of :class:`ExchangeSettings`."""
-    return plan_matrices(
-        matrices,
-        cost,
-        ExchangeSettings(**settings),
-        wire,
-        load_ns={},
-        staging_bytes=staging_bytes,
-    )
+    """Plan some matrices; ``settings`` are other fields of :class:`PlanSettings`."""
+    numbers = PlanSettings(cost, wire, **settings)
+    return plan_matrices(matrices, numbers, load_ns={}, staging_bytes=staging_bytes)
 
 
 @st.composite
@@ -135,7 +130,6 @@ def plans(draw: st.DrawFn, max_matrices: int = 8, max_replicas: int = 3) -> Exch
         staging_bytes=draw(st.sampled_from([2**31, 2**31, 3000, 1])),
         max_parts=draw(st.sampled_from([1, 8])),
         num_buckets=draw(st.sampled_from([None, 1, 3])),
-        depth=draw(st.sampled_from([None, 1, 2])),
     )
 
 

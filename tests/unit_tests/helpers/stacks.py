@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.registry import BACKENDS
+from megatron_muon.newton_schulz import BACKENDS
+from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
 
@@ -29,4 +29,5 @@ def orthogonalized(
 ) -> torch.Tensor:
     """Orthogonalize a stack, of whole matrices where no other shape is given."""
     whole = whole_shape or (stack.shape[1], stack.shape[2])
-    return BACKENDS[backend].run(stack, Call(of or settings(), whole, is_normalized, parts_group))
+    args = NewtonSchulzArgs(of or settings(), whole, is_normalized, parts_group)
+    return BACKENDS[backend].run(stack, args)

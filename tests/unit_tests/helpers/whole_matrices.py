@@ -9,8 +9,8 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from emerging_optimizers.utils import fp32_matmul_precision
 
-from megatron_muon.newton_schulz.normalize import least_norm
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.standard import least_norm
 
 STEPS, COEFFICIENTS = 5, "quintic"
 

@@ -315,7 +315,7 @@ def _gram_in_fp16() -> None:
 def _gram_in_fp16_without_restart() -> None:
     from megatron_muon.newton_schulz import gram
 
-    gram.segments_of = lambda coefficients: (len(coefficients),)
+    gram.segments_of = lambda coefficient_type, steps: (steps,)
     _gram_in_fp16()
 
 

@@ -11,7 +11,7 @@ import torch
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group, step_both
 
-from megatron_muon.plan.splits import Splits, all_heads, halves
+from megatron_muon.plan.layout import Splits, all_heads, halves
 
 # Columns, rows, rows of a group of blocks, and whether blocks are heads.
 BLOCKS = {

@@ -22,8 +22,8 @@ import torch
 from quack import gemm_symmetric
 from quack.cache import compile_only_mode
 
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.gram_symmetric import GramSymmetric
+from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
+from megatron_muon.newton_schulz.kernels import GramSymmetric
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
 kernels = set()
@@ -39,7 +39,8 @@ with compile_only_mode():
     for shape in ((512, 2048), (2048, 512), (256, 256)):
         for num_matrices in (1, 3):
             stack = torch.empty(num_matrices, *shape, dtype=torch.bfloat16, device="cuda")
-            result = GramSymmetric().run(stack, Call(settings, shape, is_normalized=True))
+            args = NewtonSchulzArgs(settings, shape, is_normalized=True)
+            result = GramSymmetric().run(stack, args)
             assert result.shape == stack.shape and result.dtype == stack.dtype
 print(len(kernels), "kernels,", *{dtype.__name__ for key in kernels for dtype in key[:3]})
 """

@@ -26,8 +26,8 @@ def _interpreted() -> list[list[Any]]:
     triton_interpreter.mend()
     from emerging_optimizers.triton_kernels import syrk
 
-    from megatron_muon.newton_schulz.call import Call
-    from megatron_muon.newton_schulz.registry import BACKENDS
+    from megatron_muon.newton_schulz import BACKENDS
+    from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 
     settings = NewtonSchulzSettings(5, "quintic", True, lambda rows, cols: (1.0,))
@@ -50,9 +50,9 @@ def _interpreted() -> list[list[Any]]:
         exact = wide.float() @ wide.float().mT
         factor = syrk.tsyrk_ex(gram, gram, alpha=2.0, beta=-4.0)
         exact_factor = 2.0 * gram.float() @ gram.float() - 4.0 * gram.float()
-        call = Call(settings, shape, is_normalized=True)
-        standard = BACKENDS["standard"].run(stack, call).float()
-        symmetric = BACKENDS["symmetric"].run(stack, call).float()
+        args = NewtonSchulzArgs(settings, shape, is_normalized=True)
+        standard = BACKENDS["standard"].run(stack, args).float()
+        symmetric = BACKENDS["symmetric"].run(stack, args).float()
         found.append(
             [
                 [shape, tile],

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from unittest import mock
 
-from helpers.layouts import BF16, matrix_lists, one_matrix
+from helpers.layouts import matrix_lists, one_matrix
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.plan.cost import CPU_RANKS, CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.owners import Assignment, choose_owners, matrix_ns
+from megatron_muon.plan.settings import PlanSettings
 
 COSTS = st.builds(
     CostModel,
@@ -30,7 +31,17 @@ LOADS = st.dictionaries(st.integers(0, 30), st.integers(0, 10**9))
 def _owners(
     matrices: Sequence[MatrixLayout], cost: CostModel | None = None, **options: object
 ) -> tuple[tuple[int, ...], ...]:
-    return choose_owners(matrices, cost or CostModel(), BF16, **options).owners
+    return _assignment(matrices, cost or CostModel(), **options).owners
+
+
+def _assignment(
+    matrices: Sequence[MatrixLayout],
+    cost: CostModel,
+    max_parts: int = 8,
+    initial_load_ns: dict[int, int] | None = None,
+) -> Assignment:
+    settings = PlanSettings(cost, max_parts=max_parts)
+    return choose_owners(matrices, settings, initial_load_ns=initial_load_ns)
 
 
 def _loads(matrices: Sequence[MatrixLayout], found: Assignment, cost: CostModel) -> Counter[int]:
@@ -44,19 +55,15 @@ def _loads(matrices: Sequence[MatrixLayout], found: Assignment, cost: CostModel)
 
 @given(matrix_lists(), COSTS, LOADS, st.sampled_from([1, 2, 8]))
 def test_owners_are_ranks_of_the_domain_and_loads_are_their_sums(matrices, cost, before, parts):
-    """A power of two of consecutive ranks for every matrix; with passes over what ranks hold."""
-    found = choose_owners(matrices, cost, BF16, max_parts=parts, initial_load_ns=before)
-    held: Counter[int] = Counter()
+    """A power of two of consecutive ranks for every matrix."""
+    found = _assignment(matrices, cost, parts, before)
     for matrix, owners in zip(matrices, found.owners, strict=True):
         assert len(owners) in (1, 2, 4, 8) and len(owners) <= parts
         first = matrix.ranks.index(owners[0])
         assert owners == matrix.ranks[first : first + len(owners)]
-        held.update(matrix.elements_by_rank)
     load_ns = _loads(matrices, found, cost)
-    assert found.load_ns == {
-        rank: before.get(rank, 0) + load_ns[rank] + cost.pass_ns(held[rank])
-        for rank in matrices[0].ranks
-    }
+    expected = {rank: before.get(rank, 0) + load_ns[rank] for rank in matrices[0].ranks}
+    assert found.load_ns == expected
 
 
 @given(matrix_lists(max_matrices=14), COSTS, LOADS)
@@ -64,7 +71,7 @@ def test_fast_links_leave_no_rank_with_much_more_than_its_share(matrices, cost, 
     """At most the mean and one matrix more, by 3 %; or what it had before."""
     links = {"gbps": 1e12, "gbps_between_nodes": 1e12, "all_reduce_us": 0, "collective_us": 0}
     cost = dataclasses.replace(cost, **links)
-    nothing = choose_owners(matrices, cost, BF16, max_parts=1, initial_load_ns=before)
+    nothing = _assignment(matrices, cost, 1, before)
     loads_before = Counter(nothing.load_ns)
     loads_before.subtract(_loads(matrices, nothing, cost))
     mean_ns = sum(nothing.load_ns.values()) / len(nothing.load_ns)
@@ -83,9 +90,8 @@ def test_owners_do_not_depend_on_which_layouts_are_one_object(matrices, cost, be
         copy.__dict__["elements_by_rank"] = dict(reversed(matrix.elements_by_rank.items()))
         copies.append(copy)
     reversed_loads = dict(reversed(before.items()))
-    assert choose_owners(copies, cost, BF16, initial_load_ns=reversed_loads) == choose_owners(
-        matrices, cost, BF16, initial_load_ns=before
-    )
+    expected = _assignment(matrices, cost, initial_load_ns=before)
+    assert _assignment(copies, cost, initial_load_ns=reversed_loads) == expected
 
 
 def test_ranks_that_are_busy_elsewhere_get_less():

@@ -4,7 +4,15 @@
 
 from collections import Counter, defaultdict
 
-from helpers.layouts import matrix_lists, one_matrix, plan_of, plans, rows_cut_at, whole_matrix
+from helpers.layouts import (
+    SLOW,
+    matrix_lists,
+    one_matrix,
+    plan_of,
+    plans,
+    rows_cut_at,
+    whole_matrix,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +20,7 @@ from megatron_muon.plan import ExchangePlan, OwnedStacks, RankPlan
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.owners import Assignment
 from megatron_muon.plan.rank_plan import RankSchedule
+from megatron_muon.plan.settings import PlanSettings
 
 
 def _owned(rank_plan: RankPlan) -> list[OwnedStacks]:
@@ -89,9 +98,8 @@ def test_owners_come_to_the_blocks_that_they_split_in_one_order(plan):
 def test_matrix_split_over_the_ranks_that_hold_replicas_of_it_is_not_local():
     """ZeRO-0 on two ranks: both orthogonalize half of what both have, and exchange the results."""
     matrix = whole_matrix("a.weight", rows_cut_at(8, 4, [8]), [[(0, 1)]])
-    base = plan_of([matrix], max_parts=1)
     assignment = Assignment(((0, 1),), {0: 1, 1: 1}, 1)
-    plan = ExchangePlan.build([matrix], assignment, base.cost, base.wire, staging_bytes=5000)
+    plan = ExchangePlan.build([matrix], assignment, PlanSettings(SLOW), staging_bytes=5000)
     assert plan.local == () and plan.buckets == ((0,),) and plan.num_scatters == 4
     (bucket,) = RankPlan.build(plan, 0).buckets
     assert [part.num_rows for stack in bucket.owned.stacks for part in stack] == [4]
@@ -124,7 +132,7 @@ def test_local_matrices_are_spread_over_the_rounds_and_the_end():
     local = [one_matrix([64, 0], name=f"local.{i}") for i in range(8)]
     shared = [one_matrix([32, 32], name=f"shared.{i}") for i in range(20)]
     cost = CostModel(stack_tiles=1)
-    plan = plan_of([*local, *shared], cost, num_buckets=3, depth=1)
+    plan = plan_of([*local, *shared], cost, num_buckets=3)
     assert len(plan.buckets) == 3 and len(plan.local) == 8
     schedule = RankSchedule.build([plan], 0)
     assert [len(stacks) for stacks in schedule.local] == [2, 2, 2, 2]

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.plan import ExchangeSettings
-from megatron_muon.report.preview.model_shape import ModelShape
-from megatron_muon.report.preview.simulation import Machine, Parallelism, simulate
+from megatron_muon.report.model_shape import ModelShape
+from megatron_muon.report.simulation import Parallelism, simulate
 
 _RECORD = Path(__file__).with_name("recorded_plans.json")
 _LLAMA = ModelShape(2, 1024, 3584, 16, 4)
@@ -28,7 +27,7 @@ _CASES = {
 
 def _planned(name: str) -> list[dict[str, Any]]:
     model, parallel = _CASES[name]
-    plans = simulate(model, parallel, Machine(), ExchangeSettings()).plans
+    plans = simulate(model, parallel)
     return [
         {
             "owners": ", ".join(" ".join(map(str, owners)) for owners in plan.owners),

@@ -4,9 +4,8 @@
 
 import pytest
 
-from megatron_muon.plan.exchange_plan import staging_share
-from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.plan.wire import Wire
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.settings import ExchangeSettings, Wire
 from megatron_muon.user_errors import naming_flags
 
 
@@ -23,7 +22,6 @@ from megatron_muon.user_errors import naming_flags
             "exchange.staging_bytes: expected a positive number of bytes, got 0",
         ),
         ({"num_buckets": 0}, "exchange.num_buckets: expected a positive number, got 0"),
-        ({"depth": -1}, "exchange.depth: expected a positive number, got -1"),
         ({"max_parts": 6}, "exchange.max_parts: expected a power of two, got 6"),
         (
             {"cost_model": "speed=3"},
@@ -55,7 +53,7 @@ def test_wire_follows_the_precision_of_newton_schulz():
 )
 def test_bytes_of_an_element_on_each_wire(wire, is_bf16, expected):
     """bf16-valued results go back as bf16 on either wire, without losing a bit."""
-    found = Wire.of(wire, is_bf16=is_bf16)
+    found = ExchangeSettings(wire=wire).wire_for(is_bf16)
     assert (found.gather_bytes, found.scatter_bytes, found.norm_bytes) == expected
     assert found.normalizes == (wire == "bf16")
 
@@ -66,7 +64,8 @@ def test_bytes_of_an_element_on_each_wire(wire, is_bf16, expected):
 )
 def test_next_plan_has_an_equal_share_of_what_is_left(limit, staged, num_plans, expected):
     """Of a limit, or of 5.5 GB; what earlier plans left over is for the last one."""
-    assert staging_share(ExchangeSettings(staging_bytes=limit), staged, num_plans) == expected
+    settings = ExchangeSettings(staging_bytes=limit).plan_settings(CostModel(), is_bf16=True)
+    assert settings.share_of_staging(staged, num_plans) == expected
 
 
 def test_errors_name_flags_to_who_set_flags():

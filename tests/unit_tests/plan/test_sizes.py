@@ -4,12 +4,11 @@
 
 from collections import Counter
 
-import pytest
-from helpers.layouts import one_matrix, plan_of, plans
+from helpers.layouts import plans
 from hypothesis import given, settings
 
 from megatron_muon.plan import RankPlan
-from megatron_muon.plan.sizes import OnOffNode, RankSizes
+from megatron_muon.plan.sizes import RankSizes
 from megatron_muon.plan.staging import StagingLayout
 
 
@@ -51,34 +50,3 @@ def test_stacks_of_every_owner_are_those_that_it_orthogonalizes(plan):
             assert Counter((size.num_matrices, *size[1:3], size.num_parts) for size in found) == (
                 Counter((len(s), s[0].num_rows, s[0].num_cols, len(s[0].owners)) for s in stacks)
             )
-
-
-@settings(max_examples=50)
-@given(plans(max_replicas=1))
-def test_pieces_of_a_rank_are_the_rectangles_that_it_packs_and_unpacks(plan):
-    """Rows and results of messages, and those that stay; the host has work for each of them."""
-    for number, indices in enumerate(plan.buckets):
-        pieces = plan.sizes.traffic(indices).num_pieces()
-        for rank in plan.ranks:
-            bucket = RankPlan.build(plan, rank).buckets[number]
-            (scatter,) = bucket.scatters
-            messages = [bucket.sends, bucket.receives, scatter.sends]
-            routes = sum(len(routes) for sides in messages for routes in sides.values())
-            routes += len(scatter.arrivals) + 2 * len(bucket.owned.kept)
-            assert pieces.get(rank, 0) == routes
-
-
-@pytest.mark.parametrize("rows", [[8, 4, 2, 2], [0, 16, 0, 16]])
-def test_elements_are_counted_by_whether_they_leave_the_node(rows):
-    """Two ranks a node; by hand."""
-    plan = plan_of([one_matrix(rows, num_cols=4)], max_parts=1, num_buckets=1)
-    ((owner,),) = plan.owners
-    sent, received = plan.sizes.traffic([0]).gather(plan.cost)
-    beside = owner ^ 1
-    assert received == {
-        owner: OnOffNode(4 * rows[beside], 4 * (sum(rows) - rows[owner] - rows[beside]))
-    }
-    for rank, elements in ((rank, 4 * count) for rank, count in enumerate(rows) if count):
-        if rank != owner:
-            near = elements if rank == beside else 0
-            assert sent[rank] == OnOffNode(near, elements - near)

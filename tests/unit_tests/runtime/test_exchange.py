@@ -27,9 +27,9 @@ def _connected_and_used(num_buckets: int) -> list[Any]:
     optimizers = build_optimizers(4, exchange={"wire": "bf16", "num_buckets": num_buckets})
     connected = sizes.copy()
     sizes.clear()
-    engine = optimizers.sharded.compute._engine
+    engine = optimizers.sharded.compute
     engine._arena.allocate()
-    (buckets,) = engine.plans
+    (buckets,) = engine.runners
     used = []
     for part in (buckets._gathers, buckets._scatters):
         for index in range(len(buckets.plan.buckets)):

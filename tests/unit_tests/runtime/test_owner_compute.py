@@ -121,11 +121,10 @@ def _connect_as_on_a_gpu() -> list[str]:
 
     import torch
 
+    from megatron_muon.runtime.owner_compute import _connect
+
     init_group()
-    compute = build_optimizers(2).sharded.compute
-    # On CPU ranks torch.device("cuda") is a CPU.
-    compute._device = SimpleNamespace(type="cuda")
-    compute.on_all_ranks = lambda check: check()
+    engine = build_optimizers(2).sharded.compute
     free = iter((10_000_000_000, 8_500_000_000))
     torch.cuda.mem_get_info = lambda device: (next(free), 80_000_000_000)
     logged: list[str] = []
@@ -134,7 +133,8 @@ def _connect_as_on_a_gpu() -> list[str]:
     logger = logging.getLogger("megatron_muon")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    compute._connect()
+    # On CPU ranks torch.device("cuda") is a CPU.
+    _connect(engine, SimpleNamespace(type="cuda"))
     return logged
 
 

@@ -126,7 +126,7 @@ def _scatters_without_results_for_a_shard() -> list[Any]:
     grid = {"num_shards": 2, "num_replicas": 2}
     exchange = {"wire": "bf16", "num_buckets": 4, "depth": 1}
     optimizers = build_optimizers(**grid, cases=cases, exchange=exchange)
-    (built,) = optimizers.sharded.compute._engine.plans
+    (built,) = optimizers.sharded.compute.runners
     sends = [each.numel() > 0 for each in built._scatters._sends]
     gets = [each.numel() > 0 for each in built._all_gather._all]
     return [_compare(optimizers), sends, gets]

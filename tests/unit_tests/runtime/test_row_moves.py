@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.commands import run_command
-from helpers.layouts import rows_cut_at, whole_matrix
+from helpers.layouts import plan_of, rows_cut_at, whole_matrix
 from helpers.ranks import ROOT
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.plan import ExchangePlan, Wire
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.owners import choose_owners
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.runtime import row_moves
 from megatron_muon.runtime.engine import Engine
@@ -33,14 +31,12 @@ CPU = torch.device("cpu")
 
 def _engine(num_matrices: int, split_shapes: tuple[int, ...] | None = None) -> tuple[Any, Any]:
     """Return an engine of whole local matrices, four of a shape in a stack, and its rows."""
-    cost, wire = CostModel(stack_tiles=4), Wire.of("bf16", is_bf16=True)
     matrices = [
         whole_matrix(f"{i}.weight", rows_cut_at(ROWS, COLS, [ROWS]), [[(0,)]],
                      split_shapes=split_shapes)
         for i in range(num_matrices)
     ]  # fmt: skip
-    assignment = choose_owners(matrices, cost, wire)
-    plan = ExchangePlan.build(matrices, assignment, cost, wire, staging_bytes=2**20)
+    plan = plan_of(matrices, CostModel(stack_tiles=4))
     engine = Engine(
         [BoundPlan(plan, {i: i for i in range(num_matrices)}, None, None, {})],
         RankSchedule.build([plan], rank=0),

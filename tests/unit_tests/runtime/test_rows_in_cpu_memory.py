@@ -8,13 +8,12 @@ Without a GPU torch's fake tensors show that no operation is given tensors of bo
 import pytest
 import torch
 from helpers.device import device
-from helpers.layouts import rows_cut_at, whole_matrix
+from helpers.layouts import plan_of, rows_cut_at, whole_matrix
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
-from megatron_muon.plan import ExchangePlan, Wire
+from megatron_muon.plan import Wire
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.owners import choose_owners
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.runtime import engine as engine_module
 from megatron_muon.runtime.engine import Engine
@@ -26,16 +25,14 @@ ROWS, COLS = 16, 8
 
 def _engine(wire: str, on: torch.device, rows_device: torch.device | None) -> Engine:
     """Return an engine of three local matrices, two of them in a stack, with blocks."""
-    cost = CostModel(stack_tiles=4)
     matrices = [
         whole_matrix(
             f"{i}.weight", rows_cut_at(ROWS, COLS, [ROWS]), [[(0,)]], split_shapes=split_shapes
         )
         for i, split_shapes in enumerate((None, None, (4, 2, 2)))
     ]
-    of_wire = Wire.of(wire, is_bf16=wire == "bf16")
-    assignment = choose_owners(matrices, cost, of_wire)
-    plan = ExchangePlan.build(matrices, assignment, cost, of_wire, staging_bytes=2**20)
+    dtype = {"bf16": "bfloat16", "fp32": "float32"}[wire]
+    plan = plan_of(matrices, CostModel(stack_tiles=4), Wire(dtype, dtype))
     return Engine(
         [BoundPlan(plan, {i: i for i in range(len(matrices))}, None, None, {})],
         RankSchedule.build([plan], rank=0),

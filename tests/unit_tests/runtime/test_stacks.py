@@ -7,10 +7,9 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from helpers.stacks import settings
 
-from megatron_muon.newton_schulz import standard
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.registry import BACKENDS
-from megatron_muon.runtime.stacks import StackCall
+from megatron_muon.newton_schulz import BACKENDS, standard
+from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
+from megatron_muon.runtime.stacks import StackArgs
 
 pytestmark = pytest.mark.cpu_only
 
@@ -19,7 +18,7 @@ def _run(stack: torch.Tensor, backend: str = "standard") -> torch.Tensor:
     """Orthogonalize a stack as a step does."""
     found = stack.clone()
     whole = stack.shape[1], stack.shape[2]
-    StackCall(found, BACKENDS[backend], Call(settings(), whole, True), (0,)).run()
+    StackArgs(found, BACKENDS[backend], NewtonSchulzArgs(settings(), whole, True), (0,)).run()
     return found
 
 
@@ -68,9 +67,10 @@ def test_stack_is_cut_where_batches_have_other_bits(monkeypatch, largest, calls)
     standard.batch_on_cpu.cache_clear()
     stack = _normalized((8, 32, 40))
     tensor = stack.clone()
-    call = StackCall(tensor, BACKENDS["standard"], Call(settings(), (32, 40), True), (0,))
+    args = NewtonSchulzArgs(settings(), (32, 40), True)
+    of_stack = StackArgs(tensor, BACKENDS["standard"], args, (0,))
     seen.clear()
-    call.run()
+    of_stack.run()
     assert seen[::5] == calls
     assert torch.equal(tensor, _one_by_one(stack))
     standard.batch_on_cpu.cache_clear()

@@ -24,7 +24,7 @@ def _order_of_a_step(depth: int, num_buckets: int, num_scatters: int) -> list[An
         grid = {"num_shards": 2, "num_replicas": 2}
         cases = [(cols, [sum(rows[:2]), sum(rows[2:])]) for cols, rows in cases]
     optimizers = build_optimizers(**grid, exchange=exchange, cases=cases)
-    (built,) = optimizers.sharded.compute._engine.plans
+    (built,) = optimizers.sharded.compute.runners
     log: list[str] = []
     parts = {"gather": built._gathers, "scatter": built._scatters, "spread": built._all_gather}
     for kind, part in parts.items():
@@ -110,15 +110,12 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     """Rank 0 holds a whole matrix and half of another."""
     import torch
     import torch.distributed as dist
-    from helpers.layouts import whole_matrix
+    from helpers.layouts import plan_of, whole_matrix
 
+    from megatron_muon.newton_schulz.backend import Standard
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-    from megatron_muon.newton_schulz.standard import Standard
-    from megatron_muon.plan import ExchangePlan
     from megatron_muon.plan.cost import CPU_RANKS
-    from megatron_muon.plan.owners import choose_owners
     from megatron_muon.plan.rank_plan import RankSchedule
-    from megatron_muon.plan.wire import Wire
     from megatron_muon.runtime.engine import Engine
     from megatron_muon.runtime.plan_runner import BoundPlan
 
@@ -128,9 +125,7 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
         whole_matrix(name, rows_cut_at(16, 8, rows), [[(0,), (1,)]])
         for name, rows in (("local", [16, 0]), ("shared", [6, 10]))
     ]
-    wire = Wire.of("bf16", is_bf16=True)
-    assignment = choose_owners(matrices, CPU_RANKS, wire)
-    plan = ExchangePlan.build(matrices, assignment, CPU_RANKS, wire, staging_bytes=2**20)
+    plan = plan_of(matrices, CPU_RANKS)
     assert plan.local == (0,) and plan.buckets == ((1,),)
     log: list[str] = []
     newton_schulz = Standard.run
@@ -151,7 +146,7 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
         rank=rank,
         device=torch.device("cpu"),
     )
-    gathers = engine.plans[0]._gathers
+    gathers = engine.runners[0]._gathers
     start = gathers.start
 
     def started(index):

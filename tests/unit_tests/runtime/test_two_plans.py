@@ -69,7 +69,7 @@ def _two_kinds(
 
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.plan.settings import ExchangeSettings
-    from megatron_muon.runtime.owner_compute import OwnerCompute
+    from megatron_muon.runtime.owner_compute import build_engine
 
     init_group()
     rank = dist.get_rank()
@@ -92,7 +92,7 @@ def _two_kinds(
         each for k in kinds for each in zip(k.names, k.params, k.wholes, k.own, strict=True)
     ]
     torch.set_float32_matmul_precision("highest")
-    compute = OwnerCompute(
+    compute = build_engine(
         [each.plan_input() for each in kinds],
         NewtonSchulzSettings(5, "quintic", False, lambda rows, cols: (1.0,)),
         ExchangeSettings(num_buckets=num_buckets),
@@ -119,7 +119,7 @@ def _two_kinds(
         "loads_ns": [plan.assignment.load_ns[rank] for plan in compute.plans],
         "rounds": [
             [action.plan, action.number]
-            for action in compute._engine._schedule.actions
+            for action in compute._schedule.actions
             if action.kind == "orthogonalize"
         ],
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron_muon.plan.splits import Splits, all_heads, halves
+from megatron_muon.plan.layout import Splits, all_heads, halves
 
 
 class Parameter(NamedTuple):

@@ -1,40 +1,47 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The standard steps with emerging-optimizers' Triton kernels for symmetric products.
+"""Standard steps and the Gram form with kernels that compute half of symmetric products.
 
-X X^T and its square are symmetric: the kernels compute one half, and store it twice.
+The other half is stored by the same kernel. ``symmetric`` uses emerging-optimizers' Triton kernels
+for X X^T and its square. ``gram_symmetric`` uses those of Dao-AILab's gram-newton-schulz for all
+products of the Gram form but Q X; they are in the package quack-kernels (the extra ``kernels`` of
+this package). Not measured here.
 """
 
 from typing import TYPE_CHECKING
 
-from megatron_muon.newton_schulz.backend import gpu_problems
-from megatron_muon.newton_schulz.call import Call
-from megatron_muon.newton_schulz.normalize import normalize
+from megatron_muon.newton_schulz.backend import NewtonSchulzArgs, gpu_problems
+from megatron_muon.newton_schulz.gram import Gram
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.newton_schulz.standard import Standard
+from megatron_muon.newton_schulz.standard import Standard, normalize
 
 if TYPE_CHECKING:
     import torch
 
-# Loads of the kernels are of 16 bytes, 8 elements.
+# Loads of all kernels are of 16 bytes, 8 elements.
 _ALIGNMENT, _MULTIPLE = 16, 8
 # From about this side on the kernels are faster than cuBLAS's full product on an H200. Not measured
 # here. Source: the figure of Emerging-Optimizers' authors.
 _BREAK_EVEN = 4096
 # Compute capabilities on which emerging-optimizers uses the kernels. Source: emerging-optimizers
 # 0.3.0, Muon.__init__.
-_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
+_TRITON_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 # Tiles that the kernel is tuned over. From n = 5000 on emerging-optimizers itself only tries the
 # second; the first has more tiles, which share a smaller matrix more evenly. Not measured here.
 _TILES = ((128, 128, 64), (128, 256, 64))
 _GROUP_SIZE, _NUM_WARPS = 8, 8
+# Tile size of quack's kernels; for smaller matrices their authors use plain products. Source:
+# gram-newton-schulz 0.1.6, SYMMETRIC_KERNEL_TILE_SIZE.
+_TILE = 256
+# Major compute capability of Hopper and Blackwell, for which the kernels are written.
+_QUACK_CAPABILITIES = ((9,), (10,))
 
 
 class Symmetric(Standard):
     """Three products per step; of two of them one half is computed."""
 
     name = "symmetric"
-    reference = Standard.name
+    reference = Standard
     is_batched = False
     flops_of_step = (3, 1)
 
@@ -54,24 +61,24 @@ class Symmetric(Standard):
                 found.append("expected Triton 3.4 or later, got an older one")
         except (ImportError, AttributeError) as error:
             found.append(f"expected Triton 3.4 or later, got {error}")
-        return found + gpu_problems(device, _CAPABILITIES)
+        return found + gpu_problems(device, _TRITON_CAPABILITIES)
 
-    def run(self, stack: "torch.Tensor", call: Call) -> "torch.Tensor":
+    def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize a stack, matrix by matrix; see :meth:`Backend.run`."""
         import torch
         from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
         _limit_tuning()
-        x = stack if call.is_normalized else normalize(stack, call.parts_group)
+        x = stack if args.is_normalized else normalize(stack, args.parts_group)
         results = []
         # The kernels have no batches.
         for matrix in x.bfloat16():
             # A stack may begin at any element of a buffer, where the kernels cannot load.
             y = matrix.clone() if matrix.data_ptr() % _ALIGNMENT else matrix
-            y = y.mT if call.is_tall else y
-            for a, b, c in call.settings.coefficients:
-                y = muon_utils.newton_schulz_step_tsyrk(y, a, b, c, tp_group=call.parts_group)
-            results.append(y.mT if call.is_tall else y)
+            y = y.mT if args.is_tall else y
+            for a, b, c in args.settings.coefficients:
+                y = muon_utils.newton_schulz_step_tsyrk(y, a, b, c, tp_group=args.parts_group)
+            results.append(y.mT if args.is_tall else y)
         result = results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
         return result.to(stack.dtype)
 
@@ -94,3 +101,44 @@ def _limit_tuning() -> None:
     ]
     if kernel is not None and kept:
         kernel.configs = kept
+
+
+class GramSymmetric(Gram):
+    """The Gram form; of symmetric products one half is computed."""
+
+    name = "gram_symmetric"
+    reference = Gram
+    flops_of_products = (3, 1)
+
+    def takes(self, n: int, m: int, num_parts: int = 1) -> bool:
+        """Return whether sides of a part are multiples of 8, the shorter one at least a tile."""
+        return n >= _TILE and n % _MULTIPLE == 0 and m % (_MULTIPLE * num_parts) == 0
+
+    def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
+        """Check for Hopper or Blackwell, quack, and bf16."""
+        found = []
+        if not settings.is_bf16:
+            found.append("expected fp32_matmul_prec medium: the kernels multiply 16 bits")
+        try:
+            from quack.gemm_interface import gemm_symmetric  # noqa: F401
+        # Its compiler is another package, and fails with various errors.
+        except Exception as error:
+            found.append(
+                f"expected the package quack-kernels, got {type(error).__name__}: {error}. Run pip "
+                "install quack-kernels"
+            )
+        return found + gpu_problems(device, _QUACK_CAPABILITIES)
+
+    def _symmetric_product(
+        self,
+        a: "torch.Tensor",
+        b: "torch.Tensor",
+        c: "torch.Tensor | None" = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+    ) -> "torch.Tensor":
+        """Return ``alpha a b + beta c``, which is symmetric, ``(num_matrices, n, n)``."""
+        from quack.gemm_interface import gemm_symmetric
+
+        return gemm_symmetric(a, b, C=c, alpha=alpha, beta=beta)
