@@ -94,9 +94,13 @@ def build_engine(
         memory one flag more.
     """
     resolved = resolve([each.domain for each in inputs], newton_schulz, settings, device)
-    plans = _plan(inputs, resolved, newton_schulz.steps, max_num_plans or len(inputs), device)
+    plans = _plan(inputs, resolved, max_num_plans or len(inputs), device)
     schedule = _schedule(plans, settings.staging_bytes, device)
-    bound = _make_groups(inputs, plans, device)
+    parts_groups = _parts_groups(plans, device)
+    bound = [
+        BoundPlan(plan, each.handles, each.domain.group, each.replica_group, parts_groups)
+        for each, plan in zip(inputs, plans, strict=True)
+    ]
 
     def build() -> Engine:
         return Engine(
@@ -137,7 +141,6 @@ def on_all_ranks[T](build: Callable[[], T], settings: ExchangeSettings, device: 
 def _plan(
     inputs: Sequence[PlanInput],
     resolved: Resolved,
-    num_steps: int,
     max_num_plans: int,
     device: torch.device,
 ) -> list[ExchangePlan]:
@@ -151,7 +154,7 @@ def _plan(
             given.domain, (load_ns, staged_bytes, number), device
         )
         # Costs decide the sizes of stacks and which replica is the nearest.
-        entries = [f"{settings} {num_steps} steps {wire} {cost}"]
+        entries = [f"{settings} {wire} {cost}"]
         share = staging_share(settings, most_staged, max_num_plans - position)
         try:
             plan = plan_matrices(
@@ -186,17 +189,6 @@ def _schedule(
         problems = [problem] if problem is not None else []
         raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
     return schedule
-
-
-def _make_groups(
-    inputs: Sequence[PlanInput], plans: Sequence[ExchangePlan], device: torch.device
-) -> list[BoundPlan]:
-    """Create the process groups that the plans lack."""
-    parts_groups = _parts_groups(plans, device)
-    return [
-        BoundPlan(plan, each.handles, each.domain.group, each.replica_group, parts_groups)
-        for each, plan in zip(inputs, plans, strict=True)
-    ]
 
 
 def _connect(engine: Engine, device: torch.device) -> None:
