@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from launched_run import train
 
 from megatron_muon.checkpoint.folders import find_checkpoint
-from megatron_muon.checkpoint.storage import read_checkpoint
+from megatron_muon.checkpoint.reading import read_checkpoint
 
 NAMES = ("FSDP, adam", "FSDP, muon, owner")
 NUM_SAVES = 4

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What :func:`megatron_muon.enable` changes of what later releases have, as Megatron-FSDP v2."""
 
-from megatron_muon.mcore import gradient_repairs, pipeline_repairs, qk_clip
-from megatron_muon.mcore.fsdp_dtensor import repairs as checkpoint_repairs
+from megatron_muon.mcore import checkpoint_repairs, gradient_repairs, pipeline_repairs, qk_clip
 from megatron_muon.mcore.fsdp_model import adapter_module
 from megatron_muon.patching.patch import Patch, Target, names
 

@@ -6,10 +6,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_muon.mcore import arguments, fused_gradient_repairs, gradient_repairs, qk_clip
+from megatron_muon.mcore import (
+    arguments,
+    checkpoint_load,
+    checkpoint_repairs,
+    checkpoint_save,
+    fused_gradient_repairs,
+    gradient_repairs,
+    qk_clip,
+)
 from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer
-from megatron_muon.mcore.fsdp_dtensor import loading, saving
-from megatron_muon.mcore.fsdp_dtensor import repairs as checkpoint_repairs
 from megatron_muon.mcore.fsdp_model import is_megatron_fsdp
 from megatron_muon.mcore.pipeline_patches import PIPELINE_PATCHES
 from megatron_muon.mcore.unsharded import asks_for_more, build_with_flags
@@ -287,8 +293,8 @@ PATCHES: tuple[Patch, ...] = (
             ),
         ),
         "checkpoints: refuse one that is unfinished, of another format or damaged, on all ranks",
-        loading.open_before_loading,
-        tree_line="@open_before_loading",
+        checkpoint_load.find_before_loading,
+        tree_line="@find_before_loading",
     ),
     Patch(
         Target(
@@ -298,8 +304,8 @@ PATCHES: tuple[Patch, ...] = (
             source_lines=("preprocess_state_dict_for_uneven_dtensor(state_dict)",),
         ),
         "checkpoints: compare names and shapes before anything is loaded",
-        loading.check_before_loading,
-        tree_line="@check_before_loading",
+        checkpoint_load.compare_before_loading,
+        tree_line="@compare_before_loading",
     ),
     Patch(
         Target(
@@ -309,7 +315,7 @@ PATCHES: tuple[Patch, ...] = (
             source_lines=("load_dir = getattr(args, load_arg)",),
         ),
         "checkpoints: --pretrained-checkpoint without --load",
-        loading.find_pretrained,
+        checkpoint_load.find_pretrained,
         tree_line="# megatron-muon 0007: --pretrained-checkpoint without --load.",
     ),
     # The training loop imported the function by name: its copy has to be replaced as well.
@@ -324,7 +330,7 @@ PATCHES: tuple[Patch, ...] = (
                 ),
             ),
             f"checkpoints: one that is saved again{why} is replaced in one step",
-            saving.replace_in_one_step,
+            checkpoint_save.replace_in_one_step,
             tree_line="@replace_in_one_step",
             tree_module="megatron.training.checkpointing",
         )
@@ -341,7 +347,7 @@ PATCHES: tuple[Patch, ...] = (
             source_lines=('if name == "open":',),
         ),
         "checkpoints: the tracker is replaced in one step",
-        saving.write_tracker_in_one_step,
+        checkpoint_save.write_tracker_in_one_step,
         tree_line="return open_in_one_step",
     ),
 )

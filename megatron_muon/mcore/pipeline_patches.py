@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What :func:`megatron_muon.enable` changes for pipeline stages under Megatron-FSDP."""
 
-from megatron_muon.mcore import pipeline_repairs
-from megatron_muon.mcore.fsdp_dtensor import stages
+from megatron_muon.mcore import checkpoint_state, pipeline_repairs
 from megatron_muon.mcore.fsdp_model import adapter_module
 from megatron_muon.patching.patch import Patch, Target, names
 
@@ -101,7 +100,7 @@ PIPELINE_PATCHES: tuple[Patch, ...] = (
             ),
         ),
         "checkpoints: layers of pipeline stages have names of their own",
-        stages.name_across_stages,
+        checkpoint_state.name_across_stages,
         tree_line="@name_across_stages",
     ),
 )

@@ -7,12 +7,12 @@ Tolerances are those of test_parity.py: the two train alike but for rounding.
 
 import argparse
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers.ranks import launch
 from helpers.toy_gpt import (
     BF16,
@@ -26,13 +26,13 @@ from helpers.toy_gpt import (
 )
 
 from megatron_muon.checkpoint.__main__ import main
-from megatron_muon.checkpoint.storage import StoredCheckpoint, load_chunk, read_checkpoint
-from megatron_muon.checkpoint.verify import find_problems
-from megatron_muon.checkpoint.writing import CheckpointWriter
+from megatron_muon.checkpoint.folders import TRACKER
+from megatron_muon.checkpoint.reading import StoredCheckpoint, find_problems, read_checkpoint
 
 pytestmark = pytest.mark.ranks
 
 SAVED_AT, LAST, NUM_RANKS = 3, 6, 2
+FORMATS = ("fsdp_dtensor", "torch_dist")
 SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --global-batch-size 4".split()
 MEDIUM_TOLERANCE, BF16_TOLERANCE = 1e-5, 1.5e-4
 
@@ -89,18 +89,8 @@ def _resume_under_ddp(folder: Path, *flags: str) -> list[float]:
     return _run_ddp(*load, *flags)
 
 
-def _convert(
-    source: Path,
-    target: Path,
-    *flags: str,
-    formats: Sequence[str] = ("torch_dist", "fsdp_dtensor"),
-) -> int:
-    names = ("--from", formats[0], "--to", formats[1])
-    return main(["convert", str(source), str(target), *names, *flags])
-
-
-def _convert_back(source: Path, target: Path, *flags: str) -> int:
-    return _convert(source, target, *flags, formats=("fsdp_dtensor", "torch_dist"))
+def _convert(source: Path, target: Path, *flags: str, to: str = "fsdp_dtensor") -> int:
+    return main(["convert", str(source), str(target), "--to", to, *flags])
 
 
 def _whole(checkpoint: StoredCheckpoint, key: str) -> torch.Tensor:
@@ -108,7 +98,7 @@ def _whole(checkpoint: StoredCheckpoint, key: str) -> torch.Tensor:
     whole = torch.full(stored.shape, float("nan"))
     for item in stored.chunks:
         place = tuple(slice(o, o + n) for o, n in zip(item.offsets, item.sizes, strict=True))
-        whole[place] = load_chunk(checkpoint, item).float()
+        whole[place] = checkpoint.read_chunk(item).float()
     return whole
 
 
@@ -161,39 +151,39 @@ def _sum(checkpoint: StoredCheckpoint, part: str) -> float:
     return float(torch.cat(values).double().sort().values.sum())
 
 
+# Flags under DDP and under Megatron-FSDP, and the tolerance.
+IN_BF16 = (BF16, (*BF16, *FP32_GRADIENTS), BF16_TOLERANCE)
+IN_TP = (*TP, "--muon-tp-mode", "duplicated")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "fsdp_flags", "tolerance"),
     [
-        pytest.param(BF16, (*BF16, *FP32_GRADIENTS), BF16_TOLERANCE, id="bf16"),
+        pytest.param(*IN_BF16, id="bf16"),
         # Upstream's layer-wise optimizer cannot train in fp32.
-        pytest.param(
-            (*BF16, "--use-distributed-optimizer"),
-            (*BF16, *FP32_GRADIENTS),
-            BF16_TOLERANCE,
-            id="layer_wise",
-        ),
+        pytest.param((*BF16, "--use-distributed-optimizer"), *IN_BF16[1:], id="layer_wise"),
         pytest.param(MOE, MOE, MEDIUM_TOLERANCE, id="experts"),
-        # Of one rank, to whole matrices.
-        pytest.param(
-            (*TP, "--muon-tp-mode", "duplicated"), (), MEDIUM_TOLERANCE, id="tensor_parallel"
-        ),
+        pytest.param(IN_TP, (), MEDIUM_TOLERANCE, id="tensor_parallel_to_one_rank"),
     ],
 )
-def test_other_runs_go_on_too(tmp_path, flags, fsdp_flags, tolerance):
+def test_other_runs_go_on_under_megatron_fsdp(tmp_path, flags, fsdp_flags, tolerance):
     """Main weights of bf16, owners of layers, experts, and tensor-parallel ranks."""
     losses = _train_under_ddp(tmp_path / "saved", *flags)
     # The tracker's checkpoint is the last one.
-    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
+    (tmp_path / "saved" / TRACKER).write_text(str(SAVED_AT))
     assert _convert(tmp_path / "saved", tmp_path / "converted") == 0
     found = _resume_under_fsdp(tmp_path / "converted", *fsdp_flags)
     assert max(relative_differences(found, losses[SAVED_AT:])) <= tolerance
 
 
-def test_run_goes_on_under_ddp_from_what_is_converted_twice(saved, tmp_path):
-    """Every tensor is there with its bits, and the losses are those of one run."""
+def test_run_goes_on_under_ddp_after_the_way_there_and_back(saved, tmp_path):
+    """A run of Megatron-FSDP only loads and saves: each tensor keeps its bits, losses are equal."""
     folder, losses = saved
-    assert _convert_back(folder / "converted", tmp_path / "back") == 0
+    flags = ("--save", str(tmp_path / "fsdp"), "--use-checkpoint-opt_param-scheduler")
+    flags += ("--train-iters", str(SAVED_AT), "--save-interval", "100")
+    assert _resume_under_fsdp(folder / "converted", *flags) == []
+    assert _convert(tmp_path / "fsdp", tmp_path / "back", to="torch_dist") == 0
     iteration = f"iter_{SAVED_AT:07d}"
     before = read_checkpoint(folder / "saved" / iteration)
     after = read_checkpoint(tmp_path / "back" / iteration)
@@ -214,18 +204,16 @@ def test_run_goes_on_under_ddp_from_what_is_converted_twice(saved, tmp_path):
     ("flags", "fsdp_flags", "tolerance"),
     [
         pytest.param((), (), MEDIUM_TOLERANCE, id="fp32"),
-        pytest.param(BF16, (*BF16, *FP32_GRADIENTS), BF16_TOLERANCE, id="bf16"),
+        pytest.param(*IN_BF16, id="bf16"),
         pytest.param(EP, EP, MEDIUM_TOLERANCE, id="experts"),
-        pytest.param(
-            (), (*TP, "--muon-tp-mode", "duplicated"), MEDIUM_TOLERANCE, id="tensor_parallel"
-        ),
+        pytest.param((), IN_TP, MEDIUM_TOLERANCE, id="tensor_parallel_to_one_rank"),
     ],
 )
 def test_run_of_megatron_fsdp_goes_on_under_ddp(tmp_path, flags, fsdp_flags, tolerance):
     """Losses of iterations 4 to 6; tensor-parallel shards become whole matrices."""
     losses = _train_under_fsdp(tmp_path / "saved", *fsdp_flags)
     step = ("--ckpt-step", str(SAVED_AT))
-    assert _convert_back(tmp_path / "saved", tmp_path / "converted", *step) == 0
+    assert _convert(tmp_path / "saved", tmp_path / "converted", *step, to="torch_dist") == 0
     found = _resume_under_ddp(tmp_path / "converted", *flags)
     assert max(relative_differences(found, losses[SAVED_AT:])) <= tolerance
 
@@ -242,114 +230,80 @@ def test_run_goes_on_from_the_format_torch_in_two_steps(tmp_path):
     assert max(relative_differences(found, losses[SAVED_AT:])) <= MEDIUM_TOLERANCE
 
 
-def test_other_formats_are_refused(saved, tmp_path, capsys):
-    """The format torch, and ones that are converted already: nothing is written."""
-    folder, _ = saved
-    (tmp_path / "torch" / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
-    (tmp_path / "torch" / "latest_checkpointed_iteration.txt").write_text("3")
-    for source, error in (
-        (tmp_path / "torch", "expected the format torch_dist, got torch. Load"),
-        (folder / "converted", "expected the format torch_dist, got fsdp_dtensor"),
-        (tmp_path / "none", "got no such file"),
-    ):
-        assert _convert(source, tmp_path / "new") == 1
-        assert error in capsys.readouterr().err
-    assert _convert_back(folder / "saved", tmp_path / "new") == 1
-    assert "expected the format fsdp_dtensor, got torch_dist" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["torch"]
-
-
 ARGS = {
     "bf16": False,
     "fp16": False,
     "swiglu": True,
     "transformer_impl": "local",
     "moe_grouped_gemm": False,
+    "num_layers": 1,
+    "num_experts": None,
 }
 MATRIX = torch.ones(4, 2)
 ADAM = {f"optimizer.state.{kind}.b": MATRIX for kind in ("exp_avg", "exp_avg_sq")}
 MUON = {"w": MATRIX, "optimizer.state.momentum_buffer.w": MATRIX}
-SETTINGS = {0: {"param_groups": [{"lr": 0.1}]}, 1: {"param_groups": [{"betas": (0, 0), "step": 3}]}}
-# What is wrong, the tensors, the arguments, the optimizer's settings, and the error.
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
-    "adam": ({"b": MATRIX, **ADAM}, ARGS, SETTINGS, "expected momentum of Muon, got none"),
-    "no momentum": ({"v": MATRIX, **MUON}, ARGS, SETTINGS, "v: expected a weight with momentum_b"),
-    "no weight": ({**MUON, **ADAM}, ARGS, SETTINGS, "b: expected a weight with momentum_buffer"),
+GROUPS = {0: {"param_groups": [{"lr": 0.1}]}, 1: {"param_groups": [{"betas": (0, 0), "step": 3}]}}
+
+
+def _of_ddp(args: dict[str, Any] = ARGS, groups: Any = GROUPS) -> dict[str, Any]:
+    """Return what all ranks share."""
+    common = {"args": argparse.Namespace(**args), "iteration": 3, "optimizer": groups}
+    return {"common_state/shard_0_1": [{k: v for k, v in common.items() if v is not None}]}
+
+
+W, B = "module.module.decoder.layers.0.w", "module.module.b"
+OF_FSDP = {"args": argparse.Namespace(**ARGS), "iteration": 3}
+OF_MUON = {f"model.{W[7:]}": MATRIX, f"optimizer.state.{W}.momentum_buffer": MATRIX, **OF_FSDP}
+NO_WEIGHT = {key: value for key, value in OF_MUON.items() if not key.startswith("model.")}
+LR = {f"optimizer.param_to_group_meta.{W}.lr": 0.1}
+OTHER_LAYER = {k.replace("layers.0", "layers.2"): value for k, value in OF_MUON.items()}
+# Values of a checkpoint, and the error of a conversion to the other format.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "adam": ({"b": MATRIX, **ADAM, **_of_ddp()}, "expected momentum of Muon, got none"),
+    "no momentum": ({"v": MATRIX, **MUON, **_of_ddp()}, "v: expected a weight with momentum_b"),
+    "no weight": ({**MUON, **ADAM, **_of_ddp()}, "b: expected a weight with momentum_buffer"),
     "unknown state": (
-        {**MUON, "optimizer.distributed.dp_group_idx_0": MATRIX},
-        ARGS,
-        SETTINGS,
+        {**MUON, "optimizer.distributed.dp_group_idx_0": MATRIX, **_of_ddp()},
         "optimizer.distributed.dp_group_idx_0: expected optimizer.state.<name>.<parameter>",
     ),
-    "no arguments": (MUON, {}, SETTINGS, "expected the arguments bf16, fp16"),
-    "no step": (MUON, ARGS, {0: SETTINGS[0]}, "expected one step count of Adam"),
-    "no group": (MUON, ARGS, {1: SETTINGS[1]}, "w: expected a group of its optimizer"),
-    "no optimizer": (MUON, ARGS, None, "expected optimizer in common_state/shard_0_1"),
+    "no arguments": ({**MUON, **_of_ddp({})}, "expected the arguments bf16, fp16"),
+    "no step": ({**MUON, **_of_ddp(groups={0: GROUPS[0]})}, "expected one step count of Adam"),
+    "no optimizer": ({**MUON, **_of_ddp(groups=None)}, "expected optimizer in common_state/sha"),
+    "back, no weight": (NO_WEIGHT, "decoder.layers.0.w: expected a weight with"),
+    "back, unknown state": (
+        {**OF_MUON, f"optimizer.state.{W}.moment2_buffer": MATRIX},
+        "got moment2_buffer, momentum_buffer. Only --optimizer muon is converted.",
+    ),
+    "back, unknown tensor": ({**OF_MUON, "other": MATRIX}, "other: expected a weight, but not of"),
+    "back, layers": (
+        {**OTHER_LAYER, **LR},
+        "expected parameters of one shape in all layers and experts, got ValueError",
+    ),
+    "back, fp16": (
+        {**OF_MUON, "args": argparse.Namespace(**{**ARGS, "fp16": True})},
+        "of a run in fp32 or bf16, got fp16",
+    ),
+    "back, no arguments": (
+        {**OF_MUON, "args": argparse.Namespace()},
+        "expected the arguments bf16, fp16",
+    ),
+    "back, no settings": (OF_MUON, "expected settings of Muon, and one step count of Adam, got"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_known_is_refused(case, tmp_path, capsys):
-    """The error names what is missing, and neither a file nor a folder is left."""
-    tensors, args, settings, error = REFUSED[case]
-    common = {"args": argparse.Namespace(**args), "iteration": 3, "optimizer": settings}
-    if settings is None:
-        del common["optimizer"]
-    (tmp_path / "saved").mkdir()
-    writer = CheckpointWriter(tmp_path / "saved")
-    for key, value in tensors.items():
-        writer.add_chunk(key, value.shape, (0, 0), value)
-    writer.add_object("common_state/shard_0_1", [common])
-    writer.finish()
-    (tmp_path / "saved" / "metadata.json").write_text("{}")
-    assert _convert(tmp_path / "saved", tmp_path / "new") == 1
+def test_unknown_or_missing_values_are_refused(case, tmp_path, capsys):
+    """The error names them, and neither a file nor a folder is left."""
+    values, error = REFUSED[case]
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(values, checkpoint_id=tmp_path / "saved", planner=planner, no_dist=True)
+    is_back = case.startswith("back")
+    if not is_back:
+        (tmp_path / "saved" / "metadata.json").write_text("{}")
+    to = "torch_dist" if is_back else "fsdp_dtensor"
+    assert _convert(tmp_path / "saved", tmp_path / "new", to=to) == 1
     assert error in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-
-
-W, B = "module.module.decoder.layers.0.w", "module.module.b"
-OF_MUON = {f"model.{W[7:]}": MATRIX, f"optimizer.state.{W}.momentum_buffer": MATRIX}
-OF_ADAM = {
-    f"model.{B[7:]}": MATRIX,
-    **{f"optimizer.state.{B}.{kind}": MATRIX for kind in ("exp_avg", "exp_avg_sq")},
-}
-SECOND = {key.replace("layers.0", "layers.2"): value for key, value in OF_MUON.items()}
-# What is wrong, the tensors, the arguments, and the error.
-REFUSED_BACK: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no step": ({**OF_MUON, **OF_ADAM}, ARGS, "b: expected a weight with momentum_buffer of Muon"),
-    "no weight": (
-        {f"optimizer.state.{W}.momentum_buffer": MATRIX},
-        ARGS,
-        "decoder.layers.0.w: expected a weight with",
-    ),
-    "unknown state": (
-        {**OF_MUON, f"optimizer.state.{W}.moment2_buffer": MATRIX},
-        ARGS,
-        "got moment2_buffer, momentum_buffer. Only --optimizer muon is converted.",
-    ),
-    "unknown tensor": ({**OF_MUON, "other": MATRIX}, ARGS, "other: expected a weight, or a state"),
-    "layers": (
-        {**OF_MUON, **SECOND},
-        ARGS,
-        "decoder.layers.w: expected it in all layers with one shape, got shapes [(4, 2)] of 2",
-    ),
-    "fp16": (OF_MUON, {**ARGS, "fp16": True}, "of a run in fp32 or bf16, got fp16"),
-    "no arguments": (OF_MUON, {}, "expected the arguments bf16, fp16"),
-    "no settings": (OF_MUON, ARGS, "expected settings of Muon, and one step count of Adam, got"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_BACK)
-def test_what_is_not_known_is_refused_on_the_way_back(case, tmp_path, capsys):
-    """The error names what is missing, and neither a file nor a folder is left."""
-    tensors, args, error = REFUSED_BACK[case]
-    (tmp_path / "saved").mkdir()
-    writer = CheckpointWriter(tmp_path / "saved")
-    for key, value in tensors.items():
-        writer.add_chunk(key, value.shape, (0, 0), value)
-    writer.add_object("args", argparse.Namespace(**args))
-    writer.add_object("iteration", 3)
-    writer.finish()
-    assert _convert_back(tmp_path / "saved", tmp_path / "new") == 1
-    assert error in capsys.readouterr().err
+    # The format that it would have.
+    assert _convert(tmp_path / "saved", tmp_path / "new", to=FORMATS[not is_back]) == 1
+    assert f"expected the format {FORMATS[is_back]}, got" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

@@ -17,8 +17,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local
 from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.fsdp_dtensor.stages import LayerNames
-from megatron_muon.mcore.fsdp_dtensor.state import agree_on_step, complete_state
+from megatron_muon.mcore.checkpoint_state import LayerNames, agree_on_step, complete_state
 from megatron_muon.mcore.fsdp_model import (
     bare_name,
     current_device,
