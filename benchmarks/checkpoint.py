@@ -11,6 +11,7 @@ of saves that of a run's median save but the first.
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def measure(options: argparse.Namespace, flags: str) -> dict[str, float]:
             "save_ms": statistics.median(list(saved.save_ms.values())[1:]),
             "load_ms": loaded.load_ms,
             "bytes": sum(path.stat().st_size for path in files),
-            "state_bytes": sum(tensor.num_bytes for tensor in state),
+            "state_bytes": sum(math.prod(t.shape) * t.dtype.itemsize for t in state),
         }
 
 

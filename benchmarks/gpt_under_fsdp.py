@@ -76,7 +76,21 @@ def build_muon(model: Any, **options: Any) -> Any:
 
 
 def norms_as_on_a_gpu() -> None:
-    """Let norms be those of whole shards, which a CPU cuts into pieces."""
+    """Let norms be those of whole shards in one call: a CPU cuts large ones and stacks small ones.
+
+    Raises:
+        RuntimeError: Norms are computed otherwise by now.
+    """
+    import torch
+
     from megatron_muon.runtime import norms
 
+    if not (hasattr(norms, "_PIECE_ELEMENTS") and hasattr(norms, "sums_of_squares")):
+        raise RuntimeError(
+            "norms: expected the size of a CPU's pieces and their sums, got neither. Let norms "
+            "take a GPU's way here otherwise."
+        )
     norms._PIECE_ELEMENTS = 2**62
+    norms.sums_of_squares = lambda tensors: torch.stack(
+        torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
+    ).square_()

@@ -105,12 +105,11 @@ def least_us(step: Callable[[], Any], before: Callable[[], Any] = lambda: None) 
 def move_rows_as_on_a_gpu() -> None:
     """Let the kernel move rows, and one call orthogonalize a stack, in a package that has them."""
     try:
-        from megatron_muon.runtime import norms, row_moves, stacks
+        from megatron_muon.runtime import row_moves, stacks
     except ImportError:
         return
     row_moves.uses_kernel = lambda device: True
-    # CPU ranks orthogonalize few matrices at once, and stack small rows for their norms.
-    norms._SMALL = 0
+    # CPU ranks orthogonalize few matrices at once.
     stacks.batch_on_cpu = lambda num_matrices, rows, cols: num_matrices
 
 
@@ -214,14 +213,15 @@ def build_scaled_model(job: Job) -> Any:
 class NoEngine:
     """Yield all parameters of which this rank holds rows at once."""
 
-    def __init__(self, step: Any) -> None:
-        from megatron_muon.rows.matrices import MatrixRows
+    def __init__(self, parameters: Sequence[Any], *_: Any, **__: Any) -> None:
+        from megatron_muon.rows.matrices import RowIndex
 
-        params = [param for muon in step.optimizers for param in muon.params]
+        self.inputs: list[Any] = []
+        self.moments: list[Any] = []
         self.handles = [
-            MatrixRows(param, None, slice(None), slice(None))
-            for param in params
-            if param._local_tensor.numel()
+            RowIndex(each.param, None, slice(None), slice(None))
+            for each in parameters
+            if each.param._local_tensor.numel()
         ]
 
     def on_all_ranks(self, build: Any) -> Any:
@@ -245,17 +245,29 @@ class NoEngine:
         yield self.handles
 
 
+def no_plans(parameters: Sequence[Any], *_: Any, **__: Any) -> Any:
+    """Return the parameters in place of plan inputs."""
+    from megatron_muon.rows.plan_inputs import PlanInputs
+
+    return PlanInputs(list(parameters), [], 0, None)
+
+
 def outer_figures(job: Job) -> dict[str, float]:
     """Time what is not the engine, by part, and AdamW."""
+    from unittest import mock
+
     import torch
 
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.step import muon_step
 
     with one_rank_of(job.dp, 0):
         model = build_scaled_model(job)
         # Plans are made from what other ranks say, and these say nothing.
-        MuonStep._owner_compute = lambda self, exchange: NoEngine(self)  # type: ignore[method-assign]
-        optimizer = build_muon(model)
+        with (
+            mock.patch.object(muon_step, "find_plan_inputs", no_plans),
+            mock.patch.object(muon_step, "OwnerCompute", NoEngine),
+        ):
+            optimizer = build_muon(model)
         model.finish_grad_sync()
         params = optimizer.get_parameters()
         held = [param for param in params if param.grad is not None]

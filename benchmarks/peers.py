@@ -103,10 +103,9 @@ def adam(model: Model, precision: str) -> Peer:
 
 def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     """This package's optimizer."""
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.plan.settings import ExchangeSettings
-    from megatron_muon.rows.parameters import NamedParameter
+    from megatron_muon.rows.parameters import PlannedParameter
 
     params = [
         torch.nn.Parameter(model.dtensor(i, shard)) for i, shard in enumerate(model.shards(0))
@@ -114,11 +113,13 @@ def sharded_muon(model: Model, precision: str, **exchange: Any) -> Peer:
     parts = {}
     for index, (param, rows) in enumerate(zip(params, model.rows_of_ranks, strict=True)):
         boxes = {rank: (held, (0, param.shape[1])) for rank, held in rows.items()}
-        parts[param] = NamedParameter(f"matrix {index}", param, param, known_boxes=boxes)
+        parts[param] = PlannedParameter(f"matrix {index}", param, param, known_boxes=boxes)
     for index, (param, grad) in enumerate(zip(params, model.shards(1000), strict=True)):
         param.grad = model.dtensor(index, grad) if grad.numel() else None
-    muon = FSDPZeROTensorParallelMuon(params, parts=parts, fp32_matmul_prec=precision, **MUON)
-    muon_step = MuonStep([muon], ExchangeSettings(**exchange))
+    muon = FSDPZeROTensorParallelMuon(
+        params, tensor_shards=parts, fp32_matmul_prec=precision, **MUON
+    )
+    muon_step = build_muon_step([muon], ExchangeSettings(**exchange))
     return Peer(muon_step.step, [(backend, "run") for backend in BACKENDS.values()], keep=muon_step)
 
 

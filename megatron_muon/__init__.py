@@ -14,9 +14,9 @@ Parts, each importing only those above it::
     report/         time, bytes and memory of a plan; plans of jobs that do not run
     runtime/        runs a plan; torch.distributed, no megatron
     rows/           which rows of a parameter each rank holds, and the plans that follow
+    step/           the optimizer step of both front ends, and its state
     fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
     checkpoint/     reads, verifies and converts checkpoint files, without megatron
-    patching/       changes a package at run time: verified first, reversible
     cpu_ranks/      Megatron on gloo ranks, without a GPU
     mcore/          the only code that imports megatron: optimizer, flags, checkpoints, patches
     launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``
@@ -26,7 +26,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.mcore.enable import disable, enable, is_enabled
-from megatron_muon.patching import IncompatibleMegatronError
+from megatron_muon.mcore.versions import IncompatibleMegatronError
 
 if TYPE_CHECKING:
     from megatron_muon import cpu_ranks

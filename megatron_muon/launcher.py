@@ -71,10 +71,10 @@ def main(argv: Sequence[str]) -> int:
     sys.path.insert(0, str(script.resolve().parent))
     _log_to_stdout_on_rank_0()
     from megatron_muon.mcore.enable import enable
-    from megatron_muon.patching import check_packages
+    from megatron_muon.mcore.versions import check_versions
 
     # Before CPU ranks, which import megatron.
-    check_packages()
+    check_versions()
     device = choose_device()
     if device == "cpu":
         from megatron_muon import cpu_ranks
@@ -124,21 +124,15 @@ def _log_to_stdout_on_rank_0() -> None:
 
 
 def _list_patches() -> int:
-    from megatron_muon.patching import check_packages
+    from megatron_muon.mcore.versions import check_versions
 
-    check_packages()
-    from megatron_muon.mcore.later_patches import LATER_PATCHES, V2_PATCHES
-    from megatron_muon.mcore.patches import PATCHES
-    from megatron_muon.mcore.requirements import REQUIREMENTS, V2_REQUIREMENTS
-    from megatron_muon.patching.versions import megatron_of_table
+    check_versions()
+    from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES, V2_PATCHES
+    from megatron_muon.mcore.relied_on import RELIED_ON, V2_RELIED_ON
 
-    releases, commits = megatron_of_table()
-    lines = [f"{each.target.symbol}: {each.purpose} ({releases}, {commits})" for each in PATCHES]
-    lines += [
-        f"{each.target.symbol}: {each.purpose} ({commits})" for each in LATER_PATCHES + V2_PATCHES
-    ]
-    lines += [f"{each.symbol}: relied on ({releases}, {commits})" for each in REQUIREMENTS]
-    lines += [f"{each.symbol}: relied on ({commits})" for each in V2_REQUIREMENTS]
+    patches = (*PATCHES, *LATER_PATCHES, *V2_PATCHES)
+    lines = [f"{patch.symbol}: {patch.purpose}" for patch in patches]
+    lines += [f"{symbol}: relied on" for symbol in (*RELIED_ON, *V2_RELIED_ON)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
@@ -165,17 +159,15 @@ def _end_with(text: str) -> None:
 
 def _report(device: str) -> None:
     """Log one line for the versions and one for the patches."""
-    from megatron_muon.mcore.enable import changes
-    from megatron_muon.patching.versions import installed_versions
+    from megatron_muon.mcore.enable import num_patches
+    from megatron_muon.mcore.versions import installed_versions
 
     versions = installed_versions()
     found = ", ".join(f"{name} {version}" for name, version in versions.items())
     logger.info("%s, device %s", found, device)
-    num_changes, is_in_source = changes()
     logger.info(
-        "megatron-core %s %s: %s changes (python -m megatron_muon %s shows them)",
+        "megatron-core %s patched: %s changes (python -m megatron_muon %s shows them)",
         versions["megatron-core"],
-        "carries the patches in its source" if is_in_source else "patched",
-        num_changes,
+        num_patches(),
         _LIST_PATCHES,
     )

@@ -16,7 +16,7 @@ STEPS, SAVED_AT = 5, 2
 
 # Fast, and without hypothesis, which the environments lack.
 SMOKE_TESTS = (
-    "patching/test_patching",
+    "mcore/test_patching",
     "newton_schulz/test_standard",
     "mcore/test_arguments",
     "mcore/test_factory",
@@ -25,11 +25,11 @@ SMOKE_TESTS = (
 FSDP_V2_TESTS = (
     "runtime/test_fsdp_v2_layout",
     "fsdp2/test_megatron_fsdp_v2",
-    "patching/test_moved_adapters",
+    "mcore/test_moved_adapters",
 )
 
 # Skipped by a release whose arguments lack the flag.
-V2_TESTS = ("mcore/test_fsdp_v2_flags", "mcore/test_fsdp_v2_pipeline")
+V2_TESTS = ("mcore/test_fsdp_v2",)
 
 _ENABLE = """
 import megatron_muon
@@ -46,7 +46,7 @@ import importlib, sys
 for _ in range(20):
     try:
         from megatron_muon.mcore.patches import PATCHES
-        from megatron_muon.mcore.requirements import REQUIREMENTS
+        from megatron_muon.mcore.relied_on import relied_on_problems
         break
     except ImportError as error:
         if not error.name_from:
@@ -55,18 +55,17 @@ for _ in range(20):
         setattr(importlib.import_module(error.name), error.name_from, None)
         for name in [name for name in sys.modules if name.startswith("megatron_muon.mcore")]:
             del sys.modules[name]
-for target in [*(patch.target for patch in PATCHES), *REQUIREMENTS]:
-    for problem in target.problems():
-        print("DIFFERENCE", problem)
+problems = [problem for patch in PATCHES for problem in patch.problems()]
+for problem in problems + relied_on_problems(has_v2=False):
+    print("DIFFERENCE", problem)
 """
 
 # Repairs whose place upstream has mended.
 _MENDED = """
-from megatron_muon.mcore.later_patches import V2_PATCHES
-from megatron_muon.mcore.patches import PATCHES
+from megatron_muon.mcore.patches import PATCHES, V2_PATCHES
 for patch in (*PATCHES, *V2_PATCHES):
     if patch.is_repaired():
-        print(f"MENDED {patch.target.symbol}: mended upstream, so that this is skipped: "
+        print(f"MENDED {patch.symbol}: mended upstream, so that this is skipped: "
               f"{patch.purpose}")
 """
 

@@ -3,7 +3,7 @@
 """Find a checkpoint in a ``--save`` folder of Megatron.
 
 ============  ==================================================================================
-tracker       ``latest_checkpointed_iteration.txt``: what ``--load`` loads, an iteration or
+tracker       ``latest_checkpointed_iteration.txt``: iteration that ``--load`` loads, or
               ``release``; written last
 finished      a checkpoint whose ``.metadata`` exists: it is written after all other files
 ============  ==================================================================================

@@ -20,7 +20,6 @@ Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2
 import functools
 import io
 import itertools
-import math
 import os
 import pickle
 import stat
@@ -70,11 +69,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Item, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the elements of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a checkpoint of ``torch.distributed.checkpoint`` from values that are computed on the way.
 
-One process writes it, and holds as much of it as one file: ``torch.distributed.checkpoint.save``
-keeps the tensors of a file in memory until that file is written.
+One process writes it, a file per chunk: ``torch.distributed.checkpoint.save`` keeps all tensors
+of a file in memory until the file is complete.
 """
 
 import os
@@ -11,14 +11,12 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,19 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from megatron_muon.checkpoint.folders import CheckpointError, expecting
 from megatron_muon.checkpoint.reading import Box
-
-# A large model then has thousands of files; a file per chunk would be hundreds of thousands.
-_FILE_BYTES = 64 << 20
 
 
 class LazyPlanner(dcp.DefaultSavePlanner):
@@ -98,38 +90,18 @@ class LazyPlanner(dcp.DefaultSavePlanner):
     def write(self, folder: Path) -> None:
         """Write everything that has been added into a new folder.
 
-        Memory: the tensors of one file.
+        Memory: the largest chunk, twice.
         """
         try:
             with warnings.catch_warnings():
                 # Torch says that there is no process group.
                 warnings.simplefilter("ignore")
-                dcp.save({}, storage_writer=_Writer(folder), planner=self, no_dist=True)
+                writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+                dcp.save({}, storage_writer=writer, planner=self, no_dist=True)
         except CheckpointException as error:
             # Torch wraps the errors of all ranks: here there is one.
             ((cause, _),) = error.failures.values()
             raise cause from None
-
-
-class _Writer(dcp.FileSystemWriter):
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the items of a plan to files of limited size."""
-        files: list[list[WriteItem]] = [[]]
-        num_bytes = 0
-        for item in plan.items:
-            if (data := item.tensor_data) is not None:
-                num_bytes += data.chunk.sizes.numel() * data.properties.dtype.itemsize
-            if num_bytes > _FILE_BYTES:
-                files.append([])
-                num_bytes = 0
-            files[-1].append(item)
-        results = []
-        for number, items in enumerate(files):
-            part = replace(plan, items=items, storage_data=_StoragePrefix(f"__{number}_"))
-            results += super().write_data(part, planner).wait()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
 
 
 @contextmanager

@@ -12,13 +12,8 @@ Files, each importing only those above it::
 
     parameters   what is planned of plain tensors, convolutions and Megatron-FSDP's parameters
     gradients    which parameters have gradients, and are they finite
-    scales       factors of results by name
-    problems     what cannot be stepped, and what to do about it
-    main_params  copies in float32 of parameters in bfloat16
-    offload      where momentum is between steps
-    adaptive     second moments
-    loading      what a loaded state must not change, and what it must bring
-    figures      norms of a step
+    problems     settings, and errors of arguments and parameters
+    loading      validates a state that is loaded
     muon         Muon
     fused        layout of a matrix that its module states
     groups       the parameters of a model, sorted by evidence

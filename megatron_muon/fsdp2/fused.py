@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     """How a matrix is stored.
 
     Args:
-        split_sizes: See :func:`~megatron_muon.rows.matrices.segments_of`.
+        split_sizes: See :func:`~megatron_muon.rows.matrices.output_slices`.
         is_transposed: Whether it is (inputs, outputs).
         is_unclear: Whether its name says that it is fused, and nothing says of what.
     """

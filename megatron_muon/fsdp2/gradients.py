@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks agree which parameters have gradients, and that these are finite."""
+"""Agreement of ranks before a step: gradients are finite, and present on all ranks or on none."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.parameters import PlainGroups
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, names_that_block_gradients
-from megatron_muon.rows.parameters import NamedParameter, ranks_of_mesh
-from megatron_muon.rows.plan_inputs import DTensorPlanInput
+from megatron_muon.rows.parameters import PlannedParameter, ranks_of_mesh
+from megatron_muon.rows.plan_inputs import PlanInputs
 from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.finite import find_not_finite
@@ -20,43 +20,52 @@ from megatron_muon.runtime.finite import find_not_finite
 _ADVICE = "Nothing was updated."
 
 
-type Holders = tuple[str, tuple[int, ...], bool]
+class GradientKey(NamedTuple):
+    """Identifies a parameter on the ranks that hold it.
+
+    Args:
+        name: Its name. Pipeline stages may share names.
+        ranks: Ranks that hold it. Ranks of other domains hold other matrices of a batch, which may
+            be without gradients of their own.
+        is_muons: Whether Muon steps it. Parameters without names are numbered by optimizer.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    is_muons: bool
 
 
 def by_holders(
-    inputs: Sequence[DTensorPlanInput], others: Sequence[NamedParameter], plain: PlainGroups
-) -> dict[Holders, NamedParameter]:
-    """Return this rank's parameters by name, ranks that hold them, and whether they are Muon's.
-
-    Pipeline stages may share names. Ranks of other domains hold other matrices of a batch, which
-    may be without gradients of their own. Parameters without names are numbered, those of Muon and
-    others from 0 each.
+    found: PlanInputs, others: Sequence[PlannedParameter], plain: PlainGroups
+) -> dict[GradientKey, PlannedParameter]:
+    """Return this rank's parameters.
 
     Args:
-        inputs: Those of Muon.
-        others: Those that AdamW or Lion steps.
-        plain: Ranks with copies or blocks of those that are plain tensors.
+        found: Plans of Muon's parameters.
+        others: Parameters that AdamW or Lion steps.
+        plain: Process groups of plain tensors.
     """
-    copies = plain.replicas or plain.blocks
+    copies = plain.replicas or plain.tensor_ranks
     ranks = (own_rank(),) if copies is None else tuple(dist.get_process_group_ranks(copies))
-    found = {
-        (each.name, given.plan_input.domain.ranks, True): each
-        for given in inputs
-        for each in given.parameters
+    holders = {
+        GradientKey(each.name, given.domain.ranks, True): each
+        for given, parameters in zip(found.inputs, found.parameters, strict=True)
+        for each in parameters
     }
     for each in others:
         mesh = getattr(each.param, "device_mesh", None)
-        found[each.name, ranks if mesh is None else ranks_of_mesh(mesh), False] = each
-    return found
+        of_mesh = ranks if mesh is None else ranks_of_mesh(mesh)
+        holders[GradientKey(each.name, of_mesh, False)] = each
+    return holders
 
 
-def parameters_without_gradient(
-    holders: Mapping[Holders, NamedParameter],
+def agree_to_step(
+    holders: Mapping[GradientKey, PlannedParameter],
     group: dist.ProcessGroup | None,
     device: torch.device,
     known_problems: Sequence[str] = (),
 ) -> set[torch.Tensor]:
-    """Return the parameters that nobody has a gradient of, once all others are found to be fine.
+    """Agree on all ranks to step, and return the parameters without a gradient on any rank.
 
     Args:
         holders: Parameters of this rank, of :func:`by_holders`.
@@ -75,7 +84,7 @@ def parameters_without_gradient(
     """
     problems = [*known_problems, *_blocked_problems(holders.values())]
     grads: list[tuple[str, torch.Tensor]] = []
-    missing: list[Holders] = []
+    missing: list[GradientKey] = []
     # Few calls: it runs for each parameter in each step, whatever the device.
     for key, each in holders.items():
         grad, own = each.param.grad, local_tensor(each.param)
@@ -84,7 +93,9 @@ def parameters_without_gradient(
                 missing.append(key)
             continue
         other = local_tensor(grad)
-        found = _problem(each, grad, own, other) if key[2] else _elementwise_problem(each, grad)
+        found = (
+            _problem(each, grad, own, other) if key.is_muons else _elementwise_problem(each, grad)
+        )
         # One with a problem is left out: a sparse gradient has no norm of this kind.
         if found:
             problems.append(found)
@@ -107,7 +118,7 @@ def parameters_without_gradient(
         of_ranks: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(of_ranks, (own_rank(), missing), group=group)
         problems = [
-            f"{key[0]}: expected a gradient on all ranks that hold the parameter or on none, got "
+            f"{key.name}: expected a gradient on all ranks that hold the parameter or on none, got "
             f"none on rank {rank}. Let all ranks use the parameter in the loss"
             for rank, lacking in of_ranks
             for key in holders.keys() & set(lacking)
@@ -134,7 +145,7 @@ def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attribute
 
 
 def _problem(
-    each: NamedParameter, grad: torch.Tensor, own: torch.Tensor, other: torch.Tensor
+    each: PlannedParameter, grad: torch.Tensor, own: torch.Tensor, other: torch.Tensor
 ) -> str | None:
     """Return what is wrong with a gradient, given both local tensors; a sentence or None."""
     param = each.param
@@ -156,7 +167,7 @@ def _problem(
     )
 
 
-def _blocked_problems(parameters: Iterable[NamedParameter]) -> list[str]:
+def _blocked_problems(parameters: Iterable[PlannedParameter]) -> list[str]:
     """Return why version 2 of Megatron-FSDP has set no gradients, a sentence a module."""
     problems: dict[int, str] = {}
     for each in parameters:
@@ -171,7 +182,7 @@ def _blocked_problems(parameters: Iterable[NamedParameter]) -> list[str]:
     return list(problems.values())
 
 
-def _elementwise_problem(each: NamedParameter, grad: torch.Tensor) -> str | None:
+def _elementwise_problem(each: PlannedParameter, grad: torch.Tensor) -> str | None:
     """Return why AdamW or Lion cannot step a parameter, a sentence or None."""
     # Not placements: torch's AdamW reduces a partial gradient of a DTensor.
     if grad.dtype == each.param.dtype and grad.layout == each.param.layout:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a state that is loaded must not change, and what it must bring."""
+"""Validate an optimizer state that is loaded."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2 import adaptive as moments
-from megatron_muon.fsdp2 import main_params
-from megatron_muon.fsdp2.offload import place_momentum
 from megatron_muon.fsdp2.parameters import named_parameters
 from megatron_muon.runtime.agreement import first_line, raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.step.second_moments import KEY
+from megatron_muon.step.stored_state import MAIN_PARAM
 
 # Of a parameter group: they decide the plan, so those of construction stay. A group without them
 # gets none: a checkpoint of torch.optim.Muon has no such keys.
 PLANNED = {"split_sizes": None, "transposed": False, "flatten": False}
 # In the state of a parameter; that of Muon has the second only if it is adaptive.
-_MUON_KEYS = {"momentum_buffer", moments.KEY}
+_MUON_KEYS = {"momentum_buffer", KEY}
 _KEYS = {"muon": {"momentum_buffer"}, "adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
 _ADVICE = (
     "Nothing was loaded. Choose algorithms and groups as the run that saved did, or load the "
@@ -153,19 +152,16 @@ def load_together(
             # Again what torch has loaded in the dtype of the parameter.
             for each in named_parameters(optimizer.param_groups):
                 own = optimizer.state[each.param]
-                for key in own.keys() & {*_MUON_KEYS, main_params.KEY}:
+                for key in own.keys() & {*_MUON_KEYS, MAIN_PARAM}:
                     own[key] = given["state"][each.name][key].to(own[key].device)
-            muon._main_params.create(optimizer.state)
-            muon._moments.create(optimizer.state)
-            problems = place_momentum(
-                optimizer.state, muon.momentum_dtype, in_cpu_memory=muon.offload_momentum
-            )
+            muon.muon_step.complete_state(optimizer.state)
     # Whatever it is: other ranks may have loaded theirs.
     except Exception as error:
         problems = [first_line(error)]
     try:
         if muon._holders:
-            raise_where_any_rank_fails(problems, muon._group, muon._device, _ADVICE)
+            step = muon.muon_step
+            raise_where_any_rank_fails(problems, step.group, step.device, _ADVICE)
     except RuntimeError:
         optimizer.state, optimizer.param_groups = before
         raise

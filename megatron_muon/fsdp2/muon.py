@@ -9,45 +9,33 @@ import torch
 import torch.distributed as dist
 from emerging_optimizers.mixin import WeightDecayT
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
+from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.optim.optimizer import ParamsT
 
-from megatron_muon.fsdp2.adaptive import SecondMoments
-from megatron_muon.fsdp2.figures import StepFigures, StepSums
 from megatron_muon.fsdp2.gradients import (
-    Holders,
+    GradientKey,
+    agree_to_step,
     by_holders,
-    parameters_without_gradient,
     refuse_grad_scaler,
 )
 from megatron_muon.fsdp2.loading import load_together
-from megatron_muon.fsdp2.main_params import KEY as MAIN_PARAM
-from megatron_muon.fsdp2.main_params import MainParams
-from megatron_muon.fsdp2.offload import place_momentum, wait_for_copies
 from megatron_muon.fsdp2.parameters import PlainGroups, devices_of, named_parameters
 from megatron_muon.fsdp2.problems import (
-    Settings,
+    muon_settings,
     parameter_problem,
     repeated_problems,
     subclass_problems,
 )
-from megatron_muon.fsdp2.scales import scale_function
 from megatron_muon.newton_schulz.methods import StackMethod
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.rows.parameters import NamedParameter
-from megatron_muon.rows.plan_inputs import find_plan_inputs
-from megatron_muon.runtime.agreement import (
-    INTERRUPTED,
-    first_line,
-    raise_where_any_rank_fails,
-    raise_where_ranks_differ,
-)
+from megatron_muon.rows.parameters import PlannedParameter
+from megatron_muon.runtime.agreement import INTERRUPTED, first_line
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.dependencies import dependency_problems, environment_problems
-from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.matrix_step import MatrixStep, StepSettings
 from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.step.metrics import StepMetrics
+from megatron_muon.step.muon_step import MuonSettings, MuonStep
+from megatron_muon.step.second_moments import SecondMoments
 
 
 class Muon(WholeMatrixMuon):
@@ -73,7 +61,7 @@ class Muon(WholeMatrixMuon):
             as ``(inputs, outputs)``, and ``flatten``, for convolutions: all dimensions but the
             first are columns.
         lr: Learning rate.
-        momentum: Weight of the momentum's past.
+        momentum: EMA coefficient.
         weight_decay: Coefficient.
         nesterov: Whether the gradient is averaged into the momentum once more.
         weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2``.
@@ -117,7 +105,7 @@ class Muon(WholeMatrixMuon):
 
     Communication: at construction see :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
         :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`. Each step: see
-        :func:`~megatron_muon.fsdp2.gradients.parameters_without_gradient` and
+        :func:`~megatron_muon.fsdp2.gradients.agree_to_step` and
         :class:`~megatron_muon.runtime.engine.Engine`.
     Memory: one float32 per local element of a parameter, or half with ``momentum_dtype`` bfloat16;
         one more for parameters in bfloat16, whose updates would be rounded away without. While a
@@ -129,11 +117,8 @@ class Muon(WholeMatrixMuon):
     # would leave out the step of a rank whose gradients overflowed, for which the others wait.
     _step_supports_amp_scaling = True
 
-    compute: OwnerCompute
-    _holders: dict[Holders, NamedParameter]
-    _matrix_step: MatrixStep
-    _named: dict[torch.Tensor, NamedParameter]
-    _sums: StepSums | None = None
+    muon_step: MuonStep
+    _holders: dict[GradientKey, PlannedParameter]
     _is_built: bool = False
     fresh_if_moved: bool = False
     # From the first change of a step to its end: if it does not come there, nobody knows which
@@ -167,25 +152,27 @@ class Muon(WholeMatrixMuon):
         offload_momentum: bool = False,
         others: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self.exchange = exchange or ExchangeSettings()
-        scale = scale_function(scale_mode, extra_scale_factor)
-        self._moments = SecondMoments(adaptive, beta2, eps, scale)
-        self._group, self._plain = group, PlainGroups(process_group, tensor_group)
-        self.momentum_dtype, self.offload_momentum = momentum_dtype, offload_momentum
         self._others = list(named_parameters(others))
-        settings = Settings(
-            weight_decay_method,
-            fp32_matmul_prec,
-            coefficient_type,
-            num_ns_steps,
-            scale_mode,
-            use_syrk,
-            self.exchange,
-            newton_schulz,
-            adaptive,
-            momentum_dtype,
+        settings, moments, problems = muon_settings(
+            {
+                "nesterov": nesterov,
+                "weight_decay_method": weight_decay_method,
+                "fp32_matmul_prec": fp32_matmul_prec,
+                "coefficient_type": coefficient_type,
+                "num_ns_steps": num_ns_steps,
+                "scale_mode": scale_mode,
+                "extra_scale_factor": extra_scale_factor,
+                "use_syrk": use_syrk,
+                "exchange": exchange,
+                "newton_schulz": newton_schulz,
+                "adaptive": adaptive,
+                "beta2": beta2,
+                "eps": eps,
+                "momentum_dtype": momentum_dtype,
+                "offload_momentum": offload_momentum,
+            }
         )
-        problems = dependency_problems() + environment_problems() + settings.problems()
+        problems += dependency_problems() + environment_problems()
         try:
             super().__init__(
                 # torch refuses an empty list, which a pipeline stage may have.
@@ -199,111 +186,60 @@ class Muon(WholeMatrixMuon):
                 coefficient_type=coefficient_type,
                 num_ns_steps=num_ns_steps,
             )
-        # Other ranks go on: they learn of it with all other problems.
+        # Do not raise yet: other ranks are still in the constructor. Errors are raised together.
         except (TypeError, ValueError) as error:
             problems.append(first_line(error))
             self.param_groups: list[dict[str, Any]] = []
-        self._device, self._rows_device = devices_of(self.param_groups)
-        self._plan(
-            NewtonSchulzSettings(
-                num_ns_steps,
-                coefficient_type,
-                settings.is_bf16,
-                self._moments.scale_of_results,
-                newton_schulz,
-                self._moments.method,
-            ),
-            f"scale {scale_mode} {extra_scale_factor}, {nesterov=}, {weight_decay_method=}, "
-            f"{momentum_dtype=}, {offload_momentum=}, function {newton_schulz is not None}, "
-            f"adaptive {self._moments.description}",
-            problems,
-        )
-        # For all parameters from the start: checkpoints need no step to make state.
-        for param_group in self.param_groups:
-            self._init_group(param_group, skip_non_grad_params=False)
-        problems = place_momentum(self.state, self.momentum_dtype, in_cpu_memory=offload_momentum)
-        if offload_momentum:
-            raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
-        self._main_params.create(self.state)
-        self._moments.create(self.state)
+        self._build(settings, moments, group, PlainGroups(process_group, tensor_group), problems)
         self._is_built = True
 
-    def _plan(
-        self, newton_schulz: NewtonSchulzSettings, other_settings: str, problems: list[str]
+    def _build(
+        self,
+        settings: MuonSettings,
+        moments: SecondMoments,
+        group: dist.ProcessGroup | None,
+        plain: PlainGroups,
+        problems: list[str],
     ) -> None:
-        """Check parameters on all ranks, and plan their exchange; settings are equal on all."""
-        parameters, unseen = self._plain.viewed(
-            list(named_parameters(self.param_groups)), self._device
-        )
+        """Check parameters on all ranks, and plan their exchange."""
+        device, rows_device = devices_of(self.param_groups)
+        parameters, unseen = plain.viewed(list(named_parameters(self.param_groups)), device)
         problems = problems + unseen + subclass_problems(self) + repeated_problems(parameters)
-        of_parameters = (parameter_problem(each, self._rows_device) for each in parameters)
-        problems += filter(None, of_parameters)
-        raise_where_any_rank_fails(problems, None, self._device, "No optimizer was built.")
-        if dist.is_initialized():
-            # What follows is collective, and which collectives depends on these.
-            raise_where_ranks_differ(
-                [
-                    str(self.exchange),
-                    f"{newton_schulz.steps} steps of {newton_schulz.coefficient_type} "
-                    f"coefficients, precision {self.fp32_matmul_prec}",
-                    other_settings,
-                ],
-                dist.group.WORLD,  # type: ignore[arg-type]
-                self._device,
-                "Muon settings",
-            )
-        found = find_plan_inputs(
-            parameters, self._group, self._device, has_others=bool(self._others)
+        problems += filter(None, (parameter_problem(each, rows_device) for each in parameters))
+        self.muon_step = MuonStep(
+            [self],
+            parameters,
+            settings,
+            moments,
+            device,
+            rows_device,
+            problems=problems,
+            group=group,
+            has_others=bool(self._others),
         )
-        self._inputs, self._group = found.inputs, found.group
-        self._holders = by_holders(found.inputs, self._others, self._plain)
-        # Kernels are checked here, in the precision of a step.
-        with fp32_matmul_precision(self.fp32_matmul_prec):
-            self.compute = OwnerCompute(
-                [each.plan_input for each in self._inputs],
-                newton_schulz,
-                self.exchange,
-                device=self._device,
-                rows_device=self._rows_device,
-                max_num_plans=found.max_num_plans,
-            )
-        self._named = {each.param: each for each in parameters}
-        self._main_params = MainParams(list(self._named))
-        # It may find too little memory.
-        self._matrix_step = self.compute.on_all_ranks(self._new_step)
-        self._moments.attach(self._matrix_step, self._inputs, self._named, lambda: self.state)
+        self._holders = by_holders(self.muon_step.plan_inputs, self._others, plain)
 
-    def _new_step(self) -> MatrixStep:
-        stages = self.momentum_dtype != torch.float32 or self.offload_momentum
-        settings = StepSettings(
-            self.nesterov, self.weight_decay_method, self.fp32_matmul_prec, stages_momentum=stages
-        )
-        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        return MatrixStep(group_of, self.compute, settings, self._rows_device)
+    @property
+    def compute(self) -> OwnerCompute:
+        """Plans, and orthogonalizes matrices."""
+        return self.muon_step.compute
 
-    def record_figures(self, is_on: bool = True) -> None:
-        """Record the figures of each step for :meth:`last_step`, by a pass over its tensors."""
-        step = self._matrix_step
-        sums = StepSums([self._named[p] for p in step.params], step.groups) if is_on else None
-        self._sums, step.hooks = sums, [*self._moments.hooks, *filter(None, [sums])]
-        self.compute.watch(None if sums is None else sums.watch)
+    def record_metrics(self, is_on: bool = True) -> None:
+        """Record metrics of every step for :meth:`last_metrics`, by a pass over its tensors."""
+        self.muon_step.record_metrics(is_on)
 
-    def last_step(self) -> StepFigures:
-        """Return the figures of the last step; called by all ranks that step together.
+    def last_metrics(self) -> StepMetrics:
+        """Return the metrics of the last step; called by all ranks that step together.
 
         Raises:
-            RuntimeError: :meth:`record_figures` was not called.
+            RuntimeError: :meth:`record_metrics` was not called.
 
         Communication: a gather of objects. The host waits for the device.
         """
-        if self._sums is None:
-            raise RuntimeError(
-                "last_step: expected record_figures() before the step, got none. Call it first."
-            )
-        return self._sums.figures(self._group, len(self.param_groups))
+        return self.muon_step.last_metrics()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does at construction; later the plan is made."""
+        """Add a group at construction, as torch does; afterwards the plan is fixed."""
         if self._is_built:
             raise RuntimeError(
                 "add_param_group: expected all parameters at construction, which plans their "
@@ -373,28 +309,16 @@ class Muon(WholeMatrixMuon):
         if not self._holders:
             return
         refuse_grad_scaler(self)
-        problems = [*problems, *self._main_params.follow(self.state)]
-        problems += self._matrix_step.problems(others)
+        problems = [*problems, *self.muon_step.reserve(others)]
         if self._is_changing:
             problems.append(INTERRUPTED)
         try:
-            without = parameters_without_gradient(
-                self._holders, self._group, self._device, problems
+            without = agree_to_step(
+                self._holders, self.muon_step.group, self.muon_step.device, problems
             )
         except RuntimeError:
-            self._matrix_step.free()
+            self.muon_step.release()
             raise
-        params = self._matrix_step.params
         self._is_changing = True
-        with self._moments.kept(without):
-            self._matrix_step.step(
-                self.param_groups,
-                [local_tensor(self.state[p].get(MAIN_PARAM, p)) for p in params],
-                [None if p.grad is None or p in without else local_tensor(p.grad) for p in params],
-                [local_tensor(self.state[p]["momentum_buffer"]) for p in params],
-                meanwhile,
-            )
-        self._main_params.install(self.state)
-        if self.offload_momentum:
-            wait_for_copies(self._device)
+        self.muon_step.step(without, meanwhile)
         self._is_changing = False

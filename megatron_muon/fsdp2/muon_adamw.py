@@ -4,7 +4,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any, Self
 
 import torch
@@ -16,7 +15,7 @@ from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, choose, groups_of, log
 from megatron_muon.fsdp2.loading import PLANNED, arranged, load_together
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import named_parameters
-from megatron_muon.fsdp2.problems import Settings
+from megatron_muon.fsdp2.problems import muon_settings
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.arena import elementwise_bytes
@@ -94,7 +93,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._muon_options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
         known |= self._muon_options
         # On each rank alone: there may be no process group yet. Arguments are those of all ranks.
-        problems = Settings(**{each.name: known[each.name] for each in fields(Settings)}).problems()
+        *_, problems = muon_settings(known)
         if problems:
             raise ValueError("; ".join(problems))
         common = {"lr": lr, "weight_decay": weight_decay}
@@ -241,7 +240,7 @@ class MuonAdamW(torch.optim.Optimizer):
             # A state that was loaded before has momentum already.
             for param, state in muon.state.items():
                 state.update(self.state.get(param, {}))
-            muon._moments.create(muon.state)
+            muon.muon_step.complete_state(muon.state)
             self._planned = self._params()
             self._muon = muon
         self._muon.param_groups = self._groups("muon")
@@ -291,7 +290,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     other.step()
 
         others = [other for each in _ALGORITHMS if (other := self._elementwise(each)) is not None]
-        memory = elementwise_bytes(others, muon._device)
+        memory = elementwise_bytes(others, muon.muon_step.device)
         muon._step_meanwhile(step_others, self._changes(), memory)
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if muon.state is not self.state:

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of an optimizer, as the matrices that are planned.
+"""Views of the parameters of an optimizer, as they are planned.
 
-A plan needs a mesh and placements. A DTensor has them. A plain tensor of a job of several ranks has
-what the user says: the ranks with copies of it, and ``partition_dim`` with the ranks that hold the
-other blocks, as in Transformer Engine. A convolution is a matrix whose columns are its other
-dimensions. Each is described by a DTensor without memory. Of Megatron-FSDP's, tensor-parallel ranks
-have parts of one matrix, or copies, which are its replicas.
+A plan needs a mesh and placements. A DTensor has both. For a plain tensor the user gives the group
+of its replicas, and the tensor-parallel group if it has a ``partition_dim``, as in Transformer
+Engine. A convolution is a matrix of its first dimension. The view is a DTensor without memory. For
+parameters of Megatron-FSDP it covers the tensor-parallel ranks, with shards of one matrix or with
+copies, which are replicas.
 """
 
 import itertools
@@ -23,11 +23,11 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron_muon.plan.layout import Box
 from megatron_muon.rows.megatron_fsdp import is_joined, is_of_fsdp_v1, is_of_fsdp_v2, tensor_mesh
 from megatron_muon.rows.parameters import (
-    NamedParameter,
+    PlannedParameter,
     as_dtensor,
     over_tensor_ranks,
-    part_of,
     ranks_of_mesh,
+    tensor_shard_of,
     whole_box,
 )
 from megatron_muon.rows.placements import sharded_dim
@@ -35,7 +35,7 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
 
-def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[NamedParameter]:
+def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[PlannedParameter]:
     """Yield the parameters of groups, viewed as they are."""
     number = 0
     for group in param_groups:
@@ -45,7 +45,7 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[Name
         number += len(names)
         sizes = group.get("split_sizes")
         for name, param in zip(names, group["params"], strict=True):
-            yield NamedParameter(
+            yield PlannedParameter(
                 name,
                 param,
                 param,
@@ -82,20 +82,20 @@ def devices_of(param_groups: Sequence[Mapping[str, Any]]) -> tuple[torch.device,
 
 @dataclass(frozen=True)
 class PlainGroups:
-    """Who else has a plain tensor, or other blocks of it.
+    """Process groups of plain tensors: replicas, and tensor-parallel shards.
 
     Args:
         replicas: Ranks with copies of this rank's tensors; None for no others.
-        blocks: Ranks with the other blocks of tensors that have a ``partition_dim``, in the order
-            of the blocks; None for no others.
+        tensor_ranks: Ranks with the other shards of tensors that have a ``partition_dim``, in the
+            order of the shards; None for no others.
     """
 
     replicas: dist.ProcessGroup | None
-    blocks: dist.ProcessGroup | None
+    tensor_ranks: dist.ProcessGroup | None
 
     def viewed(
-        self, parameters: Sequence[NamedParameter], device: torch.device
-    ) -> tuple[list[NamedParameter], list[str]]:
+        self, parameters: Sequence[PlannedParameter], device: torch.device
+    ) -> tuple[list[PlannedParameter], list[str]]:
         """View parameters as they are planned; called by all ranks of the job together.
 
         Returns:
@@ -105,11 +105,11 @@ class PlainGroups:
             RuntimeError: On all ranks, when the groups of one do not fit those of others.
 
         Communication: a gather of objects over the job; where a rank has groups a flag, and another
-            gather over the blocks.
+            gather over the tensor-parallel ranks.
         """
         mesh = self._agreed_mesh(device)
         problems: list[str] = []
-        sizes = self._block_sizes(parameters) if mesh is not None else {}
+        sizes = self._shard_sizes(parameters) if mesh is not None else {}
         viewed = []
         for number, each in enumerate(parameters):
             try:
@@ -124,15 +124,15 @@ class PlainGroups:
         return viewed, problems
 
     def _agreed_mesh(self, device: torch.device) -> DeviceMesh | None:
-        """Return the mesh of replicas and blocks, None without groups, or raise on all ranks."""
+        """Return the mesh of both groups, None without groups, or raise on all ranks."""
         if not dist.is_initialized():
             return None
         own = dist.get_rank()
         mine = [
             (own,) if group is None else tuple(dist.get_process_group_ranks(group))
-            for group in (self.replicas, self.blocks)
+            for group in (self.replicas, self.tensor_ranks)
         ]
-        has_groups = self.replicas is not None or self.blocks is not None
+        has_groups = self.replicas is not None or self.tensor_ranks is not None
         of_ranks: list[Any] = [None] * dist.get_world_size()
         # By all ranks: those that have no groups learn here that others have.
         dist.all_gather_object(of_ranks, [has_groups, *mine])
@@ -148,10 +148,10 @@ class PlainGroups:
     def _mesh(
         self, of_ranks: Sequence[Sequence[tuple[int, ...]]], device: torch.device
     ) -> tuple[DeviceMesh | None, list[str]]:
-        """Return the mesh of replicas and blocks, or a sentence that says why there is none.
+        """Return the mesh of both groups, or a sentence that says why there is none.
 
         Args:
-            of_ranks: By rank, the ranks with copies and those with other blocks.
+            of_ranks: By rank, the ranks of both groups.
             device: Of the mesh.
         """
         own = dist.get_rank()
@@ -168,37 +168,37 @@ class PlainGroups:
             return None, [
                 "process_group, tensor_group: expected ranks in a grid, whose rows are tensor "
                 f"groups and whose columns are process groups, got {mine[1]} and {mine[0]} on rank "
-                f"{own}. Pass the groups of copies and of blocks of one model"
+                f"{own}. Pass both groups of one model"
             ]
-        if self.replicas is None or self.blocks is None:
-            group = self.blocks if self.replicas is None else self.replicas
+        if self.replicas is None or self.tensor_ranks is None:
+            group = self.tensor_ranks if self.replicas is None else self.replicas
             assert group is not None
             return DeviceMesh.from_group(group, device.type), []
         mesh = DeviceMesh.from_group(
-            [self.replicas, self.blocks],
+            [self.replicas, self.tensor_ranks],
             device.type,
             mesh=torch.tensor(grid, device="cpu"),
-            mesh_dim_names=("replicas", "blocks"),
+            mesh_dim_names=("replicas", "tensor"),
         )
         return mesh, []
 
-    def _block_sizes(self, parameters: Sequence[NamedParameter]) -> dict[int, list[int]]:
-        """Return, by parameter that is cut into blocks, the sizes of all blocks."""
+    def _shard_sizes(self, parameters: Sequence[PlannedParameter]) -> dict[int, list[int]]:
+        """Return the sizes of all shards, by parameter with a ``partition_dim``."""
         mine = {
             number: local_tensor(each.param).shape[dim]
             for number, each in enumerate(parameters)
             if (dim := partition_dim(each.param)) is not None and dim < each.param.ndim
         }
-        if self.blocks is None:
+        if self.tensor_ranks is None:
             return {number: [size] for number, size in mine.items()}
-        of_ranks: list[Any] = [mine] * dist.get_world_size(self.blocks)
-        dist.all_gather_object(of_ranks, mine, group=self.blocks)
+        of_ranks: list[Any] = [mine] * dist.get_world_size(self.tensor_ranks)
+        dist.all_gather_object(of_ranks, mine, group=self.tensor_ranks)
         # A rank that lacks one makes the tiling fail, which is an error on all.
         return {number: [sizes.get(number, 0) for sizes in of_ranks] for number in mine}
 
     def _plain_view(
-        self, each: NamedParameter, mesh: DeviceMesh, sizes: list[int] | None
-    ) -> NamedParameter:
+        self, each: PlannedParameter, mesh: DeviceMesh, sizes: list[int] | None
+    ) -> PlannedParameter:
         """View a plain tensor on the mesh."""
         if isinstance(each.param, DTensor):
             raise ValueError(
@@ -210,38 +210,38 @@ class PlainGroups:
         placements: list[Placement] = [Replicate()] * mesh.ndim
         dim = partition_dim(each.param)
         if dim is not None and sizes is not None:
-            if self.blocks is None:
+            if self.tensor_ranks is None:
                 raise ValueError(
                     f"expected tensor_group with a partition_dim of {dim}, got none. Pass the "
-                    "ranks that hold the other blocks, or a group of this rank alone"
+                    "ranks that hold the other shards, or a group of this rank alone"
                 )
             if each.split_sizes is not None and getattr(each.param, "partition_stride", 1) > 1:
                 raise ValueError(
                     f"split_sizes: expected none with a partition_stride of "
-                    f"{each.param.partition_stride}: its blocks are not consecutive rows. Leave "  # type: ignore[attr-defined]
+                    f"{each.param.partition_stride}: its shards are not consecutive rows. Leave "  # type: ignore[attr-defined]
                     "them out"
                 )
             placements[-1] = Shard(dim)
             ends = list(itertools.accumulate(sizes, initial=0))
             boxes = [
-                (*boxes[0][:dim], block, *boxes[0][dim + 1 :]) for block in itertools.pairwise(ends)
+                (*boxes[0][:dim], shard, *boxes[0][dim + 1 :]) for shard in itertools.pairwise(ends)
             ]
             shape[dim] = ends[-1]
-        # Blocks are the last axis of the mesh.
+        # Tensor parallelism is the last axis of the mesh.
         of_ranks = dict(zip(ranks_of_mesh(mesh), itertools.cycle(boxes), strict=False))
         view = as_dtensor(each.param, mesh, placements, shape)
         return replace(each, view=view, known_boxes=of_ranks)
 
 
 def partition_dim(param: torch.Tensor) -> int | None:
-    """Return the dimension that Megatron or Transformer Engine has cut into blocks, or None."""
+    """Return the dimension that Megatron or Transformer Engine shards, or None."""
     dim = getattr(param, "partition_dim", -1)
     # Both set it for all ranks, with this mark for one of a layer that is cut.
     is_cut = getattr(param, "tensor_model_parallel", True)
     return dim if is_cut and isinstance(dim, int) and dim >= 0 else None
 
 
-def _megatron_view(each: NamedParameter) -> NamedParameter:
+def _megatron_view(each: PlannedParameter) -> PlannedParameter:
     """View a DTensor of Megatron-FSDP over its tensor-parallel ranks; leave others as they are."""
     param = each.param
     if not isinstance(param, DTensor) or not (
@@ -257,7 +257,7 @@ def _megatron_view(each: NamedParameter) -> NamedParameter:
             "expected a parameter of a model of Megatron-FSDP, whose buffer says which rows ranks "
             "hold, got a DTensor made of its shards. Pass the parameter"
         )
-    part = part_of(each)
+    part = tensor_shard_of(each)
     mesh = None if is_of_fsdp_v2(param) else tensor_mesh(param)
     if mesh is None:
         return part
@@ -271,7 +271,7 @@ def _megatron_view(each: NamedParameter) -> NamedParameter:
     return viewed
 
 
-def _flattened(each: NamedParameter) -> NamedParameter:
+def _flattened(each: PlannedParameter) -> PlannedParameter:
     """View a tensor as a matrix of its first dimension and all others."""
     view, local = each.view, local_tensor(each.param)
     if not local.is_contiguous():

@@ -1,11 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What Muon cannot step, and what to do about it: checked at construction, on all ranks."""
+"""Errors of arguments and parameters of Muon, found at construction on all ranks."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,18 +12,19 @@ from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuo
 from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.scales import SCALE_MODES
-from megatron_muon.newton_schulz.methods import StackMethod
-from megatron_muon.newton_schulz.settings import coefficients_of
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.rows.matrices import segments_of
+from megatron_muon.rows.matrices import output_slices
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
-from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.rows.placements import is_strided, own_box, placement_problem, sharded_dim
-from megatron_muon.runtime.adaptive import method_problems
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.weight_decay import WEIGHT_DECAY_METHODS
+from megatron_muon.step.matrix_step import StepSettings
+from megatron_muon.step.muon_step import MuonSettings
+from megatron_muon.step.scales import SCALE_MODES, scale_function
+from megatron_muon.step.second_moments import SecondMoments, method_problems
 
 # Of emerging-optimizers: they see whole matrices there, and would see shards here.
 _HOOKS = (
@@ -35,93 +35,91 @@ _HOOKS = (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of the optimizer that choose among a few.
+def muon_settings(
+    options: Mapping[str, Any],
+) -> tuple[MuonSettings, SecondMoments, list[str]]:
+    """Build the settings of Muon.
 
     Args:
-        weight_decay_method: As its argument.
-        fp32_matmul_prec: As its argument.
-        coefficient_type: As its argument.
-        num_ns_steps: As its argument.
-        scale_mode: As its argument.
-        use_syrk: As its argument.
-        exchange: As its argument.
-        newton_schulz: As its argument.
-        adaptive: As its argument.
-        momentum_dtype: As its argument.
+        options: Keyword arguments of :class:`~megatron_muon.fsdp2.Muon` by name.
+
+    Returns:
+        The settings, the second moments, and errors of arguments, a sentence each.
     """
+    scale = scale_function(options["scale_mode"], options["extra_scale_factor"])
+    moments = SecondMoments(options["adaptive"], options["beta2"], options["eps"], scale)
+    precision, function = options["fp32_matmul_prec"], options["newton_schulz"]
+    settings = MuonSettings(
+        NewtonSchulzSettings(
+            options["num_ns_steps"],
+            options["coefficient_type"],
+            # Then rows may be sent in bf16.
+            precision == "medium" and function is None,
+            # Results that are divided element by element are scaled afterwards.
+            scale_function("none", 1.0) if moments.is_elementwise else scale,
+            function,
+            moments.method,
+        ),
+        options["exchange"] or ExchangeSettings(),
+        StepSettings(
+            options["nesterov"],
+            options["weight_decay_method"],
+            precision,
+            momentum_dtype=options["momentum_dtype"],
+            offload_momentum=options["offload_momentum"],
+        ),
+        f"{options['scale_mode']} {options['extra_scale_factor']}",
+    )
+    return settings, moments, _settings_problems(settings, options)
 
-    weight_decay_method: str
-    fp32_matmul_prec: str
-    coefficient_type: str
-    num_ns_steps: int
-    scale_mode: str
-    use_syrk: bool
-    exchange: ExchangeSettings | None
-    newton_schulz: Callable[..., torch.Tensor] | None
-    adaptive: object
-    momentum_dtype: torch.dtype
 
-    @property
-    def is_bf16(self) -> bool:
-        """Whether Newton-Schulz runs in bf16, so that rows may be sent in bf16."""
-        return self.fp32_matmul_prec == "medium" and self.newton_schulz is None
+def _settings_problems(settings: MuonSettings, options: Mapping[str, Any]) -> list[str]:
+    """List arguments that cannot work, a sentence each.
 
-    def problems(self) -> list[str]:
-        """List what cannot work, a sentence each.
-
-        Emerging-optimizers finds unknown names in a step, when weights are decayed and other ranks
-        wait.
-        """
-        exchange = self.exchange or ExchangeSettings()
-        found = [
-            f"{name}: expected one of {sorted(choices)}, got {getattr(self, name)!r}. Choose one"
-            for name, choices in (
-                ("weight_decay_method", WEIGHT_DECAY_METHODS),
-                ("fp32_matmul_prec", get_args(FP32MatmulPrecT)),
-                ("scale_mode", SCALE_MODES),
-            )
-            if getattr(self, name) not in choices
-        ]
-        if self.num_ns_steps < 1:
-            found.append(f"num_ns_steps: expected at least 1, got {self.num_ns_steps}. Pass more")
-        if self.use_syrk:
-            found.append(
-                "use_syrk: expected False, got True. Pass "
-                'exchange=ExchangeSettings(newton_schulz="symmetric") for such kernels'
-            )
-        if self.momentum_dtype not in (torch.float32, torch.bfloat16):
-            found.append(
-                f"momentum_dtype: expected float32 or bfloat16, got {self.momentum_dtype}. Choose "
-                "one"
-            )
-        if self.newton_schulz is not None and not callable(self.newton_schulz):
-            found.append(
-                f"newton_schulz: expected a function of a stack, got {self.newton_schulz!r}. To "
-                "choose a form by name, use exchange.newton_schulz"
-            )
-        if self.newton_schulz is not None and exchange.newton_schulz != "standard":
-            found.append(
-                "exchange.newton_schulz: expected standard with a newton_schulz function, got "
-                f"{exchange.newton_schulz}. Pass one of them"
-            )
-        if isinstance(self.adaptive, str):
-            found += method_problems(self.adaptive, self.weight_decay_method)
-        elif self.adaptive is not None and not isinstance(self.adaptive, StackMethod):
-            found.append(
-                "adaptive: expected a name, or an object with state_shape() that is called with "
-                f"results and state, got {self.adaptive!r}. Write both methods"
-            )
-        for check in (
-            lambda: exchange.wire_for(self.is_bf16),
-            lambda: coefficients_of(self.num_ns_steps, self.coefficient_type),
-        ):
-            try:
-                check()
-            except ValueError as error:
-                found.append(str(error).removesuffix("."))
-        return found
+    Emerging-optimizers finds unknown names in a step, when weights are decayed and other ranks
+    wait.
+    """
+    step, given, exchange = settings.step, settings.newton_schulz, settings.exchange
+    found = [
+        f"{name}: expected one of {sorted(choices)}, got {options[name]!r}. Choose one"
+        for name, choices in (
+            ("weight_decay_method", WEIGHT_DECAY_METHODS),
+            ("fp32_matmul_prec", get_args(FP32MatmulPrecT)),
+            ("scale_mode", SCALE_MODES),
+        )
+        if options[name] not in choices
+    ]
+    if given.steps < 1:
+        found.append(f"num_ns_steps: expected at least 1, got {given.steps}. Pass more")
+    if options["use_syrk"]:
+        found.append(
+            "use_syrk: expected False, got True. Pass "
+            'exchange=ExchangeSettings(newton_schulz="symmetric") for such kernels'
+        )
+    if step.momentum_dtype not in (torch.float32, torch.bfloat16):
+        found.append(
+            f"momentum_dtype: expected float32 or bfloat16, got {step.momentum_dtype}. Choose one"
+        )
+    if given.function is not None and not callable(given.function):
+        found.append(
+            f"newton_schulz: expected a function of a stack, got {given.function!r}. To choose a "
+            "form by name, use exchange.newton_schulz"
+        )
+    if given.function is not None and exchange.newton_schulz != "standard":
+        found.append(
+            "exchange.newton_schulz: expected standard with a newton_schulz function, got "
+            f"{exchange.newton_schulz}. Pass one of them"
+        )
+    found += method_problems(options["adaptive"], step.weight_decay_method)
+    for check in (
+        lambda: exchange.wire_for(given.is_bf16),
+        lambda: coefficients_of(given.steps, given.coefficient_type),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            found.append(str(error).removesuffix("."))
+    return found
 
 
 def subclass_problems(optimizer: WholeMatrixMuon) -> list[str]:
@@ -134,7 +132,7 @@ def subclass_problems(optimizer: WholeMatrixMuon) -> list[str]:
     ]
 
 
-def repeated_problems(parameters: Sequence[NamedParameter]) -> list[str]:
+def repeated_problems(parameters: Sequence[PlannedParameter]) -> list[str]:
     """List parameters and names that occur twice: errors identify parameters by name."""
     params = Counter(each.param for each in parameters)
     names = Counter(each.name for each in parameters)
@@ -149,7 +147,7 @@ def repeated_problems(parameters: Sequence[NamedParameter]) -> list[str]:
     ]
 
 
-def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | None:
+def parameter_problem(parameter: PlannedParameter, device: torch.device) -> str | None:
     """Describe why a parameter cannot be stepped, a sentence that starts with its name, or None.
 
     Args:
@@ -169,7 +167,7 @@ def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | 
     try:
         problem = _tensor_problem(parameter, device) or _layout_problem(parameter)
         if problem is None:
-            segments_of(
+            output_slices(
                 parameter.view.shape[-2:][parameter.output_dim],
                 parameter.split_sizes,
                 is_transposed=parameter.is_transposed,
@@ -179,7 +177,7 @@ def parameter_problem(parameter: NamedParameter, device: torch.device) -> str | 
     return None if problem is None else f"{parameter.name}: {problem}"
 
 
-def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | None:
+def _tensor_problem(parameter: PlannedParameter, device: torch.device) -> str | None:
     """Describe what is wrong with the tensor itself."""
     param, local = parameter.param, local_tensor(parameter.param)
     if parameter.view.ndim not in (2, 3):
@@ -213,7 +211,7 @@ def _tensor_problem(parameter: NamedParameter, device: torch.device) -> str | No
     return None
 
 
-def _layout_problem(parameter: NamedParameter) -> str | None:
+def _layout_problem(parameter: PlannedParameter) -> str | None:
     """Describe what is wrong with mesh and placements, or return None."""
     param = parameter.view
     if not isinstance(param, DTensor):

@@ -4,34 +4,26 @@
 
 Files, each importing only those above it::
 
-    refusal                 one refused setting
-    pipeline_settings       what pipeline stages cannot have
-    unsupported             what Muon under Megatron-FSDP refuses, and why
-    fsdp_v2_model           reads parameters of Megatron-FSDP v2
-    fsdp_model              reads them, and groups, of whichever version a model has
-    gradient_check          checks that gradients are complete and finite on all ranks
-    local_gradients         the gradients of this rank's rows
-    gradient_norm           norm, clipping and check, with one host synchronization
-    muon                    FSDPZeROTensorParallelMuon: momentum and weights of row shards
-    adaptive_muon           Muon whose results are divided by a second moment
-    muon_step               steps them together: momentum, Newton-Schulz, weights
-    outer_reductions        checks that HSDP reduced all gradients over the outer ranks
-    qk_clip                 clips main weights between step and installation
-    sharded_chunks          what a step does to the model, in both versions
-    flags                   command-line flags
-    arguments               checks of the command line, and settings read from it
-    splits                  tags the rows that are orthogonalized separately
-    pipeline_repairs        upstream defects of pipeline stages
-    routing                 which optimizer steps a parameter
-    fsdp_dtensor/           checkpoints: state by name, checks before a load, safe saves, repairs
-    chained_optimizer       FSDPMuonChainedOptimizer
-    factory                 build_megatron_fsdp_emerging_optimizer
-    unsharded               the flags under DDP, with upstream's Muon
-    gradient_repairs        upstream defects of gradients: scale and norm
-    fused_gradient_repairs  upstream defects of gradients: fused accumulation
-    pipeline_patches        the list of what is changed for pipeline stages
-    patches                 the list of what is changed in megatron
-    later_patches           that of what later releases alone have
-    requirements            the list of what is relied on
-    enable                  applies the patches, and reverts them
+    versions            accepted and tested releases
+    patching            verifies, applies and reverts patches
+    relied_on           symbols that are relied on and not replaced
+    unsupported         refused settings, with reasons
+    fsdp_model          reads the parameters and groups of a model
+    gradients           norm, clipping, and a check on all ranks
+    muon                FSDPZeROTensorParallelMuon, and its step
+    adaptive_muon       Muon whose results are divided by a second moment
+    qk_clip             clips main weights between step and installation
+    chunks              operations of a step on a model chunk
+    arguments           command-line flags, their checks, and settings read from them
+    splits              tags the rows that are orthogonalized separately; routes parameters
+    repairs_pipeline    upstream defects of pipeline stages
+    checkpoint_state    optimizer state and layers by name, as checkpoints hold them
+    checkpoint_load     finds a checkpoint, and compares it with the run
+    checkpoint_save     an interrupted save leaves the checkpoint before it
+    checkpoint_repairs  upstream defects of checkpoints
+    chained_optimizer   FSDPMuonChainedOptimizer
+    factory             build_megatron_fsdp_emerging_optimizer
+    repairs_gradients   upstream defects of gradients: scale, norm and fused accumulation
+    patches             the patches of megatron
+    enable              applies the patches, and reverts them
 """

@@ -4,7 +4,7 @@
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,12 @@ from megatron.core.utils import log_single_rank
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-from megatron_muon.runtime.adamuon import AdaMuon
-from megatron_muon.runtime.adaptive import GradientNorms, method_of, method_problems
+from megatron_muon.newton_schulz.methods import Namo
+from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.matrix_step import StepHooks
 from megatron_muon.runtime.moments import Moments
-from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.step.second_moments import KEY, SecondMoments, method_problems
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +29,7 @@ class FSDPAdaptiveMuon(FSDPZeROTensorParallelMuon):
     adamuon is ``TensorParallelAdaptiveMuon`` of Megatron-LM main: an update is scaled by the
     tensor-parallel-local shape of its parameter, also before it is divided.
 
-    State, beside the momentum: adamuon has ``moment2_buffer``, like the parameter. namo has
-    ``moment2_buffer``, ``(blocks,)``. normuon has ``moment2_rows``, a column sharded as the
-    parameter's rows, if the parameter has tall or square blocks, and ``moment2_cols``, ``(wide
-    blocks, cols)``, if it has wide ones. What is not sharded is the same on every rank.
+    State, beside the momentum: see :class:`TensorParallelMoments`.
 
     Args:
         params: See :class:`FSDPZeROTensorParallelMuon`.
@@ -55,9 +51,7 @@ class FSDPAdaptiveMuon(FSDPZeROTensorParallelMuon):
         eps: float = 1e-8,
         **muon_kwargs: Any,
     ) -> None:
-        self.moment2_method = moment2_method
-        self.method = method_of(moment2_method, beta2, eps)
-        self._places: dict[Any, tuple[Moments, int]] = {}
+        self._moments = moment2_method, beta2, eps
         super().__init__(params, **muon_kwargs)
         problems = method_problems(moment2_method, self.weight_decay_method)
         if problems:
@@ -65,59 +59,54 @@ class FSDPAdaptiveMuon(FSDPZeROTensorParallelMuon):
         for group in self.param_groups:
             group.setdefault("beta2", beta2)
             group.setdefault("eps", eps)
-        if self.method is not None:
+        if moment2_method != "adamuon":
             _warn_of_scale(moment2_method)
 
-    def bind(self, compute: OwnerCompute) -> None:
-        """Find the moments of blocks, of which adamuon has none."""
-        self._compute, params = compute, set(self.params)
-        self._places = {
-            param: (moments, matrix)
-            for given, moments in zip(compute.inputs, compute.moments, strict=False)
-            for matrix, param in enumerate(given.params)
-            if param in params
-        }
+    def second_moments(self) -> SecondMoments:
+        """Return the second moments of the method."""
+        return TensorParallelMoments(self, *self._moments)
 
-    def hooks(self, held: Sequence[tuple[Any, Any]]) -> list[StepHooks]:
-        """Divide results by second moments of elements, or show gradients to namo."""
-        if self.moment2_method == "namo":
-            return [GradientNorms([param for _, param in held], self._compute)]
-        if self.moment2_method == "normuon":
-            return []
-        group, states = self.param_groups[0], [muon.state[param] for muon, param in held]
-        return [
-            AdaMuon(
-                [param for _, param in held],
-                lambda position: local_tensor(states[position]["moment2_buffer"]),
-                [muon.scale(*muon.parts[param].view.shape) for muon, param in held],
-                group["beta2"],
-                group["eps"],
-            )
-        ]
 
-    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
-        super()._init_group(group, skip_non_grad_params)
-        for param in group["params"]:
-            state = self.state[param]
-            if len(state) > 1:
-                continue
-            if self.moment2_method == "adamuon":
-                state["moment2_buffer"] = torch.zeros_like(param.data)
-                continue
-            moments, index = self._places[param]
-            numbers = moments.values[slice(*moments.range_of(index))]
-            if self.moment2_method == "namo":
-                state[self._key("moment2_buffer", param)] = numbers
-                continue
-            # Of q, k and v some may be wide and others tall: a parameter can have both states.
-            # Ranks with empty shards have them too, as a save needs equal keys on all ranks.
-            blocks = moments.matrices[index].blocks
-            num_rows = sum(rows for rows, cols in blocks if rows >= cols)
-            if num_rows:
-                state["moment2_rows"] = _rows_like(param, is_joined=self.is_joined(param))
-            if num_rows < len(numbers):
-                wide = numbers[num_rows:].view(-1, blocks[0][1])
-                state[self._key("moment2_cols", param)] = wide
+class TensorParallelMoments(SecondMoments):
+    """Second moments whose state is sharded, and saved, as Megatron's parameters are.
+
+    adamuon has ``moment2_buffer``, like the parameter. namo has ``moment2_buffer``, ``(blocks,)``.
+    normuon has ``moment2_rows``, a column sharded as the parameter's rows, if the parameter has
+    tall or square blocks, and ``moment2_cols``, ``(wide blocks, cols)``, if it has wide ones. What
+    is not sharded is the same on every rank.
+
+    Args:
+        muon: One of the optimizers, for groups and layouts that all of them share.
+        name: Of the method.
+        beta2: Decay rate.
+        eps: Keeps the divisor from zero.
+    """
+
+    def __init__(self, muon: FSDPAdaptiveMuon, name: str, beta2: float, eps: float) -> None:
+        super().__init__(name, beta2, eps, muon.scale)
+        self._muon = muon
+
+    def _scaled_shape(self, each: PlannedParameter) -> Sequence[int]:
+        return self._muon.tensor_shards[each.param].view.shape
+
+    def _place(self, param: torch.Tensor, of_param: dict[str, Any]) -> None:
+        if len(of_param) > 1:
+            return
+        moments, index = self._places[param]
+        numbers = local_tensor(self._views[param])
+        if isinstance(self.method, Namo):
+            of_param[self._key(KEY, param)] = numbers
+            return
+        # Of q, k and v some may be wide and others tall: a parameter can have both states. Ranks
+        # with empty shards have them too, as a save needs equal keys on all ranks.
+        blocks = moments.matrices[index].blocks
+        num_rows = sum(rows for rows, cols in blocks if rows >= cols)
+        if num_rows:
+            is_joined = self._muon.is_joined(param)
+            of_param["moment2_rows"] = _rows_like(param, is_joined=is_joined)
+        if num_rows < len(numbers):
+            wide = numbers[num_rows:].view(-1, blocks[0][1])
+            of_param[self._key("moment2_cols", param)] = wide
 
     def _key(self, name: str, param: Any) -> str:
         """Return the name of a state that is the same on all ranks that hold a block.
@@ -125,26 +114,44 @@ class FSDPAdaptiveMuon(FSDPZeROTensorParallelMuon):
         Tensor-parallel ranks that orthogonalize their own blocks use different names, as a
         checkpoint keeps one tensor per name.
         """
-        if self.is_joined(param) or not self._is_tensor_sharded(param):
+        if self._muon.is_joined(param) or not self._muon.is_tensor_sharded(param):
             return name
-        group = self._tensor_group(param)
+        group = self._muon.tensor_group(param)
         return f"{name}_tensor_rank_{dist.get_rank(group)}_of_{dist.get_world_size(group)}"
 
-    def shared_state(self) -> Iterator[tuple[Moments, slice, torch.Tensor]]:
-        """Yield the second moments that ranks share: those of their plan, a range, and the state.
+    def publish(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Copy the numbers of this rank's rows to their state."""
+        for moments, numbers, own in self._shared(state):
+            own.copy_(moments.values[numbers])
 
-        That of rows is a part of this rank's ``moment2_rows``.
+    def collect(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Read the numbers of all rows from the state of their ranks."""
+        found: dict[Moments, torch.Tensor] = {}
+        for moments, numbers, own in self._shared(state):
+            if moments not in found:
+                found[moments] = torch.zeros_like(moments.values)
+            found[moments][numbers] = own
+        for moments, values in found.items():
+            # Ranks that hold the same rows have the same moments, which are not negative.
+            moments.combine(values, dist.ReduceOp.MAX)
+
+    def _shared(
+        self, state: Mapping[torch.Tensor, Mapping[str, Any]]
+    ) -> Iterator[tuple[Moments, slice, torch.Tensor]]:
+        """Yield the numbers that ranks share: of a plan, a range, and their state.
+
+        Rows are a part of this rank's ``moment2_rows``.
         """
-        if self.moment2_method == "namo":
+        if isinstance(self.method, Namo):
             return
         for param, (moments, index) in self._places.items():
             _, stop = moments.range_of(index)
-            matrix, state = moments.matrices[index], self.state[param]
-            for region in matrix.regions if "moment2_rows" in state else ():
+            matrix = moments.matrices[index]
+            for region in matrix.regions if "moment2_rows" in state[param] else ():
                 rows, cols = matrix.blocks[region.block]
                 if rows >= cols and own_rank() in region.holders:
                     start = moments.first(index, region.block) + region.row
-                    own = local_tensor(state["moment2_rows"])
+                    own = local_tensor(state[param]["moment2_rows"])
                     own = own[region.local_row : region.local_row + region.num_rows, 0]
                     yield moments, slice(start, start + region.num_rows), own
             start = stop - sum(cols for rows, cols in matrix.blocks if rows < cols)

@@ -1,24 +1,26 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the command line, the settings read from it, and what Megatron's own checks see."""
+"""Command-line flags of this package, their checks, and the settings read from them."""
 
 import argparse
+import dataclasses
 import functools
 import logging
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, NoReturn, get_args
 
 import torch
 
-from megatron_muon.mcore.flags import EXCHANGE_FLAGS, add_flags
 from megatron_muon.mcore.unsupported import (
     BUILT_OPTIMIZERS,
     FSDP_UNSUPPORTED,
     raise_where_refused,
     unsupported_settings,
 )
-from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.newton_schulz.registry import BackendChoice
+from megatron_muon.plan.settings import ExchangeSettings, WireChoice
 from megatron_muon.plan.splits import Splits
 from megatron_muon.user_errors import SettingsError, in_flags
 
@@ -26,6 +28,110 @@ logger = logging.getLogger(__name__)
 
 # Names under which Megatron builds a Muon without Megatron-FSDP.
 MUON_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
+# Flags of the exchange, --muon-fsdp-<name>: the defaults are those of ExchangeSettings.
+EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "wire": {
+        "choices": get_args(WireChoice),
+        "help": "Dtype of rows on their way to owners. bf16: rows normalized by the float64 norm "
+        "of their matrix; fp32: fp32 rows, for the very bits of upstream's Muon; auto: bf16 with "
+        "--muon-fp32-matmul-prec medium, otherwise fp32.",
+    },
+    "staging_bytes": {
+        "type": int,
+        "help": "Maximum memory of messages and stacks on a rank while a step runs, bytes. "
+        "Default: 5.5 GB, or the least that works if that is more.",
+    },
+    "max_parts": {
+        "type": int,
+        "help": "Maximum number of ranks per matrix, a power of two. A matrix is split only "
+        "if it alone exceeds the fair share of a rank. 1 turns splitting off: results have the "
+        "same bits on any number of ranks.",
+    },
+    "cost_model": {
+        "help": "Rates of the machine for choosing owners, as name=value,...: tflops, "
+        "half_rate_side, gbps, gbps_between_nodes, ranks_per_node, kernel_us and others of "
+        "megatron_muon.plan.cost.CostModel. Default: those of the GPU's compute capability.",
+    },
+    "newton_schulz": {
+        "choices": get_args(BackendChoice),
+        "help": "How Newton-Schulz is computed. standard (default): upstream's steps, and bits. "
+        "symmetric: Triton kernels compute half of each symmetric product. gram: iterates on the "
+        "Gram matrix and multiplies the matrix at the end, which costs less for long matrices. "
+        "gram_symmetric: the same with quack's kernels. transformer_engine: split matrices by "
+        "cuSOLVERMp. auto: for each shape the cheapest of standard, gram and gram_symmetric by the "
+        "cost model.",
+    },
+    "log_plan": {
+        "action": "store_true",
+        "help": "Log who orthogonalizes what, and what it costs.",
+    },
+}
+# Proposed for Megatron-LM, or fields of OptimizerConfig: added where its parser does not know them.
+_OTHER_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "--muon-fsdp-offload-momentum": {
+        "action": "store_true",
+        "help": "Keep momentum in pinned CPU memory between steps.",
+    },
+    "--muon-split-glu": {
+        "action": "store_true",
+        "help": "Orthogonalize gate and up of gated feed-forward layers and experts separately.",
+    },
+    "--muon-split-mla": {
+        "action": "store_true",
+        "help": "Multi-latent attention: orthogonalize the parts of queries with and without "
+        "position separately, and keys and values.",
+    },
+    "--muon-split-qkv-per-head": {
+        "action": "store_true",
+        "help": "Orthogonalize every head of query, key and value separately.",
+    },
+    "--moe-router-skip-muon": {
+        "action": "store_true",
+        "help": "Step routers with --muon-scalar-optimizer.",
+    },
+    "--adaptive-muon-moment2-method": {
+        "choices": ("adamuon", "normuon", "namo"),
+        "default": "adamuon",
+        "help": "Second moment of --optimizer adaptive_muon: of every element (adamuon), of every "
+        "row or column (normuon), or of the norm of the gradient (namo).",
+    },
+    "--adaptive-muon-beta2": {
+        "type": float,
+        "default": 0.95,
+        "help": "Decay rate of the second moment.",
+    },
+    "--adaptive-muon-eps": {
+        "type": float,
+        "default": 1e-8,
+        "help": "Keeps the divisor from zero.",
+    },
+}
+
+
+def _refuse(known: Mapping[str, Any], text: str) -> NoReturn:
+    """Raise an error of argparse, with the flags that look like unknown ones."""
+    unknown = text.partition("unrecognized arguments: ")[2].split()
+    near = ", ".join(flag for word in unknown for flag in get_close_matches(word, known, 1))
+    if "'match_adamw'" in text:
+        near = "--muon-scale-mode spectral --muon-extra-scale-factor 0.2"
+    raise SettingsError(f"{text}. Did you mean {near}?" if near else text)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of this package, and let errors be one line: Megatron has 1,600 of usage."""
+    parser.error = functools.partial(_refuse, parser._option_string_actions)  # type: ignore[method-assign]
+    # Megatron owns --muon-*; a name of their own keeps these flags out of the way of later ones.
+    group = parser.add_argument_group(title="muon under Megatron-FSDP")
+    defaults = dataclasses.asdict(ExchangeSettings())
+    # None where it was not given: --muon-use-syrk may then choose.
+    defaults["newton_schulz"] = None
+    for name, settings in EXCHANGE_FLAGS.items():
+        flag = "--muon-fsdp-" + name.replace("_", "-")
+        group.add_argument(flag, default=defaults[name], **settings)
+    for flag, settings in _OTHER_FLAGS.items():
+        if flag not in parser._option_string_actions:
+            group.add_argument(flag, **settings)
+    return parser
 
 
 def check(args: argparse.Namespace) -> None:
@@ -92,36 +198,6 @@ def _split_refusals(args: argparse.Namespace) -> list[str]:
     return refusals
 
 
-def check_yaml(config: Any, path: str) -> None:
-    """Refuse Muon with Megatron-FSDP from a YAML configuration.
-
-    Megatron reads the file instead of the command line, whose flags it drops, and validates it
-    without :func:`check`.
-
-    Args:
-        config: What the file says.
-        path: The file.
-
-    Raises:
-        SettingsError: The file or the command line asks for it.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--optimizer", default=getattr(config, "optimizer", "adam"))
-    parser.add_argument(
-        "--use-megatron-fsdp",
-        action="store_true",
-        default=bool(getattr(config, "use_megatron_fsdp", False)),
-    )
-    # Both may ask for it: Megatron drops the command line, but the user meant it.
-    asked, _ = parser.parse_known_args(sys.argv[1:])
-    if asked.use_megatron_fsdp and asked.optimizer not in ("adam", "sgd"):
-        raise SettingsError(
-            f"--yaml-cfg: expected command-line flags for --optimizer {asked.optimizer} "
-            f"--use-megatron-fsdp, got {path}, for which Megatron drops them. "
-            "Pass the settings as flags."
-        )
-
-
 def add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``add_megatron_arguments`` to add the flags of this package."""
 
@@ -164,13 +240,28 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``load_yaml``; see :func:`check_yaml`."""
+    """Wrap ``load_yaml`` to refuse Muon with Megatron-FSDP from a YAML configuration.
+
+    Megatron reads the file instead of the command line, whose flags it drops, and validates it
+    without :func:`check`.
+    """
 
     @functools.wraps(original)
     def load_yaml(yaml_path: str) -> Any:
-        """Load the file, then refuse Muon with Megatron-FSDP."""
+        """Load the file; raise :class:`SettingsError` if file or command line ask for Muon."""
         config = original(yaml_path)
-        check_yaml(config, yaml_path)
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--optimizer", default=getattr(config, "optimizer", "adam"))
+        is_sharded = bool(getattr(config, "use_megatron_fsdp", False))
+        parser.add_argument("--use-megatron-fsdp", action="store_true", default=is_sharded)
+        # Megatron drops the command line, but the user meant it.
+        asked, _ = parser.parse_known_args(sys.argv[1:])
+        if asked.use_megatron_fsdp and asked.optimizer not in ("adam", "sgd"):
+            raise SettingsError(
+                f"--yaml-cfg: expected command-line flags for --optimizer {asked.optimizer} "
+                f"--use-megatron-fsdp, got {yaml_path}, for which Megatron drops them. "
+                "Pass the settings as flags."
+            )
         return config
 
     return load_yaml
@@ -219,10 +310,14 @@ def skips_router(args: Any = None) -> bool:
     return bool(getattr(args or _global_args(), "moe_router_skip_muon", False))
 
 
-def requested_momentum_dtype() -> torch.dtype:
-    """Read ``--exp-avg-dtype`` for the momentum of Muon; float32 without ``megatron.training``."""
-    name = getattr(_global_args(), "muon_momentum_dtype", "fp32")
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+def requested_momentum() -> dict[str, Any]:
+    """Read dtype and device of momentum; those of Muon's defaults without ``megatron.training``."""
+    args = _global_args()
+    name = getattr(args, "muon_momentum_dtype", "fp32")
+    return {
+        "momentum_dtype": {"fp32": torch.float32, "bf16": torch.bfloat16}[name],
+        "offload_momentum": getattr(args, "muon_fsdp_offload_momentum", False),
+    }
 
 
 def exchange_settings(args: Any) -> ExchangeSettings:

@@ -17,25 +17,24 @@ from megatron.core.optimizer.optimizer import (
 
 from megatron_muon.mcore import checkpoint_state as optimizer_state
 from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
+from megatron_muon.mcore.chunks import sharded_chunk
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
     check_model_chunks,
     current_device,
     gradients_stay,
 )
-from megatron_muon.mcore.gradient_check import raise_where_gradients_fail
-from megatron_muon.mcore.gradient_norm import (
+from megatron_muon.mcore.gradients import (
     GradientNorm,
+    LocalGradients,
     clip,
     count_problems,
     norm_on_host,
     norm_stays_on_device,
+    raise_where_gradients_fail,
 )
-from megatron_muon.mcore.local_gradients import LocalGradients
-from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-from megatron_muon.mcore.muon_step import MuonStep
-from megatron_muon.mcore.pipeline_settings import alignment_problems
-from megatron_muon.mcore.sharded_chunks import sharded_chunk
+from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
+from megatron_muon.mcore.unsupported import alignment_problems
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import INTERRUPTED
 from megatron_muon.runtime.arena import elementwise_bytes
@@ -71,10 +70,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
     Raises:
         TypeError: A model chunk is not a Megatron-FSDP ``FullyShardedDataParallel``.
-        ValueError: See :class:`~megatron_muon.mcore.muon_step.MuonStep`.
+        ValueError: See :class:`~megatron_muon.step.muon_step.MuonStep`.
         RuntimeError: See there.
 
-    Communication: at construction that of :class:`~megatron_muon.mcore.muon_step.MuonStep`. Each
+    Communication: at construction that of :class:`~megatron_muon.step.muon_step.MuonStep`. Each
         step one flag over all ranks, the norm and zero count over the optimizers'
         gradient-statistics groups, and what Muon and Megatron-FSDP exchange.
     """
@@ -100,7 +99,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         # Lion has no matrices.
         muons = [child.optimizer for child in self.chained_optimizers if _is_muon(child)]
         stay = all(map(gradients_stay, self.model_chunks))
-        self.muon_step = MuonStep(muons, exchange, gradients_stay=stay) if muons else None
+        self.muon_step = build_muon_step(muons, exchange, gradients_stay=stay) if muons else None
         self._gradients = LocalGradients(self.chained_optimizers, fqns, stay=stay)
         # Named while the model still holds its DTensor parameters.
         self._state_names = optimizer_state.names_in_checkpoints(
@@ -128,7 +127,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         ]
         self._problems = unreduced
         if self.muon_step is not None:
-            self._problems += self.muon_step.problems(elementwise_bytes(others, current_device()))
+            self._problems += self.muon_step.reserve(elementwise_bytes(others, current_device()))
         self._problems += alignment_problems(self.model_chunks[0].config)
         self._problems += [INTERRUPTED] * self._is_changing
         self._gradient_norm = None
@@ -200,7 +199,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         finally:
             # Otherwise collectives may still use it.
             if self.muon_step is not None and not self._is_changing:
-                self.muon_step.free()
+                self.muon_step.release()
 
     def _step(self) -> tuple[bool, float | torch.Tensor | None, int | None]:
         clips = self.config.clip_grad > 0.0

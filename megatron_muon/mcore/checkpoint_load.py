@@ -25,8 +25,7 @@ from megatron_muon.checkpoint.folders import (
 )
 from megatron_muon.checkpoint.reading import StoredCheckpoint, find_misfits, read_checkpoint
 from megatron_muon.mcore.checkpoint_state import rename_layers
-from megatron_muon.mcore.fsdp_model import current_device
-from megatron_muon.mcore.fsdp_v2_model import is_v2
+from megatron_muon.mcore.fsdp_model import current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 logger = logging.getLogger(__name__)

@@ -21,11 +21,11 @@ from megatron_muon.mcore.checkpoint_state import LayerNames, agree_on_step, comp
 from megatron_muon.mcore.fsdp_model import (
     bare_name,
     current_device,
+    is_v2,
     is_wrapped,
     sharded_parameters,
 )
-from megatron_muon.mcore.fsdp_v2_model import is_v2
-from megatron_muon.mcore.pipeline_repairs import check_within_stage
+from megatron_muon.mcore.repairs_pipeline import check_within_stage
 from megatron_muon.rows.megatron_fsdp import own_rows
 
 # By parameter name, then by kind of state.
@@ -190,7 +190,7 @@ class _LocatedParameters:
 
 
 class _LocatedInV2(_LocatedParameters):
-    """The same of Megatron-FSDP v2, whose layout stands in for the index of meshes of v1."""
+    """The parameters of a Megatron-FSDP v2 model, which has no index of meshes."""
 
     def __init__(self, model: Any) -> None:
         self.states, self._model = {}, model
@@ -205,7 +205,7 @@ class _LocatedInV2(_LocatedParameters):
 
 
 class _MeshOfV2:
-    """What upstream asks of v1's index of meshes, for one parameter of v2."""
+    """Adapter that gives a v2 parameter the mesh lookups that upstream expects from v1."""
 
     tp_dim = None
 

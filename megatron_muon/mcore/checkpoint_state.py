@@ -28,7 +28,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_
 from megatron.core.utils import get_model_config, log_single_rank
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.fsdp_v2_model import is_v2
+from megatron_muon.mcore.fsdp_model import is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 

@@ -4,9 +4,10 @@
 
 import copy
 import dataclasses
+import functools
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from megatron.core.utils import log_single_rank
 from megatron_muon.mcore.adaptive_muon import FSDPAdaptiveMuon
 from megatron_muon.mcore.arguments import (
     requested_exchange,
-    requested_momentum_dtype,
+    requested_momentum,
     requested_splits,
 )
 from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
@@ -37,17 +38,18 @@ from megatron_muon.mcore.fsdp_model import (
     copy_parameter_attributes,
     current_device,
     grad_stats_group,
+    is_megatron_fsdp,
+    is_sharded_over_instances,
+    is_v2,
     named_optimizer_parameters,
 )
-from megatron_muon.mcore.fsdp_v2_model import is_sharded_over_instances, is_v2
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-from megatron_muon.mcore.routing import routing_rule
-from megatron_muon.mcore.splits import tag_blocks
+from megatron_muon.mcore.splits import asks_for_more, build_with_flags, routing_rule, tag_blocks
 from megatron_muon.mcore.unsupported import raise_where_refused, unsupported_settings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.plan.splits import Splits
-from megatron_muon.rows.megatron_fsdp import shape_of_part
-from megatron_muon.rows.parameters import NamedParameter, part_of
+from megatron_muon.rows.megatron_fsdp import tensor_shard_shape
+from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dependencies import environment_problems
 from megatron_muon.runtime.lion import FSDPLion
@@ -107,7 +109,7 @@ def build_megatron_fsdp_emerging_optimizer(
     groups_by_child = _parameter_groups(config, model_chunks, config_overrides)
     children = _Children(config, model_chunks, pg_collection)
     if config.optimizer != "lion":
-        children.read_parts(groups_by_child, fqns)
+        children.read_tensor_shards(groups_by_child, fqns)
     _log_routing(config, groups_by_child, fqns)
     return FSDPMuonChainedOptimizer(
         [children.build(*key, groups) for key, groups in groups_by_child.items()],
@@ -115,6 +117,27 @@ def build_megatron_fsdp_emerging_optimizer(
         fqns,
         exchange or requested_exchange(),
     )
+
+
+def route(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_get_megatron_emerging_optimizer`` to build ours for Megatron-FSDP models."""
+
+    @functools.wraps(original)
+    def _get_megatron_emerging_optimizer(
+        config: Any,
+        model_chunks: list[Any],
+        config_overrides: dict[Any, Any] | None = None,
+        pg_collection: Any = None,
+    ) -> Any:
+        if is_megatron_fsdp(model_chunks):
+            return build_megatron_fsdp_emerging_optimizer(
+                config, model_chunks, config_overrides, pg_collection
+            )
+        if asks_for_more(config):
+            return build_with_flags(original, config, model_chunks, config_overrides, pg_collection)
+        return original(config, model_chunks, config_overrides, pg_collection)
+
+    return _get_megatron_emerging_optimizer
 
 
 def _settings(config: OptimizerConfig, chunk: FSDPModel) -> dict[str, Any]:
@@ -142,7 +165,9 @@ def _tag_parameters(
             param.expert_tp = True
     # Lion is elementwise.
     for chunk in model_chunks if config.optimizer != "lion" else ():
-        tag_blocks(chunk, splits or requested_splits(config), lambda param: shape_of_part(param)[0])
+        tag_blocks(
+            chunk, splits or requested_splits(config), lambda param: tensor_shard_shape(param)[0]
+        )
 
 
 def _parameter_groups(
@@ -173,9 +198,11 @@ class _Children:
         self._model_chunks = list(model_chunks)
         self._groups = pg_collection
         self._is_v2 = is_v2(model_chunks[0])
-        self._parts: dict[torch.Tensor, NamedParameter] = {}
+        self._tensor_shards: dict[torch.Tensor, PlannedParameter] = {}
 
-    def read_parts(self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]) -> None:
+    def read_tensor_shards(
+        self, groups_by_child: _GroupsByChild, fqns: dict[FSDPParameter, str]
+    ) -> None:
         """Read who holds which rows of Muon's parameters, or raise on all ranks together."""
         problems = environment_problems()
         params = [
@@ -186,7 +213,9 @@ class _Children:
         ]
         for param in params:
             try:
-                self._parts[param] = part_of(NamedParameter(fqns[param], param, param))
+                self._tensor_shards[param] = tensor_shard_of(
+                    PlannedParameter(fqns[param], param, param)
+                )
             # Ranks have different parameters.
             except ValueError as error:
                 problems.append(f"{fqns[param]}: {error}")
@@ -219,9 +248,8 @@ class _Children:
         # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
         kwargs.pop("use_syrk", None)
         # Tags alone say what is split: with --muon-no-split-qkv gate and up may still be.
-        kwargs |= {"split_qkv": True, "device": current_device()}
-        kwargs["momentum_dtype"] = requested_momentum_dtype()
-        return muon(param_groups, parts=self._parts, **kwargs)
+        kwargs |= {"split_qkv": True, "device": current_device(), **requested_momentum()}
+        return muon(param_groups, tensor_shards=self._tensor_shards, **kwargs)
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
         config = self._config
@@ -304,7 +332,7 @@ def _log_routing(
         reason = "embedding, output layer or not 2-D" if is_rest else "2-D weights"
         parts.append(
             f"{name}: {len(params)} {'expert' if is_expert else 'dense'} parameters, "
-            f"{sum(shape_of_part(param).numel() for param in params):,} elements ({reason})"
+            f"{sum(tensor_shard_shape(param).numel() for param in params):,} elements ({reason})"
         )
     log_single_rank(
         logger,

@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Read the parameters and groups of a Megatron-FSDP model."""
+"""Read the parameters and groups of a Megatron-FSDP model, in both versions.
+
+Of v2 only placements and attributes are read. In Megatron-LM main of 2026-08-22 upstream's wrapper
+has ZeRO-3 on one axis, with expert parallelism.
+"""
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -12,9 +16,7 @@ from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore import fsdp_v2_model
-from megatron_muon.mcore.fsdp_v2_model import is_v2
-from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
+from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, unsharded_of
 
 # Megatron's wrapper: a torch.nn.Module with .module, in v1 a MegatronFSDP, and .ddp_config.
 type FSDPModel = Any
@@ -103,7 +105,7 @@ def gradients_stay(chunk: FSDPModel) -> bool:
 
 
 def _has_unrepaired_gradients(chunk: FSDPModel) -> bool:
-    """Return whether buffers are as Megatron-FSDP makes them without ``gradient_repairs``."""
+    """Return whether buffers are as Megatron-FSDP makes them without ``repairs_gradients``."""
     is_sharded = chunk.ddp_config.data_parallel_sharding_strategy in (
         "optim_grads",
         "optim_grads_params",
@@ -149,7 +151,7 @@ def copy_parameter_attributes(param: FSDPParameter) -> None:
     would be grouped, and their gradient norm reduced, as dense parameters.
     """
     if is_of_fsdp_v2(param):
-        fsdp_v2_model.copy_attributes(param)
+        _copy_attributes_of_v2(param)
         return
     copy_optimizer_param_metadata(param, param.orig_param)
     # An attribute of later releases of Megatron-LM, which Megatron-FSDP does not copy either.
@@ -246,3 +248,36 @@ def copy_model_weights_to_main_weights(parameter_group: Any) -> None:
             source = source.view(target.shape)
             differs = target.to(source.dtype) != source
             target.copy_(torch.where(differs, source.to(target.dtype), target))
+
+
+def is_v2(model: torch.nn.Module) -> bool:
+    """Return whether Megatron-FSDP v2 shards a model."""
+    return any(map(is_of_fsdp_v2, model.parameters()))
+
+
+def _copy_attributes_of_v2(param: Any) -> None:
+    """Copy Megatron's attributes to a sharded parameter from the one that modules see.
+
+    Optimizers read them there. One more marks the parameter, see :func:`mark`.
+    """
+    for name, value in vars(unsharded_of(param)).items():
+        if not name.startswith("_"):
+            setattr(param, name, value)
+    mark(param)
+
+
+def mark(param: Any) -> None:
+    """Mark a parameter as Megatron-FSDP v1 does: its gradient is a shard, to be counted once."""
+    param.__fsdp_param__ = True
+
+
+def is_sharded_over_instances(model: torch.nn.Module, ddp_config: Any) -> bool:
+    """Return whether all instances of the optimizer hold different shards.
+
+    Their number does not tell: the wrapper may shard over all data-parallel ranks all the same.
+    """
+    return ddp_config.num_distributed_optimizer_instances > 1 and all(
+        placement.is_shard()
+        for param in model.parameters()
+        for placement in param.placements  # type: ignore[attr-defined]
+    )

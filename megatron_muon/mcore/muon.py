@@ -1,48 +1,48 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Momentum on row shards, Newton-Schulz on whole matrices."""
+"""Muon over the row shards of Megatron-FSDP, as an optimizer of Megatron's."""
 
 import inspect
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.newton_schulz.methods import Namo, StackMethod
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
+from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.megatron_fsdp import tensor_mesh
-from megatron_muon.rows.parameters import NamedParameter, over_tensor_ranks
+from megatron_muon.rows.parameters import PlannedParameter, over_tensor_ranks
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.matrix_step import StepHooks
-from megatron_muon.runtime.moments import Moments
-from megatron_muon.runtime.owner_compute import OwnerCompute
-from megatron_muon.user_errors import in_flags
+from megatron_muon.step.matrix_step import StepSettings
+from megatron_muon.step.muon_step import MuonSettings, MuonStep
+from megatron_muon.step.scales import scale_function
+from megatron_muon.step.second_moments import SecondMoments
+from megatron_muon.user_errors import in_flags, naming_flags
 
 
 class FSDPZeROTensorParallelMuon(TensorParallelMuon):
     """Muon for DTensor parameters whose rows Megatron-FSDP shards over data-parallel ranks.
 
-    :class:`~megatron_muon.mcore.muon_step.MuonStep` steps it: the momentum of this rank's rows is
-    updated, whole matrices are orthogonalized, and this rank's rows of the results are subtracted.
-    A step equals that of :class:`TensorParallelMuon` on the unsharded model, because momentum,
-    Nesterov and weight decay are elementwise.
+    :func:`build_muon_step` builds its step: the momentum of this rank's rows is updated, whole
+    matrices are orthogonalized, and this rank's rows of the results are subtracted. A step equals
+    that of :class:`TensorParallelMuon` on the unsharded model, because momentum, Nesterov and
+    weight decay are elementwise.
 
     Parameters that every rank holds whole (``no_shard``) are stepped by this class too: the parent
     would pass a DTensor to Newton-Schulz, whose ``shape`` is global to tensor parallelism.
 
     Args:
         params: DTensor parameters or parameter groups, in the same order on all ranks.
-        parts: What the tensor-parallel rank has of each parameter, and the boxes of its ranks; see
-            :func:`~megatron_muon.rows.parameters.part_of`.
+        tensor_shards: Shard of every parameter on its tensor-parallel rank, with the boxes of
+            ranks; see :func:`~megatron_muon.rows.parameters.tensor_shard_of`.
         device: Where shards are; None for that of the parameters. A pipeline stage may have none.
         momentum_dtype: bfloat16 halves the memory of momentum, which a step averages in float32 and
             rounds once.
+        offload_momentum: Whether momentum is in pinned CPU memory between steps.
         **muon_kwargs: Arguments of :class:`TensorParallelMuon`.
 
     What a step computes element by element runs over few long tensors: Megatron-FSDP keeps the
@@ -54,38 +54,35 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         momentum.
     """
 
-    method: StackMethod | Namo | None = None  # what a subclass does to results
-    newton_schulz: NewtonSchulzSettings
-    parts: Mapping[torch.Tensor, NamedParameter]
+    tensor_shards: Mapping[torch.Tensor, PlannedParameter]
     params: list[Any]  # as at construction
 
     def __init__(
         self,
         params: Iterable[Any],
         *,
-        parts: Mapping[torch.Tensor, NamedParameter],
+        tensor_shards: Mapping[torch.Tensor, PlannedParameter],
         device: torch.device | None = None,
         momentum_dtype: torch.dtype = torch.float32,
+        offload_momentum: bool = False,
         **muon_kwargs: Any,
     ) -> None:
-        self.momentum_dtype = momentum_dtype
+        self.momentum_dtype, self.offload_momentum = momentum_dtype, offload_momentum
         super().__init__(params, **muon_kwargs)
         # Upstream keeps these in a closure.
         parameters = inspect.signature(TensorParallelMuon.__init__).parameters
         values = {name: muon_kwargs.get(name, given.default) for name, given in parameters.items()}
-        self._scale_mode, self._extra_factor = values["scale_mode"], values["extra_scale_factor"]
-        self.newton_schulz = NewtonSchulzSettings(
-            steps=values["num_ns_steps"],
-            coefficient_type=values["coefficient_type"],
-            is_bf16=values["fp32_matmul_prec"] == "medium",
-            scale=self.scale,
-            method=self.method,
-        )
-        self.parts = parts
+        self._num_steps, self._coefficients = values["num_ns_steps"], values["coefficient_type"]
+        self.scale_mode = values["scale_mode"]
+        self.extra_scale_factor = values["extra_scale_factor"]
+        self.scale = scale_function(self.scale_mode, self.extra_scale_factor)
+        self.tensor_shards = tensor_shards
         self.params = self._all_params()
         self.device = device or local_tensor(self.params[0]).device
-        self._group_sizes = [len(group["params"]) for group in self.param_groups]
-        self._shards = [local_tensor(param) for param in self.params]
+
+    def second_moments(self) -> SecondMoments:
+        """Return the second moments that divide results; none here."""
+        return SecondMoments(None, 0.0, 0.0, self.scale)
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Create the momentum of a group in one allocation, in the order of its parameters."""
@@ -96,7 +93,14 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         ]
         sizes = [local_tensor(param).numel() for param in new]
         if new:
-            flat = local_tensor(new[0]).new_zeros(sum(sizes), dtype=self.momentum_dtype)
+            device = local_tensor(new[0]).device
+            is_pinned = self.offload_momentum and device.type != "cpu"
+            flat = torch.zeros(
+                sum(sizes),
+                dtype=self.momentum_dtype,
+                device="cpu" if is_pinned else device,
+                pin_memory=is_pinned,
+            )
             for param, rows in zip(new, flat.split(sizes), strict=True):
                 momentum = torch.empty_like(param.data, dtype=self.momentum_dtype)
                 # Not from_local, whose DTensor would begin where its rows do in the allocation, and
@@ -104,37 +108,28 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
                 momentum._local_tensor = rows.view_as(local_tensor(param))  # type: ignore[attr-defined]
                 self.state[param]["momentum_buffer"] = momentum
 
-    def scale(self, num_rows: int, num_cols: int) -> tuple[float, float]:
-        """Return the two factors of a result. Upstream multiplies with them in turn."""
-        factor = get_muon_scale_factor(num_rows, num_cols, mode=self._scale_mode)
-        return factor, self._extra_factor
-
-    def params_of_kind(self, *, is_expert: bool) -> list[Any]:
-        """Return the parameters of experts, or the dense ones."""
-        return [p for p in self.params if getattr(p, "expert_tp", False) is is_expert]
-
-    def planned(self, param: Any) -> NamedParameter:
+    def planned(self, param: Any) -> PlannedParameter:
         """Return a parameter as the matrix that upstream's ``orthogonalize`` sees.
 
         It is whole over tensor parallelism in the modes that ask for it, and where tensor-parallel
         ranks have copies, such as those of a router.
         """
-        part = self.parts[param]
+        shard = self.tensor_shards[param]
         if self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(param):
             shapes = getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes
-            part = replace(part, blocks=tuple(shapes))
+            shard = replace(shard, blocks=tuple(shapes))
         if self.is_joined(param):
-            return over_tensor_ranks(part, param.device_mesh, param.partition_dim)
+            return over_tensor_ranks(shard, param.device_mesh, param.partition_dim)
         mesh = None
-        if self._tensor_group(param) is not None and not self._is_tensor_sharded(param):
+        if self.tensor_group(param) is not None and not self.is_tensor_sharded(param):
             mesh = tensor_mesh(param)
-        return part if mesh is None else over_tensor_ranks(part, mesh, None)
+        return shard if mesh is None else over_tensor_ranks(shard, mesh, None)
 
     def is_joined(self, param: Any) -> bool:
-        """Return whether the parts of all tensor-parallel ranks are one matrix."""
+        """Return whether the shards of all tensor-parallel ranks are one matrix."""
         # A head is whole on one tensor-parallel rank, and is orthogonalized there.
         is_by_head = getattr(param, "is_split_by_head", False)
-        return self._is_tensor_sharded(param) and self.tp_mode != "blockwise" and not is_by_head
+        return self.is_tensor_sharded(param) and self.tp_mode != "blockwise" and not is_by_head
 
     def holder_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of the model with all ranks that hold a dense matrix, or an expert."""
@@ -142,7 +137,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         found = (getattr(groups, name, None) for name in ("dp_cp", "expt_dp"))
         return [group for group in found if group is not None]
 
-    def _tensor_group(self, param: Any) -> dist.ProcessGroup | None:
+    def tensor_group(self, param: Any) -> dist.ProcessGroup | None:
         """Return the tensor-parallel group of a parameter; None where it is one rank."""
         groups, is_expert = self.pg_collection, getattr(param, "expert_tp", False)
         if groups is None:
@@ -150,10 +145,10 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         group: dist.ProcessGroup | None = groups.expt_tp if is_expert else groups.tp
         return group if group is not None and dist.get_world_size(group) > 1 else None
 
-    def _is_tensor_sharded(self, param: Any) -> bool:
-        """Return whether tensor-parallel ranks hold different parts of a parameter."""
+    def is_tensor_sharded(self, param: Any) -> bool:
+        """Return whether tensor-parallel ranks hold different shards of a parameter."""
         is_cut = getattr(param, "partition_dim", None) in (0, 1)
-        return is_cut and self._tensor_group(param) is not None
+        return is_cut and self.tensor_group(param) is not None
 
     def _all_params(self) -> list[Any]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -162,25 +157,26 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         """List settings that cannot work and parameters that cannot be stepped, as sentences."""
         problems = []
         try:
-            coefficients_of(self.newton_schulz.steps, self.newton_schulz.coefficient_type)
+            coefficients_of(self._num_steps, self._coefficients)
         except ValueError as error:
             problems.append(in_flags(str(error)))
         for param in self._all_params():
-            part = self.parts.get(param)
-            if part is None:
+            shard = self.tensor_shards.get(param)
+            if shard is None:
                 problems.append(
-                    f"parameter of shape {tuple(param.shape)}: expected an entry in parts, got "
-                    "none. Build the optimizer through build_megatron_fsdp_emerging_optimizer"
+                    f"parameter of shape {tuple(param.shape)}: expected an entry in "
+                    "tensor_shards, got none. Build the optimizer through "
+                    "build_megatron_fsdp_emerging_optimizer"
                 )
             elif not isinstance(param, DTensor) or param.dtype != torch.float32:
                 problems.append(
-                    f"{part.name}: expected a float32 DTensor, got {type(param).__name__} of "
+                    f"{shard.name}: expected a float32 DTensor, got {type(param).__name__} of "
                     f"{param.dtype}. Wrap the model in Megatron-FSDP with fp32 main parameters "
                     "(--megatron-fsdp-main-params-dtype fp32)"
                 )
-            elif tuple(param._local_tensor.shape) != part.local_shape:
+            elif tuple(param._local_tensor.shape) != shard.local_shape:
                 problems.append(
-                    f"{part.name}: expected a local shard of shape {part.local_shape}, got "
+                    f"{shard.name}: expected a local shard of shape {shard.local_shape}, got "
                     f"{tuple(param._local_tensor.shape)}. Pass the layout the model was sharded by"
                 )
         return problems
@@ -192,41 +188,51 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
             "Step the optimizer that build_megatron_fsdp_emerging_optimizer returned."
         )
 
-    def parameter_changes(self) -> list[str]:
-        """List what has changed about the parameters since construction, as sentences."""
-        now = self._all_params()
-        if (
-            [len(group["params"]) for group in self.param_groups] != self._group_sizes
-            # By identity, without a loop in Python: a step does this for every parameter.
-            or not all(map(operator.is_, now, self.params))
-        ):
-            return [
-                f"param_groups: expected the {len(self.params)} parameters of construction, got "
-                f"{len(now)}, or others. Build a new optimizer"
-            ]
-        shards = [param._local_tensor for param in now]
-        if all(map(operator.is_, shards, self._shards)):
-            return []
-        return [
-            f"{self.parts[param].name}: expected a local shard of shape "
-            f"{self.parts[param].local_shape}, got {tuple(shard.shape)}. Build a "
-            "new optimizer after the model was sharded again"
-            for param, shard in zip(now, shards, strict=True)
-            if tuple(shard.shape) != self.parts[param].local_shape
-        ]
 
-    def bind(self, compute: OwnerCompute) -> None:
-        """Learn what orthogonalizes matrices, before any state is created."""
+def build_muon_step(
+    optimizers: Sequence[FSDPZeROTensorParallelMuon],
+    exchange: ExchangeSettings | None = None,
+    *,
+    gradients_stay: bool = False,
+) -> MuonStep:
+    """Build the step of the Muon optimizers of a model; called by all ranks together.
 
-    def hooks(self, held: Sequence[tuple[Any, Any]]) -> list[StepHooks]:
-        """Return what a step does besides.
+    Args:
+        optimizers: Of experts, of dense matrices, or one for both; with equal settings.
+        exchange: Settings of the exchange; None for the defaults.
+        gradients_stay: Whether gradients are in the same memory in every step.
 
-        Args:
-            held: By position, the parameters with rows on this rank, of all optimizers of the
-                step, behind their optimizer, of this class too.
-        """
-        return []
-
-    def shared_state(self) -> Iterator[tuple[Moments, slice, torch.Tensor]]:
-        """Yield the second moments that ranks share; none here."""
-        return iter(())
+    Raises:
+        RuntimeError: On all ranks; see :class:`~megatron_muon.step.muon_step.MuonStep`. One has a
+            parameter without a layout, not a float32 DTensor, or of another local shape.
+    """
+    first, is_bf16 = optimizers[0], optimizers[0].fp32_matmul_prec == "medium"
+    moments = first.second_moments()
+    kinds = [type(muon).__name__ for muon in optimizers]
+    settings = MuonSettings(
+        NewtonSchulzSettings(
+            first._num_steps, first._coefficients, is_bf16, first.scale, method=moments.method
+        ),
+        exchange or ExchangeSettings(),
+        StepSettings(
+            first.nesterov,
+            first.weight_decay_method,
+            first.fp32_matmul_prec,
+            overwrites_gradients=True,
+            gradients_stay=gradients_stay,
+            momentum_dtype=first.momentum_dtype,
+            offload_momentum=first.offload_momentum,
+        ),
+        f"{first.scale_mode} {first.extra_scale_factor}, optimizers {kinds}",
+    )
+    problems = [problem for muon in optimizers for problem in muon.problems()]
+    with naming_flags():
+        return MuonStep(
+            optimizers,
+            [muon.planned(p) for muon in optimizers for p in muon.params] if not problems else [],
+            settings,
+            moments,
+            first.device,
+            problems=problems,
+            known_groups=[group for muon in optimizers for group in muon.holder_groups()],
+        )

@@ -20,7 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_muon.mcore.fsdp_model import is_wrapped, sharded_module, sharded_parameters
 from megatron_muon.mcore.unsupported import QK_CLIP_UNSUPPORTED, unsupported_settings
-from megatron_muon.rows.megatron_fsdp import own_rows, shape_of_part
+from megatron_muon.rows.megatron_fsdp import own_rows, tensor_shard_shape
 from megatron_muon.user_errors import SettingsError
 
 # Layers of an attention module that upstream's clip_qk clips.
@@ -171,7 +171,7 @@ def _factors(attention: Any, weights: dict[str, Any]) -> dict[str, torch.Tensor]
     """
     device = attention.core_attention.current_max_attn_logits.device
     columns = {
-        child: torch.ones(shape_of_part(weight)[0], 1, device=device)
+        child: torch.ones(tensor_shard_shape(weight)[0], 1, device=device)
         for child, weight in weights.items()
     }
     clone = copy.copy(attention)

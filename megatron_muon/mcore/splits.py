@@ -1,18 +1,26 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Tag the parameters whose rows are orthogonalized in blocks.
+"""Tag the parameters whose rows are orthogonalized in blocks, and route parameters to optimizers.
 
 The tags are upstream's (``is_qkv``, ``qkv_split_shapes``), which are valid for any rows, so that
-upstream's Muon under DDP splits the same parameters. Only this file decides the blocks of a
-parameter, by the module that holds it.
+upstream's Muon under DDP splits the same parameters. A run under DDP with the same flags is the
+reference for one under Megatron-FSDP. Only this file decides the blocks of a parameter, by the
+module that holds it.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
+from megatron.core import optimizer as mcore_optimizer
+from megatron.core.optimizer.emerging_optimizers import (
+    _EMERGING_OPTIMIZERS,
+    _get_qkv_split_shapes,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
 
+from megatron_muon.mcore.arguments import MUON_OPTIMIZERS, requested_splits, skips_router
 from megatron_muon.plan.splits import Splits, all_heads, halves
 
 # Classes in which gate and up alternate, and the field of their configuration with the block size.
@@ -95,3 +103,80 @@ def _split_shapes(
         return None
     second = config.v_head_dim if name == "linear_kv_up_proj" else config.qk_pos_emb_head_dim
     return config.qk_head_dim, second
+
+
+def routing_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
+    """Return the overrides that assign parameters to a scalar optimizer.
+
+    Megatron's rule selects parameters that are not matrices. With Muon,
+    ``config.muon_scalar_optimizer`` steps them, and parameters that later releases mark; with Lion,
+    Adam does.
+    """
+    rule = copy.deepcopy(_EMERGING_OPTIMIZERS[config.optimizer].default_param_overrides)
+    if config.optimizer == "lion":
+        return rule
+    to_scalar = {"optimizer": config.muon_scalar_optimizer}
+    for override in rule.values():
+        override.update(to_scalar)
+    excluded = ParamPredicate(name="asks_for_another_optimizer", fn=_is_excluded)
+    return {**rule, ParamKey(predicate=excluded): to_scalar, **router_rule(config)}
+
+
+def router_rule(config: OptimizerConfig) -> dict[ParamKey, Any]:
+    """Return the override of ``--moe-router-skip-muon``; empty without the flag."""
+    if not skips_router():
+        return {}
+    return {ParamKey(name="*.router.weight"): {"optimizer": config.muon_scalar_optimizer}}
+
+
+def _is_excluded(param: torch.Tensor) -> bool:
+    """Return whether a module asks for another optimizer, as Mamba does for ``in_proj``."""
+    return getattr(param, "use_muon", True) is False
+
+
+def asks_for_more(config: Any) -> bool:
+    """Return whether the flags ask for more than upstream's function does by itself.
+
+    Args:
+        config: Optimizer configuration.
+    """
+    if config.optimizer not in MUON_OPTIMIZERS:
+        return False
+    splits = requested_splits(config)
+    return splits != Splits(qkv=splits.qkv) or skips_router()
+
+
+def build_with_flags(
+    original: Callable[..., Any],
+    config: Any,
+    model_chunks: Sequence[Any],
+    config_overrides: dict[Any, Any] | None,
+    pg_collection: Any,
+) -> Any:
+    """Call ``_get_megatron_emerging_optimizer`` with what the flags ask for.
+
+    Args:
+        original: Upstream's function.
+        config: Optimizer configuration.
+        model_chunks: Model chunks, not of Megatron-FSDP.
+        config_overrides: Per-parameter settings.
+        pg_collection: Process groups of the model.
+    """
+    for chunk in model_chunks:
+        tag_blocks(chunk, requested_splits(config), lambda param: param.shape[0])
+    overrides = {**(config_overrides or {}), **router_rule(config)}
+    # Only the tags decide what is split, as under Megatron-FSDP.
+    config = copy.copy(config)
+    config.muon_split_qkv = True
+    # Upstream's function would overwrite our tags of query, key and value.
+    upstream = mcore_optimizer._get_qkv_split_shapes
+    mcore_optimizer._get_qkv_split_shapes = _no_split_shapes
+    try:
+        return original(config, model_chunks, overrides, pg_collection)
+    finally:
+        mcore_optimizer._get_qkv_split_shapes = upstream
+
+
+def _no_split_shapes(_model_config: Any) -> list[int]:
+    """Return a size of which no number of rows is a multiple, so that upstream tags nothing."""
+    return [2**62]

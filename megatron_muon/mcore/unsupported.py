@@ -1,30 +1,98 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What Muon under Megatron-FSDP refuses: one table for command lines and megatron-core scripts."""
+"""Refuse settings: one table for command lines and megatron-core scripts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from megatron_muon.mcore.pipeline_settings import STAGES_UNSUPPORTED
-from megatron_muon.mcore.refusal import (
-    CHECKPOINTS,
-    Settings,
-    Unsupported,
-    asks_for,
-    flags,
-    has_checkpoints,
-    value,
-)
 from megatron_muon.user_errors import SettingsError
 
 # What --optimizer may be: Muon and its adaptive forms, and Lion, which is elementwise.
 BUILT_OPTIMIZERS = ("muon", "adaptive_muon", "lion")
 
+Settings = Mapping[str, Any]
 
-def _layer_wise_flag(settings: Settings) -> str:
-    # The flag only turns a layout off; the configuration of a script names the optimizer itself.
-    if settings.get("use_layer_wise_param_layout", True) is False:
-        return "--no-use-layer-wise-param-layout"
-    return "use_layer_wise_distributed_optimizer"
+
+@dataclass(frozen=True)
+class Unsupported:
+    """One setting that cannot work.
+
+    Args:
+        flag: How the user asked for it.
+        is_requested: Whether these settings ask for it.
+        reason: Why it cannot work.
+        instead: What to do.
+        found: What was given; None where ``flag`` says it all.
+    """
+
+    flag: str
+    is_requested: Callable[[Settings], bool]
+    reason: str
+    instead: str
+    found: Callable[[Settings], str] | None = None
+
+    def sentence(self, settings: Settings) -> str:
+        """Return what was asked for and given, why it cannot work, and what to do."""
+        given = f", got {self.found(settings)}" if self.found is not None else ""
+        return f"{self.flag}{given}: {self.reason}; {self.instead}."
+
+
+def value(name: str) -> Callable[[Settings], str]:
+    """Return a ``found`` that is the value of one setting."""
+    return lambda settings: str(settings.get(name)).removeprefix("torch.")
+
+
+def flags(*names: str) -> Callable[[Settings], str]:
+    """Return a ``found`` that spells those settings that were given as flags."""
+
+    def spelled(settings: Settings) -> str:
+        """Spell the flags that were given."""
+        given = []
+        for name in names:
+            found = settings.get(name)
+            # A flag without a value is False where it was not given; 0 may have been given.
+            if found is None or found is False:
+                continue
+            flag = "--" + name.replace("_", "-")
+            given.append(flag if found is True else f"{flag} {value(name)(settings)}")
+        return " ".join(given)
+
+    return spelled
+
+
+def has(*names: str) -> Callable[[Settings], bool]:
+    """Return an ``is_requested`` that is true if all of some settings are."""
+    return lambda settings: all(settings.get(name) for name in names)
+
+
+CHECKPOINTS = ("save", "load", "pretrained_checkpoint")
+
+
+def has_checkpoints(settings: Settings) -> bool:
+    """Return whether a checkpoint is saved or loaded."""
+    return any(settings.get(key) is not None for key in CHECKPOINTS)
+
+
+_STAGES = "pipeline_model_parallel_size"
+
+
+def has_stages(settings: Settings) -> bool:
+    """Return whether there are several pipeline stages."""
+    return (settings.get(_STAGES) or 1) > 1
+
+
+def _has_chunks(settings: Settings) -> bool:
+    """Return whether a rank has several stages, which Megatron derives from one of these later."""
+    layout = settings.get("pipeline_model_parallel_layout")
+    if isinstance(layout, str):
+        from megatron.core.transformer.pipeline_parallel_layer_layout import (
+            PipelineParallelLayerLayout,
+        )
+
+        return PipelineParallelLayerLayout.get_num_stages_from_str(layout) > settings[_STAGES]
+    keys = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    return any(settings.get(key) is not None for key in keys)
 
 
 def _is_hsdp(settings: Settings) -> bool:
@@ -49,43 +117,6 @@ def _has_whole_graph(settings: Settings) -> bool:
     return "full_iteration" in [getattr(each, "name", each) for each in given]
 
 
-_REFUSED_OPTIMIZERS: tuple[Unsupported, ...] = (
-    Unsupported(
-        "--optimizer dist_muon",
-        asks_for("dist_muon"),
-        "it is Muon with the layer-wise distributed optimizer, which Megatron-FSDP replaces",
-        "use --optimizer muon",
-    ),
-    Unsupported(
-        "--optimizer soap or rekls",
-        asks_for("soap", "rekls"),
-        "their state belongs to whole matrices, and has no rows to shard",
-        "use --optimizer muon or adaptive_muon",
-        value("optimizer"),
-    ),
-    Unsupported(
-        "--optimizer laprop",
-        asks_for("laprop"),
-        "it is elementwise, and has not been built here",
-        "use --optimizer adam or lion",
-    ),
-    Unsupported(
-        "--optimizer scion",
-        asks_for("scion"),
-        "Megatron cannot build it: Scion takes no betas, which Megatron passes",
-        "use --optimizer muon --muon-scale-mode unit_rms_norm without --muon-nesterov; "
-        "--muon-extra-scale-factor is the spectral radius. Scion's weight decay of 1 would reach "
-        "what Adam steps, too",
-    ),
-    Unsupported(
-        "--optimizer muon_hyperball, polargrad, spel, mop or sinkhorn_muon",
-        asks_for("muon_hyperball", "polargrad", "spel", "mop", "sinkhorn_muon"),
-        "Megatron cannot build them: they take no betas, which Megatron passes",
-        "use --optimizer muon or adaptive_muon",
-        value("optimizer"),
-    ),
-)
-
 # Whatever the optimizer is: Adam's weights are clipped too.
 QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
@@ -101,13 +132,13 @@ QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "--qk-clip --attention-output-gate",
-        lambda s: bool(s.get("qk_clip") and s.get("attention_output_gate")),
+        has("qk_clip", "attention_output_gate"),
         "upstream's clip leaves the gate out of linear_qkv, and fails",
         "drop one of them",
     ),
     Unsupported(
         "--qk-clip --optimizer-cpu-offload",
-        lambda s: bool(s.get("qk_clip") and s.get("optimizer_cpu_offload")),
+        has("qk_clip", "optimizer_cpu_offload"),
         "the next step overwrites clipped weights with their copies on the CPU",
         "drop one of them",
     ),
@@ -119,32 +150,57 @@ QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
 )
 
-FSDP_UNSUPPORTED = (*QK_CLIP_UNSUPPORTED, *STAGES_UNSUPPORTED)
+# Megatron-FSDP with pipeline stages, with any optimizer.
+_STAGES_ROWS: tuple[Unsupported, ...] = (
+    Unsupported(
+        "checkpoints with several stages on a rank (interleaved schedules)",
+        lambda s: has_stages(s) and _has_chunks(s) and has_checkpoints(s),
+        "Megatron-FSDP's checkpoints hold one chunk of layers per rank",
+        "use one stage per rank, or train without checkpoints",
+        flags(
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "pipeline_model_parallel_layout",
+            *CHECKPOINTS,
+        ),
+    ),
+    Unsupported(
+        "checkpoints of --mtp-num-layers with pipeline stages",
+        lambda s: has_stages(s) and bool(s.get("mtp_num_layers")) and has_checkpoints(s),
+        "two stages save their copies of the embedding under one name",
+        "drop --mtp-num-layers, or train without checkpoints",
+        flags("mtp_num_layers", *CHECKPOINTS),
+    ),
+    Unsupported(
+        "--defer-embedding-wgrad-compute",
+        has("defer_embedding_wgrad_compute"),
+        "Megatron-FSDP reduces the gradient of the output layer before it has been computed",
+        "drop it",
+    ),
+)
+
+FSDP_UNSUPPORTED = (*QK_CLIP_UNSUPPORTED, *_STAGES_ROWS)
 
 # docs/support.md shows the same rows; a test compares them. A predicate sees the command line's
 # namespace, or the merged configurations of a script on megatron-core, where most keys are absent:
 # absent means not asked for.
 UNSUPPORTED: tuple[Unsupported, ...] = (
-    *_REFUSED_OPTIMIZERS,
     Unsupported(
-        "--optimizer of another name",
-        lambda s: (
-            s.get("optimizer") not in BUILT_OPTIMIZERS
-            and not any(row.is_requested(s) for row in _REFUSED_OPTIMIZERS)
-        ),
+        "--optimizer other than muon, adaptive_muon and lion",
+        lambda s: s.get("optimizer") not in BUILT_OPTIMIZERS,
         "it has no implementation over row shards here",
         "use --optimizer muon, adaptive_muon, lion, adam or sgd",
         value("optimizer"),
     ),
     Unsupported(
         "--fp16",
-        lambda s: bool(s.get("fp16")),
+        has("fp16"),
         "emerging optimizers have no loss scaling",
         "use --bf16",
     ),
     Unsupported(
         "--use-precision-aware-optimizer",
-        lambda s: bool(s.get("use_precision_aware_optimizer")),
+        has("use_precision_aware_optimizer"),
         "it keeps gradients and states outside of the fp32 tensors that Muon steps",
         "drop it; Muon already keeps one state tensor where Adam keeps two",
     ),
@@ -157,44 +213,36 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "--optimizer-cpu-offload",
-        lambda s: bool(s.get("optimizer_cpu_offload")),
-        "Newton-Schulz runs where the momentum lies",
+        has("optimizer_cpu_offload"),
+        "Newton-Schulz runs on the device of the momentum",
         "drop it, or shard over more ranks",
     ),
     Unsupported(
         "--optimizer-cuda-graph",
-        lambda s: bool(s.get("optimizer_cuda_graph")),
+        has("optimizer_cuda_graph"),
         "the step checks gradients on the host",
         "drop it",
     ),
     Unsupported(
         "--cuda-graph-impl, --cuda-graph-modules or --cuda-graph-scope full_iteration",
         _has_whole_graph,
-        "a replay runs no Python: HSDP would raise for reductions that nobody counted, and every "
-        "step would attach all gradients once more",
+        "replaying a graph skips the Python hooks that reduce and attach gradients",
         "use --cuda-graph-impl none, or graphs of layers, which no test covers",
     ),
     Unsupported(
-        "the layer-wise distributed optimizer",
+        "--no-use-layer-wise-param-layout or use_layer_wise_distributed_optimizer",
         lambda s: (
             bool(s.get("use_layer_wise_distributed_optimizer"))
             or s.get("use_layer_wise_param_layout", True) is False
         ),
         "it assigns whole layers to ranks, and Megatron-FSDP has already sharded their rows",
         "drop it; rows stay sharded under --use-megatron-fsdp",
-        _layer_wise_flag,
-    ),
-    Unsupported(
-        "--use-torch-fsdp2",
-        lambda s: bool(s.get("use_torch_fsdp2")),
-        "the optimizer reads Megatron-FSDP's shards",
-        "use --use-megatron-fsdp alone",
     ),
     *FSDP_UNSUPPORTED,
     Unsupported(
         "ddp_config.megatron_fsdp_use_decoupled_grad",
-        lambda s: bool(s.get("megatron_fsdp_use_decoupled_grad")),
-        "gradients then hang on another attribute than Muon and Adam read",
+        has("megatron_fsdp_use_decoupled_grad"),
+        "gradients are then stored in another attribute than Muon and Adam read",
         "leave it False",
     ),
     Unsupported(
@@ -237,29 +285,11 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         flags("mtp_num_layers", "mtp_use_repeated_layer", "data_parallel_sharding_strategy"),
     ),
     Unsupported(
-        "--outer-dp-sharding-strategy optim without optim_grads_params",
-        lambda s: (
-            _is_hsdp(s)
-            and s.get("outer_dp_sharding_strategy", "no_shard") != "no_shard"
-            and s.get("data_parallel_sharding_strategy") != "optim_grads_params"
-        ),
-        "Megatron-FSDP shards over outer ranks only what is fully sharded over inner ones",
-        "add --data-parallel-sharding-strategy optim_grads_params",
-        flags("outer_dp_sharding_strategy", "data_parallel_sharding_strategy"),
-    ),
-    Unsupported(
         "--megatron-fsdp-main-params-dtype other than fp32",
         _has_low_precision_main_params,
         "Newton-Schulz and momentum need float32 main parameters",
         "use --megatron-fsdp-main-params-dtype fp32",
         value("megatron_fsdp_main_params_dtype"),
-    ),
-    Unsupported(
-        "--ckpt-format other than fsdp_dtensor",
-        lambda s: s.get("ckpt_format", "fsdp_dtensor") != "fsdp_dtensor",
-        "Megatron-FSDP writes no other format",
-        "use --ckpt-format fsdp_dtensor",
-        value("ckpt_format"),
     ),
     Unsupported(
         "checkpoints of grouped experts with biases under expert parallelism",
@@ -278,7 +308,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "--async-save",
-        lambda s: bool(s.get("async_save")),
+        has("async_save"),
         "upstream's asynchronous writer has not been run with Megatron-FSDP here, and does not "
         "replace a checkpoint in one step",
         "drop it",
@@ -299,7 +329,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "--load-main-params-from-ckpt",
-        lambda s: bool(s.get("load_main_params_from_ckpt")),
+        has("load_main_params_from_ckpt"),
         "fsdp_dtensor checkpoints hold the main parameters, which are loaded anyway",
         "drop it",
     ),
@@ -337,3 +367,17 @@ def raise_where_refused(optimizer: object, refusals: Sequence[str]) -> None:
             f"--optimizer {optimizer} --use-megatron-fsdp cannot run with:\n  "
             + "\n  ".join(refusals)
         )
+
+
+def alignment_problems(config: Any) -> list[str]:
+    """List what makes stages reduce no gradients, as a sentence.
+
+    Args:
+        config: Configuration of a model chunk, while it trains.
+    """
+    if config.pipeline_model_parallel_size < 2 or config.grad_sync_func is None:
+        return []
+    return [
+        "config.grad_sync_func: expected None with pipeline stages, got a function, which "
+        "Megatron-FSDP ignores: gradients of stages stay unreduced. Leave it out"
+    ]

@@ -117,18 +117,18 @@ class ExchangePlan:
             owners = self.owners[index]
             if listed[index] != 1:
                 raise ValueError(
-                    f"{matrix.fqn}: expected to be local or in one bucket, got it listed "
+                    f"{matrix.name}: expected to be local or in one bucket, got it listed "
                     f"{listed[index]} times. Build the plan with ExchangePlan.build()."
                 )
             if not owners or not set(owners) <= set(matrix.ranks):
                 raise ValueError(
-                    f"{matrix.fqn}: expected owners among the ranks of its domain, got {owners}. "
+                    f"{matrix.name}: expected owners among the ranks of its domain, got {owners}. "
                     "Assign the matrices of this plan."
                 )
         for index in self.local:
             if not _is_local(self.matrices[index], self.owners[index]):
                 raise ValueError(
-                    f"{self.matrices[index].fqn}: expected a local matrix to be whole on its "
+                    f"{self.matrices[index].name}: expected a local matrix to be whole on its "
                     f"owner, got owners {self.owners[index]} and other holders. Put it into a "
                     "bucket."
                 )
@@ -182,13 +182,13 @@ class ExchangePlan:
         regions = {id(matrix.regions): matrix.regions for matrix in self.matrices}
         checksums = {key: zlib.crc32(repr(each).encode()) for key, each in regions.items()}
         what = [
-            f"{matrix.fqn} {matrix.blocks} layout {checksums[id(matrix.regions)]:08x}"
+            f"{matrix.name} {matrix.blocks} layout {checksums[id(matrix.regions)]:08x}"
             f"{' transposed' if matrix.is_transposed else ''}"
             for matrix in self.matrices
         ]
         bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
         who = [
-            f"{matrix.fqn} owners {owners} bucket {bucket_of.get(index, 'local')} "
+            f"{matrix.name} owners {owners} bucket {bucket_of.get(index, 'local')} "
             f"by {' '.join(self.backend(index, block) for block in range(len(matrix.blocks)))}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
@@ -261,7 +261,7 @@ def staging_problem(
     return (
         f"staging memory: expected at most {staging_bytes:,} bytes a rank, got {needed:,} for "
         f"messages and stacks of {len(plans)} {'plans' if len(plans) > 1 else 'plan'}; the largest "
-        f"matrix, {matrix.fqn}, has {matrix.num_elements * largest.wire.gather_bytes:,}. Set "
+        f"matrix, {matrix.name}, has {matrix.num_elements * largest.wire.gather_bytes:,}. Set "
         f"exchange.staging_bytes to {enough} or more, or shard the model over more ranks."
     )
 
@@ -279,7 +279,7 @@ def _check_replicas(matrices: Sequence[MatrixLayout]) -> None:
                 known = replicas.setdefault(rank, holders)
                 if known is not holders or not is_ascending:
                     raise ValueError(
-                        f"{matrix.fqn}: expected the replicas of rank {rank} to be {known}, "
+                        f"{matrix.name}: expected the replicas of rank {rank} to be {known}, "
                         f"ascending, got {holders}. Plan matrices of other groups separately."
                     )
 

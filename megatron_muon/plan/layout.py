@@ -97,7 +97,7 @@ class MatrixLayout:
     """Where every region of a matrix lies, and which ranks may own the matrix.
 
     Args:
-        fqn: Fully qualified name of the parameter.
+        name: Parameter, with index in the batch and outputs of the slice where it has several.
         blocks: Shape ``(rows, cols)`` of each block, whole over tensor parallelism where its mode
             asks for that.
         regions: Rectangles that tile the blocks.
@@ -110,7 +110,7 @@ class MatrixLayout:
             not own the matrix.
     """
 
-    fqn: str
+    name: str
     blocks: tuple[tuple[int, int], ...]
     regions: tuple[Region, ...]
     ranks: tuple[int, ...]
@@ -122,13 +122,13 @@ class MatrixLayout:
         tiled = sum(region.num_rows * region.num_cols for region in self.regions)
         if tiled != self.num_elements:
             raise ValueError(
-                f"{self.fqn}: expected regions with {self.num_elements} elements in all, as its "
+                f"{self.name}: expected regions with {self.num_elements} elements in all, as its "
                 f"blocks {self.blocks} have, got {tiled}. Pass the boxes of all ranks."
             )
         strangers = set(self.elements_by_rank).difference(self.ranks)
         if strangers:
             raise ValueError(
-                f"{self.fqn}: expected every holder among the ranks that may own it, got ranks "
+                f"{self.name}: expected every holder among the ranks that may own it, got ranks "
                 f"{sorted(strangers)}. Pass the whole domain."
             )
 
@@ -191,56 +191,56 @@ def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[R
     return blocks
 
 
-class Segment(NamedTuple):
-    """Outputs of the matrices of a parameter that are orthogonalized separately.
+class OutputSlice(NamedTuple):
+    """Outputs of a parameter that make a matrix of their own.
 
     Outputs are rows, or columns if the parameter is transposed.
 
     Args:
-        rows: The outputs.
+        outputs: First output, and the output after the last one.
         blocks: For groups that repeat, the outputs of one group by block, such as query, key and
             value; None for one block.
-        step: Distance of its outputs: 1, or the number of interleaved segments.
+        stride: Distance of its outputs: 1, or the number of interleaved slices.
     """
 
-    rows: RowRange
+    outputs: RowRange
     blocks: tuple[int, ...] | None = None
-    step: int = 1
+    stride: int = 1
 
     def within(self, first: int, last: int) -> tuple[int, slice, int]:
-        """Return what a shard has of it.
+        """Return the intersection with a shard.
 
         Args:
             first: First output of the shard.
             last: The output after its last one.
 
         Returns:
-            The position in the segment, the outputs in the shard, and their number.
+            The position in the slice, the outputs in the shard, and their number.
         """
-        position = max(0, -(-(first - self.rows.start) // self.step))
-        start = self.rows.start + position * self.step
-        stop = max(start, min(last, self.rows.stop))
+        position = max(0, -(-(first - self.outputs.start) // self.stride))
+        start = self.outputs.start + position * self.stride
+        stop = max(start, min(last, self.outputs.stop))
         return (
             position,
-            slice(start - first, stop - first, self.step),
-            len(range(start, stop, self.step)),
+            slice(start - first, stop - first, self.stride),
+            len(range(start, stop, self.stride)),
         )
 
 
 def tile(
-    shape: tuple[int, int], segment: Segment, boxes: Mapping[int, Box], output_dim: int = 0
+    shape: tuple[int, int], outputs: OutputSlice, boxes: Mapping[int, Box], output_dim: int = 0
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Region, ...]]:
-    """Return the blocks of a segment of a matrix, and the regions that tile them.
+    """Return the blocks of a slice of a matrix, and the regions that tile them.
 
     Args:
         shape: Of the matrix.
-        segment: Its outputs that are orthogonalized.
+        outputs: Outputs that make a matrix of their own.
         boxes: What each rank holds of the matrix; ranks that hold nothing may be missing. Ranks
             with equal boxes are replicas, whatever makes them so: hybrid sharding, ZeRO-0, tensor
             parallelism that replicates.
         output_dim: Dimension of outputs.
     """
-    return _tiling(shape, segment, tuple(boxes.items()), output_dim)
+    return _tiling(shape, outputs, tuple(boxes.items()), output_dim)
 
 
 # Equal layers share regions, of which a matrix over 16,384 ranks has thousands, and what the
@@ -248,7 +248,7 @@ def tile(
 @functools.lru_cache(maxsize=256)
 def _tiling(
     shape: tuple[int, int],
-    segment: Segment,
+    outputs: OutputSlice,
     boxes: tuple[tuple[int, Box], ...],
     output_dim: int,
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Region, ...]]:
@@ -257,16 +257,16 @@ def _tiling(
         holders[box].append(rank)
     held = []
     for box, members in holders.items():
-        position, _, count = segment.within(*box[output_dim])
+        position, _, count = outputs.within(*box[output_dim])
         if count and all(start < stop for start, stop in box):
             held.append((position, position + count, box, tuple(members)))
     held.sort()
     # A scan of all boxes for each query group would make planning quadratic in ranks.
     ends = list(itertools.accumulate((stop for _, stop, _, _ in held), max))
-    num_outputs = len(range(*segment.rows, segment.step))
+    num_outputs = len(range(*outputs.outputs, outputs.stride))
     shapes: list[tuple[int, int]] = []
     regions: list[Region] = []
-    for block, runs in enumerate(block_rows(num_outputs, segment.blocks)):
+    for block, runs in enumerate(block_rows(num_outputs, outputs.blocks)):
         before = 0
         # Rows of a block are consecutive, though other blocks are between them in the parameter.
         for run in runs:
@@ -279,7 +279,7 @@ def _tiling(
                 ranges = list(box)
                 ranges[output_dim] = (before + first - run.start, before + last - run.start)
                 (row, last_row), (col, last_col) = ranges
-                # Only rows have blocks that repeat: all held columns of a segment are taken.
+                # Only rows have blocks that repeat: all held columns of a slice are taken.
                 local_row = 0 if output_dim else first - position
                 regions.append(
                     Region(ranks, block, row, last_row - row, col, last_col - col, local_row)

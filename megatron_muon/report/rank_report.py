@@ -67,7 +67,7 @@ class Report:
         num_buckets: Buckets of the plan with most of them.
         num_split_groups: Sets of ranks that split matrices.
         num_blocks: Blocks that each backend orthogonalizes.
-        matrices: ``index``, ``fqn`` and ``owner`` (``owners`` where it is split), in order.
+        matrices: ``index``, ``name`` and ``owner`` (``owners`` where it is split), in order.
     """
 
     ranks: list[RankReport]
@@ -192,7 +192,7 @@ class _Builder:
         held_by_all: dict[int, int] = {}
         for index, (matrix, owners) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
             who = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
-            self._matrices.append({"index": len(self._matrices), "fqn": matrix.fqn, **who})
+            self._matrices.append({"index": len(self._matrices), "name": matrix.name, **who})
             self._num_blocks.update(
                 plan.backend(index, block) for block in range(len(matrix.blocks))
             )

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices of a parameter: one, a batch of them, or the parts of a fused one."""
+"""Matrices of a parameter: one, a batch, or the slices of a fused one."""
 
 import itertools
 from collections import defaultdict
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.plan.layout import Box, MatrixLayout, RowRange, Segment, tile
-from megatron_muon.rows.parameters import NamedParameter, SplitSizes
+from megatron_muon.plan.layout import Box, MatrixLayout, OutputSlice, RowRange, tile
+from megatron_muon.rows.parameters import PlannedParameter, SplitSizes
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixRows:
-    """This rank's rows of one matrix, as a view of the local tensor of a parameter.
+class RowIndex:
+    """Index of this rank's rows of one matrix in the local tensor of a parameter.
 
     Args:
         param: The parameter.
         index: Position in the batch of the local tensor; None if the parameter is no batch.
-        rows: Its local rows.
-        cols: Its local columns, fewer than all where a transposed parameter is split.
+        rows: Local rows.
+        cols: Local columns, fewer than all where a transposed parameter is split.
     """
 
     param: torch.Tensor
@@ -36,10 +36,10 @@ class MatrixRows:
         return matrix[self.rows, self.cols]
 
 
-def segments_of(
+def output_slices(
     num_rows: int, split_sizes: SplitSizes, *, is_transposed: bool = False
-) -> list[Segment]:
-    """Return the segments that are orthogonalized separately.
+) -> list[OutputSlice]:
+    """Return the slices of outputs that are orthogonalized separately.
 
     Consecutive and interleaved blocks become matrices with owners of their own. The blocks of
     repeating groups are many short pieces, which stay with one owner.
@@ -56,7 +56,7 @@ def segments_of(
     """
     whole = RowRange(0, num_rows)
     if split_sizes is None:
-        return [Segment(whole, None)]
+        return [OutputSlice(whole, None)]
     sizes = split_sizes if isinstance(split_sizes, tuple) else (split_sizes,)
     # Not isinstance: True would be one block, and rows of numpy's integers make floats later.
     if any(type(size) is not int for size in sizes):
@@ -80,23 +80,23 @@ def segments_of(
         )
     if sum(split_sizes) < num_rows:
         if len(split_sizes) == 1:
-            return segments_of(num_rows, num_rows // split_sizes[0])
+            return output_slices(num_rows, num_rows // split_sizes[0])
         if max(split_sizes) == 1:
             step = len(split_sizes)
-            return [Segment(RowRange(start, num_rows), None, step) for start in range(step)]
+            return [OutputSlice(RowRange(start, num_rows), None, step) for start in range(step)]
         if is_transposed:
             raise ValueError(
                 f"split_sizes: expected all columns of a transposed matrix, or interleaved ones "
                 f"(1, 1), got groups of {split_sizes}. Store it as (outputs, inputs)"
             )
-        return [Segment(whole, split_sizes)]
+        return [OutputSlice(whole, split_sizes)]
     ends = list(itertools.accumulate(split_sizes, initial=0))
-    return [Segment(RowRange(*ends[i : i + 2]), None) for i in range(len(split_sizes))]
+    return [OutputSlice(RowRange(*ends[i : i + 2]), None) for i in range(len(split_sizes))]
 
 
 def matrices_of(
-    parameter: NamedParameter, domain: tuple[int, ...], rank: int
-) -> Iterator[tuple[MatrixLayout, MatrixRows | None]]:
+    parameter: PlannedParameter, domain: tuple[int, ...], rank: int
+) -> Iterator[tuple[MatrixLayout, RowIndex | None]]:
     """Yield the matrices of a parameter that a domain exchanges, with this rank's rows of them.
 
     Args:
@@ -106,9 +106,9 @@ def matrices_of(
     """
     boxes, is_batch = parameter.boxes, parameter.view.ndim == 3
     shape: tuple[int, int] = tuple(parameter.view.shape[-2:])  # type: ignore[assignment]
-    segments = [Segment(RowRange(0, shape[0]), parameter.blocks)]
+    slices = [OutputSlice(RowRange(0, shape[0]), parameter.blocks)]
     if parameter.blocks is None:
-        segments = segments_of(
+        slices = output_slices(
             shape[parameter.output_dim],
             parameter.split_sizes,
             is_transposed=parameter.is_transposed,
@@ -122,7 +122,7 @@ def matrices_of(
     else:
         held[0, 1] = dict(boxes)
     tilings = {
-        of_batch: [tile(shape, segment, ranks, parameter.output_dim) for segment in segments]
+        of_batch: [tile(shape, each, ranks, parameter.output_dim) for each in slices]
         for of_batch, ranks in held.items()
     }
     # In the order of the batch. Matrices that only other domains hold are left to them.
@@ -130,36 +130,38 @@ def matrices_of(
     for number, held_by in found:
         index = number if is_batch else None
         holds = rank in held[held_by]
-        for segment, (blocks, regions) in zip(segments, tilings[held_by], strict=True):
+        for outputs, (blocks, regions) in zip(slices, tilings[held_by], strict=True):
             yield (
                 MatrixLayout(
-                    _name(parameter, index, segment, len(segments)),
+                    _name(parameter, index, outputs, len(slices)),
                     blocks,
                     regions,
                     domain,
                     is_transposed=parameter.is_transposed,
                 ),
-                _own_rows(parameter, boxes[rank], index, segment) if holds else None,
+                _own_rows(parameter, boxes[rank], index, outputs) if holds else None,
             )
 
 
-def _name(parameter: NamedParameter, index: int | None, segment: Segment, num_segments: int) -> str:
+def _name(
+    parameter: PlannedParameter, index: int | None, outputs: OutputSlice, num_slices: int
+) -> str:
     name = parameter.name if index is None else f"{parameter.name}[{index}]"
-    if num_segments > 1:
+    if num_slices > 1:
         dim = "columns" if parameter.output_dim else "rows"
-        step = f" by {segment.step}" if segment.step > 1 else ""
-        name = f"{name} {dim} {segment.rows.start} to {segment.rows.stop - 1}{step}"
+        step = f" by {outputs.stride}" if outputs.stride > 1 else ""
+        name = f"{name} {dim} {outputs.outputs.start} to {outputs.outputs.stop - 1}{step}"
     return name
 
 
 def _own_rows(
-    parameter: NamedParameter, own: Box, index: int | None, segment: Segment
-) -> MatrixRows | None:
-    """Return this rank's rows of a segment, or None if it holds none."""
+    parameter: PlannedParameter, own: Box, index: int | None, outputs: OutputSlice
+) -> RowIndex | None:
+    """Return this rank's rows of a slice, or None if it holds none."""
     ranges = [slice(0, stop - start) for start, stop in own[-2:]]
-    # A segment may begin or end inside a shard, or miss it.
-    _, ranges[parameter.output_dim], count = segment.within(*own[-2:][parameter.output_dim])
+    # A slice may begin or end inside a shard, or miss it.
+    _, ranges[parameter.output_dim], count = outputs.within(*own[-2:][parameter.output_dim])
     if not count or any(each.start >= each.stop for each in ranges):
         return None
     position = None if index is None else index - own[0][0]
-    return MatrixRows(parameter.param, position, *ranges)
+    return RowIndex(parameter.param, position, *ranges)

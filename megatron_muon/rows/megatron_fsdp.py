@@ -96,7 +96,7 @@ def names_that_block_gradients(param: DTensor) -> tuple[object, list[str]]:
     return module, missing if len(missing) < len(waiting) else []
 
 
-def shape_of_part(param: Any) -> torch.Size:  # noqa: ANN401 - with attributes of megatron
+def tensor_shard_shape(param: Any) -> torch.Size:  # noqa: ANN401 - with attributes of megatron
     """Return the shape of a parameter on its tensor-parallel rank, over all ranks of its shards."""
     whole = param if is_of_fsdp_v2(param) else param.orig_param
     is_part = whole is not param and isinstance(whole, DTensor)
@@ -106,10 +106,10 @@ def shape_of_part(param: Any) -> torch.Size:  # noqa: ANN401 - with attributes o
 
 def is_joined(param: Any) -> bool:  # noqa: ANN401
     """Return whether tensor parallelism, which shards a parameter, is the last axis of its mesh."""
-    return tuple(param.shape) != tuple(shape_of_part(param))
+    return tuple(param.shape) != tuple(tensor_shard_shape(param))
 
 
-def layout_of_part(param: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def tensor_shard_layout(param: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return mesh and placements of a parameter on its tensor-parallel rank."""
     mesh, placements = param.device_mesh, tuple(param.placements)
     if is_joined(param):
@@ -140,7 +140,7 @@ def tensor_mesh(param: Any) -> DeviceMesh | None:  # noqa: ANN401
     return mesh if mesh.size(mesh.ndim - 1) > 1 else None
 
 
-def rows_of_part(param: DTensor) -> dict[int, tuple[int, int]]:
+def tensor_shard_rows(param: DTensor) -> dict[int, tuple[int, int]]:
     """Return the rows ``(start, stop)`` of a parameter that each rank holds.
 
     They are rows of what its tensor-parallel rank has, by rank of the job. Ranks that hold none are
@@ -149,9 +149,9 @@ def rows_of_part(param: DTensor) -> dict[int, tuple[int, int]]:
     Raises:
         ValueError: A shard ends inside a row, or this rank holds another segment than expected.
     """
-    mesh, placements = layout_of_part(param)
+    mesh, placements = tensor_shard_layout(param)
     axes = tuple(axis for axis, each in enumerate(placements) if each.is_shard())
-    holders, shape = _holders(mesh, axes), shape_of_part(param)
+    holders, shape = _holders(mesh, axes), tensor_shard_shape(param)
     if not axes:
         return dict.fromkeys(holders[0], (0, shape[0]))
     size, begin = _place_in_v2(param) if is_of_fsdp_v2(param) else _place_in_v1(param, holders)
@@ -159,8 +159,8 @@ def rows_of_part(param: DTensor) -> dict[int, tuple[int, int]]:
 
 
 def own_rows(param: DTensor) -> tuple[int, int]:
-    """Return the rows of :func:`rows_of_part` that this rank holds."""
-    return rows_of_part(param).get(own_rank(), (0, 0))
+    """Return the rows of :func:`tensor_shard_rows` that this rank holds."""
+    return tensor_shard_rows(param).get(own_rank(), (0, 0))
 
 
 def shard_group(param: DTensor) -> dist.ProcessGroup | None:
@@ -168,7 +168,7 @@ def shard_group(param: DTensor) -> dist.ProcessGroup | None:
 
     Of version 2 on a mesh of one axis.
     """
-    mesh, placements = layout_of_part(param)
+    mesh, placements = tensor_shard_layout(param)
     if not any(placement.is_shard() for placement in placements):
         return None
     group: dist.ProcessGroup = (

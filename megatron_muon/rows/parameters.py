@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters as they are planned, and the box of each that every rank holds."""
+"""Parameters as they are planned, and their boxes by rank."""
 
 import functools
 import math
@@ -12,7 +12,11 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.plan.layout import Box, holders_of_segments
-from megatron_muon.rows.megatron_fsdp import layout_of_part, rows_of_part, shape_of_part
+from megatron_muon.rows.megatron_fsdp import (
+    tensor_shard_layout,
+    tensor_shard_rows,
+    tensor_shard_shape,
+)
 from megatron_muon.rows.placements import boxes_of_placements
 from megatron_muon.runtime.agreement import own_rank
 
@@ -20,21 +24,21 @@ type SplitSizes = int | tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
-class NamedParameter:
-    """A parameter of the optimizer.
+class PlannedParameter:
+    """A parameter of an optimizer, and the view of it that is planned.
 
     Args:
-        name: For errors.
-        param: What the user gave.
-        view: Shape and sharding as they are planned: 2-D, or 3-D for a batch of matrices. Not its
-            memory.
-        split_sizes: See :func:`~megatron_muon.rows.matrices.segments_of`.
+        name: Equal on all ranks that hold it; identifies it in errors and in comparisons of ranks.
+        param: The parameter of the model.
+        view: Shape and sharding as they are planned, without memory: 2-D, or 3-D for a batch of
+            matrices.
+        split_sizes: See :func:`~megatron_muon.rows.matrices.output_slices`.
         is_transposed: Whether matrices are stored as (inputs, outputs).
         flattens: Whether all dimensions but the first are columns.
         blocks: Rows of one group that go to each block, such as query, key and value, which stay
             with one owner; instead of ``split_sizes``.
-        known_boxes: What ranks hold of the view, by rank of the job, where its placements do not
-            say it. Ranks that hold nothing may be missing.
+        known_boxes: Box of the view by rank of the job, where placements do not say it. Ranks
+            without elements may be missing.
     """
 
     name: str
@@ -53,7 +57,7 @@ class NamedParameter:
 
     @property
     def boxes(self) -> Mapping[int, Box]:
-        """What ranks hold of the view; a plain tensor is whole on this rank."""
+        """Box of the view by rank; a plain tensor is whole on this rank."""
         if self.known_boxes is not None:
             return self.known_boxes
         shape = tuple(self.view.shape)
@@ -63,7 +67,7 @@ class NamedParameter:
 
     @property
     def own_box(self) -> Box:
-        """What this rank holds of the view."""
+        """Box of this rank."""
         return self.boxes.get(own_rank(), ((0, 0), *whole_box(self.view.shape[1:])))
 
     @property
@@ -107,45 +111,48 @@ def as_dtensor(
     )
 
 
-def part_of(parameter: NamedParameter) -> NamedParameter:
-    """View a parameter of Megatron-FSDP as its tensor-parallel rank has it.
+def tensor_shard_of(parameter: PlannedParameter) -> PlannedParameter:
+    """View the shard of a Megatron-FSDP parameter on its tensor-parallel rank.
 
     Raises:
         ValueError: Its buffer has another layout than expected.
     """
     param = parameter.param
     assert isinstance(param, DTensor)
-    (mesh, placements), shape = layout_of_part(param), shape_of_part(param)
+    (mesh, placements), shape = tensor_shard_layout(param), tensor_shard_shape(param)
     others = whole_box(shape[1:])
-    boxes = {rank: (rows, *others) for rank, rows in rows_of_part(param).items()}
+    boxes = {rank: (rows, *others) for rank, rows in tensor_shard_rows(param).items()}
     view = as_dtensor(param._local_tensor, mesh, placements, shape)
     return replace(parameter, view=view, known_boxes=boxes)
 
 
-def over_tensor_ranks(part: NamedParameter, mesh: DeviceMesh, dim: int | None) -> NamedParameter:
+def over_tensor_ranks(
+    tensor_shard: PlannedParameter, mesh: DeviceMesh, dim: int | None
+) -> PlannedParameter:
     """View a parameter over its tensor-parallel ranks, whose shards are in the same places.
 
     Args:
-        part: What this tensor-parallel rank has; see :func:`part_of`.
+        tensor_shard: Shard on this tensor-parallel rank; see :func:`tensor_shard_of`.
         mesh: Its mesh, with tensor parallelism as one more axis at the end.
-        dim: Dimension of which tensor-parallel ranks have different parts; None where all of them
-            have a copy. Copies are replicas then: each matrix is orthogonalized once, and they
-            cannot differ.
+        dim: Dimension that tensor parallelism shards; None where all of its ranks have a copy.
+            Copies are replicas then: a matrix is orthogonalized once, and they cannot differ.
     """
-    assert isinstance(part.view, DTensor)
+    assert isinstance(tensor_shard.view, DTensor)
     columns = mesh.mesh.flatten(0, -2).T.tolist()
     like = columns[mesh.get_local_rank(mesh.ndim - 1)]
-    shape, placement = list(part.view.shape), Replicate() if dim is None else Shard(dim)
+    shape, placement = list(tensor_shard.view.shape), Replicate() if dim is None else Shard(dim)
     boxes: dict[int, Box] = {}
     for number, ranks in enumerate(columns):
         for rank, other in zip(ranks, like, strict=True):
-            if other in part.boxes:
-                box = list(part.boxes[other])
+            if other in tensor_shard.boxes:
+                box = list(tensor_shard.boxes[other])
                 if dim is not None:
                     first = number * shape[dim]
                     box[dim] = (first + box[dim][0], first + box[dim][1])
                 boxes[rank] = tuple(box)
     if dim is not None:
         shape[dim] *= len(columns)
-    view = as_dtensor(part.view._local_tensor, mesh, [*part.view.placements, placement], shape)
-    return replace(part, view=view, known_boxes=boxes)
+    view = as_dtensor(
+        tensor_shard.view._local_tensor, mesh, [*tensor_shard.view.placements, placement], shape
+    )
+    return replace(tensor_shard, view=view, known_boxes=boxes)

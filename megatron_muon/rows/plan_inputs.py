@@ -14,8 +14,8 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.rows.matrices import MatrixRows, matrices_of
-from megatron_muon.rows.parameters import NamedParameter, replicas_of
+from megatron_muon.rows.matrices import RowIndex, matrices_of
+from megatron_muon.rows.parameters import PlannedParameter, replicas_of
 from megatron_muon.rows.placements import cutting_axes
 from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
 from megatron_muon.runtime.domain import Domain, num_ranks_on_node, ranks_per_node
@@ -25,18 +25,6 @@ from megatron_muon.runtime.owner_compute import PlanInput
 _ADVICE = (
     "Build the optimizer with the same parameters on all ranks of a mesh. No optimizer was built."
 )
-
-
-class DTensorPlanInput(NamedTuple):
-    """Parameters that share a plan, and their matrices.
-
-    Args:
-        plan_input: Matrices, their ranks, and this rank's rows of them.
-        parameters: In the same order on all ranks of the domain.
-    """
-
-    plan_input: PlanInput
-    parameters: Sequence[NamedParameter]
 
 
 class _Key(NamedTuple):
@@ -72,21 +60,23 @@ class _Facts(NamedTuple):
 
 
 class PlanInputs(NamedTuple):
-    """The plan inputs of this rank, and what all ranks know of those of others.
+    """The plan inputs of this rank, in the order that all ranks share.
 
     Args:
-        inputs: Of this rank, in the order that all ranks share.
+        inputs: One per plan.
+        parameters: By plan, its parameters in the order of their matrices.
         max_num_plans: Maximum number of plans of any rank.
         group: Ranks that step together; None for all ranks of the job.
     """
 
-    inputs: list[DTensorPlanInput]
+    inputs: list[PlanInput]
+    parameters: list[list[PlannedParameter]]
     max_num_plans: int
     group: dist.ProcessGroup | None
 
 
 def find_plan_inputs(
-    parameters: Sequence[NamedParameter],
+    parameters: Sequence[PlannedParameter],
     group: dist.ProcessGroup | None,
     device: torch.device,
     *,
@@ -116,7 +106,7 @@ def find_plan_inputs(
     problems = _missing_parameters(parameters, keys, facts)
     problems += _not_together(parameters, keys, group, facts)
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
-    by_key: dict[_Key, list[NamedParameter]] = defaultdict(list)
+    by_key: dict[_Key, list[PlannedParameter]] = defaultdict(list)
     for key, parameter in zip(keys, parameters, strict=True):
         by_key[key].append(parameter)
     # Ranks without parameters have nothing to step, and nothing to agree on.
@@ -135,7 +125,8 @@ def find_plan_inputs(
         except ValueError as error:
             problems.append(str(error))
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
-    return PlanInputs(inputs, max(len(each.keys) for each in facts), group)
+    of_plans = [by_key[key] for key in sorted(by_key)]
+    return PlanInputs(inputs, of_plans, max(len(each.keys) for each in facts), group)
 
 
 def _gather_facts(
@@ -169,7 +160,7 @@ def _checksum(key: tuple[Any, ...]) -> int:
 
 
 def _missing_parameters(
-    parameters: Sequence[NamedParameter], keys: Sequence[_Key], facts: Sequence[_Facts]
+    parameters: Sequence[PlannedParameter], keys: Sequence[_Key], facts: Sequence[_Facts]
 ) -> list[str]:
     """List the plans whose parameters other ranks lack, as sentences."""
     problems = []
@@ -186,7 +177,7 @@ def _missing_parameters(
 
 
 def _not_together(
-    parameters: Sequence[NamedParameter],
+    parameters: Sequence[PlannedParameter],
     keys: Sequence[_Key],
     group: dist.ProcessGroup | None,
     facts: Sequence[_Facts],
@@ -246,7 +237,7 @@ def _domain(
 
 
 def _known_groups(
-    parameters: Sequence[NamedParameter], known_groups: Sequence[dist.ProcessGroup]
+    parameters: Sequence[PlannedParameter], known_groups: Sequence[dist.ProcessGroup]
 ) -> dict[tuple[int, ...], list[dist.ProcessGroup]]:
     """Return the groups of the job and of all axes of meshes, by their ranks, ascending.
 
@@ -306,12 +297,12 @@ def _own_replicas(key: _Key) -> tuple[int, ...]:
 
 def _plan_input(
     key: _Key,
-    parameters: Sequence[NamedParameter],
+    parameters: Sequence[PlannedParameter],
     groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     nodes: int | None,
-) -> DTensorPlanInput:
+) -> PlanInput:
     matrices: list[MatrixLayout] = []
-    handles: dict[int, MatrixRows] = {}
+    handles: dict[int, RowIndex] = {}
     params: list[torch.Tensor] = []
     for parameter in parameters:
         for matrix, rows in matrices_of(parameter, key.ranks, own_rank()):
@@ -321,13 +312,10 @@ def _plan_input(
             matrices.append(matrix)
             params.append(parameter.param)
     replicas = _own_replicas(key)
-    return DTensorPlanInput(
-        PlanInput(
-            Domain(key.ranks, None if key.num_ranks == 1 else groups[key.ranks], nodes),
-            matrices,
-            handles,
-            groups[replicas] if len(replicas) > 1 else None,
-            params,
-        ),
-        parameters,
+    return PlanInput(
+        Domain(key.ranks, None if key.num_ranks == 1 else groups[key.ranks], nodes),
+        matrices,
+        handles,
+        groups[replicas] if len(replicas) > 1 else None,
+        params,
     )

@@ -9,7 +9,6 @@ Files, each importing only those above it::
     groups              process groups by their ranks
     domain              the ranks that exchange matrices
     exchange            the collectives that move rows and results
-    chained_collectives one collective starts when another one has ended
     machine_cost        the costs that all ranks plan with
     arena               memory that exists while a step runs
     adjacent            tensors that are adjacent in memory, as few long ones
@@ -26,9 +25,6 @@ Files, each importing only those above it::
     owner_compute       plans, groups and engine for the matrices of an optimizer
     weight_decay        emerging-optimizers' rules, all parameters at once
     momentum            weight decay, momentum and Nesterov, all parameters at once
-    matrix_step         one step of Muon over shards, whoever made them
-    adaptive            second moments by name
-    adamuon             a second moment per element
     finite              which gradients are not finite
     lion                Lion on local rows
     dependencies        what is relied on in torch and emerging-optimizers

@@ -14,13 +14,15 @@ import torch.distributed as dist
 from megatron_muon.newton_schulz.methods import Namo
 from megatron_muon.newton_schulz.normalize import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.layout import Region
 from megatron_muon.plan.routes import Route
 from megatron_muon.runtime.exchange import all_reduce_norms
 from megatron_muon.runtime.moments import Moments
 from megatron_muon.runtime.row_moves import STACK_ELEMENTS, equal_shapes
 
 _SMALL = 2**12
+# What a CPU converts to float64 at once. More in one sum would also cost digits. A GPU converts as
+# it adds.
+_PIECE_ELEMENTS = STACK_ELEMENTS
 
 
 def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -54,9 +56,9 @@ class BlockNorms:
     values: torch.Tensor  # (num_blocks,) float32, once reduced
     factors: torch.Tensor | None = None  # of results, likewise
     _first: list[int]  # positions of the first blocks of matrices among all blocks
-    # Whose squares this rank adds up, by matrix; and the positions of the blocks of all pieces of
-    # them, int64.
-    _regions: list[tuple[int, Region]]
+    # Whose squares this rank adds up: matrix, first row of this rank's, number of rows; and the
+    # positions of their blocks, int64.
+    _pieces: list[tuple[int, int, int]]
     _positions: torch.Tensor
     _rows: list[torch.Tensor]  # of all pieces
 
@@ -76,24 +78,22 @@ class BlockNorms:
         self._first = [0]
         for matrix in plan.matrices:
             self._first.append(self._first[-1] + len(matrix.blocks))
+        self._pieces = []
+        positions: list[int] = []
         # Regions, not routes, which are cut at the borders of parts: the norm of a slice of columns
         # would take a kernel of its own.
-        self._regions = [
-            (index, region)
-            for index, matrix in enumerate(plan.matrices)
-            if rank in matrix.elements_by_rank
-            for region in matrix.regions
-            # Replicas hold the same rows: the first of them counts.
-            if region.holders[0] == rank
-        ]
-        # What a CPU converts to float64 at once. More in one sum would also cost digits. A GPU
-        # converts as it adds.
-        self._piece_elements = STACK_ELEMENTS if rows_device.type == "cpu" else 2**62
-        positions = [
-            self._first[index] + region.block
-            for index, region in self._regions
-            for _ in range(0, region.num_rows, self._piece_rows(region))
-        ]
+        for index, matrix in enumerate(plan.matrices):
+            for region in matrix.regions if rank in matrix.elements_by_rank else ():
+                # Replicas hold the same rows: the first of them counts.
+                if region.holders[0] != rank:
+                    continue
+                end = region.local_row + region.num_rows
+                most = region.num_rows
+                if rows_device.type == "cpu":
+                    most = max(1, _PIECE_ELEMENTS // region.num_cols)
+                for row in range(region.local_row, end, most):
+                    self._pieces.append((index, row, min(most, end - row)))
+                    positions.append(self._first[index] + region.block)
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self._rows = []
         num_norms = 1 if method is None else 2
@@ -110,16 +110,10 @@ class BlockNorms:
         Args:
             rows: By matrix, this rank's rows ``(local_rows, cols)``, float32; none to drop them.
         """
-        self._rows = self._pieces(rows) if rows else []
+        self._rows = self._cut(rows) if rows else []
 
-    def _pieces(self, rows: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            piece
-            for index, region in self._regions
-            for piece in rows[index]
-            .narrow(0, region.local_row, region.num_rows)
-            .split(self._piece_rows(region))
-        ]
+    def _cut(self, rows: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        return [rows[index].narrow(0, row, num_rows) for index, row, num_rows in self._pieces]
 
     def see_gradients(self, rows: Mapping[int, torch.Tensor]) -> None:
         """Sum the squares of gradients, if the method needs them, before a step overwrites them.
@@ -128,7 +122,7 @@ class BlockNorms:
             rows: By matrix, this rank's rows of gradients.
         """
         if self._method is not None:
-            self._sum(1, self._pieces(rows))
+            self._sum(1, self._cut(rows))
 
     def _sum(self, kind: int, rows: Sequence[torch.Tensor]) -> None:
         squares = self._squares[kind].zero_()
@@ -136,9 +130,6 @@ class BlockNorms:
             own = sums_of_squares(rows)
             own = own if own.device == self._device else own.to(self._device)
             squares.index_add_(0, self._positions, own)
-
-    def _piece_rows(self, region: Region) -> int:
-        return max(1, self._piece_elements // region.num_cols)
 
     def reduce(self) -> None:
         """Add up the squares of all ranks, and compute the norms."""

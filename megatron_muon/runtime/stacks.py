@@ -49,13 +49,19 @@ class StackCall:
         """Replace the matrices by their results."""
         # One stack after the other: results of all would need as much memory again. It also
         # makes those of tall matrices contiguous, which are transposed views.
-        size = self._batch_size
-        for stack, rows in zip(self.tensor.split(size), self._rows().split(size), strict=True):
-            function = self.call.settings.function
-            if function is None:
-                stack.copy_(self.backend.run(rows, self.call))
-            else:
-                stack.copy_(_checked(function(rows), rows, "newton_schulz"))
+        rows, size = self._rows(), self._batch_size
+        if size == len(rows):
+            self._replace(self.tensor, rows)
+            return
+        for stack, part in zip(self.tensor.split(size), rows.split(size), strict=True):
+            self._replace(stack, part)
+
+    def _replace(self, stack: torch.Tensor, rows: torch.Tensor) -> None:
+        function = self.call.settings.function
+        if function is None:
+            stack.copy_(self.backend.run(rows, self.call))
+        else:
+            stack.copy_(_checked(function(rows), rows, "newton_schulz"))
 
     def _rows(self) -> torch.Tensor:
         """Return the stack in the dtype in which rows are sent: results may need a wider one."""

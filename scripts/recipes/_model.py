@@ -182,7 +182,7 @@ def check_is_sharded(model: nn.Module) -> None:
     assert not plain, f"expected DTensors, got plain tensors: {plain}"
 
 
-def log_figures(optimizer: Any, step: int, write: Callable[[str, float], object]) -> None:
+def log_metrics(optimizer: Any, step: int, write: Callable[[str, float], object]) -> None:
     """Hand the figures of a step to a logger.
 
     Args:
@@ -196,10 +196,10 @@ def log_figures(optimizer: Any, step: int, write: Callable[[str, float], object]
     if muon is None:
         return
     if step == 0:
-        muon.record_figures()
+        muon.record_metrics()
         return
     # By all ranks: it gathers their sums.
-    figures = muon.last_step()
+    figures = muon.last_metrics()
     if dist.get_rank() == 0:
         for name in ("gradient_norms", "momentum_norms", "update_rms"):
             for number, value in enumerate(getattr(figures, name)):

@@ -23,7 +23,7 @@ from _model import (
     check_is_sharded,
     end_ranks,
     load,
-    log_figures,
+    log_metrics,
     mean_over_ranks,
     parser_of,
     report,
@@ -120,7 +120,7 @@ def train(options: Any, first: int = 0, seed: int = 0) -> list[float]:
         loss.backward()
         optimizer.step()
         if (step - first) % FIGURES_EVERY == 0:
-            log_figures(optimizer, step - first, lambda name, value: print(f"{name}: {value:.4f}"))
+            log_metrics(optimizer, step - first, lambda name, value: print(f"{name}: {value:.4f}"))
         optimizer.zero_grad()
         scheduler.step()
         losses.append(mean_over_ranks(loss))

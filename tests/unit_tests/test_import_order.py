@@ -41,19 +41,19 @@ LAYERS = {
     ),
     "runtime": Layer(frozenset({"newton_schulz", "plan", "report"}), frozenset({MEGATRON})),
     "rows": Layer(frozenset({"plan", "runtime"}), frozenset({MEGATRON})),
-    "fsdp2": Layer(frozenset({"newton_schulz", "plan", "runtime", "rows"}), frozenset({MEGATRON})),
+    "step": Layer(frozenset({"newton_schulz", "plan", "runtime", "rows"}), frozenset({MEGATRON})),
+    "fsdp2": Layer(
+        frozenset({"newton_schulz", "plan", "runtime", "rows", "step"}), frozenset({MEGATRON})
+    ),
     "checkpoint": Layer(barred=frozenset({MEGATRON})),
-    "patching": Layer(frozenset({"user_errors"}), frozenset({TORCH, MEGATRON})),
     "cpu_ranks": Layer(frozenset({"user_errors"})),
     "mcore": Layer(
-        frozenset(
-            {"user_errors", "newton_schulz", "plan", "runtime", "rows", "checkpoint", "patching"}
-        )
+        frozenset({"user_errors", "newton_schulz", "plan", "runtime", "rows", "step", "checkpoint"})
     ),
-    "launcher": Layer(frozenset({"user_errors", "cpu_ranks", "mcore", "patching"})),
-    # What it exports. All but mcore.enable and patching is imported at first use.
+    "launcher": Layer(frozenset({"user_errors", "cpu_ranks", "mcore"})),
+    # What it exports. All but mcore.enable and mcore.versions is imported at first use.
     "__init__": Layer(
-        frozenset({"plan", "patching", "cpu_ranks", "mcore", "launcher"}),
+        frozenset({"plan", "cpu_ranks", "mcore", "launcher"}),
         frozenset({TORCH, MEGATRON}),
     ),
     "__main__": Layer(frozenset({"launcher", "cpu_ranks"})),

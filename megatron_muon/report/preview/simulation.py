@@ -19,8 +19,8 @@ from megatron_muon.plan.exchange_plan import (
 from megatron_muon.plan.layout import (
     Box,
     MatrixLayout,
+    OutputSlice,
     RowRange,
-    Segment,
     holders_of_segments,
     rows_in_buffer,
     tile,
@@ -281,8 +281,8 @@ def _matrices(
             for key, columns in layout:
                 boxes = _boxes(columns, size, begin, shape, parameter.partition_dim or 0)
                 rows, cols = (max(box[dim][1] for box in boxes.values()) for dim in (0, 1))
-                segment = Segment(RowRange(0, rows), None if split is None else split(shape[0]))
-                blocks, regions = tile((rows, cols), segment, boxes)
+                outputs = OutputSlice(RowRange(0, rows), None if split is None else split(shape[0]))
+                blocks, regions = tile((rows, cols), outputs, boxes)
                 name = f"decoder.layers.{layer}.{parameter.name}"
                 yield key, MatrixLayout(name, blocks, regions, key.ranks)
 

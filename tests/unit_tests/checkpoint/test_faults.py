@@ -196,7 +196,7 @@ def _run_out_of_memory() -> None:
 
 
 ENGINE = ("megatron_muon.runtime.exchange.Exchange", "start", 4)
-STEP = ("megatron_muon.mcore.muon_step.MuonStep", "step", 3)
+STEP = ("megatron_muon.step.muon_step.MuonStep", "step", 3)
 SAVE = ("megatron_muon.mcore.chained_optimizer.FSDPMuonChainedOptimizer", "sharded_state_dict", 2)
 FAULTS = [
     pytest.param(*ENGINE, die, -signal.SIGKILL, id="killed_in_the_gather", marks=pytest.mark.slow),
@@ -249,7 +249,7 @@ def test_rank_that_stands_still_ends_the_job_after_the_timeout():
 
 FAILING_SCRIPT = f"""
 import os, runpy
-from megatron_muon.mcore.muon_step import MuonStep
+from megatron_muon.step.muon_step import MuonStep
 step = MuonStep.step
 calls = []
 def failing(self):

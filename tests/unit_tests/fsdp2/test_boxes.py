@@ -15,10 +15,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from megatron_muon.fsdp2.parameters import NamedParameter
-from megatron_muon.plan.layout import RowRange, Segment
-from megatron_muon.rows.matrices import matrices_of, segments_of
-from megatron_muon.rows.megatron_fsdp import layout_of_part
+from megatron_muon.fsdp2.parameters import PlannedParameter
+from megatron_muon.plan.layout import OutputSlice, RowRange
+from megatron_muon.rows.matrices import matrices_of, output_slices
+from megatron_muon.rows.megatron_fsdp import tensor_shard_layout
 from megatron_muon.rows.placements import boxes_of_placements, placement_problem
 
 
@@ -117,7 +117,7 @@ def test_placements_that_version_1_leaves_out_replicate():
         orig_param=torch.empty(8, 4),
         _megatron_fsdp_model=None,
     )
-    assert layout_of_part(param) == (mesh, (Replicate(), Replicate()))
+    assert tensor_shard_layout(param) == (mesh, (Replicate(), Replicate()))
 
 
 @given(fsdp2_layouts(), st.data())
@@ -133,7 +133,7 @@ def test_matrices_tile_a_parameter_and_rows_are_where_they_are_said_to_be(layout
     domain = tuple(sorted(boxes))
     param = torch.empty(shape)
     sizes = num_blocks if num_blocks > 1 else None
-    parameter = NamedParameter("w", param, param, sizes, known_boxes=boxes)
+    parameter = PlannedParameter("w", param, param, sizes, known_boxes=boxes)
     of_ranks = [list(matrices_of(parameter, domain, rank)) for rank in domain]
     expected = list(whole) if len(shape) == 3 else list(whole.split(shape[0] // num_blocks))
     assert len(of_ranks[0]) == len(expected)
@@ -185,23 +185,23 @@ def test_placements_of_others_are_refused(placements, said):
 )
 def test_blocks_that_repeat_stay_together(num_rows, split_sizes, expected):
     """Others become matrices with owners of their own."""
-    assert segments_of(num_rows, split_sizes) == [
-        Segment(RowRange(*rows), blocks) for rows, blocks in expected
+    assert output_slices(num_rows, split_sizes) == [
+        OutputSlice(RowRange(*rows), blocks) for rows, blocks in expected
     ]
 
 
 def test_interleaved_outputs_have_owners_of_their_own():
     """Gate and up of gpt-oss; groups of columns are refused, as their shards would be cut up."""
-    assert segments_of(7 * 2, (1, 1), is_transposed=True) == [
-        Segment(RowRange(0, 14), None, 2),
-        Segment(RowRange(1, 14), None, 2),
+    assert output_slices(7 * 2, (1, 1), is_transposed=True) == [
+        OutputSlice(RowRange(0, 14), None, 2),
+        OutputSlice(RowRange(1, 14), None, 2),
     ]
     with pytest.raises(ValueError, match="split_sizes: expected all columns of a transposed"):
-        segments_of(12, (4, 1, 1), is_transposed=True)
+        output_slices(12, (4, 1, 1), is_transposed=True)
 
 
 @pytest.mark.parametrize("split_sizes", [0, -1, 4, (), (0, 6), (4, 3), (-1, 7)])
 def test_blocks_that_do_not_divide_are_refused(split_sizes):
     """They would leave rows out."""
     with pytest.raises(ValueError, match="split_sizes: expected"):
-        segments_of(6, split_sizes)
+        output_slices(6, split_sizes)

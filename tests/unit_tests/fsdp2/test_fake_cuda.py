@@ -11,6 +11,7 @@ import torch
 from helpers.fake_cuda import Allocation, fake_cuda
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW, muon
+from megatron_muon.step.metrics import MetricSums
 
 pytestmark = pytest.mark.cpu_only
 
@@ -48,7 +49,7 @@ def _second_step(
     build: Callable[[], torch.optim.Optimizer],
 ) -> tuple[list[Allocation], list[Allocation]]:
     """Return the allocations before ranks agree and after it, in the second step."""
-    agree = muon.parameters_without_gradient
+    agree = muon.agree_to_step
     with fake_cuda() as recorder:
         num_before = 0
 
@@ -59,7 +60,7 @@ def _second_step(
             return found
 
         optimizer = build()
-        with mock.patch.object(muon, "parameters_without_gradient", agreed):
+        with mock.patch.object(muon, "agree_to_step", agreed):
             for _ in range(2):
                 for group in optimizer.param_groups:
                     for param in group["params"]:
@@ -83,3 +84,22 @@ def test_step_on_a_gpu_allocates_what_ranks_have_agreed_on(name):
         assert each.num_bytes <= (asked_bytes if is_asked_for else SMALL_BYTES), each
     # It is no list of nothing: Newton-Schulz has temporaries.
     assert max(each.num_bytes for each in after) > SMALL_BYTES
+
+
+def test_metrics_of_momentum_in_cpu_memory_wait_for_its_copy():
+    """The host summed momentum that the device was still copying to it."""
+    events = []
+    with fake_cuda():
+        optimizer = Muon(_matrices(), offload_momentum=True)
+        optimizer.record_metrics()
+        stream = mock.Mock()
+        stream.synchronize = lambda: events.append("wait")
+        with (
+            mock.patch("torch.cuda.current_stream", lambda *_: stream),
+            mock.patch.object(MetricSums, "advanced", lambda *_: events.append("norms")),
+        ):
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = torch.empty_like(param)
+            optimizer.step()
+    # The second wait is for the state, at the end of the step.
+    assert events == ["wait", "norms", "wait"]

@@ -236,7 +236,7 @@ def _steps_and_holders(layout: Any, options: dict[str, Any]) -> list[Any]:
         reference.step(model.set_grads(step))
         muon.step()
     holders = {
-        matrix.fqn: sorted(matrix.elements_by_rank)
+        matrix.name: sorted(matrix.elements_by_rank)
         for plan in muon.compute.plans
         for matrix in plan.matrices
     }

@@ -80,12 +80,15 @@ def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, momentum_dtyp
 
 def test_memory_that_cannot_be_pinned_is_an_error():
     """Of one rank, which all of them raise."""
-    from megatron_muon.fsdp2 import offload
+    from megatron_muon.step import stored_state
 
     def fail(_tensor: Any) -> Any:
         raise RuntimeError("CUDA error: out of memory\nmore")
 
-    with mock.patch.object(offload, "_in_cpu_memory", fail), pytest.raises(RuntimeError) as error:
+    with (
+        mock.patch.object(stored_state, "_in_cpu_memory", fail),
+        pytest.raises(RuntimeError) as error,
+    ):
         Muon([torch.nn.Parameter(drawn((6, 9), 0))], offload_momentum=True)
     assert "offload_momentum: expected CPU memory that can be pinned, got CUDA error" in str(
         error.value

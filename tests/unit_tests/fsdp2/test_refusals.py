@@ -220,7 +220,7 @@ SHARD = "expected a shard of ranges"
         ("hooks", "Hooked.post_weight_update_fn_inplace: expected emerging-optimizers' own, got"),
         ("tunable", "rank 1: PYTORCH_TUNABLEOP_ENABLED: expected 0, with which copies of a matrix"),
         ("settings", "Muon settings: expected the same on all ranks of the group, got rank 1 has"),
-        ("scale", 'rank 1 has "scale spectral 0.2'),
+        ("scale", "rank 1 has 'scale spectral 0.2"),
         ("exchange", "staging_bytes=1000000000"),
         ("order", "Muon exchange plan: expected the same on all ranks of the group, got rank 1"),
         ("fewer", "Muon exchange plan: expected the same on all ranks of the group, got rank 1"),

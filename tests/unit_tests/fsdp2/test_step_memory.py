@@ -58,7 +58,7 @@ def _with_long_newton_schulz() -> MuonAdamW:
 
 def _with_figures() -> Muon:
     optimizer = _muon(momentum_dtype=torch.bfloat16)
-    optimizer.record_figures()
+    optimizer.record_metrics()
     return optimizer
 
 
@@ -77,7 +77,7 @@ OPTIMIZERS: dict[str, Callable[[], torch.optim.Optimizer]] = {
 
 def _peaks(step: Callable[[], Any]) -> tuple[int, int]:
     """Return the most memory of a step before ranks agree and after it, beside that of before."""
-    real = muon.parameters_without_gradient
+    real = muon.agree_to_step
 
     def agree(*args: Any) -> Any:
         found = real(*args)
@@ -85,7 +85,7 @@ def _peaks(step: Callable[[], Any]) -> tuple[int, int]:
             return found
 
     with (
-        mock.patch.object(muon, "parameters_without_gradient", agree),
+        mock.patch.object(muon, "agree_to_step", agree),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
     ):
         step()
@@ -212,7 +212,7 @@ def test_step_of_the_core_takes_its_memory_itself():
         other.grad = one.grad.clone()
     asked.step()
     params = direct.param_groups[0]["params"]
-    direct._matrix_step.step(
+    direct.muon_step._matrix_step.step(
         direct.param_groups,
         [param.data for param in params],
         [param.grad for param in params],

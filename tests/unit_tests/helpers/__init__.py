@@ -10,6 +10,7 @@ layouts             random layouts and orders of a step for property tests
 sharded_muon        Muon on hand-made row shards, beside upstream's on whole matrices
 toy_fsdp            a tiny GPT under Megatron-FSDP, from megatron-core alone
 toy_gpt             flags of the toy GPT that runs train, by layout
+parity              losses and norms of runs beside those of DDP
 repairs             runs with and without a repair of upstream's gradients
 fsdp_v2             runs of Megatron-FSDP v2 through flags, on a checkout
 checkpoint_runs     runs that save and load, and kills of them
@@ -20,7 +21,6 @@ whole_matrices      Newton-Schulz of emerging-optimizers, on whole matrices
 exact               Newton-Schulz in float64, and matrices that are hard for it
 stacks              Newton-Schulz on a stack, with settings by name
 cusolvermp          a stand-in for Transformer Engine's Newton-Schulz
-forked_losses       short runs with whatever megatron is first on the path
 fsdp2_models        matrices in every layout that FSDP2 makes
 triton_interpreter  Triton's interpreter, mended so that it multiplies bf16
 documents           the documents, and the commands in them

@@ -18,7 +18,7 @@ def do_nothing() -> None:
 
 def update_no_matrix() -> None:
     """Muon does nothing; embeddings, norms and the output layer are updated as they should."""
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.step.muon_step import MuonStep
 
     MuonStep.step = _idle_step
 
@@ -31,7 +31,7 @@ def update_only_rank_0() -> None:
     """Every rank joins the exchange, and all but rank 0 leave their rows as they were."""
     import torch
 
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.step.muon_step import MuonStep
 
     original = MuonStep.step
 

@@ -33,9 +33,9 @@ def v2_toy_gpt(*flags: str) -> list[str]:
 
 def without(attributes: Sequence[str]) -> None:
     """Take patches of later releases out of the list before the launcher enables them."""
-    from megatron_muon.mcore import later_patches
+    from megatron_muon.mcore import patches
 
-    kept = tuple(p for p in later_patches.V2_PATCHES if p.target.name not in attributes)
-    assert len(kept) == len(later_patches.V2_PATCHES) - len(attributes)
-    later_patches.V2_PATCHES = kept
-    assert "megatron_muon.mcore.later_patches" in sys.modules
+    kept = tuple(p for p in patches.V2_PATCHES if p.symbol.partition(":")[2] not in attributes)
+    assert len(kept) == len(patches.V2_PATCHES) - len(attributes)
+    patches.V2_PATCHES = kept
+    assert "megatron_muon.mcore.patches" in sys.modules

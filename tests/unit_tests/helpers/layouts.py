@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_muon.plan import ExchangePlan, ExchangeSettings, Wire
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import plan_matrices
-from megatron_muon.plan.layout import MatrixLayout, RowRange, Segment, tile
+from megatron_muon.plan.layout import MatrixLayout, OutputSlice, RowRange, tile
 from megatron_muon.plan.schedule import Depth, PlanOrder
 
 BF16 = Wire.of("bf16", is_bf16=True)
@@ -38,13 +38,13 @@ def matrix_lists(
     # Matrices of all layers share their layout, and what is computed from it.
     kinds = [draw(_matrices("", holders)) for _ in range(draw(st.integers(1, 4)))]
     return [
-        dataclasses.replace(draw(st.sampled_from(kinds)), fqn=f"layer.{index}.weight")
+        dataclasses.replace(draw(st.sampled_from(kinds)), name=f"layer.{index}.weight")
         for index in range(draw(st.integers(1, max_matrices)))
     ]
 
 
 @st.composite
-def _matrices(draw: st.DrawFn, fqn: str, holders: list) -> MatrixLayout:
+def _matrices(draw: st.DrawFn, name: str, holders: list) -> MatrixLayout:
     num_shards = len(holders[0])
     split_shapes = draw(st.sampled_from([None, None, (2, 1, 1), (3, 2, 2)]))
     multiple = sum(split_shapes) if split_shapes else 1
@@ -57,7 +57,7 @@ def _matrices(draw: st.DrawFn, fqn: str, holders: list) -> MatrixLayout:
     shards = [(bounds[i], bounds[i + 1]) for i in order]
     layout = RowLayout(num_rows, draw(st.integers(1, 30)), tuple(shards))
     return whole_matrix(
-        fqn,
+        name,
         layout,
         holders,
         partition_dim=draw(st.sampled_from([0, 1])) if len(holders) > 1 else None,
@@ -74,7 +74,7 @@ class RowLayout(NamedTuple):
 
 
 def whole_matrix(
-    fqn: str,
+    name: str,
     layout: RowLayout,
     ranks: Sequence[Sequence[Sequence[int]]],
     *,
@@ -89,9 +89,9 @@ def whole_matrix(
         for (start, stop), cell in zip(layout.shards, shards, strict=True):
             boxes |= dict.fromkeys(cell, ((down + start, down + stop), (right, right + cols)))
     num_rows, num_cols = (max(box[dim][1] for box in boxes.values()) for dim in (0, 1))
-    segment = Segment(RowRange(0, num_rows), split_shapes and tuple(split_shapes))
-    found = tile((num_rows, num_cols), segment, boxes)
-    return MatrixLayout(fqn, *found, tuple(sorted(boxes)))
+    outputs = OutputSlice(RowRange(0, num_rows), split_shapes and tuple(split_shapes))
+    found = tile((num_rows, num_cols), outputs, boxes)
+    return MatrixLayout(name, *found, tuple(sorted(boxes)))
 
 
 def rows_cut_at(num_rows: int, num_cols: int, rows: list[int]) -> RowLayout:
@@ -100,10 +100,10 @@ def rows_cut_at(num_rows: int, num_cols: int, rows: list[int]) -> RowLayout:
     return RowLayout(num_rows, num_cols, tuple(zip([0, *stops], stops, strict=False)))
 
 
-def one_matrix(rows: Sequence[int], num_cols: int = 64, fqn: str = "weight") -> MatrixLayout:
+def one_matrix(rows: Sequence[int], num_cols: int = 64, name: str = "weight") -> MatrixLayout:
     """Return a matrix of which rank i holds ``rows[i]`` rows."""
     layout = rows_cut_at(sum(rows), num_cols, list(rows))
-    return whole_matrix(fqn, layout, [[(rank,) for rank in range(len(rows))]])
+    return whole_matrix(name, layout, [[(rank,) for rank in range(len(rows))]])
 
 
 def plan_of(

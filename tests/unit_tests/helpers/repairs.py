@@ -54,7 +54,7 @@ def without(name: str) -> None:
     """Take one patch, by the end of its symbol, out of the list before the launcher enables it."""
     from megatron_muon.mcore import patches
 
-    kept = tuple(p for p in patches.PATCHES if not p.target.symbol.endswith(f".{name}"))
+    kept = tuple(p for p in patches.PATCHES if not p.symbol.replace(":", ".").endswith(f".{name}"))
     assert len(kept) == len(patches.PATCHES) - 1
     patches.PATCHES = kept
     assert "megatron_muon.mcore.patches" in sys.modules

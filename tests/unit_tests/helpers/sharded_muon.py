@@ -58,7 +58,7 @@ class Optimizers:
     """Muon on shards and upstream's Muon, over the same parameters.
 
     Args:
-        sharded: Ours, with ``step`` and ``compute`` of a :class:`MuonStep` over it alone.
+        sharded: Ours, with a ``muon_step`` over it alone, whose ``step`` and ``compute`` it has.
         whole: Upstream's, on the tensor-parallel-local matrices.
         params: DTensor parameters, and the whole ones, and what the first are shards of.
         tensor_rank: Position of this rank in the tensor group.
@@ -147,8 +147,7 @@ def build_optimizers(
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     from torch.distributed.device_mesh import init_device_mesh
 
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.plan.settings import ExchangeSettings
 
     names = ("replica", "shard", "tensor")
@@ -175,11 +174,11 @@ def build_optimizers(
     arguments = _arguments(tensor) | (settings or {})
     muon = (sharded or FSDPZeROTensorParallelMuon)(
         [param for param, _, _ in params],
-        parts={param: part for param, _, part in params},
+        tensor_shards={param: part for param, _, part in params},
         **arguments,
     )
-    muon_step = MuonStep([muon], ExchangeSettings(**(exchange or {})))
-    muon.step, muon.compute = muon_step.step, muon_step.compute
+    muon.muon_step = build_muon_step([muon], ExchangeSettings(**(exchange or {})))
+    muon.step, muon.compute = muon.muon_step.step, muon.muon_step.compute
     return Optimizers(
         muon,
         (whole or TensorParallelMuon)([reference for _, reference, _ in params], **arguments),
@@ -257,7 +256,7 @@ def _part(name: str, param: Any, layout: Any, mesh: Any) -> Any:
     """Describe the rows of a matrix that the ranks of this tensor-parallel rank hold."""
     from torch.distributed.tensor import Replicate, Shard
 
-    from megatron_muon.rows.parameters import NamedParameter, as_dtensor
+    from megatron_muon.rows.parameters import PlannedParameter, as_dtensor
 
     ranks = mesh.mesh[:, :, mesh.get_local_rank("tensor")].tolist()
     cols = (0, layout.num_cols)
@@ -268,7 +267,7 @@ def _part(name: str, param: Any, layout: Any, mesh: Any) -> Any:
     }
     shape = (layout.num_rows, layout.num_cols)
     view = as_dtensor(param._local_tensor, mesh["replica", "shard"], [Replicate(), Shard(0)], shape)
-    return NamedParameter(name, param, view, known_boxes=boxes)
+    return PlannedParameter(name, param, view, known_boxes=boxes)
 
 
 def each_of(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:

@@ -134,21 +134,6 @@ def _reference(
     return launch(num_ranks, without_query_groups(arguments), before=before, env=env).check()
 
 
-def assert_trains_alike(found: Run, expected: Run, tolerances: tuple[float, float]) -> None:
-    """Compare losses and gradient norms of every iteration, by their relative differences."""
-    losses = max(relative_differences(found.losses, expected.losses))
-    norms = max(
-        relative_differences(
-            *([record["grad_norm"] for record in run.history] for run in (found, expected))
-        )
-    )
-    print(f"largest relative difference of losses {losses:.1e}, of norms {norms:.1e}")
-    assert len(found.losses) == 10
-    assert found.losses[-1] < found.losses[0] - 0.1
-    assert losses <= tolerances[0]
-    assert norms <= tolerances[1]
-
-
 def relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:
     """Return ``|found - expected| / |expected|`` for each iteration of two runs of equal length."""
     assert len(found) == len(expected) > 0, (len(found), len(expected))

@@ -23,10 +23,9 @@ REFUSALS = [
     (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
     (("--use-precision-aware-optimizer",), "--use-precision-aware-optimizer: it keeps gradients"),
     (("--exp-avg-dtype", "fp8"), "got fp8: momentum is averaged in float32, and rounded to"),
-    (("--optimizer-cpu-offload",), "--optimizer-cpu-offload: Newton-Schulz runs where"),
-    (("--no-use-layer-wise-param-layout",), "optimizer, got --no-use-layer-wise-param-layout"),
-    (("--optimizer", "dist_muon"), "it is Muon with the layer-wise distributed optimizer"),
-    (("--optimizer", "soap"), "--optimizer soap or rekls, got soap: their state"),
+    (("--optimizer-cpu-offload",), "--optimizer-cpu-offload: Newton-Schulz runs on"),
+    (("--no-use-layer-wise-param-layout",), "--no-use-layer-wise-param-layout or use_layer_wise"),
+    (("--optimizer", "dist_muon"), "adaptive_muon and lion, got dist_muon: it has no"),
     (
         (*INTERLEAVED, "--save", "folder"),
         "got --num-layers-per-virtual-pipeline-stage 1 --save folder: Megatron-FSDP's checkpoints",
@@ -43,7 +42,9 @@ REFUSALS = [
         (*PP, "--defer-embedding-wgrad-compute", *ADAM),
         "Megatron-FSDP reduces the gradient of the output layer before it has been computed",
     ),
-    (("--ckpt-format", "torch_dist"), "other than fsdp_dtensor, got torch_dist: "),
+    # Megatron's own.
+    (("--ckpt-format", "torch_dist"), "Megatron-FSDP requires the `fsdp_dtensor` checkpointing"),
+    (("--use-torch-fsdp2",), "--use-torch-fsdp2 "),
     (("--ddp-average-in-collective",), "then drops the scaling of expert gradients"),
     (("--muon-fp32-matmul-prec", "low"), "torch has no such precision"),
     (
@@ -57,9 +58,8 @@ REFUSALS = [
         "upstream has no clip for absorbed multi-latent attention",
     ),
     (("--optimizer-cuda-graph",), "the step checks gradients on the host"),
-    (("--cuda-graph-impl", "full_iteration"), "full_iteration: a replay runs no Python"),
-    (("--cuda-graph-scope", "full_iteration"), "full_iteration: a replay runs no Python"),
-    (("--use-torch-fsdp2",), "--use-torch-fsdp2: the optimizer reads Megatron-FSDP's shards"),
+    (("--cuda-graph-impl", "full_iteration"), "full_iteration: replaying a graph skips"),
+    (("--cuda-graph-scope", "full_iteration"), "full_iteration: replaying a graph skips"),
     (("--async-save",), "--async-save: upstream's asynchronous writer"),
     (("--non-persistent-ckpt-type", "global"), "--non-persistent-ckpt-type, got global: "),
     (("--ckpt-convert-format", "torch_dist"), "--ckpt-convert-format, got torch_dist: "),
@@ -90,7 +90,6 @@ REFUSALS = [
 NO_OVERLAP = tuple(
     flag for flag in fsdp_toy_gpt("optim", *HSDP) if not flag.startswith("--overlap")
 )
-OUTER = tuple(fsdp_toy_gpt("optim", *HSDP, "--outer-dp-sharding-strategy", "optim"))
 BOTH = tuple(fsdp_toy_gpt(ZERO_3, "--fp16", "--optimizer-cpu-offload"))
 ADAM_FSDP = tuple(toy_gpt("--optimizer", "adam", "--use-megatron-fsdp"))
 MUON_DDP = tuple(toy_gpt("--ckpt-format", "fsdp_dtensor"))
@@ -146,7 +145,7 @@ def refusals() -> dict[tuple[str, ...], str]:
     """Parse every command line of this file once, in one process."""
     lines = [tuple(fsdp_toy_gpt(ZERO_3, *flags)) for flags, _ in REFUSALS]
     lines += [tuple(fsdp_toy_gpt(ZERO_3, *flags)) for flags in MISTYPED]
-    lines += [NO_OVERLAP, OUTER, BOTH, ADAM_FSDP, MUON_DDP, *UNSHARDED]
+    lines += [NO_OVERLAP, BOTH, ADAM_FSDP, MUON_DDP, *UNSHARDED]
     run = run_ranks(1, _refusals, list(map(list, lines)), env={"WORLD_SIZE": "2"}).check()
     return dict(zip(lines, run.results[0], strict=True))
 
@@ -246,12 +245,6 @@ def test_hsdp_without_overlap_is_refused():
     given = "HSDP without --overlap-grad-reduce, got --num-distributed-optimizer-instances 2: "
     assert given in refusals()[NO_OVERLAP]
     assert "add --overlap-grad-reduce" in refusals()[NO_OVERLAP]
-
-
-def test_outer_sharding_without_full_inner_sharding_is_refused():
-    """Megatron-FSDP raises for it late, while it builds buffers."""
-    assert "optim_grads_params, got --outer-dp-sharding-strategy optim" in refusals()[OUTER]
-    assert "add --data-parallel-sharding-strategy optim_grads_params" in refusals()[OUTER]
 
 
 def test_all_refusals_are_reported_together():

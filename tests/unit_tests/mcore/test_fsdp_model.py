@@ -26,10 +26,10 @@ SHARDINGS = [
 def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
     """Describe every 2-D parameter: name to parameter and matrix."""
     from megatron_muon.mcore.fsdp_model import named_optimizer_parameters
-    from megatron_muon.rows.parameters import NamedParameter, part_of
+    from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
 
     return {
-        fqn: (param, part_of(NamedParameter(fqn, param, param)))
+        fqn: (param, tensor_shard_of(PlannedParameter(fqn, param, param)))
         for fqn, param in named_optimizer_parameters([model])
         if param.dim() == 2
     }
@@ -38,7 +38,7 @@ def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
 def _compare_layouts(sharding: str, settings: dict[str, Any]) -> list[Any]:
     import torch
 
-    from megatron_muon.rows.megatron_fsdp import rows_of_part, shard_group
+    from megatron_muon.rows.megatron_fsdp import shard_group, tensor_shard_rows
     from megatron_muon.runtime.exchange import all_gather_rows
 
     model = build_model(sharding, **settings)
@@ -51,7 +51,7 @@ def _compare_layouts(sharding: str, settings: dict[str, Any]) -> list[Any]:
             wrong.append(f"{fqn}: rows {start} to {stop}")
         group = shard_group(param)
         if group is not None:
-            gathered = all_gather_rows(param._local_tensor, rows_of_part(param), group)
+            gathered = all_gather_rows(param._local_tensor, tensor_shard_rows(param), group)
             if not torch.equal(gathered, whole):
                 wrong.append(f"{fqn}: gathered")
     return [wrong, num_empty]

@@ -61,8 +61,8 @@ def _compare(name: str) -> list[Any]:
     import torch.distributed as dist
     from helpers.device import init_group
 
-    from megatron_muon.rows.megatron_fsdp import own_rows, rows_of_part
-    from megatron_muon.rows.parameters import NamedParameter, part_of, replicas_of
+    from megatron_muon.rows.megatron_fsdp import own_rows, tensor_shard_rows
+    from megatron_muon.rows.parameters import PlannedParameter, replicas_of, tensor_shard_of
     from megatron_muon.runtime.exchange import all_gather_rows
 
     init_group()
@@ -70,7 +70,7 @@ def _compare(name: str) -> list[Any]:
     matrices = {i: param for i, param in enumerate(params) if param.dim() == 2}
     wrong, num_shards, num_replicas = [], set(), set()
     for i, param in matrices.items():
-        part = part_of(NamedParameter(str(i), param, param))
+        part = tensor_shard_of(PlannedParameter(str(i), param, param))
         begin = group.main_weight.layout.tensor_to_offset[i]
         whole = begin + torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
         start, stop = part.own_box[0]
@@ -81,7 +81,7 @@ def _compare(name: str) -> list[Any]:
         replicas = replicas_of(param.device_mesh, tuple(param.placements))
         # One rank of each set of replicas: the ranks that hold all rows together.
         if len(replicas) == dist.get_world_size():
-            gathered = all_gather_rows(param.to_local(), rows_of_part(param), dist.group.WORLD)
+            gathered = all_gather_rows(param.to_local(), tensor_shard_rows(param), dist.group.WORLD)
             if not torch.equal(gathered, whole):
                 wrong.append(f"{i}: gathered")
         num_shards.add(len(replicas))
@@ -102,13 +102,12 @@ def _step(name: str) -> bool:
     from helpers.device import init_group
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-    from megatron_muon.mcore.muon_step import MuonStep
-    from megatron_muon.rows.parameters import NamedParameter, part_of
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
+    from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
 
     init_group()
     params = [param for param in stand_in(*MESHES[name])[0] if param.dim() == 2]
-    parts = {p: part_of(NamedParameter(str(i), p, p)) for i, p in enumerate(params)}
+    parts = {p: tensor_shard_of(PlannedParameter(str(i), p, p)) for i, p in enumerate(params)}
     settings = {"lr": 0.5, "momentum": 0.9, "fp32_matmul_prec": "high", "num_ns_steps": 5}
     wholes = []
     for param, part in parts.items():
@@ -134,7 +133,9 @@ def _step(name: str) -> bool:
     for whole in wholes:
         shapes = tuple(getattr(whole, "qkv_split_shapes", (1, 1)))
         TensorParallelMuon([whole], **settings, **{**is_split, "qkv_split_shapes": shapes}).step()
-    MuonStep([FSDPZeROTensorParallelMuon(params, parts=parts, **settings, **is_split)]).step()
+    build_muon_step(
+        [FSDPZeROTensorParallelMuon(params, tensor_shards=parts, **settings, **is_split)]
+    ).step()
     return all(
         torch.equal(param._local_tensor, whole[slice(*parts[param].own_box[0])])
         for param, whole in zip(params, wholes, strict=True)
@@ -176,7 +177,7 @@ def _cast() -> list[Any]:
     from helpers.device import init_group
     from torch.distributed.tensor import DTensor, Partial
 
-    from megatron_muon.mcore.sharded_chunks import sharded_chunk
+    from megatron_muon.mcore.chunks import sharded_chunk
 
     init_group()
     params, group = stand_in(*MESHES["hsdp"])

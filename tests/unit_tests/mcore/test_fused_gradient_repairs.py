@@ -32,7 +32,7 @@ def _patched(missing: str | None) -> Iterator[None]:
     from megatron_muon.mcore import patches
 
     every = patches.PATCHES
-    patches.PATCHES = tuple(patch for patch in every if patch.target.attribute != missing)
+    patches.PATCHES = tuple(patch for patch in every if patch.attribute != missing)
     assert len(every) - len(patches.PATCHES) == (missing is not None)
     try:
         megatron_muon.enable()

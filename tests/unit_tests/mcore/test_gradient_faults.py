@@ -222,7 +222,7 @@ def _norm_and_clipping() -> list[bool]:
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    from megatron_muon.mcore.gradient_norm import clip
+    from megatron_muon.mcore.gradients import clip
 
     model = build_model()
     optimizer = build_optimizer(model)

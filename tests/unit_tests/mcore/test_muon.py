@@ -8,6 +8,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from helpers.device import has_stacks
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import LAYOUTS, QKV_ROWS, build_optimizers, init_group, step_both
@@ -95,7 +96,7 @@ def _owners_of_copies() -> list[list[tuple[str, int, int]]]:
     for mode in ("blockwise", "duplicated"):
         compute = build_optimizers(2, {"tp_mode": mode}, num_tensor_ranks=2).sharded.compute
         copied = [
-            (matrix.fqn, len(owners), sorted(matrix.elements_by_rank))
+            (matrix.name, len(owners), sorted(matrix.elements_by_rank))
             for plan in compute.plans
             for matrix, owners in zip(plan.matrices, plan.owners, strict=True)
             if any(len(region.holders) > 1 for region in matrix.regions)
@@ -110,38 +111,84 @@ def test_what_tensor_parallelism_replicates_is_orthogonalized_once():
     assert run_ranks(4, _owners_of_copies).check().results == [[[router]] * 2] * 4
 
 
-def _step_with_rounded_momentum(world_size: int) -> list[str]:
-    import torch
+def _step_with_stored_momentum(world_size: int, dtype: Any, is_offloaded: bool) -> list[str]:
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 
     class Rounding(TensorParallelMuon):
-        """Upstream's, with momentum in bfloat16 between steps."""
+        """Upstream's, with momentum rounded between steps."""
 
         def step(self, closure: Any = None) -> None:
             """Step, and round the momentum."""
             super().step(closure)
             for state in self.state.values():
-                state["momentum_buffer"].copy_(state["momentum_buffer"].bfloat16())
+                state["momentum_buffer"].copy_(state["momentum_buffer"].to(dtype))
 
     init_group()
-    sharded = functools.partial(FSDPZeROTensorParallelMuon, momentum_dtype=torch.bfloat16)
+    sharded = functools.partial(
+        FSDPZeROTensorParallelMuon, momentum_dtype=dtype, offload_momentum=is_offloaded
+    )
     different = []
     for settings, wire in itertools.product(({}, {"nesterov": False}), ("fp32", "bf16")):
         optimizers = build_optimizers(
             world_size, settings, {"wire": wire}, sharded=sharded, whole=Rounding
         )
         step_both(optimizers, wire)
-        (dtype,) = {momentum.dtype for _, momentum in optimizers.state()}
-        assert dtype == torch.bfloat16
+        assert {momentum.dtype for _, momentum in optimizers.state()} == {dtype}
         different += [f"{settings} {wire} {each}" for each in optimizers.differences()]
     return different
 
 
-def test_momentum_in_bfloat16_is_rounded_once_a_step():
-    """The bits of upstream's Muon whose momentum is rounded after each step."""
-    assert run_ranks(2, _step_with_rounded_momentum, 2).check().results == [[]] * 2
+@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_stored_momentum_is_rounded_once_a_step(dtype, is_offloaded):
+    """The bits of upstream's Muon whose momentum is rounded after each step, also from CPU memory.
+
+    On CPU ranks offloaded momentum takes the same way through staging memory.
+    """
+    arguments = (2, getattr(torch, dtype), is_offloaded)
+    assert run_ranks(2, _step_with_stored_momentum, *arguments).check().results == [[]] * 2
+
+
+def _figures() -> list[list[list[float]]]:
+    """Return the norms of gradients and momentum, and those of whole matrices."""
+    init_group()
+    found = []
+    for grid in ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2}):
+        optimizers = build_optimizers(4 // max([1, *grid.values()]), {"nesterov": False}, **grid)
+        optimizers.sharded.muon_step.record_metrics()
+        step_both(optimizers, "fp32", num_steps=1)
+        figures = optimizers.sharded.muon_step.last_metrics()
+        whole = [each for _, each, _ in optimizers.params]
+        squares = [each.grad.square().sum() for each in whole]
+        momentum = [
+            optimizers.whole.state[each]["momentum_buffer"].square().sum() for each in whole
+        ]
+        # Tensor-parallel ranks have parts of a matrix, or copies.
+        totals = []
+        for of_kind in (squares, momentum):
+            parts = [
+                s
+                for s, (p, _, _) in zip(of_kind, optimizers.params, strict=True)
+                if p.partition_dim >= 0
+            ]
+            total = sum(of_kind) - sum(parts)
+            if parts:
+                summed = sum(parts).clone()
+                torch.distributed.all_reduce(summed)
+                total += summed * grid["num_tensor_ranks"] / 4
+            totals.append(float(total) ** 0.5)
+        found.append([[figures.gradient_norms[0], figures.momentum_norms[0]], totals])
+    return found
+
+
+def test_figures_of_a_step_are_those_of_whole_matrices():
+    """Rows of replicas and of tensor-parallel copies count once."""
+    for results in run_ranks(4, _figures).check().results:
+        for figures, expected in results:
+            # Sums in float32, in another order.
+            assert figures == pytest.approx(expected, rel=1e-5)
 
 
 def _state_of_every_parameter() -> list[tuple[int, int]]:
@@ -176,8 +223,7 @@ def test_ranks_that_disagree_raise_at_construction_on_all_ranks():
 def _disagree() -> str:
     import torch.distributed as dist
 
-    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
-    from megatron_muon.mcore.muon_step import MuonStep
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.plan.settings import ExchangeSettings
 
     init_group()
@@ -189,9 +235,9 @@ def _disagree() -> str:
         try:
             muon = FSDPZeROTensorParallelMuon(
                 params[:3] + params[3:][trained],
-                parts=dict(zip(params, parts, strict=True)),
+                tensor_shards=dict(zip(params, parts, strict=True)),
             )
-            MuonStep([muon], ExchangeSettings())
+            build_muon_step([muon], ExchangeSettings())
         except RuntimeError as error:
             return str(error)
         return "no error"

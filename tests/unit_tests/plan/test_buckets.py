@@ -21,7 +21,7 @@ FREE = CostModel(stack_tiles=1, all_reduce_us=0, collective_us=0)
 
 
 def _matrices(number: int, rows: int = 32) -> list:
-    return [one_matrix([rows, rows], fqn=f"{index}.weight") for index in range(number)]
+    return [one_matrix([rows, rows], name=f"{index}.weight") for index in range(number)]
 
 
 @pytest.mark.parametrize(("number", "expected"), [(2, 1), (8, 4), (32, 16), (100, 16)])

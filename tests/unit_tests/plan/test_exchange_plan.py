@@ -30,7 +30,7 @@ def test_plan_is_the_same_whatever_ranks_share_of_their_layouts(matrices, limit,
 
 def _plan_of_rows(rows: list[int], names: str = "a") -> ExchangePlan:
     return plan_of(
-        [one_matrix(rows, 4, fqn=f"{name}.weight") for name in names], staging_bytes=9000
+        [one_matrix(rows, 4, name=f"{name}.weight") for name in names], staging_bytes=9000
     )
 
 

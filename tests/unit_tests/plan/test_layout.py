@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_muon.plan.layout import (
     MatrixLayout,
+    OutputSlice,
     RowRange,
-    Segment,
     holders_of_segments,
     rows_in_buffer,
     tile,
@@ -76,6 +76,6 @@ def test_shards_inside_a_row_are_refused():
 def test_boxes_with_gaps_overlaps_or_missing_rows_are_refused(rows):
     """A layout that loses or repeats a row is an error at construction."""
     boxes = {rank: (each, (0, 2)) for rank, each in enumerate(rows)}
-    found = tile((4, 2), Segment(RowRange(0, 4)), boxes)
+    found = tile((4, 2), OutputSlice(RowRange(0, 4)), boxes)
     with pytest.raises(ValueError, match="expected regions with 8 elements in all"):
         MatrixLayout("w", *found, (0, 1))

@@ -121,8 +121,8 @@ def test_every_local_stack_has_one_turn(lists):
 
 def test_local_matrices_are_spread_over_the_rounds_and_the_end():
     """At the end the last results are in flight: there is time for as many as in a round."""
-    local = [one_matrix([64, 0], fqn=f"local.{i}") for i in range(8)]
-    shared = [one_matrix([32, 32], fqn=f"shared.{i}") for i in range(20)]
+    local = [one_matrix([64, 0], name=f"local.{i}") for i in range(8)]
+    shared = [one_matrix([32, 32], name=f"shared.{i}") for i in range(20)]
     cost = CostModel(stack_tiles=1)
     plan = plan_of([*local, *shared], cost, num_buckets=3, depth=1)
     assert len(plan.buckets) == 3 and len(plan.local) == 8

@@ -4,39 +4,21 @@
 
 import sys
 
+import check_compat
 import compat_steps
 import pytest
 from helpers.commands import run_command
 from helpers.ranks import ROOT
 from packaging.version import Version
 
-from megatron_muon.patching import versions
 
-
-def test_source_tree_without_a_wheel_is_in_the_table_and_said_to_be_one():
-    """The tag core_v0.19.0 calls itself 0.19.1: its users were warned. pip cannot install it."""
-    later, row, *mains = (row for row in versions.TABLE if row.tree)
-    assert later.emerging_optimizers == "0.4.0" and versions.is_tested(later.versions)
-    assert row.megatron_core == "0.19.1"
-    assert versions.is_tested(row.versions)
-    for main in mains:
-        assert main.commit and not versions.is_tested(main.versions)
-    text = next(line for line in versions.table_text().splitlines() if "0.19.1" in line)
-    assert "works (source tree, no wheel: Megatron-LM's tag core_v0.19.0)" in text
-    assert row is not versions.TABLE[0], "the first row is what the errors say to install"
-    page = (ROOT / "docs" / "support.md").read_text()
-    assert "| 0.19.1 | 0.3.0 | 2.11.0 | works; Megatron-LM's tag `core_v0.19.0`" in page
-    for main in mains:
-        assert f"| 0.20.0 | 0.3.0 | {main.torch} | works at commit {main.commit}" in page
-
-
-def test_document_has_the_rows_of_the_table():
-    """And the workflow runs the oldest and the newest torch of it."""
+def test_document_and_workflow_have_the_rows_of_the_table():
+    """The workflow runs the oldest and the newest torch."""
     lines = (ROOT / "docs" / "support.md").read_text().splitlines()
     cells = [tuple(cell.strip() for cell in line.strip("|").split("|")[:3]) for line in lines]
-    rows = [tuple(row.versions.values()) for row in versions.TABLE]
-    assert [each for each in cells if each in rows] == rows
-    torches = sorted(Version(row.torch) for row in versions.TABLE)
+    rows = [tuple(case.versions.values()) for case in check_compat.CASES]
+    assert [row for row in cells if row in rows] == rows
+    torches = sorted(Version(case.torch) for case in check_compat.CASES)
     workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
     assert f'torch: ["{torches[0]}", "{torches[-1]}"]' in workflow
 

@@ -43,8 +43,6 @@ COVERED = {
     "::test_cpu_case_passes_every_rule",
     "bash scripts/link_recipes.sh *": "repository/test_link_recipes.py"
     "::test_generator_finds_recipes_and_cases",
-    "bash scripts/apply_patches.sh *": "patching/test_source_tree.py"
-    "::test_applying_twice_is_once_and_reverting_restores",
     ".venv/bin/torchrun --nproc-per-node 2 scripts/train_megatron_core.py": "repository/"
     "test_train_megatron_core.py::test_script_on_megatron_core_alone_learns",
     ".venv/bin/torchrun --nproc-per-node 2 scripts/train_fsdp2.py *": "fsdp2/test_script.py"

@@ -17,8 +17,8 @@ from helpers.ranks import ROOT, run_ranks
 from torch.distributed.tensor import placement_types
 
 from megatron_muon import enable, is_enabled
+from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.newton_schulz.settings import coefficients_of
-from megatron_muon.patching import IncompatibleMegatronError
 from megatron_muon.runtime.dependencies import dependency_problems
 
 
@@ -45,8 +45,6 @@ def _without_momentum(self: Any, closure: Any = None) -> None:
             "placement_types._StridedShard: expected it for FSDP2 beside tensor parallelism, got "
             "none in torch ",
         ),
-        (torch, "_foreach_lerp_", None, "got module 'torch' has no attribute '_foreach_lerp_'"),
-        (torch, "_foreach_copy_", lambda copies, _: copies, "got another result in torch "),
         (
             muon_utils,
             "newton_schulz_step",

@@ -33,10 +33,10 @@ def test_new_groups_have_the_timeout_of_the_job():
 def _parameter(mesh: Any, placements: list[Any]) -> Any:
     import torch
 
-    from megatron_muon.rows.parameters import NamedParameter, as_dtensor
+    from megatron_muon.rows.parameters import PlannedParameter, as_dtensor
 
     view = as_dtensor(torch.empty(4, 4), mesh, placements, (8, 4))
-    return NamedParameter("w", view, view)
+    return PlannedParameter("w", view, view)
 
 
 def _domains() -> list[Any]:
@@ -50,7 +50,7 @@ def _domains() -> list[Any]:
     init_group()
     mesh = init_device_mesh(kind(), (2, 2), mesh_dim_names=("replica", "shard"))
     parameter = _parameter(mesh, [Replicate(), Shard(0)])
-    found = find_plan_inputs([parameter], None, device()).inputs[0].plan_input
+    found = find_plan_inputs([parameter], None, device()).inputs[0]
     (matrix,) = found.matrices
     # Ranks 0 to 2 think that they hold a third each, and rank 3 that it has a copy of the last.
     crooked = [dist.new_group(ranks) for ranks in ([0, 1, 2], [2, 3])]
@@ -112,13 +112,13 @@ def _groups_of_domains() -> list[bool]:
     everyone = find_plan_inputs([_parameter_of_all()], None, device()).inputs
     one = torch.ones(1, device=device())
     if second:
-        dist.all_reduce(one, group=second[0].plan_input.domain.group)
+        dist.all_reduce(one, group=second[0].domain.group)
     dist.barrier()
     return [
-        not first or first[0].plan_input.domain.group is holders,
-        not second or second[0].plan_input.domain.group is not holders,
+        not first or first[0].domain.group is holders,
+        not second or second[0].domain.group is not holders,
         int(one) == (4 if rank < 4 else 1),
-        everyone[0].plan_input.domain.group is dist.group.WORLD,
+        everyone[0].domain.group is dist.group.WORLD,
     ]
 
 

@@ -52,7 +52,7 @@ def _compare_rows(cases: list[Any]) -> list[Any]:
     import torch
     from torch.distributed.tensor import Replicate, Shard
 
-    from megatron_muon.rows.megatron_fsdp import rows_of_part
+    from megatron_muon.rows.megatron_fsdp import tensor_shard_rows
 
     build = module_of("experimental.layout").GlobalLayout.build
     different = []
@@ -77,7 +77,7 @@ def _compare_rows(cases: list[Any]) -> list[Any]:
         found = []
         for param in params:
             param._mfsdp_parameter_group = group
-            rows = rows_of_part(param)
+            rows = tensor_shard_rows(param)
             found.append([list(rows.get(rank, (0, 0))) for rank in range(math.prod(mesh_shape))])
         if found != _rows_by_upstream(layout, mesh_shape, sharded):
             different.append([shapes, axes])

@@ -2,33 +2,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of Muon on the shards of this rank, for Megatron-FSDP and for plain FSDP2.
 
-An optimizer lists local tensors by position: weights, gradients and momentum of the parameters of
-which this rank holds rows. A step is then the same for all optimizers::
+An optimizer lists local tensors by position: weights, gradients and momentum of the parameters with
+local rows. A step is then the same for all optimizers::
 
-    problems()                  take all memory of the step; ranks agree to step
+    reserve()                   memory of the step; ranks agree to step
     step()
-        hook.begin              sees gradients
+        hook.begin              gradients
         decay, momentum         a few launches for each parameter group
-        hook.advanced           sees momentum
-        exchange                sends rows to owners; as results arrive:
-            hook.arrived            changes them
-            update                  subtracts them from weights
+        hook.advanced           momentum
+        exchange                rows to owners; as results arrive:
+            hook.arrived            changes results
+            update                  subtracts results from weights
 
 A rank that runs out of memory after ranks have agreed leaves the others in a collective. Therefore
-:meth:`MatrixStep.problems` takes what a step needs beside weights, gradients and state: results,
-momentum in float32, messages, stacks, and temporaries of Newton-Schulz, of hooks, and of optimizers
-that step meanwhile.
+:meth:`MatrixStep.reserve` allocates results, float32 momentum, messages and stacks, which stay, and
+a block of the size of the temporaries, which stays in torch's cache: temporaries of Newton-Schulz,
+of hooks, and of optimizers that step meanwhile. Small allocations come later: lists of rectangles,
+norms, and state values per block.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 
+from megatron_muon.rows.matrices import RowIndex
 from megatron_muon.runtime.adjacent import is_same_memory, join_adjacent
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
@@ -43,17 +45,6 @@ from megatron_muon.runtime.ranges import in_range
 CHUNK_ELEMENTS = 2**24
 
 
-class MatrixRows(Hashable, Protocol):
-    """The rows of one matrix that this rank holds; see :mod:`megatron_muon.rows.matrices`."""
-
-    @property
-    def param(self) -> torch.Tensor:
-        """Return the parameter that they belong to."""
-
-    def of(self, local: torch.Tensor) -> torch.Tensor:
-        """View them, ``(rows, cols)``, in a tensor like the local one of the parameter."""
-
-
 class StepSettings(NamedTuple):
     """Settings of a step that never change.
 
@@ -65,7 +56,8 @@ class StepSettings(NamedTuple):
             much memory as the momentum has. Otherwise gradients stay as they are.
         gradients_stay: Whether gradients are in the same memory in every step, so that views of it
             may be kept.
-        stages_momentum: Whether momentum is not float32, or not on the device of its parameter.
+        momentum_dtype: Dtype of momentum between steps.
+        offload_momentum: Whether momentum is in CPU memory between steps.
     """
 
     nesterov: bool
@@ -73,7 +65,13 @@ class StepSettings(NamedTuple):
     fp32_matmul_prec: FP32MatmulPrecT
     overwrites_gradients: bool = False
     gradients_stay: bool = False
-    stages_momentum: bool = False
+    momentum_dtype: torch.dtype = torch.float32
+    offload_momentum: bool = False
+
+    @property
+    def stages_momentum(self) -> bool:
+        """Whether a step copies momentum to float32 memory of the device."""
+        return self.momentum_dtype != torch.float32 or self.offload_momentum
 
 
 class StepHooks:
@@ -91,10 +89,8 @@ class StepHooks:
     def advanced(self, momentum: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
         """See the new momentum, and what is orthogonalized, by position."""
 
-    def arrived(
-        self, group: Mapping[str, Any], positions: Sequence[int], results: Sequence[torch.Tensor]
-    ) -> None:
-        """Change results of parameters of one group, which are subtracted next."""
+    def arrived(self, positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
+        """Change results of one parameter group, which are subtracted next."""
 
 
 def chunks_of(sizes: Iterable[tuple[int, int]], limit: float) -> Iterator[list[int]]:
@@ -117,7 +113,7 @@ def chunks_of(sizes: Iterable[tuple[int, int]], limit: float) -> Iterator[list[i
 
 
 @dataclass
-class _Part:
+class _Chunk:
     """Parameters of one group that are advanced at once.
 
     Args:
@@ -133,7 +129,7 @@ class _Part:
     lists: list[list[torch.Tensor]] = field(default_factory=list)
 
 
-class _Batch(NamedTuple):
+class _Arrival(NamedTuple):
     """Parameters of one group whose results are complete at the same time; joined tensors."""
 
     group: int
@@ -146,41 +142,48 @@ class MatrixStep:
     """Step matrices: weight decay, momentum, exchange and update.
 
     Args:
-        groups: Position of the parameter group by parameter, of all parameters.
+        group_index: Index of the parameter group by parameter.
         compute: Orthogonalizes their matrices.
-        settings: What never changes.
+        settings: Settings.
         device: Of weights and gradients.
+        is_beside: Whether the exchange is on another device than weights and gradients.
 
     Attributes:
-        params: By position, the parameters of which this rank holds rows.
-        groups: By position, that of the parameter group.
+        params: By position, the parameters with local rows.
+        group_index: Index of the parameter group by position.
         hooks: Called in their order.
 
-    Communication: that of ``compute``, and of hooks.
-    Memory: while a step runs 4 bytes an element for results, unless they overwrite gradients; 64 MB
-        for staged momentum, or that of the largest parameter; and that of ``compute``.
+    Communication: see :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`.
+    Memory: while a step runs
+
+        - results, 4 bytes an element, unless they overwrite gradients,
+        - 64 MB or the largest parameter, for momentum that is staged in float32,
+        - messages and stacks, see :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`.
     """
 
     def __init__(
         self,
-        groups: Mapping[torch.Tensor, int],
+        group_index: Mapping[torch.Tensor, int],
         compute: OwnerCompute,
         settings: StepSettings,
         device: torch.device,
+        *,
+        is_beside: bool = False,
     ) -> None:
         self.compute, self.settings, self._device = compute, settings, device
+        self._is_beside = is_beside
         self.hooks: list[StepHooks] = []
-        rows: list[MatrixRows] = compute.handles
+        rows: list[RowIndex] = compute.handles
         self._num_matrices = Counter(each.param for each in rows)
-        self.params = [param for param in groups if param in self._num_matrices]
-        self.groups = [groups[param] for param in self.params]
+        self.params = [param for param in group_index if param in self._num_matrices]
+        self.group_index = [group_index[param] for param in self.params]
         position = {param: i for i, param in enumerate(self.params)}
         self._position = {each: position[each.param] for each in rows}
         self._shapes = [local_tensor(param).shape for param in self.params]
         sizes = list(map(math.prod, self._shapes))
         limit = CHUNK_ELEMENTS if settings.stages_momentum else math.inf
         by_group: dict[int, list[tuple[int, int]]] = {}
-        for i, group in enumerate(self.groups):
+        for i, group in enumerate(self.group_index):
             by_group.setdefault(group, []).append((i, sizes[i]))
         chunks = [(group, c) for group, own in by_group.items() for c in chunks_of(own, limit)]
         num_results = 0 if settings.overwrites_gradients else sum(sizes)
@@ -190,8 +193,9 @@ class MatrixStep:
         self._copied_bytes = 2 * num_staged
         self._arena = Arena(4 * (num_results + num_staged), device)
         self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
-        self._parts = [
-            _Part(group, chunk, self._views(chunk, num_results) if settings.stages_momentum else [])
+        stages = settings.stages_momentum
+        self._chunks = [
+            _Chunk(group, chunk, self._views(chunk, num_results) if stages else [])
             for group, chunk in chunks
         ]
         self._arena.free()
@@ -206,14 +210,14 @@ class MatrixStep:
             first += math.prod(shape)
         return views
 
-    def problems(self, others: OtherBytes = NOTHING) -> list[str]:
-        """Take all memory of a step; arenas stay until :meth:`step` ends or :meth:`free`.
+    def reserve(self, others: OtherBytes = NOTHING) -> list[str]:
+        """Reserve the memory of a step; arenas stay until :meth:`step` ends or :meth:`release`.
 
         Args:
-            others: What other optimizers allocate meanwhile, or afterwards.
+            others: Allocations of other optimizers, meanwhile or afterwards.
 
         Returns:
-            What is missing, as sentences.
+            Errors, as sentences.
         """
         try:
             if self._arena.num_bytes:
@@ -224,11 +228,13 @@ class MatrixStep:
                 f"expected {self._arena.num_bytes:,} bytes for results and momentum, got "
                 f"{type(error).__name__}: {first_line(error)}{free_memory(self._device)}"
             ]
-        needs = (others.temporaries, self._copied_bytes, *(hook.num_bytes for hook in self.hooks))
+        needs = [others.temporaries]
+        if not self._is_beside:
+            needs += [self._copied_bytes, *(hook.num_bytes for hook in self.hooks)]
         return self.compute.memory_problems(OtherBytes(others.state, max(needs)))
 
-    def free(self) -> None:
-        """Return the memory of :meth:`problems`, if ranks do not step."""
+    def release(self) -> None:
+        """Return the memory of :meth:`reserve`, if ranks do not step."""
         self._arena.free()
         self.compute.free()
 
@@ -243,7 +249,7 @@ class MatrixStep:
     ) -> None:
         """Update weights and momentum; called by all ranks together.
 
-        Without :meth:`problems` before it, a rank that lacks memory raises alone.
+        Without :meth:`reserve` before it, a rank that lacks memory raises alone.
 
         Args:
             groups: Parameter groups, of which ``lr``, ``momentum`` and ``weight_decay`` are read.
@@ -259,12 +265,15 @@ class MatrixStep:
         for hook in self.hooks:
             hook.begin(grads)
         without = {i for i, grad in enumerate(grads) if grad is None}
-        for part in self._parts:
-            self._advance(part, groups[part.group], grads)
+        for chunk in self._chunks:
+            self._advance(chunk, groups[chunk.group], grads)
         if self._in_results:
             # Their results are not used.
             for i in without:
                 results[i].copy_(momentum[i])
+        if self.hooks and self.settings.offload_momentum and self._device.type == "cuda":
+            # The host reads momentum that is still being copied.
+            torch.cuda.current_stream(self._device).synchronize()
         for hook in self.hooks:
             hook.advanced(momentum, results if self._in_results else momentum)
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):
@@ -287,10 +296,10 @@ class MatrixStep:
         self._sources: Rows = {}
         self._targets: Rows = {}
         # By the number of an arrival, which are the same ones in every step.
-        self._batches: list[list[_Batch]] = []
+        self._arrivals: list[list[_Arrival]] = []
         self._num_missing = [self._num_matrices[param] for param in self.params]
-        for part in self._parts:
-            part.lists = []
+        for chunk in self._chunks:
+            chunk.lists = []
 
     def _find_views(self, *now: Sequence[torch.Tensor]) -> None:
         """View the rows that are exchanged, anew only where their memory has moved."""
@@ -301,24 +310,24 @@ class MatrixStep:
         self._seen = now
         self._targets = self._rows_of(now[2])
         self._sources = self._targets if self._in_results else self._rows_of(now[1])
-        for part in self._parts:
-            part.lists = [[each[i] for i in part.positions] for each in now] + [part.staged]
+        for chunk in self._chunks:
+            chunk.lists = [[each[i] for i in chunk.positions] for each in now] + [chunk.staged]
             if self.settings.overwrites_gradients:
                 # Elsewhere gradients are in other memory in every step.
-                part.lists[: 3 + bool(part.staged)] = join_adjacent(*filter(None, part.lists))
+                chunk.lists[: 3 + bool(chunk.staged)] = join_adjacent(*filter(None, chunk.lists))
 
     def _rows_of(self, tensors: Sequence[torch.Tensor]) -> Rows:
         return {each: each.of(tensors[i]) for each, i in self._position.items()}
 
     @in_range("momentum")
     def _advance(
-        self, part: _Part, group: Mapping[str, Any], all_grads: Sequence[torch.Tensor | None]
+        self, chunk: _Chunk, group: Mapping[str, Any], all_grads: Sequence[torch.Tensor | None]
     ) -> None:
         """Decay weights, and average gradients into momentum."""
-        weights, kept, results, staged = part.lists
+        weights, kept, results, staged = chunk.lists
         grads: Sequence[Any] = results
         if self._results is not None:
-            grads = [all_grads[i] for i in part.positions]
+            grads = [all_grads[i] for i in chunk.positions]
             chosen = [n for n, grad in enumerate(grads) if grad is not None]
             if len(chosen) < len(grads):
                 weights, kept, results, staged, grads = (
@@ -356,29 +365,29 @@ class MatrixStep:
         without: set[int],
     ) -> None:
         """Update the parameters whose last matrix has arrived, all of a group at once."""
-        if number == len(self._batches):
-            self._batches.append(list(self._find_batches(done)))
-        for batch in self._batches[number]:
+        if number == len(self._arrivals):
+            self._arrivals.append(list(self._find_arrivals(done)))
+        for arrival in self._arrivals[number]:
             weights, _, results = self._seen
-            positions, targets, updates = batch.positions, batch.weights, batch.results
+            positions, targets, updates = arrival.positions, arrival.weights, arrival.results
             if not without.isdisjoint(positions):
                 positions = [i for i in positions if i not in without]
                 targets, updates = [weights[i] for i in positions], [results[i] for i in positions]
             if not positions:
                 continue
-            group = groups[batch.group]
+            group = groups[arrival.group]
             for hook in self.hooks:
-                hook.arrived(group, positions, [results[i] for i in positions])
+                hook.arrived(positions, [results[i] for i in positions])
             torch._foreach_add_(targets, updates, alpha=-group["lr"])
 
-    def _find_batches(self, done: Iterable[Any]) -> Iterator[_Batch]:
+    def _find_arrivals(self, done: Iterable[Any]) -> Iterator[_Arrival]:
         weights, _, results = self._seen
         complete: dict[int, list[int]] = {}
         for handle in done:
             i = self._position[handle]
             self._num_missing[i] -= 1
             if self._num_missing[i] == 0:
-                complete.setdefault(self.groups[i], []).append(i)
+                complete.setdefault(self.group_index[i], []).append(i)
         for group, positions in complete.items():
             own = [weights[i] for i in positions], [results[i] for i in positions]
-            yield _Batch(group, positions, *join_adjacent(*own))
+            yield _Arrival(group, positions, *join_adjacent(*own))

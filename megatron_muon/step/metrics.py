@@ -1,32 +1,32 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of a step, summed on the device, and read only when somebody asks."""
+"""Metrics of a step: norms that the device sums, and the host reads on request."""
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.rows.parameters import NamedParameter
+from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.matrix_step import StepHooks
 from megatron_muon.runtime.stacks import StackCall
+from megatron_muon.step.matrix_step import StepHooks
 
 
-class StepFigures(NamedTuple):
-    """What a step did to the matrices of all ranks.
+class StepMetrics(NamedTuple):
+    """Metrics of a step over the matrices of all ranks.
 
     Args:
         gradient_norms: By parameter group, before weight decay.
-        momentum_norms: By parameter group, of what is in the state after the step.
+        momentum_norms: By parameter group, of the momentum buffers after the step.
         update_rms: By parameter group, root mean square of the elements of updates, before the
             learning rate.
         orthogonality_error: Maximum over ranks of ``|X X^T - I| / sqrt(n)`` for the first matrix
-            that each has orthogonalized alone, n its shorter side; 0 if there is none. With the
+            that a rank orthogonalizes alone, n its shorter side; 0 if there is none. With the
             quintic coefficients it is about 0.2, as they do not converge to singular values of 1.
     """
 
@@ -36,20 +36,20 @@ class StepFigures(NamedTuple):
     orthogonality_error: float
 
 
-class StepSums(StepHooks):
+class MetricSums(StepHooks):
     """Sums of squares of this rank, by parameter group.
 
     Args:
-        parameters: Those with rows on this rank: rows that several ranks hold count once.
-        groups: By position, the parameter group.
+        parameters: By position; rows that several ranks hold count once.
+        group_index: Index of the parameter group by position.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter], groups: Sequence[int]) -> None:
+    def __init__(self, parameters: Sequence[PlannedParameter], group_index: Sequence[int]) -> None:
         self._share = [1.0 / _num_replicas(each.view) for each in parameters]
         # The sample in float32, its Gram matrix, and the square of that.
         sizes = (math.prod(each.view.shape[-2:]) for each in parameters)
         self.num_bytes = 12 * max(sizes, default=0)
-        self._group_of = list(groups)
+        self._group_index = list(group_index)
         self._sizes = [local_tensor(each.param).numel() for each in parameters]
         # By kind, positions and the norms of their tensors, which the host reads when asked.
         self._norms: dict[str, list[tuple[Sequence[int], torch.Tensor]]] = {}
@@ -71,9 +71,7 @@ class StepSums(StepHooks):
         """Add the squares of momentum."""
         self._add("momentum", range(len(momentum)), momentum)
 
-    def arrived(
-        self, group: Mapping[str, Any], positions: Sequence[int], results: Sequence[torch.Tensor]
-    ) -> None:
+    def arrived(self, positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
         """Add the squares of updates."""
         self._add("update", positions, results)
 
@@ -82,8 +80,8 @@ class StepSums(StepHooks):
             norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
             self._norms[kind].append((positions, torch.stack(norms)))
 
-    def figures(self, group: dist.ProcessGroup | None, num_groups: int) -> StepFigures:
-        """Return the figures of all ranks; see :meth:`Muon.last_step`.
+    def metrics(self, group: dist.ProcessGroup | None, num_groups: int) -> StepMetrics:
+        """Return the metrics of all ranks; see :meth:`MuonStep.last_metrics`.
 
         Args:
             group: Ranks that step together; None for all of the job.
@@ -94,9 +92,9 @@ class StepSums(StepHooks):
         for kind, found in self._norms.items():
             for positions, norms in found:
                 for i, norm in zip(positions, norms.tolist(), strict=True):
-                    sums[self._group_of[i], kind] += self._share[i] * norm**2
+                    sums[self._group_index[i], kind] += self._share[i] * norm**2
                     if kind == "update":
-                        sums[self._group_of[i], "elements"] += self._share[i] * self._sizes[i]
+                        sums[self._group_index[i], "elements"] += self._share[i] * self._sizes[i]
         mine = (
             num_groups,
             dict(sums),
@@ -114,7 +112,7 @@ class StepSums(StepHooks):
             return sum(of_rank.get((number, kind), 0.0) for _, of_rank, _ in of_ranks)
 
         updated = [total("elements", number) for number in numbers]
-        return StepFigures(
+        return StepMetrics(
             tuple(math.sqrt(total("gradient", number)) for number in numbers),
             tuple(math.sqrt(total("momentum", number)) for number in numbers),
             tuple(

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_attr_wrapped_model, get_pg_size
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.rows.megatron_fsdp import own_rows, rows_of_part, shard_group
+from megatron_muon.rows.megatron_fsdp import own_rows, shard_group, tensor_shard_rows
 from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.exchange import all_gather_rows
 
@@ -171,7 +171,7 @@ def sum_tied_gradient(
     whole = grad if has_rows else torch.zeros_like(grad)
     group = shard_group(weight)
     if group is not None:
-        whole = all_gather_rows(whole, rows_of_part(weight), group)
+        whole = all_gather_rows(whole, tensor_shard_rows(weight), group)
     dist.all_reduce(whole, group=embd_group)
     if has_rows and group is not None:
         grad.copy_(whole[slice(*own_rows(weight))])

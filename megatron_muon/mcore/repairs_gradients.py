@@ -1,21 +1,34 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs of scale and norm of gradients, in 0.19.2 and in Megatron-FSDP v2 of later releases.
+"""Repairs of gradients: scale, norm and fused accumulation.
 
-Adam hides the defects, as its update hardly changes when gradients are scaled. They matter for
-Muon, whose momentum mixes gradients that were clipped or scaled differently.
+The defects are in 0.19.2, and in Megatron-FSDP v2 of later releases. Adam hides errors of scale and
+norm, as its update hardly changes when gradients are scaled. They matter for Muon, whose momentum
+mixes gradients that were clipped or scaled differently.
+
+With fusion, the backward pass of a linear layer adds the gradient of its weight to ``main_grad``,
+or overwrites it. Which of them is right depends on the sharding strategy:
+
+==================================  ============================  ==============================
+strategy                            ``main_grad``                 gradients must be
+==================================  ============================  ==============================
+``no_shard``, ``optim``             the buffer of the whole step  added
+``optim_grads, _grads_params``      a bucket of one microbatch,   overwritten, as its memory is
+                                    which is reduced and freed    not initialized; added if a
+                                                                  weight is used again
+==================================  ============================  ==============================
 """
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_muon.mcore import fsdp_v2_model
+from megatron_muon.mcore import fsdp_model
 from megatron_muon.mcore.fsdp_model import grad_stats_group, shards_over_outer_ranks
 from megatron_muon.rows.megatron_fsdp import unsharded_of
 
@@ -87,12 +100,12 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
         # Version 1 follows its settings; main's version 2 ignores the number of instances, so its
         # placements are read.
         is_over = None
-        if is_v2 := fsdp_v2_model.is_v2(model_chunks[0]):
+        if is_v2 := fsdp_model.is_v2(model_chunks[0]):
             # Pull request 6489: each rank's part is divided by the number of its copies, and the
             # sum is that of all ranks.
             if "get_grad_norm" in vars(type(optimizer)):
                 return optimizer
-            is_over = fsdp_v2_model.is_sharded_over_instances(model_chunks[0], ddp_config)
+            is_over = fsdp_model.is_sharded_over_instances(model_chunks[0], ddp_config)
         if is_v2 or shards_over_outer_ranks(ddp_config):
             groups = kwargs.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
             optimizer.grad_stats_parallel_group = grad_stats_group(
@@ -118,7 +131,7 @@ def count_shards_once(original: Callable[..., None]) -> Callable[..., None]:
         for param in self.get_parameters():
             # One copy of a tied embedding is not counted.
             copy_optimizer_param_metadata(param, unsharded_of(param))
-            fsdp_v2_model.mark(param)
+            fsdp_model.mark(param)
 
     return __init__
 
@@ -172,3 +185,86 @@ def _raise_where_missing(context: Any) -> None:
             "Megatron-FSDP v2 reduces no gradient of such a module: use every parameter, or freeze "
             "those that are not used. Nothing was updated."
         )
+
+
+def overwrite_only_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``MegatronFSDP.all_gather_and_wait_parameters_ready``, which marks every weight.
+
+    The mark, ``overwrite_main_grad``, tells Transformer Engine to overwrite. Upstream sets it for
+    ``optim`` too: every microbatch overwrites the one before, and only the last one trains.
+    ``no_shard`` never reaches that line.
+
+    Source: NVIDIA/Megatron-LM pull request 6357, which came after 0.19.2.
+    """
+
+    @functools.wraps(original)
+    def all_gather_and_wait_parameters_ready(
+        self: Any, params: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Gather parameters, then let gradients accumulate."""
+        original(self, params, *args, **kwargs)
+        # Unset after each call, as upstream marks in every forward and backward pass.
+        if self.data_parallel_sharding_strategy == "optim":
+            for param in params:
+                param.overwrite_main_grad = False
+
+    return all_gather_and_wait_parameters_ready
+
+
+def keep_mark_of_grouped_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``TEGroupedMLP._ensure_main_grad``, which sets the mark again, for ``optim`` too.
+
+    It runs after Megatron-FSDP's hooks, before Transformer Engine's fused operations.
+    """
+
+    @functools.wraps(original)
+    def _ensure_main_grad(linear_module: Any) -> None:
+        marked = [
+            (param, param.overwrite_main_grad)
+            for param in linear_module.parameters(recurse=False)
+            if hasattr(param, "overwrite_main_grad")
+        ]
+        original(linear_module)
+        for param, mark in marked:
+            param.overwrite_main_grad = mark
+
+    return _ensure_main_grad
+
+
+def fuse_only_into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``forward`` of Megatron's own linear layer, whose backward pass always overwrites.
+
+    Under Megatron-FSDP it ignores the mark. Transformer Engine's models have this layer too, as
+    output layer. Without fusion the gradient is returned to autograd, which sums all uses of a
+    weight, and Megatron-FSDP adds it to ``main_grad``, at the cost of the memory of one gradient.
+
+    Forward decides, as backward would unpack the saved weight a second time, which torch's
+    activation checkpointing refuses.
+
+    Deferred gradients of the output layer (``defer_embedding_wgrad_compute``) are always fused.
+    They need pipeline stages, with which the flag is refused under Megatron-FSDP.
+    """
+
+    @functools.wraps(original)
+    def forward(ctx: Any, input: Any, weight: Any, bias: Any, is_fused: bool, *rest: Any) -> Any:
+        """Fuse the accumulation only if its target may be overwritten."""
+        is_deferred = rest[2] is not None  # grad_output_buffer
+        # Other wrappers than Megatron-FSDP initialize ``main_grad``.
+        if hasattr(weight, "__fsdp_param__") and not is_deferred:
+            is_fused = is_fused and _may_be_overwritten(weight)
+        return original(ctx, input, weight, bias, is_fused, *rest)
+
+    return forward
+
+
+def _may_be_overwritten(weight: Any) -> bool:
+    """Return whether ``main_grad`` of a weight holds no gradient when its only one is written."""
+    if not getattr(weight, "overwrite_main_grad", False):
+        return False
+    # Upstream's mark of an embedding that is also the output layer. After a fused write
+    # Megatron-FSDP deletes ``.grad``, and with it the embedding's part.
+    if getattr(weight, "zero_out_wgrad", False):
+        return False
+    # Multi-token prediction uses the output layer several times.
+    config = getattr(weight._megatron_fsdp_model.module, "config", None)
+    return not getattr(config, "mtp_num_layers", None)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Factors of results by name: those of emerging-optimizers, and others that users know."""
+"""Scale factors of results by name: emerging-optimizers' modes, and others that users know."""
 
 from collections.abc import Callable
 from typing import get_args
@@ -16,10 +16,12 @@ _OTHERS: dict[str, tuple[MuonScaleT | None, float]] = {
     "spectral_unclamped": ("unit_rms_norm", 1.0),
     "none": (None, 1.0),
 }
+# From outputs and inputs of a matrix to two factors.
+type Scale = Callable[[int, int], tuple[float, float]]
 SCALE_MODES = (*get_args(MuonScaleT), *_OTHERS)
 
 
-def scale_function(mode: str, extra_factor: float) -> Callable[[int, int], tuple[float, float]]:
+def scale_function(mode: str, extra_factor: float) -> Scale:
     """Return a function from rows and columns to two factors.
 
     emerging-optimizers multiplies with one after the other, and so do we: for the same bits.

@@ -29,7 +29,7 @@ def _step(case: str, is_exact: bool) -> list[Any]:
         nesterov=True,
         newton_schulz=_orthogonal if is_exact else None,
     )
-    muon.record_figures()
+    muon.record_metrics()
     found = []
     for step in range(2):
         grads = [fsdp2_models.drawn(x.whole.shape, 9 * step + i) for i, x in enumerate(parameters)]
@@ -44,7 +44,7 @@ def _step(case: str, is_exact: bool) -> list[Any]:
         momentum = [muon.state[each.param]["momentum_buffer"].full_tensor() for each in parameters]
         found.append(
             [
-                list(muon.last_step()),
+                list(muon.last_metrics()),
                 [[float(each.norm()) for each in grads],
                  [float(each.norm()) for each in momentum],
                  [float(each.square().mean().sqrt()) for each in updates]],
@@ -80,8 +80,8 @@ def test_orthogonality_error_of_orthogonal_matrices_is_zero():
 def test_figures_that_were_not_asked_for_are_refused():
     """Nothing is recorded then."""
     muon = Muon([torch.nn.Parameter(torch.ones(2, 3, device=device()))])
-    with pytest.raises(RuntimeError, match=r"expected record_figures\(\) before the step"):
-        muon.last_step()
+    with pytest.raises(RuntimeError, match=r"expected record_metrics\(\) before the step"):
+        muon.last_metrics()
 
 
 def test_phases_of_a_step_are_ranges_of_a_profile():

@@ -129,7 +129,7 @@ def test_release_with_v2_whose_targets_are_elsewhere_is_refused(tree):
     done = run_in(tree, "-c", "from megatron_muon import enable; enable()")
     assert "IncompatibleMegatronError" in done.stderr
     for name in ("__init__", "_validate_config"):
-        symbol = f"mcore_fsdp_adapter.FullyShardedDataParallelV2.{name}"
+        symbol = f"mcore_fsdp_adapter:FullyShardedDataParallelV2.{name}"
         assert f"{symbol}: expected it to exist, found AttributeError" in done.stderr
     assert "nothing was changed" in done.stderr
 
@@ -171,8 +171,8 @@ MENDED = """
 from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
 from megatron_muon import enable
 enable()
-from megatron_muon.mcore.gradient_repairs import count_shards_once
-from megatron_muon.mcore.later_patches import V2_PATCHES
+from megatron_muon.mcore.repairs_gradients import count_shards_once
+from megatron_muon.mcore.patches import V2_PATCHES
 
 assert [each.wrap for each in V2_PATCHES if each.is_repaired()] == [count_shards_once]
 assert not hasattr(FullyShardedOptimizer.__init__, "__wrapped__")
@@ -190,7 +190,7 @@ def test_norm_that_upstream_has_mended_is_left_alone(tree):
 
 def test_group_of_upstreams_own_norm_is_left_alone(monkeypatch):
     """It divides by copies and sums over all ranks: over one instance the norm was too small."""
-    from megatron_muon.mcore import fsdp_v2_model, gradient_repairs
+    from megatron_muon.mcore import fsdp_model, repairs_gradients
 
     class Upstream:
         grad_stats_parallel_group = "all ranks"
@@ -198,7 +198,7 @@ def test_group_of_upstreams_own_norm_is_left_alone(monkeypatch):
         def get_grad_norm(self):
             """Is its own, as in pull request 6489."""
 
-    monkeypatch.setattr(fsdp_v2_model, "is_v2", lambda model: True)
+    monkeypatch.setattr(fsdp_model, "is_v2", lambda model: True)
     chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
-    build = gradient_repairs.reduce_grad_norm_over_instances(lambda config, chunks: Upstream())
+    build = repairs_gradients.reduce_grad_norm_over_instances(lambda config, chunks: Upstream())
     assert build(None, [chunk]).grad_stats_parallel_group == "all ranks"

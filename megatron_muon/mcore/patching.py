@@ -1,0 +1,147 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Change a package at run time: explicit, verified before anything is applied, reversible."""
+
+import functools
+import inspect
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Marks our replacements, to notice if a target was replaced again.
+_MARK = "__megatron_muon_patch__"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to megatron.
+
+    Args:
+        symbol: Function or class that is replaced, as "module:name"; looked up when it is called.
+        purpose: Why, in a sentence.
+        wrap: Takes the original, returns the replacement.
+        parameters: Names of the parameters that the original must have, in order, separated by
+            commas; empty where any will do.
+        source_lines: Lines that its source must contain, without indentation.
+        later_parameter: Name of a parameter that a later release adds at the end, and that does
+            not matter.
+        repaired_text: Text in the target's class or module, in a later release that needs no
+            repair; empty if there is no such release.
+    """
+
+    symbol: str
+    purpose: str
+    wrap: Callable[[Any], Any] = field(repr=False)
+    parameters: str = ""
+    source_lines: tuple[str, ...] = ()
+    later_parameter: str = ""
+    repaired_text: str = ""
+
+    @property
+    def attribute(self) -> str:
+        """Last part of the name."""
+        return self.symbol.replace(":", ".").rpartition(".")[2]
+
+    def holder(self) -> Any:
+        """Import the module or class that has the target as an attribute."""
+        return pkgutil.resolve_name(self.symbol[: -len(self.attribute) - 1])
+
+    def is_repaired(self) -> bool:
+        """Return whether the imported megatron no longer needs this change."""
+        if not self.repaired_text:
+            return False
+        try:
+            return self.repaired_text in _source(self.holder())
+        except (ImportError, AttributeError, OSError, TypeError):
+            return False
+
+    def problems(self) -> list[str]:
+        """Return one sentence for each difference between the target and the tested ones."""
+        return symbol_problems(
+            self.symbol, self.source_lines, self.parameters, self.later_parameter
+        )
+
+
+def exists(symbol: str) -> bool:
+    """Return whether the imported release has a symbol."""
+    try:
+        pkgutil.resolve_name(symbol)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def symbol_problems(
+    symbol: str, source_lines: Sequence[str] = (), parameters: str = "", later_parameter: str = ""
+) -> list[str]:
+    """Return one sentence for each difference between a symbol and the tested ones.
+
+    Args:
+        symbol: "module:name".
+        source_lines: As in :class:`Patch`.
+        parameters: As in :class:`Patch`.
+        later_parameter: As in :class:`Patch`.
+    """
+    try:
+        found = pkgutil.resolve_name(symbol)
+    except (ImportError, AttributeError) as error:
+        return [f"{symbol}: expected it to exist, found {type(error).__name__}: {error}."]
+    problems = []
+    if parameters:
+        names = ", ".join(inspect.signature(found).parameters)
+        if names.removesuffix(f", {later_parameter}") != parameters:
+            problems.append(f"{symbol}: expected parameters ({parameters}), found ({names}).")
+    try:
+        lines = _lines(found) if source_lines else frozenset()
+    except (OSError, TypeError) as error:
+        return [*problems, f"{symbol}: expected readable source, found {error}."]
+    missing = [line for line in source_lines if line not in lines]
+    return problems + [
+        f"{symbol}: expected the source line {line!r}, found none." for line in missing
+    ]
+
+
+# Several patches read one module, and finding the end of a function takes milliseconds.
+@functools.cache
+def _source(found: Any) -> str:
+    return inspect.getsource(found)
+
+
+@functools.cache
+def _lines(found: Any) -> frozenset[str]:
+    return frozenset(line.strip() for line in _source(found).splitlines())
+
+
+def apply_all(patches: Sequence[Patch]) -> None:
+    """Replace the targets of verified patches; the originals stay in ``__wrapped__``."""
+    for patch in patches:
+        original = pkgutil.resolve_name(patch.symbol)
+        replacement = patch.wrap(original)
+        replacement.__wrapped__ = original
+        setattr(replacement, _MARK, patch.symbol)
+        _replace(patch, replacement)
+
+
+def revert_all(patches: Sequence[Patch]) -> None:
+    """Restore the originals of patches that :func:`apply_all` applied.
+
+    Raises:
+        RuntimeError: A target is no longer our replacement; nothing was restored.
+    """
+    current = [pkgutil.resolve_name(patch.symbol) for patch in patches]
+    for patch, found in zip(patches, current, strict=True):
+        if getattr(found, _MARK, None) != patch.symbol:
+            raise RuntimeError(
+                f"{patch.symbol}: expected the replacement of megatron-muon, got {found!r}. "
+                "Undo the later change first; nothing was restored."
+            )
+    for patch, found in zip(patches, current, strict=True):
+        _replace(patch, found.__wrapped__)
+
+
+def _replace(patch: Patch, function: Any) -> None:
+    """Set an attribute; a static method must stay one, or instances would pass themselves."""
+    holder, name = patch.holder(), patch.attribute
+    is_static = isinstance(inspect.getattr_static(holder, name, None), staticmethod)
+    setattr(holder, name, staticmethod(function) if is_static else function)

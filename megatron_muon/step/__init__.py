@@ -1,0 +1,17 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer step of both front ends, on parameters described by :mod:`megatron_muon.rows`.
+
+:class:`~megatron_muon.step.muon_step.MuonStep` plans the exchange of an optimizer's matrices,
+creates its state, and steps it. ``mcore`` and ``fsdp2`` check their arguments and parameters, and
+build one each.
+
+Files, each importing only those above it::
+
+    scales          scale factors of results by name
+    stored_state    dtype and device of momentum, and float32 copies of bfloat16 parameters
+    matrix_step     decay, momentum, exchange and update of local tensors
+    second_moments  second moments in the state, and their part of a step
+    metrics         norms of a step
+    muon_step       MuonStep
+"""

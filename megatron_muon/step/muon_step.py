@@ -1,0 +1,292 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Construct the exchange, the state and the step of Muon optimizers."""
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from emerging_optimizers.utils import fp32_matmul_precision
+
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.plan.settings import ExchangeSettings
+from megatron_muon.rows.parameters import PlannedParameter
+from megatron_muon.rows.plan_inputs import find_plan_inputs
+from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
+from megatron_muon.runtime.arena import NOTHING, OtherBytes
+from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.step.matrix_step import MatrixStep, StepSettings
+from megatron_muon.step.metrics import MetricSums, StepMetrics
+from megatron_muon.step.second_moments import SecondMoments
+from megatron_muon.step.stored_state import MAIN_PARAM, MainParams, place_momentum
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    """Settings of Muon, equal on all ranks.
+
+    Args:
+        newton_schulz: Steps, coefficients, precision and scale.
+        exchange: How matrices are exchanged.
+        step: Settings of a step.
+        scale: Scale mode and factor as text, for the comparison of ranks.
+    """
+
+    newton_schulz: NewtonSchulzSettings
+    exchange: ExchangeSettings
+    step: StepSettings
+    scale: str
+
+    def entries(self) -> list[str]:
+        """Return all settings as text."""
+        orthogonalize, step = self.newton_schulz, self.step
+        return [
+            str(self.exchange),
+            f"{orthogonalize.steps} steps of {orthogonalize.coefficient_type} coefficients, "
+            f"precision {step.fp32_matmul_prec}, function {orthogonalize.function is not None}",
+            f"nesterov {step.nesterov}, {step.weight_decay_method} weight decay, momentum in "
+            f"{step.momentum_dtype}, offloaded {step.offload_momentum}",
+            f"scale {self.scale}",
+        ]
+
+
+class MuonStep:
+    """Step the Muon optimizers of a model together, through one exchange.
+
+    An optimizer is asked for ``param_groups`` and ``state``, in every step, and creates momentum by
+    ``_init_group``. Megatron has one for experts beside that of dense matrices. All matrices share
+    one schedule, so that some are in transit while others are orthogonalized.
+
+    Args:
+        optimizers: The optimizers.
+        parameters: All parameters of their groups, as they are planned.
+        settings: Settings of all optimizers.
+        moments: Second moments; without a method it does nothing.
+        device: Where matrices are orthogonalized.
+        rows_device: Where shards are; None for ``device``.
+        problems: Errors that this rank has found before, as sentences.
+        group: Ranks that step together; None for all ranks with parameters.
+        known_groups: Process groups of the model that may be used.
+        has_others: Whether this rank steps other parameters meanwhile.
+
+    Attributes:
+        compute: Orthogonalizes matrices.
+        group: Ranks that step together, as agreed; None if that is the whole job.
+        plan_inputs: Plans of this rank, and their parameters.
+
+    Raises:
+        RuntimeError: On all ranks, when one has a problem, ranks have different settings,
+            parameters or plans, or one lacks memory.
+
+    Communication: at construction a flag and a hash over all ranks, the collectives of
+        :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
+        :class:`~megatron_muon.runtime.owner_compute.OwnerCompute`, then one flag. In
+        :meth:`step` the collectives of ``orthogonalize`` of :attr:`compute`.
+    Memory: the state of the optimizers; while a step runs, see
+        :class:`~megatron_muon.step.matrix_step.MatrixStep`.
+    """
+
+    _sums: MetricSums | None = None
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[PlannedParameter],
+        settings: MuonSettings,
+        moments: SecondMoments,
+        device: torch.device,
+        rows_device: torch.device | None = None,
+        *,
+        problems: Sequence[str] = (),
+        group: dist.ProcessGroup | None = None,
+        known_groups: Sequence[dist.ProcessGroup] = (),
+        has_others: bool = False,
+    ) -> None:
+        self.optimizers, self.device = list(optimizers), device
+        self._step, self._moments = settings.step, moments
+        raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
+        if dist.is_initialized():
+            # What follows is collective, and which collectives depends on these.
+            raise_where_ranks_differ(
+                [*settings.entries(), f"adaptive {moments.description}"],
+                dist.group.WORLD,  # type: ignore[arg-type]
+                device,
+                "Muon settings",
+            )
+        self.plan_inputs = find_plan_inputs(
+            parameters, group, device, has_others=has_others, known_groups=known_groups
+        )
+        self.group = self.plan_inputs.group
+        # Kernels are checked here, in the precision of a step.
+        with fp32_matmul_precision(settings.step.fp32_matmul_prec):
+            self.compute = OwnerCompute(
+                self.plan_inputs.inputs,
+                settings.newton_schulz,
+                settings.exchange,
+                device=device,
+                rows_device=rows_device,
+                max_num_plans=self.plan_inputs.max_num_plans,
+            )
+        self._named = {each.param: each for each in parameters}
+        self._params = self._all_params()
+        self._main_params = MainParams(self._params)
+        self._shards = [local_tensor(param) for param in self._params]
+        self._shapes = [shard.shape for shard in self._shards]
+        # A rank may find too little memory.
+        self.compute.on_all_ranks(lambda: self._build(rows_device or device))
+
+    def _build(self, rows_device: torch.device) -> None:
+        """Lay out the memory of a step, and create state.
+
+        For every parameter on every rank, empty shards included: ranks that hold different sets of
+        state hang Megatron-FSDP's save, and checkpoints need no step to make state.
+        """
+        groups = [(each, group) for each in self.optimizers for group in each.param_groups]
+        optimizer_of = {param: each for each, group in groups for param in group["params"]}
+        self._matrix_step = MatrixStep(
+            {param: i for i, (_, group) in enumerate(groups) for param in group["params"]},
+            self.compute,
+            self._step,
+            rows_device,
+            is_beside=rows_device != self.device,
+        )
+        # By position of the step.
+        self._held = [(optimizer_of[param], param) for param in self._matrix_step.params]
+        self._hooks = self._moments.attach(
+            self._matrix_step, self.plan_inputs.parameters, self._state_of
+        )
+        self._matrix_step.hooks = list(self._hooks)
+        for optimizer, group in groups:
+            optimizer._init_group(group, skip_non_grad_params=False)  # type: ignore[attr-defined]
+        self.complete_state(self.state())
+
+    def _state_of(self, position: int) -> Mapping[str, Any]:
+        optimizer, param = self._held[position]
+        return optimizer.state[param]
+
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the state by parameter, of all optimizers."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0].state
+        return {param: each.state[param] for each in self.optimizers for param in each.state}
+
+    def complete_state(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Add what is missing to a state that was created or loaded, in the dtypes of this run."""
+        self._main_params.create(state)
+        self._moments.create(state)
+        dtype, in_cpu_memory = self._step.momentum_dtype, self._step.offload_momentum
+        place_momentum(state, dtype, in_cpu_memory=in_cpu_memory)
+
+    def publish_moments(self) -> None:
+        """Complete the state, which is to be saved."""
+        self._moments.publish(self.state())
+
+    def collect_moments(self) -> None:
+        """Read a state that was loaded in place; called by all ranks together.
+
+        Communication: with normuon under Megatron one all-reduce a plan, of 4 bytes a row or column
+            of a block.
+        """
+        self._moments.collect(self.state())
+
+    def record_metrics(self, is_on: bool = True) -> None:
+        """Record metrics of every step for :meth:`last_metrics`, by a pass over its tensors."""
+        step, sums = self._matrix_step, None
+        if is_on:
+            sums = MetricSums([self._named[p] for p in step.params], step.group_index)
+        self._sums, step.hooks = sums, [*self._hooks, *filter(None, [sums])]
+        self.compute.watch(None if sums is None else sums.watch)
+
+    def last_metrics(self) -> StepMetrics:
+        """Return the metrics of the last step; called by all ranks that step together.
+
+        Raises:
+            RuntimeError: :meth:`record_metrics` was not called.
+
+        Communication: a gather of objects. The host waits for the device.
+        """
+        if self._sums is None:
+            raise RuntimeError(
+                "last_metrics: expected record_metrics() before the step, got none. Call it first."
+            )
+        num_groups = sum(len(each.param_groups) for each in self.optimizers)
+        return self._sums.metrics(self.group, num_groups)
+
+    def reserve(self, others: OtherBytes = NOTHING) -> list[str]:
+        """Reserve the memory of a step, before ranks agree to step.
+
+        Args:
+            others: Memory of the step of other optimizers.
+
+        Returns:
+            Errors, as sentences: a lack of memory, or other parameters than at construction.
+        """
+        problems = self._changes() + self._main_params.follow(self.state())
+        return problems + self._matrix_step.reserve(others)
+
+    def _all_params(self) -> list[Any]:
+        groups = (group for each in self.optimizers for group in each.param_groups)
+        return [param for group in groups for param in group["params"]]
+
+    def _changes(self) -> list[str]:
+        """List changes of the parameters since construction, as sentences."""
+        now = self._all_params()
+        if len(now) != len(self._params) or not all(map(operator.is_, now, self._params)):
+            return [
+                f"param_groups: expected the {len(self._params)} parameters of construction, got "
+                f"{len(now)}, or others. Build a new optimizer"
+            ]
+        shards = [local_tensor(param) for param in now]
+        if all(map(operator.is_, shards, self._shards)):
+            return []
+        self._shards = shards
+        return [
+            f"{self._named[param].name}: expected a local shard of shape {tuple(shape)}, got "
+            f"{tuple(shard.shape)}. Build a new optimizer after the model was sharded again"
+            for param, shard, shape in zip(now, shards, self._shapes, strict=True)
+            if shard.shape != shape
+        ]
+
+    def release(self) -> None:
+        """Return the memory of :meth:`reserve`, if ranks do not step."""
+        self._matrix_step.release()
+
+    @torch.no_grad()
+    def step(
+        self,
+        without: Collection[torch.Tensor] = (),
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Update parameters and momentum by their gradients; called by all ranks together.
+
+        Gradients must be complete, and are not checked.
+
+        Args:
+            without: Parameters without a gradient on any rank. They keep value and state.
+            meanwhile: Called once, when the first rows are in transit.
+        """
+        params = self._matrix_step.params
+        # Read in every step: loading replaces them, and schedulers change learning rates.
+        states = [optimizer.state[param] for optimizer, param in self._held]
+        with self._moments.kept(without):
+            self._matrix_step.step(
+                [group for each in self.optimizers for group in each.param_groups],
+                [
+                    local_tensor(state.get(MAIN_PARAM, param))
+                    for param, state in zip(params, states, strict=True)
+                ],
+                [
+                    None if param.grad is None or param in without else local_tensor(param.grad)
+                    for param in params
+                ],
+                [local_tensor(state["momentum_buffer"]) for state in states],
+                meanwhile,
+            )
+        self._main_params.install(self.state())
+        if self._step.offload_momentum and self.device.type == "cuda":
+            # Copies to CPU memory must have arrived before the state is read.
+            torch.cuda.current_stream(self.device).synchronize()

@@ -1,0 +1,255 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Second moments in the state of an optimizer, and their part of a step.
+
+NorMuon and NAMO themselves are in :mod:`megatron_muon.newton_schulz.methods`; AdaMuon, which is
+elementwise, is here.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron_muon.newton_schulz.methods import Namo, NorMuon, StackMethod
+from megatron_muon.rows.parameters import PlannedParameter
+from megatron_muon.rows.placements import cutting_axes
+from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.moments import Moments
+from megatron_muon.runtime.owner_compute import OwnerCompute
+from megatron_muon.step.matrix_step import CHUNK_ELEMENTS, MatrixStep, StepHooks, chunks_of
+from megatron_muon.step.scales import Scale
+
+METHODS = ("adamuon", "normuon", "namo")
+KEY = "moment2_buffer"
+
+
+def method_problems(given: object, weight_decay_method: str) -> list[str]:
+    """List errors of a method, or of its name, a sentence each.
+
+    Args:
+        given: See :class:`SecondMoments`.
+        weight_decay_method: Of the optimizer.
+    """
+    if given is None or (not isinstance(given, str) and isinstance(given, StackMethod)):
+        return []
+    if not isinstance(given, str):
+        return [
+            "adaptive: expected a name, or an object with state_shape() that is called with "
+            f"results and state, got {given!r}. Write both methods"
+        ]
+    if given not in METHODS:
+        return [f"adaptive: expected one of {', '.join(METHODS)}, got {given}. Choose one"]
+    if given == "namo" and weight_decay_method == "l2":
+        return [
+            "adaptive: expected decoupled weight decay with namo, which averages norms of "
+            "gradients, got l2, which adds the decay to them. Choose another"
+        ]
+    return []
+
+
+class SecondMoments:
+    """Second moments by parameter, in the state of an optimizer.
+
+    adamuon has a tensor like the parameter. Other methods have values per block: a vector, or
+    ``(matrices, values)`` for a batch, equal on all ranks that exchange the parameter. It is a view
+    of :class:`~megatron_muon.runtime.moments.Moments`, which owners update.
+
+    Args:
+        given: Name of a method, a function of stacks with state, or None for none.
+        beta2: Decay rate of a method with a name.
+        eps: Keeps its divisor from zero.
+        scale: Factors of results that are divided element by element.
+
+    Attributes:
+        method: Changes results of whole matrices; None for adamuon, which divides shards.
+    """
+
+    method: StackMethod | Namo | None
+
+    def __init__(
+        self, given: str | StackMethod | None, beta2: float, eps: float, scale: Scale
+    ) -> None:
+        self.method = None if isinstance(given, str) else given
+        if given == "normuon":
+            self.method = NorMuon(beta2, eps)
+        if given == "namo":
+            self.method = Namo(beta2, eps)
+        self.is_elementwise = given == "adamuon"
+        self.description = f"{given if isinstance(given, str) else type(given)} {beta2} {eps}"
+        self._settings, self._scale = (beta2, eps), scale
+        # By parameter: the values of its plan, and the index of its first matrix.
+        self._places: dict[torch.Tensor, tuple[Moments, int]] = {}
+        self._views: dict[torch.Tensor, torch.Tensor] = {}
+
+    def attach(
+        self,
+        step: MatrixStep,
+        parameters: Sequence[Sequence[PlannedParameter]],
+        state_of: Callable[[int], Mapping[str, Any]],
+    ) -> list[StepHooks]:
+        """Find the values of parameters among the values of plans.
+
+        Args:
+            step: The step.
+            parameters: By plan, in the order of its matrices.
+            state_of: Returns the state by position; loading replaces it.
+
+        Returns:
+            Additions to the step.
+        """
+        compute = step.compute
+        # Without a method plans have no values.
+        for given, of_plan, moments in zip(
+            compute.inputs, parameters, compute.moments, strict=False
+        ):
+            counts, first = Counter(given.params), 0
+            for each in of_plan:
+                self._places[each.param] = moments, first
+                values = moments.values[slice(*moments.range_of(first, counts[each.param]))]
+                self._views[each.param] = _sharded(each.view, values, len(given.domain.ranks))
+                first += counts[each.param]
+        if isinstance(self.method, Namo):
+            return [GradientNorms(step.params, compute)]
+        if not self.is_elementwise:
+            return []
+        named = {each.param: each for of_plan in parameters for each in of_plan}
+        factors = [self._scale(*self._scaled_shape(named[param])) for param in step.params]
+        return [
+            AdaMuon(
+                step.params,
+                lambda position: local_tensor(state_of(position)[KEY]),
+                factors,
+                *self._settings,
+            )
+        ]
+
+    def _scaled_shape(self, each: PlannedParameter) -> Sequence[int]:
+        """Return outputs and inputs by which results of a parameter are scaled."""
+        shape = each.view.shape[-2:]
+        return shape[::-1] if each.is_transposed else shape
+
+    def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Add missing tensors to a state, and copy loaded values into the values of plans."""
+        for param, of_param in state.items():
+            if self.is_elementwise and "momentum_buffer" in of_param and KEY not in of_param:
+                of_param[KEY] = torch.zeros_like(param, dtype=torch.float32)
+        for param in self._places:
+            self._place(param, state[param])
+
+    def _place(self, param: torch.Tensor, of_param: dict[str, Any]) -> None:
+        view = self._views[param]
+        local_tensor(view).copy_(local_tensor(of_param.get(KEY, view)))
+        of_param[KEY] = view
+
+    def publish(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Complete a state before a save; nothing to do for views."""
+
+    def collect(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Read a state that was loaded in place; nothing to do for views."""
+
+    @contextmanager
+    def kept(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Restore the values of parameters at the end of a step, where no rank has a gradient."""
+        views = [local_tensor(self._views[param]) for param in params if param in self._views]
+        before = [view.clone() for view in views]
+        yield
+        for view, value in zip(views, before, strict=True):
+            view.copy_(value)
+
+
+def _sharded(view: torch.Tensor, values: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Return values in the form of the state, given the values of the matrices of one domain."""
+    if view.ndim == 2:
+        return values
+    num_matrices, num_domains = view.shape[0], 1
+    placements: list[Any] = []
+    if isinstance(view, DTensor):
+        placements = [Replicate()] * view.device_mesh.ndim
+        for axis in cutting_axes(view.placements, 0):
+            # Other matrices of the batch are in plans of other ranks.
+            if num_domains * num_ranks < view.device_mesh.size():
+                num_domains *= view.device_mesh.size(axis)
+                placements[axis] = view.placements[axis]
+    rows = values.view(num_matrices // num_domains, -1)
+    if num_domains == 1 or not isinstance(view, DTensor):
+        return rows
+    return DTensor.from_local(
+        rows,
+        view.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size((num_matrices, rows.shape[1])),
+        stride=(rows.shape[1], 1),
+    )
+
+
+class GradientNorms(StepHooks):
+    """Show gradients to a method that needs their norms.
+
+    Args:
+        params: By position, the parameters with local rows.
+        compute: Orthogonalizes their matrices.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], compute: OwnerCompute) -> None:
+        self._params, self._compute = list(params), compute
+
+    def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Sum squares, before gradients are overwritten."""
+        by_param = dict(zip(self._params, grads, strict=True))
+        for param, grad in by_param.items():
+            if grad is None:
+                # Moments of a parameter without a gradient are kept.
+                local = local_tensor(param)
+                by_param[param] = torch.zeros((), device=local.device).expand(local.shape)
+        self._compute.see_gradients(
+            {rows: rows.of(by_param[rows.param]) for rows in self._compute.handles}
+        )
+
+
+class AdaMuon(StepHooks):
+    """Divide results by the root of a second moment for each element, and scale them.
+
+    Method: AdaMuon (https://arxiv.org/abs/2507.11005).
+
+    Args:
+        params: By position, the parameters with local rows.
+        moments: Returns the second moment by position, float32 like its weight.
+        factors: By position, factors of a result, multiplied one after the other.
+        beta2: Decay rate of the second moment.
+        eps: Keeps the divisor from zero.
+
+    Memory: 64 MB or the largest parameter in float32, while results are divided.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        moments: Callable[[int], torch.Tensor],
+        factors: Sequence[tuple[float, float]],
+        beta2: float,
+        eps: float,
+    ) -> None:
+        self._moments, self._factors = moments, list(factors)
+        self._beta2, self._eps = beta2, eps
+        sizes = [local_tensor(param).numel() for param in params]
+        self.num_bytes = 4 * max(min(CHUNK_ELEMENTS, sum(sizes)), *sizes, 0)
+
+    def arrived(self, positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
+        """Divide results by the root of their second moment, and scale them."""
+        sizes = enumerate(map(torch.numel, results))
+        for chunk in chunks_of(sizes, CHUNK_ELEMENTS):
+            own = [results[n] for n in chunk]
+            moments = [self._moments(positions[n]) for n in chunk]
+            roots = list(torch._foreach_mul(own, own))
+            torch._foreach_lerp_(moments, roots, 1 - self._beta2)
+            torch._foreach_copy_(roots, moments)
+            torch._foreach_sqrt_(roots)
+            torch._foreach_add_(roots, self._eps)
+            torch._foreach_div_(own, roots)
+            for factors in zip(*(self._factors[positions[n]] for n in chunk), strict=True):
+                torch._foreach_mul_(own, list(factors))
