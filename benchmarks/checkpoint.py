@@ -11,6 +11,7 @@ of saves that of a run's median save but the first.
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from launched_run import train
 
 from megatron_muon.checkpoint.folders import find_checkpoint
-from megatron_muon.checkpoint.storage import read_checkpoint
+from megatron_muon.checkpoint.reading import read_checkpoint
 
 NAMES = ("FSDP, adam", "FSDP, muon, owner")
 NUM_SAVES = 4
@@ -49,7 +50,7 @@ def measure(options: argparse.Namespace, flags: str) -> dict[str, float]:
             "save_ms": statistics.median(list(saved.save_ms.values())[1:]),
             "load_ms": loaded.load_ms,
             "bytes": sum(path.stat().st_size for path in files),
-            "state_bytes": sum(tensor.num_bytes for tensor in state),
+            "state_bytes": sum(math.prod(t.shape) * t.dtype.itemsize for t in state),
         }
 
 

@@ -3,22 +3,34 @@
 """Verify or convert a checkpoint: ``python -m megatron_muon.checkpoint COMMAND DIR``."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.checkpoint.convert import FORMATS, convert
 from megatron_muon.checkpoint.folders import (
+    TRACKER,
     CheckpointError,
     escaped,
     expecting,
     find_checkpoint,
+    iteration_folder,
 )
-from megatron_muon.checkpoint.storage import read_checkpoint
-from megatron_muon.checkpoint.verify import find_problems
+from megatron_muon.checkpoint.from_ddp import from_ddp
+from megatron_muon.checkpoint.reading import find_misfits, find_problems, read_checkpoint
+from megatron_muon.checkpoint.to_ddp import to_ddp
+from megatron_muon.checkpoint.writing import LazyPlanner, replacing, unchanged
+
+# Formats to convert to, and from.
+_SOURCES = {"fsdp_dtensor": "torch_dist", "torch_dist": "fsdp_dtensor"}
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str]) -> int:
+    """Run a command.
+
+    Returns:
+        0; 1 when the checkpoint cannot be read or is not sound; 2 for a wrong command line.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m megatron_muon.checkpoint",
         description="Verify or convert a checkpoint, without GPU or process group. Nothing in it "
@@ -30,51 +42,54 @@ def _parser() -> argparse.ArgumentParser:
         ("convert", "write it anew for Megatron-FSDP, or for DDP"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument(
-            "dir", type=Path, help="a --save folder, or that of one checkpoint in it"
-        )
+        command.add_argument("dir", type=Path, help="a --save folder, or one checkpoint in it")
         command.add_argument("--ckpt-step", type=int, help="iteration; without it, the tracker's")
     # The last one.
-    command.add_argument("target", type=Path, help="where to write; must not exist")
-    command.add_argument("--from", dest="source", choices=FORMATS, required=True)
-    command.add_argument("--to", dest="destination", choices=FORMATS, required=True)
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run a command.
-
-    Returns:
-        0; 1 when the checkpoint cannot be read or is not sound; 2 for a wrong command line.
-    """
-    arguments = _parser().parse_args(argv)
+    command.add_argument("target", type=Path, help="a --save folder to write; must not exist")
+    command.add_argument("--to", choices=_SOURCES, required=True, help="format to write")
+    options = parser.parse_args(argv)
     try:
-        with expecting(f"to {arguments.command} it", arguments.dir):
-            sys.stdout.write(escaped(_run(arguments)) + "\n")
+        with expecting(f"to {options.command} it", options.dir):
+            run = _convert if options.command == "convert" else _verify
+            sys.stdout.write(escaped(run(options)) + "\n")
     except CheckpointError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
 
 
-def _run(arguments: argparse.Namespace) -> str:
-    """Run a command, and return the line that it prints."""
-    if arguments.command == "convert":
-        return convert(
-            arguments.dir,
-            arguments.target,
-            arguments.source,
-            arguments.destination,
-            iteration=arguments.ckpt_step,
-        )
-    checkpoint = read_checkpoint(find_checkpoint(arguments.dir, arguments.ckpt_step))
-    if problems := list(find_problems(checkpoint)):
+def _verify(options: argparse.Namespace) -> str:
+    checkpoint = read_checkpoint(find_checkpoint(options.dir, options.ckpt_step))
+    if problems := [*find_problems(checkpoint)]:
         raise CheckpointError(*problems)
     files = checkpoint.items_by_file()
     num_bytes = sum(item.length for items in files.values() for item in items)
     return (
         f"{checkpoint.folder}: sound; {len(checkpoint.tensors)} tensors, "
         f"{len(checkpoint.objects)} objects, {num_bytes:,} bytes in {len(files)} files"
+    )
+
+
+def _convert(options: argparse.Namespace) -> str:
+    """Convert a checkpoint; nothing is left of a conversion that fails."""
+    path = find_checkpoint(options.dir, options.ckpt_step, _SOURCES[options.to])
+    with replacing(options.target) as folder, unchanged(path):
+        checkpoint = read_checkpoint(path)
+        for problem in find_misfits(checkpoint):
+            raise CheckpointError(problem)
+        planner = LazyPlanner()
+        common = (from_ddp if options.to == "fsdp_dtensor" else to_ddp)(checkpoint, planner)
+        iteration = int(common["iteration"])
+        is_release = path.name == "release"
+        inner = folder / "release" if is_release else iteration_folder(folder, iteration)
+        planner.write(inner)
+        if options.to == "torch_dist":
+            text = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+            (inner / "metadata.json").write_text(text)
+        (folder / TRACKER).write_text("release" if is_release else str(iteration))
+    return (
+        f"{path}: iteration {iteration} converted; load it with --no-load-rng, as random states "
+        "are left out"
     )
 
 

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints a folder of Megatron holds.
+"""Find a checkpoint in a ``--save`` folder of Megatron.
 
 ============  ==================================================================================
-tracker       ``latest_checkpointed_iteration.txt``: what ``--load`` loads, an iteration or
+tracker       ``latest_checkpointed_iteration.txt``: iteration that ``--load`` loads, or
               ``release``; written last
 finished      a checkpoint whose ``.metadata`` exists: it is written after all other files
 ============  ==================================================================================
@@ -41,7 +41,7 @@ def escaped(text: str) -> str:
 
 @contextmanager
 def expecting(what: str, where: object) -> Iterator[None]:
-    """Let whatever is raised inside be a CheckpointError.
+    """Turn any error raised inside into a CheckpointError.
 
     Args:
         what: The expectation.
@@ -91,8 +91,6 @@ def find_checkpoint(
     if iteration is not None:
         checkpoint = iteration_folder(folder, iteration)
     elif (folder / METADATA).is_file():
-        if expected == "fsdp_dtensor":
-            return folder
         checkpoint = folder
     else:
         checkpoint = _tracked_folder(folder)

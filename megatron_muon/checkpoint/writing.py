@@ -1,39 +1,107 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Write a checkpoint of ``torch.distributed.checkpoint`` chunk by chunk, in one process.
+"""Write a checkpoint of ``torch.distributed.checkpoint`` from values that are computed on the way.
 
-``torch.distributed.checkpoint.save`` would need all tensors in memory, and classes of all objects.
-
-Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2.15.
+One process writes it, a file per chunk: ``torch.distributed.checkpoint.save`` keeps all tensors
+of a file in memory until the file is complete.
 """
 
-import io
-import logging
 import os
-import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
 )
 
-from megatron_muon.checkpoint.folders import METADATA, CheckpointError
+from megatron_muon.checkpoint.folders import CheckpointError, expecting
+from megatron_muon.checkpoint.reading import Box
 
-logger = logging.getLogger(__name__)
 
-# Files of a few GiB are read in parallel, and are no larger than those that ranks write.
-_FILE_BYTES = 4 << 30
+class LazyPlanner(dcp.DefaultSavePlanner):
+    """Plan a checkpoint whose values are computed when they are written."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._items: list[WriteItem] = []
+        self._values: dict[MetadataIndex, Callable[[], Any]] = {}
+
+    def add_chunk(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        box: Box,
+        dtype: torch.dtype,
+        value: Callable[[], torch.Tensor],
+    ) -> None:
+        """Add a chunk of a tensor.
+
+        Args:
+            key: Key of the tensor.
+            shape: Shape of the whole tensor.
+            box: Position of the chunk in it, and shape of the chunk.
+            dtype: Data type of the tensor.
+            value: Returns the elements of the chunk.
+        """
+        data = TensorWriteData(
+            ChunkStorageMetadata(*map(torch.Size, box)), TensorProperties(dtype), torch.Size(shape)
+        )
+        self._add(
+            WriteItem(MetadataIndex(key, box[0]), WriteItemType.SHARD, tensor_data=data), value
+        )
+
+    def add_object(self, key: str, value: Any) -> None:  # noqa: ANN401 - any object is pickled
+        """Add a value that is pickled."""
+        self._add(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), lambda: value)
+
+    def _add(self, item: WriteItem, value: Callable[[], Any]) -> None:
+        self._items.append(item)
+        self._values[item.index] = value
+
+    def create_local_plan(self) -> SavePlan:
+        """Return everything that has been added."""
+        return SavePlan(self._items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Check that the chunks of each tensor fill it."""
+        with expecting("parameters of one shape in all layers and experts", "the result"):
+            return super().create_global_plan(all_plans)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:  # noqa: ANN401 - any object is pickled
+        """Compute a value."""
+        return self._values[index]()
+
+    def write(self, folder: Path) -> None:
+        """Write everything that has been added into a new folder.
+
+        Memory: the largest chunk, twice.
+        """
+        try:
+            with warnings.catch_warnings():
+                # Torch says that there is no process group.
+                warnings.simplefilter("ignore")
+                writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+                dcp.save({}, storage_writer=writer, planner=self, no_dist=True)
+        except CheckpointException as error:
+            # Torch wraps the errors of all ranks: here there is one.
+            ((cause, _),) = error.failures.values()
+            raise cause from None
 
 
 @contextmanager
@@ -50,11 +118,6 @@ def replacing(target: Path) -> Iterator[Path]:
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.converting-"
-    for path in target.parent.iterdir():
-        if path.name.startswith(prefix):
-            logger.warning(
-                "%s: of a conversion that was killed, or runs. Remove it if none runs.", path
-            )
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as folder:
         temporary = Path(folder, target.name)
         yield temporary
@@ -72,64 +135,23 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
-class CheckpointWriter:
-    """Writes a checkpoint into a folder that exists; it is finished once :meth:`finish` returns.
+@contextmanager
+def unchanged(folder: Path) -> Iterator[None]:
+    """Refuse a folder that is saved anew while it is read.
 
-    Args:
-        folder: An empty folder.
-
-    Memory: the largest chunk, twice.
+    Raises:
+        CheckpointError: At the end, some file is not the same as at the beginning.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: list[Path] = []
-        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
-
-    def add_chunk(
-        self,
-        key: str,
-        shape: Sequence[int],
-        offsets: Sequence[int],
-        chunk: torch.Tensor,
-    ) -> None:
-        """Write a chunk of a tensor.
-
-        Args:
-            key: Key of the tensor.
-            shape: Of the whole tensor.
-            offsets: Position of the chunk in it.
-            chunk: Its elements.
-        """
-        whole = self._entries.setdefault(
-            key, TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size(shape), [])
+    before = _stamps(folder)
+    yield
+    if _stamps(folder) != before:
+        raise CheckpointError(
+            f"{folder}: expected files that do not change while they are read, got new ones: "
+            "another process saves there. Wait until it has ended."
         )
-        assert isinstance(whole, TensorStorageMetadata), key
-        whole.chunks.append(ChunkStorageMetadata(torch.Size(offsets), chunk.shape))
-        # A view would be written with all of its storage.
-        self._write(MetadataIndex(key, offsets), _archive(chunk.clone()))
-
-    def add_object(self, key: str, value: Any) -> None:  # noqa: ANN401 - whatever is pickled
-        """Pickle a value."""
-        self._entries[key] = BytesStorageMetadata()
-        self._write(MetadataIndex(key), _archive(value))
-
-    def _write(self, index: MetadataIndex, data: bytes) -> None:
-        if not self._files or self._files[-1].stat().st_size > _FILE_BYTES:
-            self._files.append(self._folder / f"__{len(self._files)}_0.distcp")
-        with open(self._files[-1], "ab") as file:
-            info = _StorageInfo(self._files[-1].name, file.tell(), len(data))
-            file.write(data)
-        self._places[index] = info
-
-    def finish(self) -> None:
-        """Write the table of contents, last of all files."""
-        metadata = Metadata(self._entries, {}, self._places)
-        (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
 
 
-def _archive(value: Any) -> bytes:  # noqa: ANN401 - whatever is pickled
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def _stamps(folder: Path) -> set[tuple[Path, int, int, int]]:
+    """Return inode, size and time of change of every file."""
+    files = filter(Path.is_file, folder.iterdir())
+    return {(f, s.st_ino, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())}

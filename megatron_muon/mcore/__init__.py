@@ -4,23 +4,26 @@
 
 Files, each importing only those above it::
 
-    versions           accepted and tested releases
-    patching           verifies, applies and reverts patches
-    relied_on          symbols that are relied on and not replaced
-    unsupported        refused settings, with reasons
-    fsdp_model         reads the parameters and groups of a model
-    gradients          norm, clipping, and a check on all ranks
-    muon               FSDPZeROTensorParallelMuon, and its step
-    adaptive_muon      Muon whose results are divided by a second moment
-    qk_clip            clips main weights between step and installation
-    chunks             operations of a step on a model chunk
-    arguments          command-line flags, their checks, and settings read from them
-    splits             tags the rows that are orthogonalized separately; routes parameters
-    repairs_pipeline   upstream defects of pipeline stages
-    fsdp_dtensor/      checkpoints: state by name, checks before a load, safe saves, repairs
-    chained_optimizer  FSDPMuonChainedOptimizer
-    factory            build_megatron_fsdp_emerging_optimizer
-    repairs_gradients  upstream defects of gradients: scale, norm and fused accumulation
-    patches            the patches of megatron
-    enable             applies the patches, and reverts them
+    versions            accepted and tested releases
+    patching            verifies, applies and reverts patches
+    relied_on           symbols that are relied on and not replaced
+    unsupported         refused settings, with reasons
+    fsdp_model          reads the parameters and groups of a model
+    gradients           norm, clipping, and a check on all ranks
+    muon                FSDPZeROTensorParallelMuon, and its step
+    adaptive_muon       Muon whose results are divided by a second moment
+    qk_clip             clips main weights between step and installation
+    chunks              operations of a step on a model chunk
+    arguments           command-line flags, their checks, and settings read from them
+    splits              tags the rows that are orthogonalized separately; routes parameters
+    repairs_pipeline    upstream defects of pipeline stages
+    checkpoint_state    optimizer state and layers by name, as checkpoints hold them
+    checkpoint_load     finds a checkpoint, and compares it with the run
+    checkpoint_save     an interrupted save leaves the checkpoint before it
+    checkpoint_repairs  upstream defects of checkpoints
+    chained_optimizer   FSDPMuonChainedOptimizer
+    factory             build_megatron_fsdp_emerging_optimizer
+    repairs_gradients   upstream defects of gradients: scale, norm and fused accumulation
+    patches             the patches of megatron
+    enable              applies the patches, and reverts them
 """

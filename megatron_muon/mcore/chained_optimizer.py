@@ -15,9 +15,9 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
+from megatron_muon.mcore import checkpoint_state as optimizer_state
 from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
 from megatron_muon.mcore.chunks import sharded_chunk
-from megatron_muon.mcore.fsdp_dtensor import state as optimizer_state
 from megatron_muon.mcore.fsdp_model import (
     FSDPModel,
     check_model_chunks,

@@ -4,13 +4,15 @@
 
 from megatron_muon.mcore import (
     arguments,
+    checkpoint_load,
+    checkpoint_repairs,
+    checkpoint_save,
+    checkpoint_state,
     factory,
     qk_clip,
     repairs_gradients,
     repairs_pipeline,
 )
-from megatron_muon.mcore.fsdp_dtensor import loading, saving, stages
-from megatron_muon.mcore.fsdp_dtensor import repairs as checkpoint_repairs
 from megatron_muon.mcore.fsdp_model import adapter_module
 from megatron_muon.mcore.patching import Patch
 
@@ -215,7 +217,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._param_name",
         "checkpoints: layers of pipeline stages have names of their own",
-        stages.name_across_stages,
+        checkpoint_state.name_across_stages,
         parameters="self, param",
         source_lines=(
             'if not hasattr(self, "param_to_name"):',
@@ -256,7 +258,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.checkpointing:_load_base_checkpoint",
         "checkpoints: refuse one that is unfinished, of another format or damaged, on all ranks",
-        loading.open_before_loading,
+        checkpoint_load.find_before_loading,
         parameters=(
             "load_dir, args, rank0, sharded_state_dict, checkpointing_context, dp_cp_group, "
             "expt_dp_group, gpt_compat_layer_maps"
@@ -269,14 +271,14 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
         "checkpoints: compare names and shapes before anything is loaded",
-        loading.check_before_loading,
+        checkpoint_load.compare_before_loading,
         parameters="args, raw_state_dict, model",
         source_lines=("preprocess_state_dict_for_uneven_dtensor(state_dict)",),
     ),
     Patch(
         "megatron.training.checkpointing:get_load_checkpoint_path_by_args",
         "checkpoints: --pretrained-checkpoint without --load",
-        loading.find_pretrained,
+        checkpoint_load.find_pretrained,
         parameters="args, load_arg",
         source_lines=("load_dir = getattr(args, load_arg)",),
     ),
@@ -285,7 +287,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             f"{module}:save_checkpoint",
             f"checkpoints: one that is saved again{why} is replaced in one step",
-            saving.replace_in_one_step,
+            checkpoint_save.replace_in_one_step,
             source_lines=(
                 "fs_storage_writer = torch.distributed.checkpoint.FileSystemWriter("
                 "checkpoint_name)",
@@ -299,7 +301,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.msc_utils:MaybeMultiStorageClient.__getattr__",
         "checkpoints: the tracker is replaced in one step",
-        saving.write_tracker_in_one_step,
+        checkpoint_save.write_tracker_in_one_step,
         parameters="self, name",
         source_lines=('if name == "open":',),
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_muon.checkpoint.storage import StoredCheckpoint, StoredTensor
+from megatron_muon.checkpoint.reading import StoredCheckpoint, StoredTensor
 
 WORDS, HALF = "embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight_w"
 SHAPES = {WORDS: (96, 32), HALF: (56, 32)} | {
@@ -29,7 +29,7 @@ def _saved(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
 
 def _differences(wanted: Shapes, num_experts: int | None = None, **more: tuple[int, ...]) -> str:
     """Compare what a run wants with the checkpoint, which holds ``more`` under these keys."""
-    from megatron_muon.mcore.fsdp_dtensor.loading import find_differences
+    from megatron_muon.mcore.checkpoint_load import find_differences
 
     stored = {
         key: StoredTensor(shape, torch.float32, ())

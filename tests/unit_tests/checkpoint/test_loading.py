@@ -165,11 +165,11 @@ def _open_each(folders: dict[str, str], steps: dict[str, int | None]) -> dict[st
 
     import torch.distributed as dist
 
-    from megatron_muon.mcore.fsdp_dtensor import loading
+    from megatron_muon.mcore import checkpoint_load as loading
 
     dist.init_process_group("gloo")
     loaded: list[str] = []
-    load = loading.open_before_loading(lambda folder, *rest, **options: loaded.append(folder))
+    load = loading.find_before_loading(lambda folder, *rest, **options: loaded.append(folder))
     kept = loading.find_misfits, loading._open
     found = {}
     for name, folder in folders.items():

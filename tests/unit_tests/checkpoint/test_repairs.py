@@ -58,7 +58,7 @@ def _split_by_a_stand_in() -> dict[str, Any]:
     from helpers.toy_fsdp import build_model
     from torch.distributed.tensor import DTensor
 
-    from megatron_muon.mcore.fsdp_dtensor.repairs import split_fused_latent_states
+    from megatron_muon.mcore.checkpoint_repairs import split_fused_latent_states
 
     asked = []
 

@@ -16,7 +16,6 @@ fsdp_v2             runs of Megatron-FSDP v2 through flags, on a checkout
 checkpoint_runs     runs that save and load, and kills of them
 broken_optimizers   ways to break Muon on purpose
 collective_timing   collectives that arrive late, or at once
-fused_adam          a stand-in for Transformer Engine's fused Adam
 fused_linear        a stand-in for Transformer Engine's linear layer with fused gradients
 whole_matrices      Newton-Schulz of emerging-optimizers, on whole matrices
 exact               Newton-Schulz in float64, and matrices that are hard for it

@@ -17,8 +17,7 @@ import torch
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
 from megatron_muon.checkpoint.folders import TRACKER, find_checkpoint
-from megatron_muon.checkpoint.storage import read_checkpoint
-from megatron_muon.checkpoint.verify import find_problems
+from megatron_muon.checkpoint.reading import find_problems, read_checkpoint
 
 # Shape of the whole tensor, index at which the shard begins in it, and the shard.
 type Shard = tuple[torch.Size, torch.Size, torch.Tensor]

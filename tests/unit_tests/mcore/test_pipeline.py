@@ -127,7 +127,7 @@ def test_freed_outputs_give_up_their_memory_and_keep_their_graph():
 
 
 def _layer_names(num_stages: int) -> list[str]:
-    from megatron_muon.mcore.fsdp_dtensor.stages import LayerNames
+    from megatron_muon.mcore.checkpoint_state import LayerNames
 
     layers = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(2)])
     for number, layer in enumerate(layers):

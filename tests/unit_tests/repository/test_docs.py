@@ -72,11 +72,11 @@ COVERED = {
     # With 256 ranks.
     ".venv/bin/python -m megatron_muon.plan --preset qwen3-235b-a22b --dp 2048 *": "report/"
     "test_command.py::test_plan_of_many_ranks_imports_no_torch",
-    ".venv/bin/python -m megatron_muon.checkpoint convert * --from torch_dist *": "checkpoint/"
-    "test_torch_dist.py::test_run_of_ddp_goes_on_under_megatron_fsdp",
-    ".venv/bin/python -m megatron_muon.checkpoint convert * --from fsdp_dtensor *": "checkpoint/"
-    "test_torch_dist.py::test_run_goes_on_under_ddp_from_what_is_converted_twice",
-    ".venv/bin/python -m megatron_muon.checkpoint verify *": "checkpoint/test_files.py"
+    ".venv/bin/python -m megatron_muon.checkpoint convert * --to fsdp_dtensor": "checkpoint/"
+    "test_conversion.py::test_run_of_ddp_goes_on_under_megatron_fsdp",
+    ".venv/bin/python -m megatron_muon.checkpoint convert * --to torch_dist": "checkpoint/"
+    "test_conversion.py::test_run_goes_on_under_ddp_after_the_way_there_and_back",
+    ".venv/bin/python -m megatron_muon.checkpoint verify *": "checkpoint/test_reading.py"
     "::test_commands_need_neither_megatron_nor_a_process_group",
 }
 

@@ -17,8 +17,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local
 from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.fsdp_dtensor.stages import LayerNames
-from megatron_muon.mcore.fsdp_dtensor.state import agree_on_step, complete_state
+from megatron_muon.mcore.checkpoint_state import LayerNames, agree_on_step, complete_state
 from megatron_muon.mcore.fsdp_model import (
     bare_name,
     current_device,
@@ -191,7 +190,7 @@ class _LocatedParameters:
 
 
 class _LocatedInV2(_LocatedParameters):
-    """The same of Megatron-FSDP v2, whose layout stands in for the index of meshes of v1."""
+    """The parameters of a Megatron-FSDP v2 model, which has no index of meshes."""
 
     def __init__(self, model: Any) -> None:
         self.states, self._model = {}, model
@@ -206,7 +205,7 @@ class _LocatedInV2(_LocatedParameters):
 
 
 class _MeshOfV2:
-    """What upstream asks of v1's index of meshes, for one parameter of v2."""
+    """Adapter that gives a v2 parameter the mesh lookups that upstream expects from v1."""
 
     tp_dim = None
 

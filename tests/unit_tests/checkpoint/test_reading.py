@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints written by an attacker are refused by every command: in one line, and soon."""
+"""Checkpoints read and verified without megatron, also those of an attacker."""
 
 import argparse
 import contextlib
@@ -8,6 +8,9 @@ import io
 import multiprocessing
 import os
 import pickle
+import random
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,28 +20,233 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.ranks import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_muon.checkpoint.__main__ import main
-from megatron_muon.checkpoint.storage import read_checkpoint
-from megatron_muon.checkpoint.verify import find_problems
+from megatron_muon.checkpoint.folders import CheckpointError, find_checkpoint
+from megatron_muon.checkpoint.reading import (
+    _Inert,
+    _Unpickler,
+    find_misfits,
+    find_problems,
+    is_tiled,
+    read_checkpoint,
+)
+
+NAME = "module.module.decoder.layers.0.mlp.linear_fc2.weight"
+
+
+class _Harmful:
+    """Pickles as a call that would leave a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def _state(folder: Path) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    args = argparse.Namespace(
+        optimizer="muon", world_size=8, tensor_model_parallel_size=2, evil=_Harmful(folder / "ran")
+    )
+    return {
+        "args": args,
+        "iteration": 30,
+        "model": {NAME.removeprefix("module."): torch.randn(12, 5, generator=generator)},
+        "optimizer": {
+            "state": {
+                NAME: {"momentum_buffer": torch.full((12, 5), 2.0)},
+                "module.embedding.weight": {
+                    "exp_avg": torch.ones(3, dtype=torch.bfloat16),
+                    "exp_avg_sq": torch.ones(3),
+                    "step": torch.tensor(7.0),
+                },
+            },
+            "param_to_group_meta": {NAME: {"lr": 0.1, "betas": (0.9, 0.95)}},
+        },
+    }
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A --save folder of one checkpoint, written by torch alone."""
+    dcp.save(_state(tmp_path), checkpoint_id=tmp_path / "iter_0000030", no_dist=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("30")
+    return tmp_path
+
+
+def test_verify_runs_no_code_of_a_checkpoint(folder):
+    """The fixture is what it claims: torch's own reader does run it."""
+    assert main(["verify", str(folder)]) == 0
+    assert not (folder / "ran").exists()
+    dcp.load({"args": None}, checkpoint_id=folder / "iter_0000030", no_dist=True)
+    assert (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["numpy.ndarray", "pathlib.PosixPath", "torch.load", "os.system"])
+def test_names_of_classes_and_functions_are_inert(name):
+    """No object of this process is reachable from a pickle, so none is called or changed."""
+    module, _, attribute = name.rpartition(".")
+    text = f"c{module}\n{attribute}\n.".encode()
+    found = _Unpickler(io.BytesIO(text)).load()
+    assert issubclass(found, _Inert)
+    assert found("anything").arguments == ("anything",)
+
+
+def test_commands_need_neither_megatron_nor_a_process_group(folder):
+    """As a user runs them."""
+    code = (
+        "import runpy, sys, atexit\n"
+        "atexit.register(lambda: print('MEGATRON', any(m == 'megatron' for m in sys.modules)))\n"
+        f"sys.argv = ['checkpoint', 'verify', {str(folder)!r}]\n"
+        "runpy.run_module('megatron_muon.checkpoint', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "MEGATRON False" in done.stdout
+
+
+def test_flipped_byte_is_found_or_changes_nothing(folder):
+    """200 flips at random: each is reported, or what is read stays the same bit for bit."""
+    checkpoint = read_checkpoint(folder / "iter_0000030")
+    path = next(folder.glob("*/*.distcp"))
+    sound = path.read_bytes()
+
+    def contents() -> list:
+        tensors = [
+            checkpoint.read_chunk(chunk)
+            for tensor in checkpoint.tensors.values()
+            for chunk in tensor.chunks
+        ]
+        return [tensor.view(torch.uint8).tolist() if tensor.dim() else tensor for tensor in tensors]
+
+    expected, found, rng = contents(), 0, random.Random(0)
+    for _ in range(200):
+        data = bytearray(sound)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        if list(find_problems(checkpoint)):
+            found += 1
+        else:
+            assert contents() == expected
+    assert found > 20
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "the file is truncated"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes, got"),
+        (lambda path: path.unlink(), "expected a file, got none"),
+        (lambda path: os.truncate(path.parent / ".metadata", 100), "expected the metadata of"),
+        (lambda path: (path.parent / ".metadata").unlink(), "its save was cut short"),
+        (
+            lambda path: (path.parent / ".metadata").write_bytes(pickle.dumps({"a": 1})),
+            "dict in place of Metadata",
+        ),
+    ],
+)
+def test_verify_names_the_damaged_file(damage, text, folder, capsys):
+    """Exit status 1, one line a problem."""
+    path = next(folder.glob("*/*.distcp"))
+    damage(path)
+    assert main(["verify", str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert text in error and str(folder / "iter_0000030") in error
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 50])
+def test_shares_find_together_what_one_finds(num_shares, folder):
+    """Each problem once, by whichever rank's share it is."""
+    path = next(folder.glob("*/*.distcp"))
+    path.write_bytes(path.read_bytes()[:-10])
+    checkpoint = read_checkpoint(folder / "iter_0000030")
+    tensors = {key: replace(each, chunks=()) for key, each in checkpoint.tensors.items()}
+    checkpoint = replace(checkpoint, tensors=tensors)
+    alone = sorted(find_misfits(checkpoint))
+    shared = [find_misfits(checkpoint, share, num_shares) for share in range(num_shares)]
+    assert sorted(problem for problems in shared for problem in problems) == alone
+    assert len(alone) > 3
+
+
+def test_find_checkpoint_says_what_could_be_loaded(folder):
+    """An unfinished save beside a finished one."""
+    (folder / "iter_0000040").mkdir()
+    for tracker in ("40", "40\n"):
+        (folder / "latest_checkpointed_iteration.txt").write_text(tracker)
+        with pytest.raises(CheckpointError, match=r"Finished in .*: 30; load one with --ckpt-step"):
+            find_checkpoint(folder)
+    assert find_checkpoint(folder, 30) == folder / "iter_0000030"
+    assert find_checkpoint(folder / "iter_0000030") == folder / "iter_0000030"
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 4), st.data())
+def test_tiling_is_recognized(rows, num_column_blocks, data):
+    """Row shards of column blocks tile a matrix; moved, doubled or dropped ones do not."""
+    width = 3
+    chunks = [
+        ((sum(rows[:index]), width * block), (count, width))
+        for index, count in enumerate(rows)
+        for block in range(num_column_blocks)
+        if count
+    ]
+    shape = (sum(rows), width * num_column_blocks)
+    assert is_tiled(shape, chunks)
+    if not chunks:
+        return
+    index = data.draw(st.integers(0, len(chunks) - 1))
+    (start, column), sizes = chunks[index]
+    moved = ((start + 1, column), sizes)
+    others = [*chunks[:index], *chunks[index + 1 :]]
+    for wrong in ([*others, moved], others, [*chunks, chunks[index]]):
+        assert not is_tiled(shape, wrong)
+
+
+# A line of its own, a control sequence, and text that runs from right to left.
+ODD = "model.a\n/x: sound; 5 tensors\x1b[2J\u202eb\ud800"
+
+
+def test_keys_are_printed_on_one_line_without_control_characters(tmp_path, capsys):
+    """Control sequences of a key reached the terminal, and a line break began another line."""
+    state = _state(tmp_path) | {ODD: torch.ones(2, 2), f"{ODD}2": torch.ones(3)}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    path = tmp_path / "saved" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata[f"{ODD}2"].size = torch.Size([4])
+    path.write_bytes(pickle.dumps(metadata))
+    to = (str(tmp_path / "new"), "--to", "torch_dist")
+    for command, more in (("verify", ()), ("convert", to)):
+        assert main([command, str(tmp_path / "saved"), *more]) == 1
+        text = "".join(capsys.readouterr())
+        assert "a\\n/x: sound; 5 tensors\\x1b[2J\\u202eb\\ud800" in text
+        assert all(line.isprintable() for line in text.splitlines())
+
 
 # Against hangs alone.
 _LIMIT_SECONDS = 120
-NAME = "module.module.decoder.layers.0.w"
-WEIGHT = f"model.{NAME[7:]}"
+MATRIX = "module.module.decoder.layers.0.w"
+WEIGHT = f"model.{MATRIX[7:]}"
 ARGS = {
     "bf16": False,
     "fp16": False,
     "swiglu": True,
     "transformer_impl": "local",
     "moe_grouped_gemm": False,
+    "num_layers": 1,
+    "num_experts": None,
     "optimizer": "muon",
 }
 STATE = {
     WEIGHT: torch.ones(4, 4),
-    f"optimizer.state.{NAME}.momentum_buffer": torch.ones(4, 4),
-    f"optimizer.param_to_group_meta.{NAME}.lr": 0.1,
+    f"optimizer.state.{MATRIX}.momentum_buffer": torch.ones(4, 4),
+    f"optimizer.param_to_group_meta.{MATRIX}.lr": 0.1,
     "args": argparse.Namespace(**ARGS),
     "iteration": 3,
 }
@@ -76,7 +284,7 @@ def _assert_refused(folder: Path, *commands: str) -> None:
     """Every command ends with status 1 and one line, and convert writes nothing."""
     names = sorted(folder.iterdir())
     for command in commands or ("verify", "convert"):
-        more = (folder / "new", "--from", "fsdp_dtensor", "--to", "torch_dist")
+        more = (folder / "new", "--to", "torch_dist")
         status, text = _run(command, folder / "saved", *(more if command == "convert" else ()))
         assert status == 1, (command, text)
         assert "expected" in text and SECRET not in text and "Traceback" not in text
@@ -91,7 +299,7 @@ def test_the_checkpoint_itself_is_sound(tmp_path):
     assert _run("verify", saved)[0] == 0
     # Reached by a link of the user's own, as `latest -> iter_0000010`.
     (tmp_path / "latest").symlink_to(saved)
-    to = ("--from", "fsdp_dtensor", "--to", "torch_dist")
+    to = ("--to", "torch_dist")
     status, text = _run("convert", tmp_path / "latest", tmp_path / "new", *to)
     assert status == 0, text
     assert list(find_problems(read_checkpoint(tmp_path / "new" / "iter_0000003"))) == []
@@ -101,63 +309,42 @@ def _data(saved: Path) -> Path:
     return saved / "__0_0.distcp"
 
 
-def _link(saved: Path) -> None:
-    _data(saved).rename(saved.parent / "outside")
-    (saved / "__0_0.distcp").symlink_to("../outside")
+def _replace(file: str, by: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Return a function that replaces a file of a checkpoint; the file itself goes outside."""
+
+    def act(saved: Path) -> None:
+        (saved / file).rename(saved.parent / "outside")
+        by(saved / file)
+
+    return act
 
 
-def _secret_link(saved: Path) -> None:
-    (saved.parent / "outside").write_text(SECRET * 1000)
-    _data(saved).unlink()
-    (saved / "__0_0.distcp").symlink_to(saved.parent / "outside")
+def _link_to_secret(path: Path) -> None:
+    (path.parent.parent / "outside").write_text(SECRET * 1000)
+    path.symlink_to(path.parent.parent / "outside")
 
 
-def _device(saved: Path) -> None:
-    _data(saved).unlink()
-    (saved / "__0_0.distcp").symlink_to("/dev/zero")
+def _zeros(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
 
 
-def _pipe(saved: Path) -> None:
-    _data(saved).unlink()
-    os.mkfifo(saved / "__0_0.distcp")
+FILES = {
+    "link": _replace("__0_0.distcp", lambda path: path.symlink_to("../outside")),
+    "link to a secret": _replace("__0_0.distcp", _link_to_secret),
+    "device": _replace("__0_0.distcp", lambda path: path.symlink_to("/dev/zero")),
+    "pipe": _replace("__0_0.distcp", os.mkfifo),
+    "folder": _replace("__0_0.distcp", os.mkdir),
+    "metadata as link": _replace(".metadata", lambda path: path.symlink_to("../outside")),
+    "metadata as pipe": _replace(".metadata", os.mkfifo),
+    "metadata of zeros": _replace(".metadata", _zeros),
+}
 
 
-def _folder(saved: Path) -> None:
-    _data(saved).unlink()
-    (saved / "__0_0.distcp").mkdir()
-
-
-def _metadata_link(saved: Path) -> None:
-    (saved / ".metadata").rename(saved.parent / "outside")
-    (saved / ".metadata").symlink_to("../outside")
-
-
-def _metadata_pipe(saved: Path) -> None:
-    (saved / ".metadata").unlink()
-    os.mkfifo(saved / ".metadata")
-
-
-def _metadata_of_zeros(saved: Path) -> None:
-    os.truncate(saved / ".metadata", 0)
-    os.truncate(saved / ".metadata", 1 << 40)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        _link,
-        _secret_link,
-        _device,
-        _pipe,
-        _folder,
-        _metadata_link,
-        _metadata_pipe,
-        _metadata_of_zeros,
-    ],
-)
-def test_only_regular_files_of_the_folder_are_read(damage, tmp_path):
+@pytest.mark.parametrize("case", FILES)
+def test_only_regular_files_of_the_folder_are_read(case, tmp_path):
     """Convert copied a file outside through a link, and waited for ever for a named pipe."""
-    damage(_save(tmp_path))
+    FILES[case](_save(tmp_path))
     _assert_refused(tmp_path)
 
 
@@ -344,11 +531,11 @@ ITEMS: dict[str, tuple[str, Callable[[], bytes], tuple[str, ...]]] = {
     "deep args": ("args", _deep, ("convert",)),
     "number as args": ("args", lambda: _archive(3), ("convert",)),
     "lists as setting": (
-        f"optimizer.param_to_group_meta.{NAME}.lr",
+        f"optimizer.param_to_group_meta.{MATRIX}.lr",
         lambda: _archive(_nested()),
         ("convert",),
     ),
-    "deep setting": (f"optimizer.param_to_group_meta.{NAME}.lr", _deep, ("convert",)),
+    "deep setting": (f"optimizer.param_to_group_meta.{MATRIX}.lr", _deep, ("convert",)),
     "text as iteration": ("iteration", lambda: _archive("\x1b[2J"), ("convert",)),
     "long number": ("iteration", lambda: _archive(10**5000), ("convert",)),
 }

@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Check a checkpoint, and compare it with the run, before anything is loaded from it."""
+"""Load a checkpoint: find it, compare it with the run, load it. All ranks refuse it together."""
 
 import functools
 import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
 from megatron.core.utils import log_single_rank
 
@@ -23,14 +23,8 @@ from megatron_muon.checkpoint.folders import (
     find_checkpoint,
     finished_iterations,
 )
-from megatron_muon.checkpoint.storage import StoredCheckpoint, read_checkpoint
-from megatron_muon.checkpoint.verify import find_misfits
-from megatron_muon.mcore.fsdp_dtensor.stages import (
-    names_of_stages,
-    rename_layers,
-    with_stored_generator,
-)
-from megatron_muon.mcore.fsdp_dtensor.steps import as_in_run, as_stored
+from megatron_muon.checkpoint.reading import StoredCheckpoint, find_misfits, read_checkpoint
+from megatron_muon.mcore.checkpoint_state import rename_layers
 from megatron_muon.mcore.fsdp_model import current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
@@ -38,26 +32,17 @@ logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
 _PARTS = ("model", "optimizer")
+# Entry of a state dict that is loaded, as upstream's own ``_model``; one that is saved has none.
+_STORED = "_megatron_muon_checkpoint"
 # Names of experts contain their global index.
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
 # Names of states that differ by tensor-parallel rank (FSDPBlockMuon).
 _TENSOR_RANK = re.compile(r"(_tensor_rank_)\d+(_of_\d+)$")
 _STATE = re.compile(r"^(optimizer\.state\..+)\.([^.]+)$")
+_GENERATOR = re.compile(r"rng_state\.(\([^)]*\))")
 
 
-@dataclass
-class _Load:
-    """State of one call of ``_load_base_checkpoint``."""
-
-    checkpoint: StoredCheckpoint
-    optimizer: dict[str, Any] | None = None  # the part of its state dict that is loaded
-
-
-# Upstream calls the second wrapper from within the first, without an argument to pass this by.
-_being_loaded: _Load | None = None
-
-
-def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``_load_base_checkpoint`` to refuse anything but a finished checkpoint of this format.
 
     Upstream exits with status 0 if the tracker cannot be read, and trains from random weights if it
@@ -65,20 +50,27 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     first run with ``--load`` and ``--save`` on one folder begins.
 
     Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks. Each rank
-        reads ``.metadata``; the bytes of tensors are read by upstream's load alone.
+        reads ``.metadata`` once; the bytes of tensors are read by upstream's load alone.
     """
 
     @functools.wraps(original)
     def _load_base_checkpoint(
-        load_dir: str | None, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
+        load_dir: str | None,
+        args: Any,
+        rank0: bool = False,
+        sharded_state_dict: dict[str, Any] | None = None,
+        *rest: Any,
+        **kwargs: Any,
     ) -> Any:
-        global _being_loaded
+        """Find a checkpoint, and load it or, with ``rank0``, the arguments of its run."""
+        load = functools.partial(
+            original, load_dir, args, rank0, sharded_state_dict, *rest, **kwargs
+        )
         # Upstream checks the formats of other strategies.
         if not getattr(args, "use_megatron_fsdp", False) or load_dir is None:
-            return original(load_dir, args, rank0, *rest, **kwargs)
-        checkpoint, problems = _attempt(
-            lambda: _open(Path(load_dir), getattr(args, "ckpt_step", None))
-        )
+            return load()
+        folder, step = Path(load_dir), getattr(args, "ckpt_step", None)
+        checkpoint, problems = _attempt(lambda: _open(folder, step))
         _raise_together(problems, _NOTHING_LOADED)
         if dist.is_initialized():
             raise_where_ranks_differ(
@@ -89,22 +81,20 @@ def open_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
                 "Save to and load from a file system that all nodes mount. " + _NOTHING_LOADED,
             )
         if checkpoint is None:
-            return original(load_dir, args, rank0, *rest, **kwargs)
-        # load_checkpoint calls this twice; with rank0 first, for the arguments of the saved run.
-        if rank0 and dist.is_initialized():
-            _raise_where_damaged(checkpoint)
-        if kwargs.get("gpt_compat_layer_maps") is not None:
-            # Upstream loads a GPT's layers into a hybrid model, and translates the names later.
-            return original(load_dir, args, rank0, *rest, **kwargs)
-        _being_loaded = load = _Load(checkpoint)
-        try:
-            result = original(load_dir, args, rank0, *rest, **kwargs)
-        finally:
-            # A save calls the second wrapper too, which must not compare then.
-            _being_loaded = None
-        # DCP has filled the tensors in place, in the layout of the checkpoint.
-        if load.optimizer is not None:
-            as_in_run(load.optimizer, result[0]["optimizer"])
+            return load()
+        if rank0:
+            # load_checkpoint calls this first, for the arguments of the saved run.
+            if dist.is_initialized():
+                _raise_where_damaged(checkpoint)
+            return load()
+        _read.cache_clear()
+        # Upstream can load a GPT's layers into a hybrid model, and translates the names later.
+        if sharded_state_dict is None or kwargs.get("gpt_compat_layer_maps") is not None:
+            return load()
+        kept = _fit(sharded_state_dict, checkpoint, args)
+        result = load()
+        for settings, own in kept:
+            settings.update(own)
         return result
 
     return _load_base_checkpoint
@@ -150,60 +140,101 @@ def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
             f"{tracker}: expected an iteration beside --ckpt-step {iteration}, got 'release', "
             "which Megatron loads instead. Drop --ckpt-step, or write the iteration into it."
         )
-    return read_checkpoint(find_checkpoint(folder, iteration or None))
+    path = find_checkpoint(folder, iteration or None)
+    return _read(path, (path / METADATA).stat().st_mtime_ns)
 
 
-def check_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+@functools.lru_cache(maxsize=1)
+def _read(folder: Path, changed: int) -> StoredCheckpoint:
+    """Read a table of contents once for the two calls of a load.
+
+    Args:
+        folder: Folder of the checkpoint.
+        changed: Time of its last change, so that a new save is read anew.
+    """
+    return read_checkpoint(folder)
+
+
+def _fit(
+    state_dict: dict[str, Any], checkpoint: StoredCheckpoint, args: Any
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Prepare a state dict that will be loaded from a checkpoint.
+
+    Args:
+        state_dict: Gets the checkpoint, for :func:`compare_before_loading`, and a random state that
+            the checkpoint has: there is one per stage and tensor-parallel rank, and a stage that it
+            lacks starts with that of another one.
+        checkpoint: The checkpoint.
+        args: Arguments of the run.
+
+    Returns:
+        Dictionaries of group settings with the settings that are removed, as the checkpoint lacks
+        them: they come from flags. The step count stays, so that DCP refuses a checkpoint without.
+    """
+    state_dict[_STORED] = checkpoint
+    generators = {match[1] for key in checkpoint.objects if (match := _GENERATOR.match(key))}
+    own = state_dict.get("rng_state")
+    if generators and isinstance(own, Mapping) and not own.keys() <= generators:
+        state_dict["rng_state"] = dict(zip(sorted(generators), own.values(), strict=False))
+    if "optimizer" not in state_dict:
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            "%s: loading weights without optimizer state (--no-load-optim or --finetune); "
+            "momentum starts at zero",
+            checkpoint.folder,
+        )
+        return []
+    stored = checkpoint.tensors.keys() | checkpoint.objects.keys()
+    # Equal on all ranks.
+    if args.strict_fsdp_dtensor_load and not any(k.startswith("optimizer.state.") for k in stored):
+        raise CheckpointError(
+            f"{checkpoint.folder}: expected optimizer state, got none, as --no-save-optim leaves "
+            "it out. Pass --no-load-optim, which loads the weights and starts momentum at zero. "
+            + _NOTHING_LOADED
+        )
+    kept = []
+    for name, settings in state_dict["optimizer"]["param_to_group_meta"].items():
+        prefix = f"optimizer.param_to_group_meta.{name}."
+        lacking = [key for key in settings if key != "step" and prefix + key not in stored]
+        kept.append((settings, {key: settings.pop(key) for key in lacking}))
+    return kept
+
+
+def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``preprocess_fsdp_dtensor_state_dict``, whose result is filled by a load or saved next.
 
-    Communication: for a load one all-reduce of an int32 over all ranks.
+    Communication: for a load one all-reduce of an int32 over all ranks, and with pipeline stages an
+        all-gather of names as objects over the pipeline.
     """
 
     @functools.wraps(original)
     def preprocess_fsdp_dtensor_state_dict(
         args: Any, raw_state_dict: dict[str, Any], model: Any
     ) -> dict[str, Any]:
-        """Rename the state to the keys of the checkpoint, and check it against the checkpoint."""
+        """Rename the state to the keys of the checkpoint, and compare it with the checkpoint."""
+        checkpoint = raw_state_dict.pop(_STORED, None)
+        weights = raw_state_dict["model"]
         if is_v2(model):
             # As in checkpoints of v1, whose wrapper is two modules.
-            renamed = {f"module.{key}": value for key, value in raw_state_dict["model"].items()}
-            raw_state_dict = {**raw_state_dict, "model": renamed}
-        weights = rename_layers(model, raw_state_dict["model"])
+            weights = {f"module.{key}": value for key, value in weights.items()}
+        weights = rename_layers(model, weights)
         state_dict = original(args, {**raw_state_dict, "model": weights}, model)
-        if _being_loaded is None:
+        if checkpoint is None:
             return state_dict
-        checkpoint = _being_loaded.checkpoint
-        state_dict = with_stored_generator(state_dict, checkpoint.objects)
-        if "optimizer" in state_dict:
-            stored = (*checkpoint.tensors, *checkpoint.objects)
-            # Equal on all ranks.
-            if args.strict_fsdp_dtensor_load and not any(
-                k.startswith("optimizer.") for k in stored
-            ):
-                raise CheckpointError(
-                    f"{checkpoint.folder}: expected optimizer state, got none, as --no-save-optim "
-                    "leaves it out. Pass --no-load-optim, which loads the weights and starts "
-                    f"momentum at zero. {_NOTHING_LOADED}"
-                )
-            state_dict["optimizer"] = as_stored(checkpoint, state_dict["optimizer"])
-            _being_loaded.optimizer = state_dict["optimizer"]
-        else:
-            log_single_rank(
-                logger,
-                logging.WARNING,
-                "%s: loading weights without optimizer state (--no-load-optim or --finetune); "
-                "momentum starts at zero",
-                checkpoint.folder,
-            )
         shapes, problems = _attempt(functools.partial(_shapes, state_dict))
-        # Other pipeline stages load what this one does not know.
-        has_stages = args.pipeline_model_parallel_size > 1
-        elsewhere = names_of_stages(shapes or {}) if has_stages else set()
-        differences, found = _attempt(
-            functools.partial(find_differences, checkpoint, state_dict, args.num_experts, elsewhere)
+        elsewhere: list[set[str]] = []
+        if args.pipeline_model_parallel_size > 1:
+            # Other pipeline stages load what this one does not know.
+            group = mpu.get_pipeline_model_parallel_group()
+            elsewhere = [set()] * group.size()
+            dist.all_gather_object(elsewhere, {*(shapes or ())}, group=group)
+        differences, failures = _attempt(
+            lambda: find_differences(
+                checkpoint, state_dict, args.num_experts, set().union(*elsewhere)
+            )
         )
-        problems += found
-        problems += differences or []
+        problems += [*failures, *(differences or [])]
         # Collective on all ranks or on none: the flag is the same everywhere.
         if args.strict_fsdp_dtensor_load:
             _raise_together(problems, _advice(checkpoint, args))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a finished checkpoint holds, and in which bytes of which file.
+"""Read and verify the files of a finished checkpoint, without running code from them.
 
 =========  =====================================================================================
 key        name of a value: the nested names of the saved dictionary, joined by dots
@@ -9,27 +9,28 @@ object     any other value, pickled
 item       the bytes of a chunk or object: an archive of ``torch.save``, in one of the files
 =========  =====================================================================================
 
-Nothing in a checkpoint is trusted. Unpickling never runs code from it: only a few plain values are
-built, instances of all other classes become inert. Files are regular ones of its folder, and
-numbers are checked before anything is read or allocated by them. Python's unpickler itself is not
-bounded: a crafted pickle can use up the memory or end the process.
+Nothing in a checkpoint is trusted: ``torch.distributed.checkpoint`` would unpickle any object. Here
+only a few plain values are built, and instances of all other classes become inert. Files are
+regular ones of its folder, and numbers are checked before anything is read or allocated by them.
+Python's unpickler itself is not bounded: a crafted pickle can use up the memory or end the process.
 
-Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2.11.
+Source: ``torch.distributed.checkpoint.filesystem`` and ``.metadata`` of torch 2.15.
 """
 
+import functools
 import io
 import itertools
-import math
 import os
 import pickle
 import stat
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -37,10 +38,11 @@ from megatron_muon.checkpoint.folders import METADATA, CheckpointError, expectin
 
 # Plain values, or inert stand-ins of other objects.
 type StoredObject = Any
+# Position in a tensor, and shape.
+type Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """The stored bytes of an object, or of a chunk of a tensor.
 
     Args:
@@ -49,7 +51,7 @@ class Item:
         offset: First byte.
         length: Number of bytes.
         offsets: Position of the chunk in its tensor, per dimension; empty for objects.
-        sizes: Shape of the chunk; None for objects.
+        sizes: Shape of the chunk; empty for objects.
     """
 
     key: str
@@ -57,7 +59,7 @@ class Item:
     offset: int
     length: int
     offsets: tuple[int, ...] = ()
-    sizes: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Item, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the elements of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -94,45 +91,78 @@ class StoredCheckpoint:
         items = sorted([*items, *self.objects.values()], key=attrgetter("file", "offset"))
         return {name: [*own] for name, own in itertools.groupby(items, attrgetter("file"))}
 
-    def read_item(self, item: Item) -> bytes:
-        """Read the bytes of an item, and compare the checksums of its records.
+    def read_object(self, key: str) -> StoredObject:
+        """Read an object; instances of unknown classes become inert. None without the key.
 
         Raises:
-            CheckpointError: The file is missing or too short, or the item has changed.
+            CheckpointError: It cannot be read, or has far more elements than bytes.
         """
+        if key not in self.objects:
+            return None
+        data = self._read_item(self.objects[key])
+        # torch.load would refuse the object or run its code, depending on weights_only.
+        with (
+            expecting("an archive of torch.save", key),
+            zipfile.ZipFile(io.BytesIO(data)) as archive,
+        ):
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            folder = name.removesuffix("data.pkl")
+            unpickler = _Unpickler(io.BytesIO(archive.read(name)))
+            # Persistent ids are ("storage", class, record, device, number of elements).
+            unpickler.storage = functools.cache(
+                lambda record: archive.read(f"{folder}data/{record}")
+            )
+            value = unpickler.load()
+            _check_extent(value, len(data))
+        return value
+
+    def read_chunk(self, item: Item) -> torch.Tensor:
+        """Read a chunk of a tensor.
+
+        Raises:
+            CheckpointError: It cannot be read, or differs from the table of contents.
+        """
+        data, dtype = self._read_item(item), self.tensors[item.key].dtype
+        with expecting(f"a tensor of shape {item.sizes} and {dtype}", item.key):
+            chunk = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            # A view may have any number of elements of one stored one.
+            if chunk.nbytes > len(data):
+                raise ValueError(f"{chunk.nbytes} bytes in an archive of {len(data)}")
+            # Megatron stores layers without the axis by which it stacks them.
+            lengths = [n for n in chunk.shape if n != 1]
+            if lengths != [n for n in item.sizes if n != 1] or chunk.dtype != dtype:
+                raise ValueError(f"{tuple(chunk.shape)} of {chunk.dtype}")
+            return chunk.reshape(item.sizes)
+
+    def _read_item(self, item: Item) -> bytes:
+        """Read the bytes of an item, and compare the checksums of its records."""
         path = self.folder / item.file
-        with expecting("a regular file, no link or pipe", path), open_regular(path) as file:
+        with expecting("a regular file, no link or pipe", path), _open_regular(path) as file:
             size, end = os.fstat(file.fileno()).st_size, item.offset + item.length
             file.seek(min(item.offset, size))
             # Before anything is allocated.
-            found = file.read(item.length) if end <= size else b""
-            if len(found) != item.length:
+            data = file.read(item.length) if end <= size else b""
+            if len(data) != item.length:
                 raise CheckpointError(
                     f"{path}: expected {end} bytes or more, got {size}: the file is truncated."
                 )
         with expecting("an archive of torch.save", item.key):
             # zipfile skips leading bytes, which no checksum covers.
-            if not found.startswith(b"PK"):
+            if not data.startswith(b"PK"):
                 raise zipfile.BadZipFile("bytes before the archive")
-            check_archive(io.BytesIO(found), item.key)
-        return found
-
-    def read_object(self, key: str) -> StoredObject:
-        """Read an object; None where there is none.
-
-        Raises:
-            CheckpointError: It cannot be read.
-        """
-        if key not in self.objects:
-            return None
-        data = self.read_item(self.objects[key])
-        value = load_object(data, key)
-        check_extent(value, len(data), key)
-        return value
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                num_bytes = sum(record.file_size for record in archive.infolist())
+                if num_bytes > len(data):
+                    raise zipfile.BadZipFile(f"records of {num_bytes} bytes in a smaller archive")
+                if damaged := archive.testzip():
+                    raise CheckpointError(
+                        f"{item.key}: expected the checksum of its record {damaged}, got another"
+                    )
+        return data
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[IO[bytes]]:
+def _open_regular(path: Path) -> Iterator[IO[bytes]]:
     """Open a file of a checkpoint, which another user may have written.
 
     A link could have any file of this machine copied, and a pipe or device could block.
@@ -144,28 +174,8 @@ def open_regular(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def check_archive(file: IO[bytes], where: object) -> None:
-    """Compare the checksums of an archive of ``torch.save``, which ``torch.load`` does not.
-
-    Raises:
-        CheckpointError: A record has changed, or records are compressed or overlap.
-    """
-    with zipfile.ZipFile(file) as archive:
-        num_bytes = sum(record.file_size for record in archive.infolist())
-        if num_bytes > file.seek(0, os.SEEK_END):
-            raise zipfile.BadZipFile(f"records of {num_bytes} bytes in a smaller archive")
-        if damaged := archive.testzip():
-            raise CheckpointError(
-                f"{where}: expected the checksum of its record {damaged}, got another"
-            )
-
-
-def check_extent(value: StoredObject, num_bytes: int, where: object) -> None:
-    """Refuse a value that nobody can walk in time, such as a list that holds itself.
-
-    Raises:
-        CheckpointError: It has far more elements than its ``num_bytes`` bytes could.
-    """
+def _check_extent(value: StoredObject, num_bytes: int) -> None:
+    """Refuse a value that nobody can walk in time, such as a list that holds itself."""
     waiting, left = [value], num_bytes + 1_000_000
     while waiting:
         inner = waiting.pop()
@@ -175,32 +185,7 @@ def check_extent(value: StoredObject, num_bytes: int, where: object) -> None:
             left -= len(inner)
             waiting += inner
         if left < 0:
-            raise CheckpointError(
-                f"{where}: expected fewer values than bytes, got lists that hold one another or "
-                "themselves."
-            )
-
-
-@contextmanager
-def unchanged(folder: Path) -> Iterator[None]:
-    """Refuse a folder that is saved anew while it is read.
-
-    Raises:
-        CheckpointError: At the end, some file is not the same as at the beginning.
-    """
-    before = _stamps(folder)
-    yield
-    if _stamps(folder) != before:
-        raise CheckpointError(
-            f"{folder}: expected files that do not change while they are read, got new ones: "
-            "another process saves there. Wait until it has ended."
-        )
-
-
-def _stamps(folder: Path) -> set[tuple[Path, int, int, int]]:
-    """Return inode, size and time of change of every file."""
-    files = filter(Path.is_file, folder.iterdir())
-    return {(f, s.st_ino, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())}
+            raise ValueError("lists that hold one another or themselves")
 
 
 def read_checkpoint(folder: Path) -> StoredCheckpoint:
@@ -214,7 +199,7 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
     """
     path = folder / METADATA
     with expecting("the metadata of torch.distributed.checkpoint", path):
-        with open_regular(path) as file:
+        with _open_regular(path) as file:
             metadata = _Unpickler(file).load()
         if type(metadata).__name__ != "Metadata":
             raise TypeError(f"{type(metadata).__name__} in place of Metadata")
@@ -267,47 +252,78 @@ def _item(key: str, info: StoredObject, *chunk: tuple[int, ...]) -> Item:
     return Item(key, name, offset, length, *chunk)
 
 
-def load_tensor(data: bytes, key: str) -> torch.Tensor:
-    """Read a chunk from the bytes of its item.
+def find_problems(checkpoint: StoredCheckpoint) -> Iterator[str]:
+    """Compare a checkpoint with its table of contents, and every byte with its checksum.
 
-    Raises:
-        CheckpointError: The bytes are no tensor.
+    ``torch.save`` writes a CRC-32 of every record. Bytes without a checksum (alignment between
+    records, time stamps of the archive) are never loaded.
+
+    Yields:
+        One sentence for each problem: those of :func:`find_misfits`, and items whose bytes have
+        changed or are not the expected chunk.
+
+    Memory: twice the largest item.
     """
-    with expecting("a tensor of torch.save", key):
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        # A view may have any number of elements of one stored one.
-        if found.nbytes > len(data):
-            raise ValueError(f"{found.nbytes} bytes in an archive of {len(data)}")
-        return found
+    yield from find_misfits(checkpoint)
+    for item in itertools.chain.from_iterable(checkpoint.items_by_file().values()):
+        path = checkpoint.folder / item.file
+        try:
+            if _is_regular(path) and item.key in checkpoint.tensors:
+                checkpoint.read_chunk(item)
+            elif _is_regular(path):
+                checkpoint.read_object(item.key)
+        except CheckpointError as error:
+            yield f"{path}, bytes {item.offset} to {item.offset + item.length}: {error}"
 
 
-def load_chunk(checkpoint: StoredCheckpoint, item: Item) -> torch.Tensor:
-    """Read a chunk in the shape that the table of contents says.
+def find_misfits(
+    checkpoint: StoredCheckpoint, share: int = 0, num_shares: int = 1
+) -> Iterator[str]:
+    """Compare a table of contents with itself and with the lengths of files.
 
-    Raises:
-        CheckpointError: It cannot be read, or has another number of elements.
+    Args:
+        checkpoint: Table of contents.
+        share: Index of the share of tensors and files to compare.
+        num_shares: Number of shares, which together are all of them.
+
+    Yields:
+        One sentence for each problem: chunks that do not tile their tensor, a file that is missing
+        or of another length than its items.
     """
-    found = load_tensor(checkpoint.read_item(item), item.key)
-    sizes = item.sizes or ()
-    if found.numel() != math.prod(sizes):
-        raise CheckpointError(
-            f"{item.key}: expected a chunk of shape {sizes}, got {tuple(found.shape)}. Verify "
-            "the checkpoint."
-        )
-    # Megatron stores layers without the axis by which it stacks them.
-    return found.reshape(sizes)
+    for key, tensor in [*checkpoint.tensors.items()][share::num_shares]:
+        if not is_tiled(tensor.shape, [(item.offsets, item.sizes) for item in tensor.chunks]):
+            yield f"{key}: expected chunks that tile the shape {tensor.shape}, got others"
+    for name, items in [*checkpoint.items_by_file().items()][share::num_shares]:
+        path, end = checkpoint.folder / name, 0
+        if not _is_regular(path):
+            yield f"{path}: expected a file, got none, or a link or pipe in its place"
+            continue
+        for item in items:
+            if item.offset != end:
+                yield f"{path}: expected {item.key} at byte {end}, got it at {item.offset}"
+            end = item.offset + item.length
+        size = path.stat().st_size
+        if size != end:
+            yield f"{path}: expected {end} bytes, got {size}"
 
 
-def load_object(data: bytes, key: str) -> StoredObject:
-    """Read an object from the bytes of its item; instances of unknown classes become inert.
+def _is_regular(path: Path) -> bool:
+    return os.path.isfile(path) and not os.path.islink(path)
 
-    Raises:
-        CheckpointError: The bytes are no archive of ``torch.save``.
-    """
-    # torch.load would refuse the object or run its code, depending on weights_only.
-    with expecting("an archive of torch.save", key), zipfile.ZipFile(io.BytesIO(data)) as archive:
-        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-        return _Unpickler(io.BytesIO(archive.read(name))).load()
+
+def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Return whether boxes are inside of a shape, fill it, and do not overlap."""
+    # Torch checks the same in a save, by a private function whose result differs by release.
+    # Boxes fill another one exactly if the corners of all, with alternating signs, cancel.
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = ((0,) * len(shape), shape)
+    for sign, (offsets, sizes) in [(-1, whole), *((1, box) for box in boxes)]:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            return False
+        for ends in itertools.product((0, 1), repeat=len(shape)):
+            corner = tuple(o + end * n for o, end, n in zip(offsets, ends, sizes, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 class _Inert:
@@ -342,12 +358,16 @@ _PLAIN: dict[str, set[str]] = {
 
 
 class _Unpickler(pickle.Unpickler):
+    """Unpickle plain values; tensors become inert, with the bytes of their storage."""
+
+    storage: Callable[[str], bytes]
+
     def find_class(self, module: str, name: str) -> object:
         """Import plain values only; anything else that a pickle names becomes inert."""
         if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
         return type(name, (_Inert,), {"__module__": module})
 
-    def persistent_load(self, pid: object) -> object:
-        """Leave out the bytes of a tensor inside of an object."""
-        return _Inert(pid)
+    def persistent_load(self, pid: tuple[Any, ...]) -> bytes:
+        """Return the bytes of a tensor's storage."""
+        return self.storage(pid[2])

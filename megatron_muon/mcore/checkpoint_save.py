@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 
 from megatron_muon.checkpoint.folders import METADATA, TRACKER, CheckpointError
-from megatron_muon.checkpoint.storage import read_checkpoint
+from megatron_muon.checkpoint.reading import read_checkpoint
 
 
 def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:

@@ -7,12 +7,15 @@
 ``param_to_group_meta``  parameter name -> settings of its parameter group
 =======================  =======================================================================
 
-Names are those of the model, experts with their global index. Upstream's ``DistributedOptimizer``
+Names are those of the whole model: experts have their global index, layers of pipeline stages their
+position in the model, where a stage counts its own from 0. Upstream's ``DistributedOptimizer``
 writes the same layout, so its tools can read it.
 """
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +25,74 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
 )
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict
-from megatron.core.utils import log_single_rank
+from megatron.core.utils import get_model_config, log_single_rank
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.fsdp_dtensor.stages import rename_layers
 from megatron_muon.mcore.fsdp_model import is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.dtensor_layout import local_tensor
 
 logger = logging.getLogger(__name__)
 
+_LAYER = re.compile(r"^((?:module\.)*)(.*?\blayers)\.(\d+)(?=\.|$)")
 # Settings of a parameter group that training changes; the others come from flags.
-MOVING_SETTINGS = ("lr", "weight_decay", "step")
+_MOVING_SETTINGS = ("lr", "weight_decay", "step")
+
+
+class LayerNames:
+    """Rename the layers of a model chunk to their position in the whole model.
+
+    Args:
+        chunk: A model chunk. Without pipeline stages all names stay.
+    """
+
+    def __init__(self, chunk: Any) -> None:
+        self._positions: dict[tuple[str, str], int] = {}
+        has_stages = getattr(chunk.config, "pipeline_model_parallel_size", 1) > 1
+        for name, module in chunk.named_modules() if has_stages else ():
+            found = _LAYER.fullmatch(name)
+            number = getattr(module, "layer_number", None)
+            # Layers of multi-token prediction are those of one stage, and count from 0.
+            if found and number is not None and "mtp" not in name:
+                self._positions[found[2], found[3]] = number - 1
+
+    def __call__(self, name: str) -> str:
+        """Return the name of a parameter or module in the whole model."""
+        found = _LAYER.match(name)
+        position = self._positions.get((found[2], found[3])) if found else None
+        if found is None or position is None:
+            return name
+        return f"{found[1]}{found[2]}.{position}{name[found.end() :]}"
+
+
+def rename_layers(chunk: torch.nn.Module, by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dictionary by parameter name with the names of the whole model."""
+    names = LayerNames(chunk)
+    return {names(name): value for name, value in by_name.items()}
+
+
+def name_across_stages(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DistributedOptimizer._param_name``, whose layers are counted by stage and chunk.
+
+    Several chunks with layers are an error upstream, and states of two stages have one name.
+    """
+
+    @functools.wraps(original)
+    def _param_name(self: Any, param: torch.Tensor) -> str:
+        """Return the name of a parameter in the whole model."""
+        if not hasattr(self, "param_to_name"):
+            num_experts = get_model_config(self.model_chunks[0]).num_moe_experts
+            # Otherwise as the original does.
+            self.param_to_name = {
+                param: name
+                for chunk in self.model_chunks
+                for name, param in handle_experts_in_state_dict(
+                    rename_layers(chunk, dict(chunk.named_parameters())), num_experts
+                ).items()
+            }
+        return original(self, param)
+
+    return _param_name
 
 
 def names_in_checkpoints(
@@ -250,7 +309,7 @@ def unpack(
         state_dict: ``state`` and ``param_to_group_meta``; not changed.
         with_schedule: Load ``max_lr`` and ``min_lr`` too.
     """
-    loaded = (*MOVING_SETTINGS, *(("max_lr", "min_lr") if with_schedule else ()))
+    loaded = (*_MOVING_SETTINGS, *(("max_lr", "min_lr") if with_schedule else ()))
     overridden: dict[str, str] = {}
     for child in children:
         for param, states in child.optimizer.state.items():

@@ -1,0 +1,436 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of Muon under DDP go on under Megatron-FSDP from a converted checkpoint, and back.
+
+Tolerances are those of test_parity.py: the two train alike but for rounding.
+"""
+
+import argparse
+import os
+import resource
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers.ranks import launch
+from helpers.toy_gpt import (
+    BF16,
+    EP,
+    FP32_GRADIENTS,
+    MOE,
+    TP,
+    fsdp_toy_gpt,
+    relative_differences,
+    toy_gpt,
+)
+
+from megatron_muon.checkpoint import reading
+from megatron_muon.checkpoint.__main__ import main
+from megatron_muon.checkpoint.folders import TRACKER, CheckpointError
+from megatron_muon.checkpoint.reading import StoredCheckpoint, find_problems, read_checkpoint
+from megatron_muon.checkpoint.writing import LazyPlanner, replacing
+
+pytestmark = pytest.mark.ranks
+
+SAVED_AT, LAST, NUM_RANKS = 3, 6, 2
+FORMATS = ("fsdp_dtensor", "torch_dist")
+SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --global-batch-size 4".split()
+MEDIUM_TOLERANCE, BF16_TOLERANCE = 1e-5, 1.5e-4
+
+
+def _without_psutil() -> None:
+    """Let Megatron save torch_dist without psutil, which it asks for its memory, for a log line."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    class Process:
+        """A process of unknown memory."""
+
+        def __init__(self, pid: int) -> None:
+            self.pid = pid
+
+        def memory_info(self) -> Any:
+            """Return no memory."""
+            return types.SimpleNamespace(rss=0)
+
+    filesystem_async.HAVE_PSUTIL = True
+    filesystem_async.psutil = types.SimpleNamespace(Process=Process)
+
+
+def _run_ddp(*flags: str) -> list[float]:
+    """Run Muon under DDP, and return the losses."""
+    # As tensor parallelism asks for it.
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    run = launch(NUM_RANKS, toy_gpt(*SCHEDULE, *flags), before=_without_psutil, env=env)
+    return run.check().losses
+
+
+def _train_under_ddp(folder: Path, *flags: str) -> list[float]:
+    """Train without a stop, and return all losses."""
+    save = ("--save", str(folder), "--save-interval", str(SAVED_AT))
+    return _run_ddp(*save, "--ckpt-format", "torch_dist", *flags)
+
+
+def _resume_under_fsdp(folder: Path, *flags: str) -> list[float]:
+    """Go on from a checkpoint, and return the losses of the iterations that follow."""
+    load = ("--load", str(folder), "--no-load-rng")
+    run = launch(NUM_RANKS, fsdp_toy_gpt("optim_grads_params", *SCHEDULE, *load, *flags))
+    return run.check().losses
+
+
+def _train_under_fsdp(folder: Path, *flags: str) -> list[float]:
+    """Train without a stop, and return all losses."""
+    save = ("--save", str(folder), "--save-interval", str(SAVED_AT))
+    run = launch(NUM_RANKS, fsdp_toy_gpt("optim_grads_params", *SCHEDULE, *save, *flags))
+    return run.check().losses
+
+
+def _resume_under_ddp(folder: Path, *flags: str) -> list[float]:
+    """Go on from a checkpoint, and return the losses of the iterations that follow."""
+    load = ("--load", str(folder), "--no-load-rng", "--ckpt-format", "torch_dist")
+    return _run_ddp(*load, *flags)
+
+
+def _convert(source: Path, target: Path, *flags: str, to: str = "fsdp_dtensor") -> int:
+    return main(["convert", str(source), str(target), "--to", to, *flags])
+
+
+def _whole(checkpoint: StoredCheckpoint, key: str) -> torch.Tensor:
+    stored = checkpoint.tensors[key]
+    whole = torch.full(stored.shape, float("nan"))
+    for item in stored.chunks:
+        place = tuple(slice(o, o + n) for o, n in zip(item.offsets, item.sizes, strict=True))
+        whole[place] = checkpoint.read_chunk(item).float()
+    return whole
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, list[float]]:
+    """A --save folder of DDP in fp32, converted beside it, and the losses of the whole run."""
+    folder = tmp_path_factory.mktemp("ddp")
+    losses = _train_under_ddp(folder / "saved")
+    step = ("--ckpt-step", str(SAVED_AT))
+    assert _convert(folder / "saved", folder / "converted", *step) == 0
+    return folder, losses
+
+
+def test_run_of_ddp_goes_on_under_megatron_fsdp(saved):
+    """Losses of iterations 4 to 6; without momentum they differ by far more."""
+    folder, losses = saved
+    assert len(losses) == LAST
+    found = _resume_under_fsdp(folder / "converted")
+    assert max(relative_differences(found, losses[SAVED_AT:])) <= MEDIUM_TOLERANCE
+    without = _resume_under_fsdp(folder / "converted", "--no-load-optim")
+    assert max(relative_differences(without, losses[SAVED_AT:])) > 10 * MEDIUM_TOLERANCE
+
+
+def test_values_keep_their_bits(saved):
+    """All layers, both halves of a gated one, weights and momentum; all chunks tile."""
+    folder, _ = saved
+    iteration = f"iter_{SAVED_AT:07d}"
+    before = read_checkpoint(folder / "saved" / iteration)
+    after = read_checkpoint(folder / "converted" / iteration)
+    assert list(find_problems(after)) == []
+    name = "decoder.layers.mlp.linear_fc1.weight"
+    for key, target in (
+        (name, "model.module.{}"),
+        (
+            f"optimizer.state.momentum_buffer.{name}",
+            "optimizer.state.module.module.{}.momentum_buffer",
+        ),
+    ):
+        for layer, expected in enumerate(_whole(before, key)):
+            own = name.replace("layers.", f"layers.{layer}.")
+            halves = [_whole(after, target.format(own + half)) for half in ("_w", "_v")]
+            assert torch.equal(torch.cat(halves), expected)
+    step = _whole(after, "optimizer.state.module.module.output_layer.weight.step")
+    assert step == SAVED_AT
+    assert _sum(before, "optimizer.state.exp_avg_sq.") == _sum(after, ".exp_avg_sq")
+
+
+def _sum(checkpoint: StoredCheckpoint, part: str) -> float:
+    values = [_whole(checkpoint, key).flatten() for key in checkpoint.tensors if part in key]
+    return float(torch.cat(values).double().sort().values.sum())
+
+
+# Flags under DDP and under Megatron-FSDP, and the tolerance.
+IN_BF16 = (BF16, (*BF16, *FP32_GRADIENTS), BF16_TOLERANCE)
+IN_TP = (*TP, "--muon-tp-mode", "duplicated")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "fsdp_flags", "tolerance"),
+    [
+        pytest.param(*IN_BF16, id="bf16"),
+        # Upstream's layer-wise optimizer cannot train in fp32.
+        pytest.param((*BF16, "--use-distributed-optimizer"), *IN_BF16[1:], id="layer_wise"),
+        pytest.param(MOE, MOE, MEDIUM_TOLERANCE, id="experts"),
+        pytest.param(IN_TP, (), MEDIUM_TOLERANCE, id="tensor_parallel_to_one_rank"),
+    ],
+)
+def test_other_runs_go_on_under_megatron_fsdp(tmp_path, flags, fsdp_flags, tolerance):
+    """Main weights of bf16, owners of layers, experts, and tensor-parallel ranks."""
+    losses = _train_under_ddp(tmp_path / "saved", *flags)
+    # The tracker's checkpoint is the last one.
+    (tmp_path / "saved" / TRACKER).write_text(str(SAVED_AT))
+    assert _convert(tmp_path / "saved", tmp_path / "converted") == 0
+    found = _resume_under_fsdp(tmp_path / "converted", *fsdp_flags)
+    assert max(relative_differences(found, losses[SAVED_AT:])) <= tolerance
+
+
+def test_run_goes_on_under_ddp_after_the_way_there_and_back(saved, tmp_path):
+    """A run of Megatron-FSDP only loads and saves: each tensor keeps its bits, losses are equal."""
+    folder, losses = saved
+    flags = ("--save", str(tmp_path / "fsdp"), "--use-checkpoint-opt_param-scheduler")
+    flags += ("--train-iters", str(SAVED_AT), "--save-interval", "100")
+    assert _resume_under_fsdp(folder / "converted", *flags) == []
+    assert _convert(tmp_path / "fsdp", tmp_path / "back", to="torch_dist") == 0
+    iteration = f"iter_{SAVED_AT:07d}"
+    before = read_checkpoint(folder / "saved" / iteration)
+    after = read_checkpoint(tmp_path / "back" / iteration)
+    assert list(find_problems(after)) == []
+    assert after.tensors.keys() == before.tensors.keys()
+    for key, tensor in before.tensors.items():
+        assert after.tensors[key].dtype == tensor.dtype
+        assert torch.equal(_whole(after, key), _whole(before, key)), key
+    # Random states, and those of runs that are repeated to look for faults.
+    missing = before.objects.keys() - after.objects.keys()
+    assert {key.partition("/")[0] for key in missing} == {"rng_state", "rerun_state_machine_state"}
+    # Upstream's own step on the same values: the same bits.
+    assert _resume_under_ddp(tmp_path / "back") == losses[SAVED_AT:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "fsdp_flags", "tolerance"),
+    [
+        pytest.param((), (), MEDIUM_TOLERANCE, id="fp32"),
+        pytest.param(*IN_BF16, id="bf16"),
+        pytest.param(EP, EP, MEDIUM_TOLERANCE, id="experts"),
+        pytest.param((), IN_TP, MEDIUM_TOLERANCE, id="tensor_parallel_to_one_rank"),
+    ],
+)
+def test_run_of_megatron_fsdp_goes_on_under_ddp(tmp_path, flags, fsdp_flags, tolerance):
+    """Losses of iterations 4 to 6; tensor-parallel shards become whole matrices."""
+    losses = _train_under_fsdp(tmp_path / "saved", *fsdp_flags)
+    step = ("--ckpt-step", str(SAVED_AT))
+    assert _convert(tmp_path / "saved", tmp_path / "converted", *step, to="torch_dist") == 0
+    found = _resume_under_ddp(tmp_path / "converted", *flags)
+    assert max(relative_differences(found, losses[SAVED_AT:])) <= tolerance
+
+
+@pytest.mark.slow
+def test_run_goes_on_from_the_format_torch_in_two_steps(tmp_path):
+    """Upstream's own flags write torch_dist, on CPU ranks too."""
+    losses = _train_under_ddp(tmp_path / "saved", "--ckpt-format", "torch")
+    load = ("--load", str(tmp_path / "saved"), "--ckpt-step", str(SAVED_AT))
+    to = ("--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path))
+    assert _run_ddp(*load, "--ckpt-format", "torch", *to) == []
+    assert _convert(tmp_path / "torch_dist", tmp_path / "converted") == 0
+    found = _resume_under_fsdp(tmp_path / "converted")
+    assert max(relative_differences(found, losses[SAVED_AT:])) <= MEDIUM_TOLERANCE
+
+
+ARGS = {
+    "bf16": False,
+    "fp16": False,
+    "swiglu": True,
+    "transformer_impl": "local",
+    "moe_grouped_gemm": False,
+    "num_layers": 1,
+    "num_experts": None,
+}
+MATRIX = torch.ones(4, 2)
+ADAM = {f"optimizer.state.{kind}.b": MATRIX for kind in ("exp_avg", "exp_avg_sq")}
+MUON = {"w": MATRIX, "optimizer.state.momentum_buffer.w": MATRIX}
+GROUPS = {0: {"param_groups": [{"lr": 0.1}]}, 1: {"param_groups": [{"betas": (0, 0), "step": 3}]}}
+
+
+def _of_ddp(args: dict[str, Any] = ARGS, groups: Any = GROUPS) -> dict[str, Any]:
+    """Return what all ranks share."""
+    common = {"args": argparse.Namespace(**args), "iteration": 3, "optimizer": groups}
+    return {"common_state/shard_0_1": [{k: v for k, v in common.items() if v is not None}]}
+
+
+W, B = "module.module.decoder.layers.0.w", "module.module.b"
+OF_FSDP = {"args": argparse.Namespace(**ARGS), "iteration": 3}
+OF_MUON = {f"model.{W[7:]}": MATRIX, f"optimizer.state.{W}.momentum_buffer": MATRIX, **OF_FSDP}
+NO_WEIGHT = {key: value for key, value in OF_MUON.items() if not key.startswith("model.")}
+LR = {f"optimizer.param_to_group_meta.{W}.lr": 0.1}
+OTHER_LAYER = {k.replace("layers.0", "layers.2"): value for k, value in OF_MUON.items()}
+# Values of a checkpoint, and the error of a conversion to the other format.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "adam": ({"b": MATRIX, **ADAM, **_of_ddp()}, "expected momentum of Muon, got none"),
+    "no momentum": ({"v": MATRIX, **MUON, **_of_ddp()}, "v: expected a weight with momentum_b"),
+    "no weight": ({**MUON, **ADAM, **_of_ddp()}, "b: expected a weight with momentum_buffer"),
+    "unknown state": (
+        {**MUON, "optimizer.distributed.dp_group_idx_0": MATRIX, **_of_ddp()},
+        "optimizer.distributed.dp_group_idx_0: expected optimizer.state.<name>.<parameter>",
+    ),
+    "no arguments": ({**MUON, **_of_ddp({})}, "expected the arguments bf16, fp16"),
+    "no step": ({**MUON, **_of_ddp(groups={0: GROUPS[0]})}, "expected one step count of Adam"),
+    "no optimizer": ({**MUON, **_of_ddp(groups=None)}, "expected optimizer in common_state/sha"),
+    "back, no weight": (NO_WEIGHT, "decoder.layers.0.w: expected a weight with"),
+    "back, unknown state": (
+        {**OF_MUON, f"optimizer.state.{W}.moment2_buffer": MATRIX},
+        "got moment2_buffer, momentum_buffer. Only --optimizer muon is converted.",
+    ),
+    "back, unknown tensor": ({**OF_MUON, "other": MATRIX}, "other: expected a weight, but not of"),
+    "back, layers": (
+        {**OTHER_LAYER, **LR},
+        "expected parameters of one shape in all layers and experts, got ValueError",
+    ),
+    "back, fp16": (
+        {**OF_MUON, "args": argparse.Namespace(**{**ARGS, "fp16": True})},
+        "of a run in fp32 or bf16, got fp16",
+    ),
+    "back, no arguments": (
+        {**OF_MUON, "args": argparse.Namespace()},
+        "expected the arguments bf16, fp16",
+    ),
+    "back, no settings": (OF_MUON, "expected settings of Muon, and one step count of Adam, got"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unknown_or_missing_values_are_refused(case, tmp_path, capsys):
+    """The error names them, and neither a file nor a folder is left."""
+    values, error = REFUSED[case]
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(values, checkpoint_id=tmp_path / "saved", planner=planner, no_dist=True)
+    is_back = case.startswith("back")
+    if not is_back:
+        (tmp_path / "saved" / "metadata.json").write_text("{}")
+    to = "torch_dist" if is_back else "fsdp_dtensor"
+    assert _convert(tmp_path / "saved", tmp_path / "new", to=to) == 1
+    assert error in capsys.readouterr().err
+    # The format that it would have.
+    assert _convert(tmp_path / "saved", tmp_path / "new", to=FORMATS[not is_back]) == 1
+    assert f"expected the format {FORMATS[is_back]}, got" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def _save(path: Path, value: float = 1.0) -> Path:
+    """Save a checkpoint of Megatron-FSDP whose bytes have the same places for every value."""
+    state = {
+        f"model.{W[7:]}": torch.full((20, 30), value),
+        f"optimizer.state.{W}.momentum_buffer": torch.full((20, 30), value),
+        f"optimizer.param_to_group_meta.{W}.lr": 0.1,
+        "args": argparse.Namespace(**ARGS),
+        "iteration": 3,
+    }
+    dcp.save(state, checkpoint_id=path / "saved", no_dist=True)
+    return path / "saved"
+
+
+def _meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Let another process act once, while the result is written."""
+    waiting = [act]
+
+    def after(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if waiting:
+                waiting.pop()()
+            return result
+
+        return call
+
+    monkeypatch.setattr(LazyPlanner, "lookup_object", after(LazyPlanner.lookup_object))
+
+
+def test_source_that_is_saved_again_meanwhile_is_refused(tmp_path, capsys, monkeypatch):
+    """The result had tensors of two saves, and verify called it sound."""
+    source = _save(tmp_path)
+    _meanwhile(monkeypatch, lambda: _save(tmp_path, 2.0))
+    assert _convert(source, tmp_path / "new", to="torch_dist") == 1
+    assert "expected files that do not change while they are read" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+APPEARING: dict[str, Callable[[Path], object]] = {
+    "file": lambda path: path.write_text("kept"),
+    "folder": lambda path: (path.mkdir(), (path / "kept").touch()),
+    "empty folder": lambda path: path.mkdir(),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+}
+
+
+@pytest.mark.parametrize("kind", APPEARING)
+def test_target_that_appears_meanwhile_is_not_replaced(kind, tmp_path, capsys, monkeypatch):
+    """A file was replaced by the result, and so was a dangling link, at any time."""
+    source, new = _save(tmp_path), tmp_path / "new"
+    _meanwhile(monkeypatch, lambda: APPEARING[kind](new))
+    assert _convert(source, new, to="torch_dist") == 1
+    assert "FileExistsError" in capsys.readouterr().err
+    before = new.lstat()
+    assert _convert(source, new, to="torch_dist") == 1
+    assert "expected a path to write to, got one that exists" in capsys.readouterr().err
+    assert new.lstat().st_ino == before.st_ino
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "saved"]
+
+
+def test_killed_conversion_leaves_no_target(tmp_path):
+    """Only a hidden folder is left beside it."""
+    child = os.fork()
+    if not child:
+        with replacing(tmp_path / "new") as temporary:
+            temporary.write_text("half")
+            os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".new.converting-")
+
+
+def test_flipped_bit_is_not_converted(tmp_path, capsys):
+    """Convert copied damaged bytes, and wrote a new checksum for them."""
+    source = _save(tmp_path)
+    path = source / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.ones(600).numpy().tobytes()) + 1000] ^= 4
+    path.write_bytes(data)
+    assert _convert(source, tmp_path / "new", to="torch_dist") == 1
+    assert "expected the checksum of its record" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["saved"]
+
+
+def test_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
+    """Torch's own error is a traceback of "unexpected pos"."""
+    source = _save(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        status = _convert(source, tmp_path / "new", to="torch_dist")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 1
+    assert capsys.readouterr().err.count("expected to convert it") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_target_inside_of_the_source(tmp_path):
+    """It is no change of the source, which stays sound."""
+    source = _save(tmp_path)
+    assert _convert(source, source / "new", to="torch_dist") == 0
+    for folder in (source, source / "new" / "iter_0000003"):
+        assert not [*find_problems(read_checkpoint(folder))]
+
+
+def test_file_that_is_truncated_while_it_is_read(tmp_path, monkeypatch):
+    """Its length is known before, and is not that of what has been read."""
+    checkpoint = read_checkpoint(_save(tmp_path))
+    item = max(checkpoint.items_by_file()["__0_0.distcp"], key=lambda item: item.offset)
+    original = os.fstat
+
+    def fstat(descriptor: int) -> os.stat_result:
+        found = original(descriptor)
+        os.truncate(tmp_path / "saved" / "__0_0.distcp", item.offset + 10)
+        return found
+
+    monkeypatch.setattr(reading.os, "fstat", fstat)
+    with pytest.raises(CheckpointError, match="the file is truncated"):
+        checkpoint._read_item(item)
