@@ -149,13 +149,13 @@ def choices(recorded: dict[str, Any]) -> dict[str, str]:
 
 
 _USUAL = ("embedding", "head", "output layer", "bias")
-_INTRODUCTION = """# What Muon gets of an architecture
+_INTRODUCTION = """# Parameters of Muon by architecture
 
-By `MuonAdamW.from_model` with its defaults; [fsdp2.md](fsdp2.md#which-parameters-muon-gets) has the
-rule. {} architectures of transformers 5.24, one layer of each kind, as `python
-scripts/architectures.py` writes them. AdamW steps embeddings, heads and biases of all of them; what
-else it steps is listed, but for vectors. Brackets say into how many matrices one is split, or into
-which outputs; T, that it is stored as (inputs, outputs). A warning names what is in italics.
+Chosen by `MuonAdamW.from_model` with its defaults, by the rules of
+[fsdp2.md](fsdp2.md#which-parameters-muon-gets): one layer per kind of {} architectures of
+transformers 5.24. `python scripts/architectures.py` writes the page. AdamW also steps all
+embeddings, heads, biases and vectors, which are left out. Brackets have the number of matrices in
+a parameter, or their outputs; T marks weights stored as (inputs, outputs), italics a warning.
 """
 
 
@@ -170,7 +170,7 @@ def page(records: dict[str, Any]) -> str:
             if algorithm == "muon" or reason not in _USUAL:
                 cells[algorithm][_cell(name, layout, reason)] = None
         lines.append(f"| {model_type} | " + " | ".join(", ".join(c) for c in cells.values()) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", "Read next: [trainers.md](trainers.md).", ""])
 
 
 def _cell(name: str, layout: str, reason: str) -> str:

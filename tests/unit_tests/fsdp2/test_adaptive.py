@@ -245,12 +245,12 @@ def test_parameter_without_a_gradient_keeps_its_moments():
 
 
 def test_own_method_is_called_with_results_and_its_state():
-    """The example of docs/fsdp2.md, beside Muon without a method.
+    """The example of docs/optimizers.md, beside Muon without a method.
 
     The gradient is the same in both steps, so results are too: the mean square of a row is averaged
     to 0.05 of it, and then to 0.0975. Newton-Schulz of a multiple in float32 differs by 1e-6.
     """
-    text = (ROOT / "docs" / "fsdp2.md").read_text()
+    text = (ROOT / "docs" / "optimizers.md").read_text()
     code = text.partition("<!-- own method -->\n")[2].partition("\n\n    # end")[0]
     names: dict[str, Any] = {}
     exec(textwrap.dedent(code), names)
