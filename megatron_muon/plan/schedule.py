@@ -17,9 +17,10 @@ Before the first round the gathers of the first ``ahead`` buckets of every plan 
 last one come the local matrices that are left, and what is still in flight. Without replicas a
 bucket has one scatter.
 
-With replicas, results are passed on as soon as their scatter has ended, whatever the rank does then
-(:mod:`megatron_muon.runtime.chained_collectives`), in the order in which the rank starts scatters.
-``finish_scatter`` waits until they have been passed on.
+With replicas, results are passed on behind their scatter, in the order in which the rank starts
+scatters: on a GPU as soon as the scatter has ended, on gloo in ``finish_scatter``
+(:class:`~megatron_muon.runtime.exchange.Chain`). ``finish_scatter`` waits until they have been
+passed on.
 
 Ranks of one plan may differ in their other plans, as with expert parallelism. Two things keep them
 from waiting for each other for ever:
@@ -29,8 +30,8 @@ from waiting for each other for ever:
   the earlier plan comes first, and ranks have their plans in one order. What a rank waits for was
   launched by all ranks in an earlier turn of the same plan, or earlier in the same turn, in which
   all ranks have one order; the same holds for all that comes before what is passed on. Owners of a
-  split matrix wait for each other in the same turn. So there is no deadlock: the rank that is
-  furthest behind only waits for collectives that every rank has launched.
+  split matrix, and on gloo replicas, wait for each other in the same turn. So there is no deadlock:
+  the rank that is furthest behind only waits for collectives that every rank has launched.
 """
 
 import functools

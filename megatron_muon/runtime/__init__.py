@@ -9,7 +9,6 @@ Files, each importing only those above it::
     groups              process groups by their ranks
     domain              the ranks that exchange matrices
     exchange            the collectives that move rows and results
-    chained_collectives one collective starts when another one has ended
     machine_cost        the costs that all ranks plan with
     arena               memory that exists while a step runs
     adjacent            tensors that are adjacent in memory, as few long ones

@@ -26,7 +26,7 @@ from megatron_muon.plan.rank_plan import LocalStack, RankSchedule
 from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
-from megatron_muon.runtime.chained_collectives import chain_on
+from megatron_muon.runtime.exchange import Chain
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
 from megatron_muon.runtime.row_moves import uses_kernel
@@ -83,7 +83,7 @@ class Engine:
             for stacks, place in zip(schedule.local, schedule.staging.local, strict=True)
             for stack in stacks
         }
-        chain = chain_on(device)
+        chain = Chain(device)
         self.plans = [
             PlanRunner(
                 bound,

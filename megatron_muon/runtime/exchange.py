@@ -3,8 +3,8 @@
 """The collectives that move rows and results, and nothing else."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -221,6 +221,77 @@ class ReplicaAllGather:
         return dist.all_gather_into_tensor(
             self._all[index], self._own[index], group=self._group, async_op=True
         )
+
+
+class Waitable(Protocol):
+    """A handle like :class:`torch.distributed.Work`."""
+
+    def wait(self) -> object:
+        """Let the current stream wait; on gloo, the host."""
+
+
+class Later(NamedTuple):
+    """A collective that starts when it is waited for, once another one has ended.
+
+    Args:
+        work: The other one; None for nothing.
+        start: Launches the collective.
+    """
+
+    work: Waitable | None
+    start: Callable[[], dist.Work | None]
+
+    def wait(self) -> None:
+        """Wait for the other one, then start this one and wait for it."""
+        if self.work is not None:
+            self.work.wait()
+        started = self.start()
+        if started is not None:
+            started.wait()
+
+
+class Chain:
+    """Start collectives after others have ended, in the order of the calls.
+
+    Replicas use this to all-gather results behind a scatter. If the step itself waited for the
+    scatter on a GPU, it would lose time either way: a rank that waits early is idle, and one that
+    waits late, after the Newton-Schulz of the next bucket, keeps its replicas waiting. A second
+    stream waits. The host launches both collectives one after the other, in the same order on all
+    ranks, so they may share a communicator.
+
+    gloo has no streams: the second collective starts when the step waits for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def after(
+        self, work: dist.Work | None, start: Callable[[], dist.Work | None]
+    ) -> Waitable | None:
+        """Start a collective when another one has ended.
+
+        Args:
+            work: The other one; None to wait for nothing.
+            start: Launches the collective, and returns its handle; None if there is nothing to do.
+
+        Returns:
+            A handle of both, to be waited for before their memory is used; None for nothing.
+
+        Communication: the collective that ``start`` launches.
+        """
+        if self._stream is None:
+            return Later(work, start)
+        # A collective starts after what its stream has done. What the step has done with the memory
+        # must come before it too, even if there is nothing to wait for.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if work is not None:
+                work.wait()
+            started = start()
+        # The second one ends after the first. If there is none, the step itself must wait for the
+        # first: the rank may still be sending.
+        return work if started is None else started
 
 
 def _peers(sizes: Sequence[Sequence[int]]) -> list[int]:

@@ -31,7 +31,7 @@ from megatron_muon.runtime.agreement import (
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
 from megatron_muon.runtime.domain import Domain
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.groups import new_groups, ranks_of
+from megatron_muon.runtime.groups import new_groups
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.machine_cost import machine_costs
 from megatron_muon.runtime.moments import Moments
@@ -86,11 +86,11 @@ class OwnerCompute:
             Newton-Schulz.
 
     Communication: at construction three flags over the job; per plan an all-gather of 24 bytes a
-        rank and a hash; two lists of ranks as objects, and a new process group for each set of
-        ranks that splits a matrix, in which one element is all-reduced. Replicas on CPU ranks have
-        new groups too. Per plan two collectives send one element to each rank that it will send to,
-        and one gathers one from each replica. Another backend of Newton-Schulz than ``standard``
-        needs one flag more, and lists of names; a limit of staging memory one flag more.
+        rank and a hash; a list of ranks as objects, and a new process group for each set of ranks
+        that splits a matrix, in which one element is all-reduced. Per plan two collectives send one
+        element to each rank that it will send to, and one gathers one from each replica. Another
+        backend of Newton-Schulz than ``standard`` needs one flag more, and lists of names; a limit
+        of staging memory one flag more.
         :meth:`orthogonalize`: see :class:`~megatron_muon.runtime.engine.Engine`.
     """
 
@@ -182,15 +182,9 @@ class OwnerCompute:
     def _make_groups(self, inputs: Sequence[PlanInput]) -> list[BoundPlan]:
         """Make the process groups that the plans lack."""
         parts_groups = _parts_groups(self.plans, self._rank, self._device)
-        replica_groups = [each.replica_group for each in inputs]
-        if self._device.type == "cpu":
-            # On a CPU a thread launches the all-gathers of replicas, while the step uses the groups
-            # of the model: it needs a group of its own.
-            made = new_groups({ranks_of(group) for group in replica_groups if group is not None})
-            replica_groups = [group and made[ranks_of(group)] for group in replica_groups]
         return [
-            BoundPlan(plan, each.handles, each.domain.group, replica_group, parts_groups)
-            for each, plan, replica_group in zip(inputs, self.plans, replica_groups, strict=True)
+            BoundPlan(plan, each.handles, each.domain.group, each.replica_group, parts_groups)
+            for each, plan in zip(inputs, self.plans, strict=True)
         ]
 
     def _build_engine(

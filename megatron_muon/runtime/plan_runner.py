@@ -19,11 +19,13 @@ from megatron_muon.plan.routes import Part
 from megatron_muon.plan.staging import PlanOffsets
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import Arena
-from megatron_muon.runtime.chained_collectives import CollectiveChain, Waitable
 from megatron_muon.runtime.exchange import (
     BucketMessages,
+    Chain,
     Exchange,
+    Later,
     ReplicaAllGather,
+    Waitable,
     consecutive_views,
     route_view,
 )
@@ -114,7 +116,7 @@ class PlanRunner:
         local_places: Sequence[int],
         newton_schulz: NewtonSchulzSettings,
         arena: Arena,
-        chain: CollectiveChain,
+        chain: Chain,
         *,
         rank: int,
         device: torch.device,
@@ -306,7 +308,8 @@ class PlanRunner:
         """Wait for collectives of a step that ended with an exception: they may use the memory."""
         for under_way in (self._gathering, self._scattering):
             for work in under_way.values():
-                _wait(work)
+                # One that has not started must not: other ranks may have ended their step.
+                _wait(work.work if isinstance(work, Later) else work)
             under_way.clear()
 
     def end(self) -> None:

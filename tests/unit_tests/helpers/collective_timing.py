@@ -22,10 +22,9 @@ all of them run before a synchronous one starts: a peer may wait for any of them
 the synchronous one, and would wait forever. The comparison at ``wait()`` still finds what is
 written in between.
 
-A chained collective (``megatron_muon/runtime/chained_collectives.py``) starts at the worst time
+A chained collective (``Chain`` of ``megatron_muon/runtime/exchange.py``) starts at the worst time
 too: with ``at_launch`` at once, with ``at_wait`` when it is waited for. A GPU may do either. The
-chain is that of a GPU: its second stream waits, not the step. So no thread launches anything, and
-the order is the same on all ranks.
+chain is that of a GPU: its second stream waits, not the step.
 """
 
 import inspect
@@ -37,7 +36,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_muon.runtime.chained_collectives import StreamChain, ThreadChain
+from megatron_muon.runtime.exchange import Chain
 
 type When = Literal["at_wait", "at_launch"]
 
@@ -111,7 +110,9 @@ class Timing:
             if not other.is_delivered:
                 other.poison()
 
-    def after(self, work: "_Late | None", start: Callable[[], Any]) -> Any:
+    def after(
+        self, after: Callable[..., Any], work: "_Late | None", start: Callable[[], Any]
+    ) -> Any:
         """Start a collective behind another one, now or when it is waited for."""
 
         def chained() -> Any:
@@ -119,7 +120,7 @@ class Timing:
             with mock.patch.multiple(
                 torch.cuda, Stream=mock.Mock(), stream=mock.MagicMock(), current_stream=mock.Mock()
             ):
-                found = StreamChain(torch.device("cuda", 0)).after(beside, start)
+                found = after(Chain(torch.device("cuda", 0)), beside, start)
             # Who waits for the second one has waited for the first one.
             return found if found is None or found is beside else _Both(found, beside)
 
@@ -283,7 +284,10 @@ def collectives_run(when: When, *, forgotten: int | None = None) -> Iterator[Tim
     originals = {name: getattr(dist, name) for name in names}
     for name, original in originals.items():
         setattr(dist, name, _replacement(timing, name, original))
-    chained = mock.patch.object(ThreadChain, "after", lambda _, *args: timing.after(*args))
+    original_after = Chain.after
+    chained = mock.patch.object(
+        Chain, "after", lambda _, *args: timing.after(original_after, *args)
+    )
     try:
         with chained:
             yield timing

@@ -123,10 +123,8 @@ def test_collectives_are_those_of_the_document(
             ["all_gather_into_tensor", "int64", 3, world_size],
             ["all_gather_into_tensor", "int64", 1, world_size],
             ["all_reduce", "int32", 1, world_size],
-            # For owners that split a matrix, and on CPU ranks replicas.
+            # For owners that split a matrix.
             ["all_gather_object", "", 0, world_size],
-            ["all_gather_object", "", 0, world_size],
-            *([["new_group", "", 0, 0]] * (world_size // num_replicas) if num_replicas else []),
             ["all_reduce", "int32", 1, world_size],
             ["all_reduce", "int32", 1, world_size],
             *connect,

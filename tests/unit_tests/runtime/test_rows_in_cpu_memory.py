@@ -60,7 +60,7 @@ def test_no_operation_mixes_devices(wire, monkeypatch):
     if not hasattr(torch.Tensor, "grad_dtype") and not torch.cuda.is_available():
         pytest.skip("torch 2.9 looks for a driver, even for fake tensors")
     # Streams and kernels need a GPU.
-    monkeypatch.setattr(engine_module, "chain_on", lambda device: None)
+    monkeypatch.setattr(engine_module, "Chain", lambda device: None)
     monkeypatch.setattr("megatron_muon.runtime.row_moves.uses_kernel", lambda device: False)
     monkeypatch.setattr("megatron_muon.runtime.engine.uses_kernel", lambda device: False)
     # Asked once for values, which fake tensors have none of.
