@@ -41,8 +41,6 @@ COVERED = {
     "::test_runner_judges_a_case_and_leaves_its_inputs_alone",
     ".venv/bin/python tests/functional/run_forked.py": "repository/test_functional.py"
     "::test_cpu_case_passes_every_rule",
-    "bash scripts/link_recipes.sh *": "repository/test_link_recipes.py"
-    "::test_generator_finds_recipes_and_cases",
     ".venv/bin/torchrun --nproc-per-node 2 scripts/train_megatron_core.py": "repository/"
     "test_train_megatron_core.py::test_script_on_megatron_core_alone_learns",
     ".venv/bin/torchrun --nproc-per-node 2 scripts/train_fsdp2.py *": "fsdp2/test_script.py"
