@@ -203,7 +203,8 @@ def _run_rank(
     options = args[-1]
     if options.device == "cuda":
         torch.cuda.set_device(rank)
-    from megatron_muon.cpu_ranks import bf16_products
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+    from cpu_ranks import bf16_products
 
     if not bf16_products.has_bf16_instructions():
         _kernels = bf16_products.install()  # they are restored when it is collected

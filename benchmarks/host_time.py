@@ -113,12 +113,23 @@ def move_rows_as_on_a_gpu() -> None:
     stacks.batch_on_cpu = lambda num_matrices, rows, cols: num_matrices
 
 
+class Completed:
+    """A collective that has ended."""
+
+    def wait(self, _timeout: object = None) -> bool:
+        """Return True at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+
 def engine_figures(job: Job) -> dict[str, float]:
     """Time the engine of the rank that holds the most matrices."""
     import torch
     import torch.distributed as dist
 
-    from megatron_muon.cpu_ranks.collectives import CompletedWork
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.plan.rank_plan import RankSchedule
     from megatron_muon.report.model_shape import PRESETS
@@ -156,7 +167,7 @@ def engine_figures(job: Job) -> dict[str, float]:
         replace_arithmetic(launches)
         # Fake process groups copy messages to oneself, and so touch the memory.
         for name in COLLECTIVES:
-            launches.replace(dist, name, lambda *_, **__: CompletedWork())
+            launches.replace(dist, name, lambda *_, **__: Completed())
         try:
             step = lambda: list(engine.orthogonalize(rows, rows))  # noqa: E731
             step()
@@ -319,7 +330,10 @@ def measure(names: Sequence[str], tree: Path) -> dict[str, dict[str, float]]:
         results[name] = {}
         for part in ("engine", "outer"):
             done = subprocess.run(
-                [sys.executable, "-m", "megatron_muon", script, "--part", part, "--jobs", name],
+                [
+                    *(sys.executable, str(tree / "scripts" / "cpu_ranks"), script),
+                    *("--part", part, "--jobs", name),
+                ],
                 stdout=subprocess.PIPE,
                 text=True,
                 # Where Python looks first for the package.
@@ -327,7 +341,6 @@ def measure(names: Sequence[str], tree: Path) -> dict[str, dict[str, float]]:
                 env={
                     "OMP_NUM_THREADS": "1",
                     **os.environ,
-                    "MEGATRON_MUON_DEVICE": "cpu",
                     "PYTHONPATH": str(tree),
                 },
                 check=True,

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time an optimizer step against its peers, all in one run, on gloo CPU ranks or on GPUs.
 
-    torchrun --nproc-per-node 4 -m megatron_muon benchmarks/optimizer_step.py --hidden 512
+    torchrun --nproc-per-node 4 scripts/cpu_ranks benchmarks/optimizer_step.py --hidden 512
 
 Every peer has the same matrices, sharded as Megatron-FSDP shards them. The peers are timed in turn,
 one step each, so that other work on the machine disturbs all of them alike. Times are of the
@@ -51,16 +51,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _start_ranks(requested: str | None) -> torch.device:
     torch.set_num_threads(1)
-    # What the launcher chose: on CPU ranks torch.cuda acts on the CPU, so it cannot be asked.
-    from megatron_muon import cpu_ranks
-
-    found = "cpu" if cpu_ranks.is_enabled() else "cuda"
+    # On CPU ranks torch.cuda acts on the CPU.
+    found = torch.device("cuda").type
     if requested not in (None, found):
         raise SystemExit(
-            f"--device: expected {requested}, got {found}. Set MEGATRON_MUON_DEVICE={requested}."
+            f"--device: expected {requested}, got {found}. Start it by scripts/cpu_ranks for cpu, "
+            "by -m megatron_muon for cuda."
         )
     timeout = datetime.timedelta(minutes=5)
-    if cpu_ranks.is_enabled():
+    if found == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

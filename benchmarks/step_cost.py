@@ -49,6 +49,7 @@ from typing import Any
 
 from gpt_under_fsdp import build_gpt, build_muon, norms_as_on_a_gpu
 
+CPU_RANKS = Path(__file__).resolve().parents[1] / "scripts" / "cpu_ranks"
 FSDP = "Megatron-FSDP"
 SEQ_LENGTH, VOCAB_SIZE, MICRO_BATCH_SIZE = 32, 64, 4
 LAYERS, HIDDEN, HEADS = 8, 128, 4
@@ -203,13 +204,13 @@ def count_on(ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "counts.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), "-m", "megatron_muon", __file__]
+        command += ["--nproc-per-node", str(ranks), str(CPU_RANKS), __file__]
         done = subprocess.run(
             [*command, "--json", str(path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={"OMP_NUM_THREADS": "1", **os.environ, "MEGATRON_MUON_DEVICE": "cpu"},
+            env={"OMP_NUM_THREADS": "1", **os.environ},
             check=False,
         )
         if done.returncode:

@@ -17,7 +17,6 @@ Parts, each importing only those above it::
     step/           the optimizer step of both front ends, and its state
     fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
     checkpoint/     reads, verifies and converts checkpoint files, without megatron
-    cpu_ranks/      Megatron on gloo ranks, without a GPU
     mcore/          the only code that imports megatron: optimizer, flags, checkpoints, patches
     launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``
 """
@@ -29,20 +28,15 @@ from megatron_muon.mcore.enable import disable, enable, is_enabled
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 
 if TYPE_CHECKING:
-    from megatron_muon import cpu_ranks
-    from megatron_muon.launcher import choose_device
     from megatron_muon.mcore.factory import build_megatron_fsdp_emerging_optimizer  # noqa: F401
     from megatron_muon.plan.settings import ExchangeSettings
 
 __version__ = "0.1.0"
-# Without build_megatron_fsdp_emerging_optimizer: a star import would import megatron, which must
-# not happen before cpu_ranks.enable().
+# Without build_megatron_fsdp_emerging_optimizer: a star import would import megatron.
 __all__ = [
     "ExchangeSettings",
     "IncompatibleMegatronError",
     "__version__",
-    "choose_device",
-    "cpu_ranks",
     "disable",
     "enable",
     "is_enabled",
@@ -52,7 +46,6 @@ __all__ = [
 _LAZY = {
     "ExchangeSettings": "megatron_muon.plan.settings",
     "build_megatron_fsdp_emerging_optimizer": "megatron_muon.mcore.factory",
-    "choose_device": "megatron_muon.launcher",
 }
 
 
@@ -61,8 +54,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
-    if name == "cpu_ranks":
-        return importlib.import_module("megatron_muon.cpu_ranks")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,20 +4,7 @@
 
 import sys
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from megatron_muon import cpu_ranks
-from megatron_muon.launcher import run
+from megatron_muon.launcher import launch
 
 if __name__ == "__main__":
-    try:
-        # torchrun then ends with what the rank that failed first has to say.
-        status = record(run)(sys.argv[1:]) or 0
-    except SystemExit as error:
-        # Megatron ends so after --exit-interval.
-        if error.code:
-            raise
-        status = 0
-    if cpu_ranks.is_enabled():
-        cpu_ranks.end_process(status)
-    sys.exit(status)
+    sys.exit(launch(sys.argv[1:]))

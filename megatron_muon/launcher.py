@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_muon.user_errors import SettingsError, UserError
@@ -18,7 +18,10 @@ _USAGE = f"""\
 usage: torchrun [TORCHRUN OPTIONS] -m megatron_muon SCRIPT [SCRIPT ARGUMENTS]
        python -m megatron_muon {_LIST_PATCHES}
 other commands: python -m megatron_muon.plan --help, python -m megatron_muon.checkpoint --help"""
-_DEVICES = ("cpu", "cuda")
+_WITHOUT_GPU = (
+    "Check the driver, or run on CPU ranks over gloo from a clone of megatron-muon: "
+    "torchrun --nproc-per-node 2 scripts/cpu_ranks SCRIPT [SCRIPT ARGUMENTS]"
+)
 # How long ranks other than 0 wait after a user's error. torchrun ends all ranks as soon as one
 # ends, and rank 0, which alone prints the error, may have started later.
 _WAIT_FOR_RANK_0_S = 10.0
@@ -26,36 +29,60 @@ _WAIT_FOR_RANK_0_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-def run(argv: Sequence[str]) -> int:
+def launch(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None) -> int:
+    """Run :func:`main` under torchrun, which then shows the error of the rank that failed first.
+
+    Args:
+        argv: See :func:`main`.
+        enable_cpu_ranks: See :func:`main`.
+
+    Returns:
+        Exit status: that of :func:`run`, or 0 if the script exits without one, as Megatron does
+        after ``--exit-interval``. Other exits of the script propagate.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    try:
+        return record(run)(argv, enable_cpu_ranks) or 0
+    except SystemExit as error:
+        if error.code:
+            raise
+        return 0
+
+
+def run(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None) -> int:
     """Run :func:`main`; print the message of a :class:`UserError` without its traceback.
 
     Args:
         argv: See :func:`main`.
+        enable_cpu_ranks: See :func:`main`.
 
     Returns:
         Exit status: that of :func:`main`, or 1 after a user's error. Other errors propagate.
     """
     try:
-        return main(argv)
+        return main(argv, enable_cpu_ranks)
     except UserError as error:
-        # As if nothing caught it: cpu_ranks then does not wait for peers that may be gone.
+        # As if nothing caught it: handlers at exit then do not wait for peers that may be gone.
         sys.last_exc = error
         _end_with(f"megatron_muon: {error}")
         return 1
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None) -> int:
     """Enable the patches, then run a script as ``__main__``.
 
     Args:
         argv: Path of the script, then its own arguments; or ``--list-patches``.
+        enable_cpu_ranks: Lets Megatron run without a GPU. Called before megatron is imported; by
+            default a GPU is needed.
 
     Returns:
         Exit status: 0, or 2 without a script. Errors of the script propagate.
 
     Raises:
-        SettingsError: The script does not exist, :func:`choose_device` raises, or a flag of the
-            script cannot work.
+        SettingsError: The script does not exist, there is no GPU, or a flag of the script cannot
+            work.
         IncompatibleMegatronError: The patches were not written for the installed megatron-core.
     """
     if not argv or argv[0] in ("-h", "--help"):
@@ -75,40 +102,21 @@ def main(argv: Sequence[str]) -> int:
 
     # Before CPU ranks, which import megatron.
     check_versions()
-    device = choose_device()
-    if device == "cpu":
-        from megatron_muon import cpu_ranks
-
-        cpu_ranks.enable(force=os.environ.get("MEGATRON_MUON_DEVICE") == "cpu")
+    if enable_cpu_ranks is not None:
+        enable_cpu_ranks()
+    elif not _has_gpu():
+        raise SettingsError(f"{argv[0]}: expected a usable GPU, got none. {_WITHOUT_GPU}")
     enable()
-    _report(device)
+    _report("cuda" if enable_cpu_ranks is None else "cpu")
     sys.argv = list(argv)
     runpy.run_path(str(script), run_name="__main__")
     return 0
 
 
-def choose_device() -> str:
-    """Return ``MEGATRON_MUON_DEVICE`` if set, else cuda if there is a GPU, or cpu (gloo ranks).
-
-    Raises:
-        SettingsError: ``MEGATRON_MUON_DEVICE`` is neither cpu nor cuda, or it is cuda and there is
-            no usable GPU.
-    """
+def _has_gpu() -> bool:
     import torch
 
-    requested = os.environ.get("MEGATRON_MUON_DEVICE", "")
-    if requested not in ("", *_DEVICES):
-        raise SettingsError(
-            f"MEGATRON_MUON_DEVICE: expected one of {_DEVICES}, got {requested!r}. Unset it to use "
-            "GPUs where there are any."
-        )
-    has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > 0
-    if requested == "cuda" and not has_gpu:
-        raise SettingsError(
-            "MEGATRON_MUON_DEVICE: expected a usable GPU for cuda, got none. Check the driver, or "
-            "use MEGATRON_MUON_DEVICE=cpu."
-        )
-    return requested or ("cuda" if has_gpu else "cpu")
+    return torch.cuda.is_available() and torch.cuda.device_count() > 0
 
 
 def _log_to_stdout_on_rank_0() -> None:

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that the user can repair, as opposed to bugs; imports nothing of this package.
 
-They are raised before training, on all ranks, and say what to do. Compiling the dataset helpers
-fails on rank 0 alone; the launcher then ends the other ranks through torchrun.
+They are raised before training, on all ranks, and say what to do.
 
 Errors of code that plain FSDP2 runs too name arguments, such as ``exchange.wire``;
 :func:`naming_flags` puts Megatron's flags in their place.

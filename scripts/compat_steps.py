@@ -116,7 +116,7 @@ class Environment:
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=self.folder,
-                env={**self.env, "OMP_NUM_THREADS": "1", "MEGATRON_MUON_DEVICE": "cpu"},
+                env={**self.env, "OMP_NUM_THREADS": "1"},
                 timeout=timeout_s,
                 check=False,
             )
@@ -133,7 +133,7 @@ class Environment:
     ) -> tuple[Outcome, dict[int, float]]:
         """Train on two ranks through the launcher; return the outcome and the losses."""
         arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        arguments += ["-m", "megatron_muon", str(ROOT / "scripts" / "pretrain_gpt.py")]
+        arguments += [str(ROOT / "scripts" / name) for name in ("cpu_ranks", "pretrain_gpt.py")]
         status, output = self.run(name, *arguments, *_FLAGS.split(), *sharding.split(), *flags)
         log = TrainingLog()
         for line in output.splitlines():

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pretrain a GPT model with megatron-core's wheel alone, which ships no ``pretrain_gpt.py``.
 
-Takes every flag of Megatron-LM. It knows nothing of Muon: ``python -m megatron_muon`` prepares
+Takes every flag of Megatron-LM. It knows nothing of Muon: ``-m megatron_muon`` prepares
 Megatron, then runs it as it is::
 
     torchrun --nproc-per-node 2 -m megatron_muon scripts/pretrain_gpt.py --mock-data ...

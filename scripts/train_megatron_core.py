@@ -12,14 +12,15 @@ otherwise CPU ranks over gloo.
 import argparse
 import os
 
+import cpu_ranks
 import torch
 
 import megatron_muon
 
-DEVICE = megatron_muon.choose_device()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-    # Before megatron is imported; forced where MEGATRON_MUON_DEVICE=cpu hides GPUs.
-    megatron_muon.cpu_ranks.enable(force=True)
+    # Before megatron is imported.
+    cpu_ranks.enable()
 
 # ruff: noqa: E402
 import torch.distributed as dist

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import byte_dataset
 from gpt_flags import DECODER, MUON, PLAIN_TORCH, REGULARIZATION
+from launched_run import CPU_RANKS, PRETRAIN_GPT
 from training_log import TrainingLog, failure_excerpt, was_ended_by_signal
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -106,7 +107,7 @@ class RunConfig:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         torchrun += ["--nproc-per-node", str(self.ranks), "--tee", "3"]
         torchrun += ["--log-dir", str(log_folder)]
-        script = ["-m", "megatron_muon", str(REPOSITORY / "scripts" / "pretrain_gpt.py")]
+        script = [str(CPU_RANKS), str(PRETRAIN_GPT)]
         return torchrun + script + self.megatron_arguments()
 
     def as_dict(self) -> dict[str, object]:
@@ -148,7 +149,7 @@ class Progress:
 
 @contextmanager
 def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    # The machine's GPUs are hidden: the ranks share one machine, which may have fewer GPUs.
+    # GPUs are hidden, as the ranks compute on the CPU.
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

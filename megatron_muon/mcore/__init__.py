@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The only code that imports megatron; :mod:`megatron_muon.cpu_ranks` replaces some of it.
+"""The only code of the package that imports megatron.
 
 Files, each importing only those above it::
 

@@ -7,11 +7,13 @@
 ``fully_shard_optimizer()`` makes a step of zero gradients, which creates the state, and decays the
 weights once unless the learning rate is 0 for it. The optimizer's ``state_dict()`` then says which
 rows its tensors are, so that torch.distributed.checkpoint saves and loads them. Megatron-FSDP needs
-GPUs: without one, this package lets it run on gloo ranks (``megatron_muon.cpu_ranks``), for which
+GPUs: without one, ``scripts/cpu_ranks`` lets it run on gloo ranks, for which
 megatron-core has to be installed too.
 """
 
 import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +37,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 VERSION = version_of("megatron-fsdp")
 
-from megatron_muon import cpu_ranks  # noqa: E402
-from megatron_muon.cpu_ranks import megatron_core  # noqa: E402
-
 if DEVICE == "cpu":
     version_of("megatron-core")
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import cpu_ranks
+    from cpu_ranks import megatron_core
+
     cpu_ranks.enable()
     buffers = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
     buffers.gradient_reduce_preprocessing = megatron_core.preprocessing_without_premul_from(

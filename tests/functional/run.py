@@ -137,6 +137,7 @@ class Runner:
             case.num_ranks,
             command_line(arguments, variables),
             script=self.script,
+            on_cpu=case.platform == "cpu",
             environment=environment,
         )
 

@@ -32,6 +32,7 @@ def forked_train(
     arguments: Sequence[str],
     *,
     script: Path,
+    on_cpu: bool,
     environment: Mapping[str, str],
     before: Callable[[], None] | None = None,
 ) -> None:

@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the device of this process and of all that it starts."""
-    os.environ.pop("MEGATRON_MUON_DEVICE", None)
+    os.environ.pop("MEGATRON_MUON_TEST_DEVICE", None)
     if config.getoption("--device") == "cuda":
         # So that asking for a GPU does not use CUDA: ranks are forked.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         if not torch.cuda.is_available():
             raise pytest.UsageError("--device cuda: expected a GPU that torch can use, got none")
-        os.environ["MEGATRON_MUON_DEVICE"] = "cuda"
+        os.environ["MEGATRON_MUON_TEST_DEVICE"] = "cuda"
     elif config.getoption("--piece"):
         raise pytest.UsageError("--piece: expected --device cuda, of which it is a part, got cpu")
     if config.getoption("--piece"):
@@ -59,10 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a GPU without one, and end a piece in time."""
+    """Skip tests that lack a GPU or megatron-core, and end a piece in time."""
     # Here and not by a mark: all of them make one line.
     if item.get_closest_marker("cuda") and item.config.getoption("--device") == "cpu":
         pytest.skip("needs a GPU: --device cuda")
+    if item.get_closest_marker("megatron") and not device.has_megatron():
+        pytest.skip("needs megatron-core")
     if item.config.getoption("--piece") and time.monotonic() > _STARTED_AT + _LAST_START_S:
         pytest.skip("no time is left in this piece")
 

@@ -48,17 +48,16 @@ LAYERS = {
         frozenset({"newton_schulz", "plan", "runtime", "rows", "step"}), frozenset({MEGATRON})
     ),
     "checkpoint": Layer(barred=frozenset({MEGATRON})),
-    "cpu_ranks": Layer(frozenset({"user_errors"})),
     "mcore": Layer(
         frozenset({"user_errors", "newton_schulz", "plan", "runtime", "rows", "step", "checkpoint"})
     ),
-    "launcher": Layer(frozenset({"user_errors", "cpu_ranks", "mcore"})),
+    "launcher": Layer(frozenset({"user_errors", "mcore"})),
     # What it exports. All but mcore.enable and mcore.versions is imported at first use.
     "__init__": Layer(
-        frozenset({"plan", "cpu_ranks", "mcore", "launcher"}),
+        frozenset({"plan", "mcore"}),
         frozenset({TORCH, MEGATRON}),
     ),
-    "__main__": Layer(frozenset({"launcher", "cpu_ranks"})),
+    "__main__": Layer(frozenset({"launcher"})),
 }
 # The command of report/ has the name of what users ask for: ``python -m megatron_muon.plan``.
 EXCEPTIONS = {("plan/__main__.py", "megatron_muon.report.command")}
@@ -170,7 +169,7 @@ def test_files_import_only_files_drawn_above_them():
     """The docstring of each package draws every file, and the order holds."""
     drawn = [path.parent for path in PACKAGE.rglob("__init__.py") if drawn_order(path)]
     folders = {path.relative_to(PACKAGE).as_posix() for path in drawn} - {"."}
-    assert folders >= {"newton_schulz", "plan", "runtime", "checkpoint", "mcore", "cpu_ranks"}
+    assert folders >= {"newton_schulz", "plan", "runtime", "checkpoint", "mcore"}
     assert [x for folder in sorted(folders) for x in order_violations(PACKAGE, folder)] == []
 
 

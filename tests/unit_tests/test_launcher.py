@@ -97,44 +97,25 @@ def test_megatron_package_beside_the_script_is_used(tmp_path):
     os.symlink(package, checkout / "megatron")
     (checkout / "pretrain_gpt.py").write_text(CHECKOUT)
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_muon", str(checkout / "pretrain_gpt.py")],
+        [sys.executable, str(ROOT / "scripts/cpu_ranks"), str(checkout / "pretrain_gpt.py")],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_MUON_DEVICE": "cpu"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"CORE {checkout}/megatron/core/__init__.py" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("requested", "has_gpu", "expected"),
-    [("", True, "cuda"), ("", False, "cpu"), ("cpu", True, "cpu"), ("cuda", True, "cuda")],
-)
-def test_device_is_the_gpu_where_there_is_one_unless_asked(
-    monkeypatch, requested, has_gpu, expected
-):
-    """MEGATRON_MUON_DEVICE overrides what torch.cuda finds."""
+def test_launcher_without_a_gpu_says_how_to_use_cpu_ranks(monkeypatch, tmp_path):
+    """A missing GPU is an error, not a fall back."""
     import torch
 
-    monkeypatch.setenv("MEGATRON_MUON_DEVICE", requested)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(has_gpu))
-    assert launcher.choose_device() == expected
-
-
-def test_impossible_devices_are_refused(monkeypatch):
-    """A wrong name and a GPU that is not there are errors, not a fall back."""
-    import torch
-
-    monkeypatch.setenv("MEGATRON_MUON_DEVICE", "gpu")
-    with pytest.raises(SettingsError, match="MEGATRON_MUON_DEVICE: expected one of"):
-        launcher.choose_device()
-    monkeypatch.setenv("MEGATRON_MUON_DEVICE", "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match="expected a usable GPU for cuda, got none"):
-        launcher.choose_device()
+    (tmp_path / "script.py").touch()
+    with pytest.raises(SettingsError, match="expected a usable GPU, got none.*scripts/cpu_ranks"):
+        launcher.main([str(tmp_path / "script.py")])
 
 
 def test_usage_and_missing_scripts_are_errors(capsys):
@@ -152,7 +133,7 @@ def test_command_of_the_flags_page_trains_without_a_checkout():
     They once failed on the wheel, and then four times from a checkout, each for another kernel.
     """
     page = (ROOT / "docs" / "flags.md").read_text().replace("\\\n", " ")
-    (command,) = re.findall(r"-m megatron_muon scripts/pretrain_gpt\.py (.*)", page)
+    (command,) = re.findall(r"scripts/cpu_ranks scripts/pretrain_gpt\.py (.*)", page)
     # Forked ranks start no processes of their own.
     flags = [*shlex.split(command), "--num-workers", "0", "--bf16"]
     run = launch(2, flags, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).check()

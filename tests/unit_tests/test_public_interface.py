@@ -18,7 +18,7 @@ import pytest
 from helpers.ranks import run_ranks
 
 RECORDED = Path(__file__).with_name("public_interface.txt")
-MODULES = ("megatron_muon", "megatron_muon.fsdp2", "megatron_muon.cpu_ranks")
+MODULES = ("megatron_muon", "megatron_muon.fsdp2")
 # Not in __all__: a star import would import megatron.
 BUILDER = "build_megatron_fsdp_emerging_optimizer"
 

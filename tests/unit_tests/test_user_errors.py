@@ -13,7 +13,7 @@ from helpers.toy_gpt import fsdp_toy_gpt
 
 from megatron_muon import IncompatibleMegatronError, launcher
 from megatron_muon.mcore.unsupported import unsupported_settings
-from megatron_muon.user_errors import SettingsError, UserError
+from megatron_muon.user_errors import SettingsError
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_refused_flags_end_with_one_text_on_rank_0():
     """Two ranks printed 16,000 characters: three tracebacks around the one sentence to read."""
     flags = ("--ckpt-convert-format", "torch_dist", "--fp16", "--muon-fsdp-max-parts", "3")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "megatron_muon", str(PRETRAIN_GPT)]
+    command += [str(ROOT / "scripts" / "cpu_ranks"), str(PRETRAIN_GPT)]
     done = subprocess.run(
         [sys.executable, *command, *fsdp_toy_gpt("optim_grads_params", *flags)],
         capture_output=True,
@@ -52,7 +52,6 @@ def test_refused_flags_end_with_one_text_on_rank_0():
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "MEGATRON_MUON_DEVICE": "cpu",
             "PYTHONPATH": str(ROOT),
             "PYTHONWARNINGS": "ignore",
         },
@@ -87,7 +86,7 @@ class Raising:
         monkeypatch.setattr(sys, "last_exc", None, raising=False)
         self.error = error
 
-    def __call__(self, argv):
+    def __call__(self, argv, enable_cpu_ranks):
         raise self.error
 
 
@@ -135,12 +134,9 @@ def test_crash_keeps_its_traceback(monkeypatch, capsys, error):
     assert capsys.readouterr().err == ""
 
 
-def test_script_and_device_are_errors_of_the_user(monkeypatch, capsys, tmp_path):
-    """Both ended in a traceback."""
+def test_missing_script_is_an_error_of_the_user(monkeypatch, capsys):
+    """It ended in a traceback."""
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     assert launcher.run(["no_such_script.py"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("megatron_muon: SCRIPT: expected the path of a Python file, got no_su")
-    monkeypatch.setenv("MEGATRON_MUON_DEVICE", "tpu")
-    with pytest.raises(UserError, match="expected one of .*, got 'tpu'"):
-        launcher.choose_device()

@@ -17,7 +17,7 @@ from helpers.device import kind as device_kind
 from helpers.megatron_fsdp import Reference
 from helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
 MUON = {"lr": 0.02, "weight_decay": 0.1, "nesterov": True}
 # Three matrices in one buffer, and one in each: rows divide then, but for the last.

@@ -14,7 +14,7 @@ from helpers.device import init_group
 from helpers.megatron_fsdp import Reference, ShardedNet, has_grad_dtype, is_main, layouts, module_of
 from helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
 MUON = {"lr": 0.02, "weight_decay": 0.1, "nesterov": True}
 # One buffer of all: rows that do not divide, small matrices in gaps. Or a buffer of each layer: a

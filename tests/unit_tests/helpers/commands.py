@@ -38,8 +38,8 @@ def run_command(
 def run_torchrun(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script and its arguments through the launcher, on CPU ranks."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    ranks = ("--nproc-per-node", str(num_ranks), "-m", "megatron_muon")
-    return run_command(*torchrun, *ranks, *arguments, env={"MEGATRON_MUON_DEVICE": "cpu"})
+    ranks = ("--nproc-per-node", str(num_ranks), str(ROOT / "scripts" / "cpu_ranks"))
+    return run_command(*torchrun, *ranks, *arguments)
 
 
 def run_plan(*flags: str) -> str:

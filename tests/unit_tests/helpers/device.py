@@ -12,6 +12,7 @@ Tests ask :func:`device` for tensors, :func:`kind` for meshes and :func:`init_gr
 group. References are computed on the same device, so exact digits are compared within it.
 """
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -127,7 +128,12 @@ def place_ranks(
 
 def kind() -> str:
     """Return ``cpu`` or ``cuda``: of this process, which is a test's or a rank's."""
-    return os.environ.get("MEGATRON_MUON_DEVICE", "cpu")
+    return os.environ.get("MEGATRON_MUON_TEST_DEVICE", "cpu")
+
+
+def has_megatron() -> bool:
+    """Return whether megatron-core is installed, which tests of plain FSDP2 do without."""
+    return importlib.util.find_spec("megatron") is not None
 
 
 def device() -> Any:
@@ -188,12 +194,9 @@ def _plan_as_on_cpu_ranks() -> None:
 
 def complete_gloo() -> None:
     """Add what gloo lacks of NCCL, for ranks that share a GPU without NCCL."""
-    from megatron_muon import cpu_ranks
-    from megatron_muon.cpu_ranks.table import TORCH_REPLACEMENTS
+    import cpu_ranks.torch_cuda
 
-    for row in TORCH_REPLACEMENTS:
-        if row.target.startswith("torch.distributed.") and "device_mesh" not in row.target:
-            cpu_ranks._apply(row)
+    cpu_ranks.wrap(cpu_ranks.torch_cuda.COLLECTIVES)
 
 
 def summary(places: Sequence[Place], num_gpus: int, reason: str) -> str:

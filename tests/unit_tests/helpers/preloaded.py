@@ -1,67 +1,29 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Imported once by the fork server, so that ranks start with megatron already loaded.
+"""Imported once by the fork server, so that ranks start with torch and megatron already loaded.
 
-What every rank of every world would compute anew, with the same result, is remembered: the help
-texts that Megatron reads out of its sources, and the lines of them that patches rely on.
-
-For GPUs nothing stands in for them, and CUDA is not used: forked ranks could not use it then.
+Without megatron-core the server loads torch alone, which is enough for tests of plain FSDP2. For
+GPUs nothing stands in for them, and CUDA is not used: forked ranks could not use it then.
 """
 
-import argparse
 import contextlib
-import functools
 import gc
 import os
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from helpers.device import kind
-from megatron_muon import cpu_ranks
-
-if kind() == "cpu":
-    cpu_ranks.enable(force=True)
-
-import megatron.core.models.gpt.gpt_layer_specs
-import megatron.training
 import pytest  # noqa: F401
-from megatron.training import argument_utils, arguments
+import torch.distributed.fsdp  # noqa: F401
 
-import megatron_muon
-import megatron_muon.mcore.patches
+from helpers.device import has_megatron
+
+if has_megatron():
+    import helpers.preloaded_megatron  # noqa: F401
 
 with contextlib.suppress(ImportError):  # where scripts/check_compat.py tests other versions
     import hypothesis.strategies  # noqa: F401
-with contextlib.suppress(ImportError):  # a run imports these when it needs them
-    import megatron.core.datasets.blended_megatron_dataset_builder
-    import megatron.core.datasets.helpers
-    import megatron.core.models.mimo
-    import megatron.core.tokenizers.text.libraries
-    import megatron.training.yaml_arguments  # noqa: F401
 
-
-def _remember_help_texts() -> None:
-    factory = argument_utils.ArgumentGroupFactory
-    original = factory._get_field_docstrings
-    known: dict[type, dict[str, str]] = {}
-
-    @functools.wraps(original)
-    def _get_field_docstrings(self: object, config: type) -> dict[str, str]:
-        if config not in known:
-            known[config] = original(self, config)
-        return dict(known[config])
-
-    factory._get_field_docstrings = _get_field_docstrings
-    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-
-
-with contextlib.suppress(AttributeError):  # another release of megatron-core may have others
-    _remember_help_texts()
-with contextlib.suppress(megatron_muon.IncompatibleMegatronError):
-    # Finds the source lines of all targets once.
-    megatron_muon.enable()
-    megatron_muon.disable()
 # What is here now is never collected: a rank would copy its pages to do so.
 gc.collect()
 gc.freeze()

@@ -89,7 +89,12 @@ def _data_cache() -> str:
 
 @functools.cache
 def _context(method: str) -> Any:
-    paths = [str(UNIT_TESTS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(UNIT_TESTS),
+        str(ROOT),
+        str(ROOT / "scripts"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     context = multiprocessing.get_context(method)
     if method == "forkserver":
@@ -254,7 +259,7 @@ def launch(
     timeout_s: float = 240.0,
     ends_with: int | None = None,
 ) -> Run:
-    """Run a training script through the launcher, as ``torchrun ... -m megatron_muon`` does.
+    """Run a training script through the launcher, as ``torchrun`` does on the device of the tests.
 
     The GPT script gets a folder for indices of data, which every run would build anew otherwise.
 
@@ -281,11 +286,14 @@ def launch(
 
 
 def _launch_rank(script: str, arguments: list[str], before: Callable[[], None] | None) -> int:
+    import cpu_ranks
+
     from megatron_muon.launcher import main
 
     if before is not None:
         before()
-    return main([script, *arguments])
+    on_cpu = device.kind() == "cpu"
+    return main([script, *arguments], enable_cpu_ranks=cpu_ranks.enable if on_cpu else None)
 
 
 def _run_rank(
@@ -304,7 +312,7 @@ def _run_rank(
             **variables,
             "RANK": str(rank),
             "LOCAL_RANK": str(place.local_rank),
-            "MEGATRON_MUON_DEVICE": place.kind,
+            "MEGATRON_MUON_TEST_DEVICE": place.kind,
         }
     )
     with open(Path(folder) / f"output_{rank}", "w") as output:
@@ -320,7 +328,7 @@ def _run_rank(
     torch.set_num_threads(1)
     if place.kind == "cuda":
         _use_gpu(place, is_forked=method == "forkserver")
-    if rank in (0, int(variables["WORLD_SIZE"]) - 1):
+    if device.has_megatron() and rank in (0, int(variables["WORLD_SIZE"]) - 1):
         _record_history(Path(folder) / "history")
     try:
         result = function(*args)

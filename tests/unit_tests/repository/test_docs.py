@@ -41,8 +41,6 @@ COVERED = {
     "::test_runner_judges_a_case_and_leaves_its_inputs_alone",
     ".venv/bin/python tests/functional/run_forked.py": "repository/test_functional.py"
     "::test_cpu_case_passes_every_rule",
-    "bash scripts/link_recipes.sh *": "repository/test_link_recipes.py"
-    "::test_generator_finds_recipes_and_cases",
     ".venv/bin/torchrun --nproc-per-node 2 scripts/train_megatron_core.py": "repository/"
     "test_train_megatron_core.py::test_script_on_megatron_core_alone_learns",
     ".venv/bin/torchrun --nproc-per-node 2 scripts/train_fsdp2.py *": "fsdp2/test_script.py"
@@ -55,9 +53,9 @@ COVERED = {
     "test_recipes.py::test_check_runs_the_recipe_that_needs_only_torch",
     "torchrun --nproc-per-node 8 -m megatron_muon pretrain_gpt.py *": "test_launcher.py"
     "::test_run_logs_one_line_for_all_patches_on_rank_0",
-    ".venv/bin/torchrun --nproc-per-node 2 -m megatron_muon scripts/pretrain_gpt.py *": "test_"
+    ".venv/bin/torchrun --nproc-per-node 2 scripts/cpu_ranks scripts/pretrain_gpt.py *": "test_"
     "launcher.py::test_command_of_the_flags_page_trains_without_a_checkout",
-    "torchrun --nproc-per-node ? -m megatron_muon benchmarks/optimizer_step.py *": "repository/"
+    "torchrun --nproc-per-node ? scripts/cpu_ranks benchmarks/optimizer_step.py *": "repository/"
     "test_benchmarks.py::test_optimizer_step_measures_every_peer_and_writes_json",
     ".venv/bin/python benchmarks/checkpoint.py *": "repository/test_benchmarks.py"
     "::test_checkpoint_measures_muon_beside_adam",

@@ -90,12 +90,12 @@ def _parse_on_eight_gpus(jobs: list[tuple[list[str], dict[str, str]]]) -> list[l
     import os
     import sys
 
+    import cpu_ranks
     import torch
 
     import megatron_muon
-    from megatron_muon import cpu_ranks
 
-    cpu_ranks.enable(force=True)
+    cpu_ranks.enable()
     megatron_muon.enable()
     from megatron.training import arguments as megatron_arguments
 

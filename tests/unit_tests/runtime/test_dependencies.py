@@ -35,6 +35,7 @@ def _without_momentum(self: Any, closure: Any = None) -> None:
             param.data.add_(param.grad, alpha=-group["lr"])
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("owner", "name", "value", "said"),
     [
@@ -102,6 +103,7 @@ NO_ABSL = r"got ModuleNotFoundError\(.No module named 'absl'.\). Install what it
 NO_DOCSTRING = r"got AttributeError\(.'NoneType' object has no attribute 'format'.\). Install"
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("options", "before", "does", "said"),
     [

@@ -83,6 +83,7 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.megatron
 def test_bytes_at_the_collectives_are_those_of_the_plan():
     """Wire bf16: 2 bytes an element there, 2 back, 8 a block; no padding on either wire."""
     grids = ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2})
@@ -139,6 +140,7 @@ def _step_with_cut_matrices(name: str, grid: dict[str, int]) -> list[Any]:
     return [different, [len(ranks) for _, ranks in owners]]
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(
     "cases",
     [
@@ -183,6 +185,7 @@ def _memory_of_steps(staging_bytes: int | None) -> list[int]:
     return [between_steps, in_step, engine.staging_bytes]
 
 
+@pytest.mark.megatron
 def test_staging_memory_lives_in_a_step_alone_and_stays_within_the_limit():
     """Between steps the allocator has it, and in a step it is what the report says."""
     run = run_ranks(2, each_of, _memory_of_steps, [[None], [30_000]]).check()
@@ -203,6 +206,7 @@ def _nan_in_one_matrix() -> list[str]:
     return optimizers.differences(atol=1e-2)
 
 
+@pytest.mark.megatron
 def test_nan_in_one_matrix_does_not_reach_another():
     """Whoever steps without the check of the chained optimizer loses that matrix alone."""
     run = run_ranks(2, _nan_in_one_matrix).check()
@@ -225,6 +229,7 @@ def _zero_gradients(wire: str) -> list[float]:
     ]
 
 
+@pytest.mark.megatron
 def test_zero_gradients_give_a_zero_update():
     """Nothing is divided by a norm of zero."""
     run = run_ranks(3, each_of, _zero_gradients, [["bf16"], ["fp32"]]).check()
@@ -244,6 +249,7 @@ def _different_settings() -> str:
     return "no error"
 
 
+@pytest.mark.megatron
 def test_ranks_with_different_settings_raise_at_construction():
     """They are compared once; a hang would be the alternative."""
     run = run_ranks(2, _different_settings).check()
@@ -264,6 +270,7 @@ def _step_after_an_abandoned_one() -> list[str]:
     return optimizers.differences()
 
 
+@pytest.mark.megatron
 def test_exception_in_the_callers_loop_leaves_nothing_to_the_next_step():
     """Norms of a step that ended early were added to the next one, which failed on that rank."""
     assert run_ranks(1, _step_after_an_abandoned_one).check().results == [[]]
@@ -292,6 +299,7 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
     return [under_way, optimizers.differences(), timing.breaches]
 
 
+@pytest.mark.megatron
 @pytest.mark.cpu_only
 def test_messages_of_an_abandoned_step_are_waited_for_before_their_memory_is_used():
     """Gathers, and what replicas pass on, may still read and write it."""

@@ -8,7 +8,7 @@ import pytest
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
 
 def _connected_and_used(num_buckets: int) -> list[Any]:

@@ -13,7 +13,7 @@ pytest.importorskip("hypothesis")  # environments of scripts/check_compat.py lac
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
 
 def _rows_by_upstream(layout: Any, mesh_shape: list[int], sharded: list[bool]) -> list[Any]:

@@ -8,7 +8,7 @@ import pytest
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
 # Two shapes of one block, and the blocks of query, key and value, 2 : 1 : 1 of 32 rows.
 CASES = [(24, [31, 17]), (8, [16, 16]), (24, [7, 25])]

@@ -10,7 +10,7 @@ import pytest
 from helpers.ranks import run_ranks
 from helpers.sharded_muon import build_optimizers, init_group
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
 
 def _build_without_memory_for_norms() -> None:

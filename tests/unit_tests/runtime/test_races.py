@@ -132,6 +132,7 @@ def _scatters_without_results_for_a_shard() -> list[Any]:
     return [_compare(optimizers), sends, gets]
 
 
+@pytest.mark.megatron
 def test_replica_that_passes_nothing_on_waits_for_what_it_sends():
     """Otherwise the next results overwrite what is on its way to another shard."""
     results = run_ranks(4, _scatters_without_results_for_a_shard).check().results
@@ -170,6 +171,7 @@ def _forget_each_wait(grid: dict[str, int]) -> list[list[Any]]:
     return [[each["at_wait"][0], each["at_launch"][0]] for each in [whole, *found]]
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(
     "grid",
     [
@@ -227,6 +229,7 @@ def _share_a_place(in_buckets: Sequence[str], in_scatters: Sequence[str]) -> dic
     return _compare(optimizers, reference=build_optimizers(**BUCKETS))
 
 
+@pytest.mark.megatron
 def test_memory_that_is_used_again_too_early_is_seen():
     """A gather starts while the scatter before travels, and before rows that arrived are copied.
 

@@ -63,6 +63,7 @@ def _order_of_a_step(depth: int, num_buckets: int, num_scatters: int) -> list[An
     return [len(built.plan.buckets), list(built.plan.order.depth), log]
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_traffic_of_other_buckets_is_under_way_during_newton_schulz(depth):
     """The order is that of plan/schedule.py."""
@@ -79,6 +80,7 @@ def test_traffic_of_other_buckets_is_under_way_during_newton_schulz(depth):
         assert [entry for entry in log if entry != "orthogonalize local"] == expected
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("depth", "num_buckets", "num_scatters"), [(1, 5, 1), (2, 5, 1), (1, 3, 2)], ids=str
 )

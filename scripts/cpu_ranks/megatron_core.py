@@ -1,23 +1,23 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements inside Megatron itself; imports nothing of it.
+"""Functions of Megatron that need a GPU, for CPU ranks; imports nothing of Megatron.
 
-Functions named ``*_from`` take the original and return its replacement.
+Functions named ``*_from`` take the original and return its replacement. The tables at the end list
+what ``cpu_ranks.enable`` replaces.
 """
 
-import contextlib
 import copy
 import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_muon.cpu_ranks.torch_cuda import DEFAULT_STREAM
+from cpu_ranks.torch_cuda import DEFAULT_STREAM, constant
 from megatron_muon.user_errors import SettingsError
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
-logger = logging.getLogger(__name__)
+# Below the logger that the launcher shows.
+logger = logging.getLogger("megatron_muon.cpu_ranks")
 
 # Arguments of Megatron, whose defaults are kernels of Transformer Engine, Apex or CUDA.
 _WITHOUT_KERNELS = {
@@ -41,7 +42,7 @@ def validate_args_from(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``validate_args`` that sets arguments without which no CPU rank starts."""
 
     @functools.wraps(original)
-    def validate_args(args: Any, *defaults: object) -> Any:  # noqa: ANN401 - a Namespace
+    def validate_args(args: Any, *defaults: object) -> Any:
         """Set the arguments, and validate them."""
         vars(args).update(_WITHOUT_KERNELS)
         # It orders kernels of a GPU: FSDP refuses 1, and tensor parallelism without it the others.
@@ -167,7 +168,7 @@ def buffer_with_stream_from(original: Callable[..., None]) -> Callable[..., None
     """Return ``DBuffer.__init__`` of Megatron-FSDP's version 2 that gives buffers a stream."""
 
     @functools.wraps(original)
-    def init(self: Any, *args: object, **kwargs: object) -> None:  # noqa: ANN401 - a DBuffer
+    def init(self: Any, *args: object, **kwargs: object) -> None:
         """Set the stream, which is None on a CPU."""
         original(self, *args, **kwargs)
         self.allocation_stream = DEFAULT_STREAM
@@ -179,30 +180,21 @@ def sharding_on_cpu_from(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``fully_shard_context`` of Megatron-FSDP's version 2 that does not mind the device."""
 
     @functools.wraps(original)
-    def fully_shard_context(device: object = None, **settings: object) -> Any:  # noqa: ANN401
+    def fully_shard_context(device: object = None, **settings: object) -> Any:
         """Pass what has the expected type; only streams are made with it."""
         return original(SimpleNamespace(type="cuda"), **settings)
 
     return fully_shard_context
 
 
-@contextlib.contextmanager
-def without_warning_of_shared_generator() -> Iterator[None]:
-    """Silence a warning of ``CudaRNGStatesTracker.fork``: that the CPU's generator moved inside it.
+def silence_warning_of_shared_generator() -> None:
+    """Silence ``CudaRNGStatesTracker.fork``, which warns that the CPU's generator moved inside it.
 
     Here it always does, as device and CPU share a generator: there would be two lines an iteration.
     """
-
-    def is_another(record: logging.LogRecord) -> bool:
-        """Return whether a record is not the expected warning."""
-        return "CPU RNG state changed" not in record.getMessage()
-
-    logger = logging.getLogger("megatron.core.tensor_parallel.random")
-    logger.addFilter(is_another)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_another)
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
 
 
 def model_parallel_without_context_from(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,3 +213,45 @@ def model_parallel_without_context_from(original: Callable[..., Any]) -> Callabl
         original(*args, **kwargs)
 
     return initialize_model_parallel
+
+
+_FSDP = "megatron.core.distributed.fsdp"
+_V2 = f"{_FSDP}.src.megatron_fsdp.experimental"
+
+VALUES: dict[str, Any] = {
+    # The wheel ships the helpers compiled, and no Makefile.
+    "megatron.core.datasets.utils.compile_helpers": constant(None),
+    # Gloo has no such options.
+    "megatron.core.parallel_state.get_nccl_options": constant(None),
+    # The original returns CPU tensors as they are, and its callers expect arrays.
+    "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": move_to_cpu,
+}
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "megatron.core.parallel_state.initialize_model_parallel": model_parallel_without_context_from,
+    # Only Transformer Engine's attention accepts the dimensions of multi-latent attention, and
+    # records the logits that QK-clip reads; QK-clip asserts a release of it.
+    "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__": attention_from,
+    "megatron.core.utils.is_te_min_version": release_of_qk_clip_from,
+    # Torch norms refuse sequence parallelism, and Transformer Engine's need a GPU.
+    "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__": torch_norm_from,
+    # Gloo has no pre-multiplied sum.
+    f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer.gradient_reduce_preprocessing": (
+        preprocessing_without_premul_from
+    ),
+}
+
+# Version 2 of Megatron-FSDP as on Megatron-LM's main asserts a CUDA device and a stream.
+WRAPPERS_OF_V2: dict[str, Callable[[Any], Any]] = {
+    f"{_V2}.dbuffer.DBuffer.__init__": buffer_with_stream_from,
+    # The function is bound in all of them.
+    f"{_V2}.fully_shard_context": sharding_on_cpu_from,
+    f"{_V2}.fully_shard.fully_shard_context": sharding_on_cpu_from,
+    f"{_FSDP}.mcore_fsdp_adapter.fully_shard_context": sharding_on_cpu_from,
+    f"{_FSDP}.mcore_adapter_v2.fully_shard_context": sharding_on_cpu_from,
+}
+
+# Last: on import, megatron.training binds names that are replaced above.
+WRAPPERS_OF_TRAINING: dict[str, Callable[[Any], Any]] = {
+    "megatron.training.arguments.validate_args": validate_args_from,
+}
