@@ -144,7 +144,7 @@ def warn_where_untested(versions: Mapping[str, str | None]) -> None:
     ]
     if untested and os.environ.get("RANK", "0") == "0":
         logger.warning(
-            "%s: expected a tested version, found one that nobody has run; every symbol relied on "
+            "%s: expected a version in the tested range, got another one; every symbol relied on "
             "is as in the tested ones. %s",
             ", ".join(untested),
             _tested_text(),
