@@ -91,7 +91,11 @@ def build_engine(
     resolved = resolve([each.domain for each in inputs], newton_schulz, settings, device)
     plans = _plan(inputs, resolved, max_num_plans or len(inputs), device)
     schedule = _schedule(plans, settings.staging_bytes, device)
-    bound = _make_groups(inputs, plans, device)
+    parts_groups = _parts_groups(plans, device)
+    bound = [
+        BoundPlan(plan, each.handles, each.domain.group, each.replica_group, parts_groups)
+        for each, plan in zip(inputs, plans, strict=True)
+    ]
 
     def build() -> Engine:
         return Engine(
@@ -177,17 +181,6 @@ def _schedule(
         problems = [problem] if problem is not None else []
         raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
     return schedule
-
-
-def _make_groups(
-    inputs: Sequence[PlanInput], plans: Sequence[ExchangePlan], device: torch.device
-) -> list[BoundPlan]:
-    """Create the process groups that the plans lack."""
-    parts_groups = _parts_groups(plans, device)
-    return [
-        BoundPlan(plan, each.handles, each.domain.group, each.replica_group, parts_groups)
-        for each, plan in zip(inputs, plans, strict=True)
-    ]
 
 
 def _connect(engine: Engine, device: torch.device) -> None:
