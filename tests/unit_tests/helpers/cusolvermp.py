@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Contexts created and calls made, in this order.
+# What was created, called and destroyed, in this order.
 calls: list[str] = []
 
 
@@ -22,6 +22,11 @@ class CusolverMpCtx:
         dist.barrier(group=group)
         self.nranks = dist.get_world_size(group)
         self.group = group
+
+    def destroy(self) -> None:
+        """Note whether the group still is there."""
+        dist.barrier(group=self.group)
+        calls.append("destroy")
 
 
 def newton_schulz(
