@@ -20,7 +20,7 @@ Files, each importing only those above it::
     muon_adamw   Muon, AdamW and Lion in one optimizer
 """
 
-from megatron_muon.runtime.dependencies import missing_symbols
+from megatron_muon.step.dependencies import missing_symbols
 
 # What follows imports these, with errors that do not say what to do.
 if _missing := missing_symbols():

@@ -14,8 +14,7 @@ from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, names_that_block_gra
 from megatron_muon.rows.parameters import PlannedParameter, ranks_of_mesh
 from megatron_muon.rows.plan_inputs import PlanInputs
 from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
-from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.finite import find_not_finite
+from megatron_muon.runtime.tensors import find_not_finite, local_tensor
 
 _ADVICE = "Nothing was updated."
 

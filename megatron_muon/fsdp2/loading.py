@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.fsdp2.parameters import named_parameters
 from megatron_muon.runtime.agreement import first_line, raise_where_any_rank_fails
-from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.second_moments import KEY
 from megatron_muon.step.stored_state import MAIN_PARAM
 

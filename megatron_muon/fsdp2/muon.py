@@ -31,8 +31,8 @@ from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import INTERRUPTED, first_line
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
-from megatron_muon.runtime.dependencies import dependency_problems, environment_problems
 from megatron_muon.runtime.engine import Engine
+from megatron_muon.step.dependencies import dependency_problems, environment_problems
 from megatron_muon.step.metrics import StepMetrics
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
 from megatron_muon.step.second_moments import SecondMoments

@@ -19,8 +19,8 @@ from megatron_muon.fsdp2.problems import muon_settings
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
 from megatron_muon.runtime.arena import elementwise_bytes
-from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.ranges import in_range
+from megatron_muon.runtime.tensors import local_tensor
 
 _ALGORITHMS = ("muon", "adamw", "lion")
 
@@ -221,7 +221,7 @@ class MuonAdamW(torch.optim.Optimizer):
             made: type[torch.optim.Optimizer] = torch.optim.AdamW
             if algorithm == "lion":
                 # Its import loads torch's compiler: seconds, and memory, that few need.
-                from megatron_muon.runtime.lion import FSDPLion as made
+                from megatron_muon.step.elementwise import FSDPLion as made
             self._inner[algorithm] = made(groups, **self._defaults[algorithm])
         for group in groups:
             # OneCycleLR and CyclicLR set it in all groups, as they find it in the defaults.

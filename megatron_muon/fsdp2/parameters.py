@@ -32,7 +32,7 @@ from megatron_muon.rows.parameters import (
 )
 from megatron_muon.rows.placements import sharded_dim
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
-from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.tensors import local_tensor
 
 
 def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[PlannedParameter]:

@@ -19,8 +19,8 @@ from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.rows.placements import is_strided, own_box, placement_problem, sharded_dim
 from megatron_muon.runtime.agreement import own_rank
-from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.weight_decay import WEIGHT_DECAY_METHODS
+from megatron_muon.runtime.tensors import local_tensor
+from megatron_muon.step.elementwise import WEIGHT_DECAY_METHODS
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings
 from megatron_muon.step.scales import SCALE_MODES, scale_function

@@ -16,8 +16,8 @@ from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 from megatron_muon.newton_schulz.methods import Namo
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import own_rank
-from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.moments import Moments
+from megatron_muon.runtime.norms import Moments
+from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.second_moments import KEY, SecondMoments, method_problems
 
 logger = logging.getLogger(__name__)

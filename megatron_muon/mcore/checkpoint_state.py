@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.mcore.fsdp_model import is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
-from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.tensors import local_tensor
 
 logger = logging.getLogger(__name__)
 

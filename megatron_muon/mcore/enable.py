@@ -27,7 +27,7 @@ def enable() -> None:
         return
     check_versions()
     # Only now: it imports torch.
-    from megatron_muon.runtime.dependencies import dependency_problems
+    from megatron_muon.step.dependencies import dependency_problems
 
     # Before megatron is imported, which may fail if they lack an API.
     if problems := dependency_problems():

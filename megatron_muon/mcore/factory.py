@@ -51,8 +51,8 @@ from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.megatron_fsdp import tensor_shard_shape
 from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
-from megatron_muon.runtime.dependencies import environment_problems
-from megatron_muon.runtime.lion import FSDPLion
+from megatron_muon.step.dependencies import environment_problems
+from megatron_muon.step.elementwise import FSDPLion
 
 logger = logging.getLogger(__name__)
 

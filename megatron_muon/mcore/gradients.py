@@ -19,9 +19,8 @@ import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_muon.runtime.adjacent import AdjacentViews
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
-from megatron_muon.runtime.finite import find_not_finite
+from megatron_muon.runtime.tensors import AdjacentViews, find_not_finite
 
 
 def raise_where_gradients_fail(

@@ -16,7 +16,7 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficie
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.megatron_fsdp import tensor_mesh
 from megatron_muon.rows.parameters import PlannedParameter, over_tensor_ranks
-from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
 from megatron_muon.step.scales import scale_function

@@ -18,8 +18,8 @@ from megatron.core.utils import get_attr_wrapped_model, get_pg_size
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.rows.megatron_fsdp import own_rows, shard_group, tensor_shard_rows
-from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.exchange import all_gather_rows
+from megatron_muon.runtime.tensors import local_tensor
 
 # Elements. Source: megatron-core 0.19.2, the minimum of the method that is wrapped.
 _LEAST_UNIT_SIZE = 1_000_000_000

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Minor versions of megatron-core are not interchangeable: patches rely on its internals. The last
 # one is Megatron-LM's main, which no registry has. torch and emerging-optimizers have no upper
-# bound: containers bring builds of their own. runtime/dependencies.py checks their APIs.
+# bound: containers bring builds of their own. step/dependencies.py checks their APIs.
 ACCEPTED_VERSIONS: dict[str, SpecifierSet] = {
     "megatron-core": SpecifierSet(">=0.19,<=0.20.0"),
     "emerging-optimizers": SpecifierSet(">=0.3"),

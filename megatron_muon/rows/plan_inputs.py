@@ -18,8 +18,13 @@ from megatron_muon.rows.matrices import RowIndex, matrices_of
 from megatron_muon.rows.parameters import PlannedParameter, replicas_of
 from megatron_muon.rows.placements import cutting_axes
 from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
-from megatron_muon.runtime.domain import Domain, num_ranks_on_node, ranks_per_node
-from megatron_muon.runtime.groups import new_groups, ranks_of
+from megatron_muon.runtime.groups import (
+    Domain,
+    new_groups,
+    num_ranks_on_node,
+    ranks_of,
+    ranks_per_node,
+)
 from megatron_muon.runtime.owner_compute import PlanInput
 
 _ADVICE = (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.tensors import local_tensor
 
 
 class Arena:

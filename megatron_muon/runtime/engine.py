@@ -28,11 +28,10 @@ from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
 from megatron_muon.runtime.exchange import Chain
-from megatron_muon.runtime.local_rows import Rows
-from megatron_muon.runtime.moments import Moments
+from megatron_muon.runtime.local_rows import Rows, StackArgs
+from megatron_muon.runtime.norms import Moments
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
 from megatron_muon.runtime.row_moves import uses_kernel
-from megatron_muon.runtime.stacks import StackArgs
 
 
 class Engine:
@@ -54,7 +53,7 @@ class Engine:
         replica at a time, followed by an ``all_gather_into_tensor`` between replicas if they
         received anything. Owners of a split matrix also exchange n x n matrices in Newton-Schulz, n
         the shorter side, as often as their backend says, and all-reduce its norm if rows are sent
-        in fp32. It ends with :meth:`~megatron_muon.runtime.moments.Moments.share` of each plan.
+        in fp32. It ends with :meth:`~megatron_muon.runtime.norms.Moments.share` of each plan.
     Memory: :attr:`staging_bytes` while a step runs, laid out by
         :class:`~megatron_muon.plan.staging.StagingLayout`; beside it what Newton-Schulz needs for
         one stack. Between steps that of :class:`~megatron_muon.runtime.row_moves.RowMoves`.

@@ -2,20 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """This rank's rows: read normalized for sending, and written scaled as results arrive."""
 
+import dataclasses
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.methods import Namo
+from megatron_muon.newton_schulz.backend import Backend, NewtonSchulzArgs
+from megatron_muon.newton_schulz.methods import Namo, StackMethod
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.standard import Standard, batch_on_cpu
 from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.rank_plan import OwnedStacks, Stack
 from megatron_muon.plan.routes import Route
-from megatron_muon.runtime.moments import Moments
-from megatron_muon.runtime.norms import BlockNorms
+from megatron_muon.runtime.norms import BlockNorms, Moments
 from megatron_muon.runtime.row_moves import RowMoves
-from megatron_muon.runtime.stacks import in_shard
 
 # Identifies the rows that this rank holds of a matrix: a parameter, or part of one.
 type Handle = Hashable
@@ -186,3 +190,153 @@ class LocalRows:
         matrix = self._plan.matrices[route.matrix]
         rows, cols = matrix.blocks[route.block]
         return self._newton_schulz.scale(*((cols, rows) if matrix.is_transposed else (rows, cols)))
+
+
+# Tensors like a stack that a method may allocate; see StackMethod.
+_METHOD_TENSORS = 3
+
+
+@dataclass
+class StackArgs:
+    """A stack of matrices, with the arguments of Newton-Schulz.
+
+    Args:
+        tensor: ``(num_matrices, rows, cols)``.
+        backend: Backend of Newton-Schulz.
+        args: Arguments of the backend.
+        owners: Ranks that orthogonalize it together.
+        state_index: Indices of a method's state among all numbers of the plan; None without one.
+    """
+
+    tensor: torch.Tensor
+    backend: Backend
+    args: NewtonSchulzArgs
+    owners: tuple[int, ...]
+    state_index: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Choose how many matrices are orthogonalized in one call; on a GPU all of them."""
+        self._batch_size = len(self.tensor)
+        if self.tensor.device.type == "cpu" and self._batch_size > 1:
+            is_known = self.backend.name == Standard.name
+            self._batch_size = batch_on_cpu(*self.tensor.shape) if is_known else 1
+
+    def run(self) -> None:
+        """Replace the matrices by their results."""
+        # One stack after the other: results of all would need as much memory again. It also
+        # makes those of tall matrices contiguous, which are transposed views.
+        rows, size = self._rows(), self._batch_size
+        if size == len(rows):
+            self._replace(self.tensor, rows)
+            return
+        for stack, part in zip(self.tensor.split(size), rows.split(size), strict=True):
+            self._replace(stack, part)
+
+    def _replace(self, stack: torch.Tensor, rows: torch.Tensor) -> None:
+        function = self.args.settings.function
+        if function is None:
+            stack.copy_(self.backend.run(rows, self.args))
+        else:
+            stack.copy_(_checked(function(rows), rows, "newton_schulz"))
+
+    def _rows(self) -> torch.Tensor:
+        """Return the stack in the dtype in which rows are sent: results may need a wider one."""
+        return self.tensor.bfloat16() if self.args.is_normalized else self.tensor
+
+    def check(self) -> None:
+        """Compare the backend with its reference; see :meth:`Backend.check`."""
+        # On this rank alone if possible: if its kernel fails, others must not wait for it.
+        args = self.args
+        if not self.backend.communicates:
+            args = dataclasses.replace(args, parts_group=None)
+        self.backend.check(self._rows(), args)
+
+    def change(self, values: torch.Tensor) -> None:
+        """Call the method on the results.
+
+        Args:
+            values: All numbers of the plan, which it updates.
+        """
+        method = self.args.settings.method
+        if self.state_index is None or not isinstance(method, StackMethod):
+            return
+        state = values[self.state_index]
+        results = method(self.tensor, state)
+        self.tensor.copy_(_checked(results, self.tensor, type(method).__name__))
+        values[self.state_index] = state
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that is needed beside the stack, at most."""
+        rows = self.tensor.to("meta")
+        if self.args.is_normalized:
+            rows = rows.bfloat16()
+        num_bytes = self.backend.workspace_bytes(rows)
+        num_bytes += rows.nbytes * (rows.dtype != self.tensor.dtype)
+        if self.state_index is not None:
+            num_bytes = max(
+                num_bytes, _METHOD_TENSORS * self.tensor.nbytes + 4 * self.state_index.numel()
+            )
+        return num_bytes
+
+
+def _checked(result: object, stack: torch.Tensor, name: str) -> torch.Tensor:
+    """Return what a function of the user's has returned, if it is a stack like the given one."""
+    if not isinstance(result, torch.Tensor):
+        got = type(result).__name__
+    elif (result.shape, result.dtype) != (stack.shape, stack.dtype):
+        got = f"{tuple(result.shape)} {result.dtype}"
+    else:
+        return result
+    raise TypeError(
+        f"{name}: expected a function that returns {tuple(stack.shape)} {stack.dtype}, as it was "
+        f"given, got {got}. Convert its result"
+    )
+
+
+class StackBuffers:
+    """Stacks of one bucket, or one stack of local matrices, end to end in flat memory.
+
+    Args:
+        owned: What they hold.
+        memory: Flat, ``owned.num_elements``.
+    """
+
+    kept: tuple[Route, ...]  # routes whose owner and holder this rank is
+    staying: tuple[Route, ...]  # of them, those whose results are not sent
+    stacks: list[tuple[Stack, torch.Tensor]]  # with its tensor, (num_matrices, rows, cols)
+    _position: dict[tuple[int, int], tuple[int, int]]  # (matrix, block) -> (stack, index in it)
+
+    def __init__(self, owned: OwnedStacks, memory: torch.Tensor) -> None:
+        self.kept = owned.kept
+        self.staying = owned.staying
+        self.stacks = []
+        self._position = {}
+        offset = 0
+        for number, stack in enumerate(owned.stacks):
+            shape = (len(stack), stack[0].num_rows, stack[0].num_cols)
+            size = math.prod(shape)
+            self.stacks.append((stack, memory[offset : offset + size].view(shape)))
+            offset += size
+            for index, part in enumerate(stack):
+                self._position[part.matrix, part.block] = (number, index)
+
+    def view(self, route: Route) -> torch.Tensor:
+        """View a route in the stacks, ``(num_rows, num_cols)``."""
+        number, index = self._position[route.matrix, route.block]
+        return _in_part(self.stacks[number][1][index], route)
+
+
+def in_shard(rows: torch.Tensor, route: Route) -> torch.Tensor:
+    """View a route in the shard of a holder, ``(local_rows, cols)``."""
+    # Most are all of it, and a view is made for every route where rows move in every step.
+    if (route.num_rows, route.num_cols) == rows.shape:
+        return rows
+    return rows[
+        route.local_row : route.local_row + route.num_rows,
+        route.local_col : route.local_col + route.num_cols,
+    ]
+
+
+def _in_part(part: torch.Tensor, route: Route) -> torch.Tensor:
+    return part[route.row : route.row + route.num_rows, route.col : route.col + route.num_cols]

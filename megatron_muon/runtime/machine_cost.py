@@ -14,7 +14,7 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.cost import CPU_RANKS, CostModel, gpu_rates
 from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
-from megatron_muon.runtime.domain import Domain
+from megatron_muon.runtime.groups import Domain
 
 
 def resolve(

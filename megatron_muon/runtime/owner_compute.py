@@ -20,9 +20,8 @@ from megatron_muon.runtime.agreement import (
     own_rank,
     raise_where_any_rank_fails,
 )
-from megatron_muon.runtime.domain import Domain
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.groups import new_groups
+from megatron_muon.runtime.groups import Domain, new_groups
 from megatron_muon.runtime.machine_cost import resolve
 from megatron_muon.runtime.plan_runner import BoundPlan
 

@@ -29,11 +29,10 @@ from megatron_muon.runtime.exchange import (
     consecutive_views,
     route_view,
 )
-from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows
-from megatron_muon.runtime.moments import Moments
+from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows, StackArgs, StackBuffers
+from megatron_muon.runtime.norms import Moments
 from megatron_muon.runtime.ranges import in_range
 from megatron_muon.runtime.row_moves import RowMoves
-from megatron_muon.runtime.stacks import StackArgs, StackBuffers
 
 
 class BoundPlan(NamedTuple):

@@ -31,14 +31,13 @@ import torch
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 
 from megatron_muon.rows.matrices import RowIndex
-from megatron_muon.runtime.adjacent import is_same_memory, join_adjacent
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
-from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
-from megatron_muon.runtime.momentum import advance_momentum
 from megatron_muon.runtime.ranges import in_range
+from megatron_muon.runtime.tensors import is_same_memory, join_adjacent, local_tensor
+from megatron_muon.step.elementwise import advance_momentum
 
 # Elements that are copied or computed at once: 64 MB in float32, which a GPU reads in tens of
 # microseconds, longer than a launch takes.
@@ -50,7 +49,7 @@ class StepSettings(NamedTuple):
 
     Args:
         nesterov: Whether the gradient is averaged in once more.
-        weight_decay_method: See :func:`~megatron_muon.runtime.weight_decay.decay_weights`.
+        weight_decay_method: See :func:`~megatron_muon.step.elementwise.decay_weights`.
         fp32_matmul_prec: Precision of Newton-Schulz.
         overwrites_gradients: Whether results are written to the memory of gradients, which saves as
             much memory as the momentum has. Otherwise gradients stay as they are.

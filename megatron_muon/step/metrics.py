@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.rows.parameters import PlannedParameter
-from megatron_muon.runtime.dtensor_layout import local_tensor
-from megatron_muon.runtime.stacks import StackArgs
+from megatron_muon.runtime.local_rows import StackArgs
+from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.matrix_step import StepHooks
 
 

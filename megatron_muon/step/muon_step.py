@@ -22,8 +22,8 @@ from megatron_muon.runtime.agreement import (
     raise_where_ranks_differ,
 )
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
-from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.owner_compute import build_engine, on_all_ranks
+from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
 from megatron_muon.step.second_moments import SecondMoments

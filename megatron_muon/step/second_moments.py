@@ -18,9 +18,9 @@ from megatron_muon.newton_schulz.methods import Namo, NorMuon, StackMethod
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.rows.placements import cutting_axes
 from megatron_muon.rows.plan_inputs import PlanInputs
-from megatron_muon.runtime.dtensor_layout import local_tensor
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.moments import Moments
+from megatron_muon.runtime.norms import Moments
+from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.matrix_step import CHUNK_ELEMENTS, MatrixStep, StepHooks, chunks_of
 from megatron_muon.step.scales import Scale
 
@@ -57,7 +57,7 @@ class SecondMoments:
 
     adamuon has a tensor like the parameter. Other methods have values per block: a vector, or
     ``(matrices, values)`` for a batch, equal on all ranks that exchange the parameter. It is a view
-    of :class:`~megatron_muon.runtime.moments.Moments`, which owners update.
+    of :class:`~megatron_muon.runtime.norms.Moments`, which owners update.
 
     Args:
         given: Name of a method, a function of stacks with state, or None for none.

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.dtensor_layout import local_tensor
+from megatron_muon.runtime.tensors import local_tensor
 
 MAIN_PARAM = "main_param"
 

@@ -347,8 +347,6 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
     from helpers.fsdp2_models import drawn, shard
     from torch.distributed.device_mesh import init_device_mesh
 
-    from megatron_muon.runtime import stacks
-
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from operation_counts import OperationCounter
 

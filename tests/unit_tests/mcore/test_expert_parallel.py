@@ -16,7 +16,7 @@ def _step_with_experts() -> dict[str, Any]:
     from megatron.core import parallel_state
 
     import megatron_muon
-    from megatron_muon.runtime.dtensor_layout import local_tensor
+    from megatron_muon.runtime.tensors import local_tensor
 
     megatron_muon.enable()
     init_group()

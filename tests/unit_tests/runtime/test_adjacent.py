@@ -4,7 +4,7 @@
 
 import torch
 
-from megatron_muon.runtime.adjacent import AdjacentViews, join_adjacent
+from megatron_muon.runtime.tensors import AdjacentViews, join_adjacent
 
 
 def test_only_what_is_adjacent_in_all_lists_is_joined():

@@ -19,7 +19,7 @@ from torch.distributed.tensor import placement_types
 from megatron_muon import enable, is_enabled
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 from megatron_muon.newton_schulz.settings import coefficients_of
-from megatron_muon.runtime.dependencies import dependency_problems
+from megatron_muon.step.dependencies import dependency_problems
 
 
 def test_this_environment_has_everything():
@@ -193,7 +193,7 @@ def test_later_emerging_optimizers_has_its_own_coefficients_and_limits():
 
 def _step_lion() -> int:
     pretend_emerging_optimizers_0_5()
-    from megatron_muon.runtime.lion import FSDPLion
+    from megatron_muon.step.elementwise import FSDPLion
 
     param = torch.nn.Parameter(torch.ones(3))
     lion = FSDPLion([param])

@@ -9,7 +9,7 @@ from helpers.stacks import settings
 
 from megatron_muon.newton_schulz import BACKENDS, standard
 from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
-from megatron_muon.runtime.stacks import StackArgs
+from megatron_muon.runtime.local_rows import StackArgs
 
 pytestmark = pytest.mark.cpu_only
 

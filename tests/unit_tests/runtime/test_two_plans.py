@@ -46,8 +46,7 @@ class _Kind:
 
     def plan_input(self) -> Any:
         """Make the process groups, and return what is planned."""
-        from megatron_muon.runtime.domain import Domain
-        from megatron_muon.runtime.groups import new_groups
+        from megatron_muon.runtime.groups import Domain, new_groups
         from megatron_muon.runtime.owner_compute import PlanInput
 
         ranks = tuple(sorted(itertools.chain(*self.holders)))

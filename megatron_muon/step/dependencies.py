@@ -68,8 +68,7 @@ def _steps_of_muon() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     )
     from emerging_optimizers.utils import fp32_matmul_precision
 
-    from megatron_muon.runtime.momentum import advance_momentum
-    from megatron_muon.runtime.weight_decay import WEIGHT_DECAY_METHODS
+    from megatron_muon.step.elementwise import WEIGHT_DECAY_METHODS, advance_momentum
 
     start = torch.tensor([[3.0, 1.0, -2.0], [0.5, 4.0, 1.0]], dtype=torch.float32, device="cpu")
     group = {"lr": 0.5, "momentum": 0.75, "weight_decay": 0.25}

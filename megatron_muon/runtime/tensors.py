@@ -1,11 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that lie one after the other in memory, as few long ones."""
+"""Local tensors: of a DTensor, adjacent in memory, not finite."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of this rank, without a view of their own; a plain tensor itself.
+
+    ``DTensor.to_local`` makes a view, and passes through autograd and the dispatcher to do so.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -71,3 +81,45 @@ def _touch(before: torch.Tensor, after: torch.Tensor) -> bool:
     return before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr() and bool(
         before.storage_offset() + before.numel() == after.storage_offset()
     )
+
+
+class NotFinite(NamedTuple):
+    """Gradients that are not finite.
+
+    Args:
+        number: How many there are, an integer scalar on the device.
+        explain: Returns a sentence for every one of them; the host reads then.
+    """
+
+    number: torch.Tensor
+    explain: Callable[[], list[str]]
+
+
+def find_not_finite(grads: Sequence[tuple[str, torch.Tensor]], device: torch.device) -> NotFinite:
+    """Look for NaN and Inf in gradients.
+
+    Args:
+        grads: Names of parameters, and their local gradients, none of them empty.
+        device: Where they live.
+    """
+    # A norm is not finite where an element is not; it is a fused pass, and a fast one.
+    norms = (
+        torch._foreach_norm([grad for _, grad in grads])
+        if grads
+        else [torch.zeros((), device=device)]
+    )
+    # As of an embedding in CPU memory beside a model on a GPU.
+    if len({norm.device for norm in norms}) > 1:
+        norms = [norm.to(device) for norm in norms]
+    not_finite = ~torch.stack([norm.float() for norm in norms]).isfinite()
+
+    def explain() -> list[str]:
+        """Name the gradients that are not finite; the host reads here."""
+        return [
+            f"{fqn}: expected a finite gradient, got NaN or Inf, or a norm beyond float32, in a "
+            f"shard of shape {tuple(grad.shape)}"
+            for (fqn, grad), is_bad in zip(grads, not_finite.tolist(), strict=False)
+            if is_bad
+        ]
+
+    return NotFinite(not_finite.sum(dtype=torch.int32), explain)
