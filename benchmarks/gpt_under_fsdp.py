@@ -87,7 +87,7 @@ def norms_as_on_a_gpu() -> None:
 
     if not (hasattr(norms, "_PIECE_ELEMENTS") and hasattr(norms, "sums_of_squares")):
         raise RuntimeError(
-            "norms: expected the size of a CPU's pieces and their sums, got neither. Let norms take "
+            "norms: expected the size of pieces and their sums, got neither. Let norms take "
             "a GPU's way here otherwise."
         )
     norms._PIECE_ELEMENTS = 2**62
