@@ -105,12 +105,12 @@ def least_us(step: Callable[[], Any], before: Callable[[], Any] = lambda: None) 
 def move_rows_as_on_a_gpu() -> None:
     """Let the kernel move rows, and one call orthogonalize a stack, in a package that has them."""
     try:
-        from megatron_muon.runtime import row_moves, stacks
+        from megatron_muon.runtime import local_rows, row_moves
     except ImportError:
         return
     row_moves.uses_kernel = lambda device: True
     # CPU ranks orthogonalize few matrices at once.
-    stacks.batch_on_cpu = lambda num_matrices, rows, cols: num_matrices
+    local_rows.batch_on_cpu = lambda num_matrices, rows, cols: num_matrices
 
 
 class Completed:

@@ -104,7 +104,7 @@ class Muon(WholeMatrixMuon):
             plans.
 
     Communication: at construction see :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
-        :func:`~megatron_muon.runtime.owner_compute.build_engine`. Each step: see
+        :func:`~megatron_muon.runtime.engine_builder.build_engine`. Each step: see
         :func:`~megatron_muon.fsdp2.gradients.agree_to_step` and
         :class:`~megatron_muon.runtime.engine.Engine`.
     Memory: one float32 per local element of a parameter, or half with ``momentum_dtype`` bfloat16;

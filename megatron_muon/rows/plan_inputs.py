@@ -18,6 +18,7 @@ from megatron_muon.rows.matrices import RowIndex, matrices_of
 from megatron_muon.rows.parameters import PlannedParameter, replicas_of
 from megatron_muon.rows.placements import cutting_axes
 from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
+from megatron_muon.runtime.engine_builder import PlanInput
 from megatron_muon.runtime.groups import (
     Domain,
     new_groups,
@@ -25,7 +26,6 @@ from megatron_muon.runtime.groups import (
     ranks_of,
     ranks_per_node,
 )
-from megatron_muon.runtime.owner_compute import PlanInput
 
 _ADVICE = (
     "Build the optimizer with the same parameters on all ranks of a mesh. No optimizer was built."

@@ -4,28 +4,19 @@
 
 Files, each importing only those above it::
 
-    dtensor_layout      the local rows of a DTensor
-    agreement           ranks compare what they know, and fail together
-    groups              process groups by their ranks
-    domain              the ranks that exchange matrices
-    exchange            the collectives that move rows and results
-    machine_cost        settings, resolved for the machine of all ranks
-    arena               memory that exists while a step runs
-    adjacent            tensors that are adjacent in memory, as few long ones
-    row_table           rectangles that one kernel moves, listed on the device
-    row_kernel          that kernel, in Triton
-    row_moves           moves a list of rectangles, by the kernel or by torch
-    ranges              ranges of a profile, by phase
-    stacks              the parts that a rank owns, in memory
-    moments             the state of a method, block by block
-    norms               norms of blocks, summed in float64
-    local_rows          this rank's rows: read normalized, written scaled
-    plan_runner         gathers, orthogonalizes and scatters the buckets of one plan
-    engine              runs the plans of a rank: local rows in, orthogonalized local rows out
-    owner_compute       builds the engine: plans, groups, connections
-    weight_decay        emerging-optimizers' rules, all parameters at once
-    momentum            weight decay, momentum and Nesterov, all parameters at once
-    finite              which gradients are not finite
-    lion                Lion on local rows
-    dependencies        what is relied on in torch and emerging-optimizers
+    tensors         local tensors: of a DTensor, adjacent in memory, not finite
+    agreement       ranks compare their knowledge, and fail together
+    groups          process groups by their ranks, and the ranks that exchange matrices
+    exchange        the collectives that move rows and results
+    machine_cost    settings, resolved for the machine of all ranks
+    arena           memory of a step
+    row_table       rectangles that one kernel moves, listed on the device
+    row_kernel      that kernel, in Triton
+    row_moves       moves a list of rectangles, by the kernel or by torch
+    ranges          ranges of a profile, by phase
+    norms           norms of blocks, summed in float64, and state values of a method
+    local_rows      local rows, read normalized and written scaled, and stacks of an owner
+    plan_runner     gathers, orthogonalizes and scatters the buckets of one plan
+    engine          runs the plans of a rank: local rows in, orthogonalized local rows out
+    engine_builder  plans, process groups, connections
 """

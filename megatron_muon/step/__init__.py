@@ -8,6 +8,8 @@ build one each.
 
 Files, each importing only those above it::
 
+    elementwise     decay, momentum and Lion of all parameters of a group at once
+    dependencies    names and numbers of torch and emerging-optimizers that the step relies on
     scales          scale factors of results by name
     stored_state    dtype and device of momentum, and float32 copies of bfloat16 parameters
     matrix_step     decay, momentum, exchange and update of local tensors

@@ -22,7 +22,7 @@ from megatron_muon.runtime.agreement import (
     raise_where_ranks_differ,
 )
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
-from megatron_muon.runtime.owner_compute import build_engine, on_all_ranks
+from megatron_muon.runtime.engine_builder import build_engine, on_all_ranks
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.matrix_step import MatrixStep, StepSettings
 from megatron_muon.step.metrics import MetricSums, StepMetrics
@@ -89,7 +89,7 @@ class MuonStep:
 
     Communication: at construction a flag and a hash over all ranks, the collectives of
         :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
-        :func:`~megatron_muon.runtime.owner_compute.build_engine`, then one flag. In
+        :func:`~megatron_muon.runtime.engine_builder.build_engine`, then one flag. In
         :meth:`step` the collectives of ``orthogonalize`` of :attr:`compute`.
     Memory: the state of the optimizers; while a step runs, see
         :class:`~megatron_muon.step.matrix_step.MatrixStep`.
@@ -230,7 +230,9 @@ class MuonStep:
         Returns:
             Errors, as sentences: a lack of memory, or other parameters than at construction.
         """
-        problems = self._changes() + self._main_params.follow(self.state())
+        problems = self._changes()
+        if self._main_params.params:
+            problems += self._main_params.follow(self.state())
         return problems + self._matrix_step.reserve(others)
 
     def _all_params(self) -> list[Any]:
@@ -291,7 +293,8 @@ class MuonStep:
                 [local_tensor(state["momentum_buffer"]) for state in states],
                 meanwhile,
             )
-        self._main_params.install(self.state())
+        if self._main_params.params:
+            self._main_params.install(self.state())
         if self._step.offload_momentum and self.device.type == "cuda":
             # Copies to CPU memory must have arrived before the state is read.
             torch.cuda.current_stream(self.device).synchronize()

@@ -63,15 +63,18 @@ class MainParams:
     Args:
         params: All parameters; float32 ones need no copy.
 
+    Attributes:
+        params: Parameters with a copy.
+
     Memory: 4 bytes per local element of a bfloat16 parameter.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._narrow = [param for param in params if param.dtype != torch.float32]
+        self.params = [param for param in params if param.dtype != torch.float32]
 
     def create(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Add the copies that are missing."""
-        for param in self._narrow:
+        for param in self.params:
             if MAIN_PARAM not in state[param]:
                 state[param][MAIN_PARAM] = param.detach().float()
 
@@ -86,7 +89,7 @@ class MainParams:
             Errors, as sentences.
         """
         try:
-            for param in self._narrow:
+            for param in self.params:
                 own, main = local_tensor(param), local_tensor(state[param][MAIN_PARAM])
                 main.copy_(torch.where(main.to(own.dtype) == own, main, own))
         # A GPU raises torch.OutOfMemoryError, which is one of these.
@@ -98,8 +101,7 @@ class MainParams:
 
     def install(self, state: Mapping[torch.Tensor, Any]) -> None:
         """Round the copies into the parameters, after a step."""
-        if self._narrow:
-            torch._foreach_copy_(
-                [local_tensor(param) for param in self._narrow],
-                [local_tensor(state[param][MAIN_PARAM]) for param in self._narrow],
-            )
+        torch._foreach_copy_(
+            [local_tensor(param) for param in self.params],
+            [local_tensor(state[param][MAIN_PARAM]) for param in self.params],
+        )

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step on CUDA tensors that do not exist: what it allocates once ranks have agreed to step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,6 +11,7 @@ import torch
 from helpers.fake_cuda import Allocation, fake_cuda
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW, muon
+from megatron_muon.runtime import norms
 from megatron_muon.step.metrics import MetricSums
 
 pytestmark = pytest.mark.cpu_only
@@ -103,3 +104,22 @@ def test_metrics_of_momentum_in_cpu_memory_wait_for_its_copy():
             optimizer.step()
     # The second wait is for the state, at the end of the step.
     assert events == ["wait", "norms", "wait"]
+
+
+def test_norm_of_a_missing_gradient_is_summed_on_the_gpu():
+    """Zeros in CPU memory stood in for it, among rows on the device."""
+    devices: list[str] = []
+    original = norms.sums_of_squares
+
+    def watched(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        devices.extend(each.device.type for each in tensors)
+        return original(tensors)
+
+    with fake_cuda(), mock.patch.object(norms, "sums_of_squares", watched):
+        optimizer = Muon(_matrices(), adaptive="namo")
+        params = optimizer.param_groups[0]["params"]
+        for param in params[:-1]:
+            param.grad = torch.empty_like(param)
+        optimizer.step()
+    # Of what is orthogonalized too.
+    assert devices == ["cuda"] * 2 * len(SHAPES)

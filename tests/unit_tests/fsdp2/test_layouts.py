@@ -170,7 +170,7 @@ def _domains() -> list[list[Any]]:
     found = []
     for each in fsdp2_models.expert_parallel():
         muon = Muon([{"params": [each.param], **each.keys}])
-        (found_input,) = muon.muon_step.found.inputs
+        (found_input,) = muon.muon_step.plan_inputs.inputs
         mesh = each.param.device_mesh
         groups = [None, dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
         is_known = any(found_input.domain.group is group for group in groups)

@@ -347,11 +347,13 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
     from helpers.fsdp2_models import drawn, shard
     from torch.distributed.device_mesh import init_device_mesh
 
+    from megatron_muon.runtime import local_rows
+
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from operation_counts import OperationCounter
 
     # As on a GPU: a CPU cuts stacks for their bits, and moves rows without the kernel.
-    stacks.batch_on_cpu = lambda number, rows, cols: number
+    local_rows.batch_on_cpu = lambda number, rows, cols: number
     if kind() == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     init_group()

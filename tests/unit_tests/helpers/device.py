@@ -48,7 +48,7 @@ PIECES: dict[str, tuple[str, ...]] = {
         "runtime/test_engine.py",
         "runtime/test_exchange.py",
         "runtime/test_norms.py",
-        "runtime/test_owner_compute.py",
+        "runtime/test_engine_builder.py",
         "runtime/test_domain.py",
         "runtime/test_agreement.py",
     ),

@@ -46,8 +46,8 @@ class _Kind:
 
     def plan_input(self) -> Any:
         """Make the process groups, and return what is planned."""
+        from megatron_muon.runtime.engine_builder import PlanInput
         from megatron_muon.runtime.groups import Domain, new_groups
-        from megatron_muon.runtime.owner_compute import PlanInput
 
         ranks = tuple(sorted(itertools.chain(*self.holders)))
         replicas = self.holders[self.shard]
@@ -68,7 +68,7 @@ def _two_kinds(
 
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
     from megatron_muon.plan.settings import ExchangeSettings
-    from megatron_muon.runtime.owner_compute import build_engine
+    from megatron_muon.runtime.engine_builder import build_engine
 
     init_group()
     rank = dist.get_rank()

@@ -38,18 +38,19 @@ def test_other_allocation_that_fails_on_one_rank_is_an_error_on_all():
         assert "lower --muon-fsdp-staging-bytes" in output
 
 
-def _build_without_memory(is_gpu: bool) -> None:
-    """Let the allocation of rank 1 fail, as a GPU's or as this CPU's."""
+def _build_without_memory(is_gpu: bool, num_arenas: int) -> None:
+    """Let an allocation of rank 1 fail, as a GPU's or as this CPU's, after some arenas."""
     import torch
     import torch.distributed as dist
 
     from megatron_muon.runtime import arena
 
     init_group()
-    original = torch.empty
+    original, sizes = torch.empty, []
 
     def empty(num_bytes: int, **kwargs: Any) -> torch.Tensor:
-        if dist.get_rank() == 1:
+        sizes.append(num_bytes)
+        if dist.get_rank() == 1 and len(sizes) > num_arenas:
             if is_gpu:
                 raise torch.OutOfMemoryError(
                     "CUDA out of memory. Tried to allocate 8.00 GiB.\nSee the documentation."
@@ -62,6 +63,7 @@ def _build_without_memory(is_gpu: bool) -> None:
     build_optimizers(2, exchange={"staging_bytes": 10**6})
 
 
+@pytest.mark.parametrize("num_arenas", [0, 1], ids=["arena_of_engine", "arena_of_step"])
 @pytest.mark.parametrize(
     ("is_gpu", "reason"),
     [
@@ -70,17 +72,17 @@ def _build_without_memory(is_gpu: bool) -> None:
     ],
     ids=["gpu", "cpu"],
 )
-def test_allocation_that_fails_on_one_rank_is_an_error_on_all(is_gpu, reason):
+def test_allocation_that_fails_on_one_rank_is_an_error_on_all(is_gpu, reason, num_arenas):
     """The other rank went on to the next collective and waited for it until the timeout.
 
     The error names what was asked for, and the flag that decides it.
     """
-    run = run_ranks(2, _build_without_memory, is_gpu, timeout_s=60.0)
+    run = run_ranks(2, _build_without_memory, is_gpu, num_arenas, timeout_s=60.0)
     assert run.exit_codes == [1, 1]
     for output in run.outputs:
         text = output.partition("RuntimeError: Stopping on all ranks:")[2]
         assert re.search(
-            r"rank 1: expected \d[\d,]+ bytes on (cpu|cuda:\d) for messages and stacks", text
+            r"rank 1: expected \d[\d,]* bytes on (cpu|cuda:\d) for messages and stacks", text
         )
         assert reason in text and "See the documentation" not in text
         assert "rank 0:" not in text
@@ -121,7 +123,7 @@ def _connect_as_on_a_gpu() -> list[str]:
 
     import torch
 
-    from megatron_muon.runtime.owner_compute import _connect
+    from megatron_muon.runtime.engine_builder import _connect
 
     init_group()
     engine = build_optimizers(2).sharded.compute
