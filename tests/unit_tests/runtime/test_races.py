@@ -124,8 +124,9 @@ def _scatters_without_results_for_a_shard() -> list[Any]:
     init_group()
     cases = [*[(24, [40 + i, 0]) for i in range(12)], (12, [7, 25])]
     grid = {"num_shards": 2, "num_replicas": 2}
-    exchange = {"wire": "bf16", "num_buckets": 4, "depth": 1}
-    optimizers = build_optimizers(**grid, cases=cases, exchange=exchange)
+    exchange = {"wire": "bf16", "num_buckets": 4}
+    with mock.patch("megatron_muon.plan.buckets._DEPTH", 1):
+        optimizers = build_optimizers(**grid, cases=cases, exchange=exchange)
     (built,) = optimizers.sharded.compute.runners
     sends = [each.numel() > 0 for each in built._scatters._sends]
     gets = [each.numel() > 0 for each in built._all_gather._all]
