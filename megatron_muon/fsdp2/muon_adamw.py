@@ -221,7 +221,7 @@ class MuonAdamW(torch.optim.Optimizer):
             made: type[torch.optim.Optimizer] = torch.optim.AdamW
             if algorithm == "lion":
                 # Its import loads torch's compiler: seconds, and memory, that few need.
-                from megatron_muon.step.elementwise import FSDPLion as made
+                from megatron_muon.step.lion import FSDPLion as made
             self._inner[algorithm] = made(groups, **self._defaults[algorithm])
         for group in groups:
             # OneCycleLR and CyclicLR set it in all groups, as they find it in the defaults.

@@ -38,7 +38,7 @@ from megatron_muon.mcore.unsupported import alignment_problems
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.runtime.agreement import INTERRUPTED
 from megatron_muon.runtime.arena import elementwise_bytes
-from megatron_muon.step.elementwise import FSDPLion
+from megatron_muon.step.lion import FSDPLion
 
 logger = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ from megatron_muon.rows.megatron_fsdp import tensor_shard_shape
 from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.step.dependencies import environment_problems
-from megatron_muon.step.elementwise import FSDPLion
+from megatron_muon.step.lion import FSDPLion
 
 logger = logging.getLogger(__name__)
 

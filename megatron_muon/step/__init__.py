@@ -8,7 +8,8 @@ build one each.
 
 Files, each importing only those above it::
 
-    elementwise     decay, momentum and Lion of all parameters of a group at once
+    elementwise     weight decay and momentum of all parameters of a group at once
+    lion            Lion on local rows
     dependencies    names and numbers of torch and emerging-optimizers that the step relies on
     scales          scale factors of results by name
     stored_state    dtype and device of momentum, and float32 copies of bfloat16 parameters

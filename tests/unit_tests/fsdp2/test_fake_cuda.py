@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, Callable[[], torch.optim.Optimizer]] = {
 }
 # They allocate what the question before the agreement has asked for, one after the other. Rows are
 # moved without temporaries where there is the kernel.
-ASKED_FOR = ("newton_schulz/", "fsdp2/muon_adamw.py", "step/elementwise.py", "runtime/row_moves.py")
+ASKED_FOR = ("newton_schulz/", "fsdp2/muon_adamw.py", "step/lion.py", "runtime/row_moves.py")
 
 
 def _second_step(

@@ -21,7 +21,7 @@ def _step_shards_and_whole(sharding: str) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     from megatron_muon.mcore.fsdp_model import named_optimizer_parameters
-    from megatron_muon.step.elementwise import FSDPLion
+    from megatron_muon.step.lion import FSDPLion
 
     model = build_model(sharding)
     chain = build_optimizer(model, muon_scalar_optimizer="lion")

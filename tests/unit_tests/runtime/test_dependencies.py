@@ -193,7 +193,7 @@ def test_later_emerging_optimizers_has_its_own_coefficients_and_limits():
 
 def _step_lion() -> int:
     pretend_emerging_optimizers_0_5()
-    from megatron_muon.step.elementwise import FSDPLion
+    from megatron_muon.step.lion import FSDPLion
 
     param = torch.nn.Parameter(torch.ones(3))
     lion = FSDPLion([param])
