@@ -87,6 +87,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
             f"--learning-rates: expected {len(options.optimizers)} values, one an optimizer, "
             f"got {len(options.learning_rates)}"
         )
+    if len(set(options.optimizers)) != len(options.optimizers):
+        parser.error(f"--optimizers: expected each once, got {options.optimizers}")
     if options.ranks < 1 or GLOBAL_BATCH_SIZE % options.ranks:
         parser.error(f"--ranks: expected a divisor of {GLOBAL_BATCH_SIZE}, got {options.ranks}")
     if options.iterations < 1:
