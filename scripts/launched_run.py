@@ -3,9 +3,10 @@
 """Train through the launcher, as a user does, and read the log."""
 
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from training_log import TrainingLog
@@ -26,6 +27,8 @@ def train(
     script: Path = PRETRAIN_GPT,
     on_cpu: bool = True,
     environment: Mapping[str, str] | None = None,
+    log_file: Path | None = None,
+    on_iteration: Callable[[TrainingLog], None] = lambda log: None,
 ) -> TrainingLog:
     """Run a training script under torchrun and the launcher.
 
@@ -35,26 +38,38 @@ def train(
         script: The script.
         on_cpu: Run on CPU ranks, by :mod:`cpu_ranks`, in place of GPUs.
         environment: Variables to set beside those of this process.
+        log_file: Where the command and all that the ranks print goes.
+        on_iteration: Called after each iteration.
 
     Raises:
         RuntimeError: The run failed; with the end of what it printed.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), *launcher(on_cpu), str(script), *arguments]
-    # Megatron prints losses on standard output and its timers on standard error.
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(
-            f"exit code {done.returncode}: {' '.join(command)}\n{done.stdout[-4000:]}"
-        )
-    log = TrainingLog()
-    for line in done.stdout.splitlines():
-        log.feed(line)
+    log, tail = TrainingLog(), ""
+    with (
+        open(log_file or os.devnull, "w") as file,
+        # Megatron prints losses on standard output and its timers on standard error.
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
+        ) as process,
+    ):
+        file.write(shlex.join(command) + "\n")
+        try:
+            for line in process.stdout or ():
+                file.write(line)
+                tail = (tail + line)[-4000:]
+                if log.feed(line):
+                    on_iteration(log)
+        except BaseException:
+            # torchrun then ends its ranks, which leaving the context waits for.
+            process.terminate()
+            raise
+    if process.returncode:
+        raise RuntimeError(f"exit code {process.returncode}: {shlex.join(command)}\n{tail}")
     return log

@@ -8,28 +8,56 @@ by byte. Called by ``scripts/quickstart.sh``, which builds the environment first
 """
 
 import argparse
-import shlex
+import json
+import math
 import signal
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import byte_dataset
-from comparison_report import write_comparison
-from learning_rate_sweep import best, run_sweep, write_sweep
-from training_run import (
-    GLOBAL_BATCH_SIZE,
-    REPOSITORY,
-    RunConfig,
-    RunFailedError,
-    finished_log,
-    train,
-)
+from gpt_flags import DECODER, MUON, PLAIN_TORCH, REGULARIZATION
+from launched_run import train
+from training_log import TrainingLog
 
-# From the sweep recorded in docs/quickstart.md.
+REPOSITORY = Path(__file__).resolve().parent.parent
+# From a sweep over one grid for both, docs/quickstart.md.
 LEARNING_RATES = {"muon": 1.6e-2, "adam": 2e-3}
-SWEEP_GRID = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-ITERATIONS = 60
+SEQ_LENGTH = 128
+GLOBAL_BATCH_SIZE = 16
+MODEL = (
+    f"{DECODER} --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --group-query-attention"
+    f" --num-query-groups 2 --init-method-std 0.02 --seq-length {SEQ_LENGTH}"
+    f" --max-position-embeddings {SEQ_LENGTH}"
+)
+SCHEDULE = (
+    f"--lr-decay-style cosine --lr-warmup-fraction 0.1 {REGULARIZATION}"
+    f" --adam-beta1 0.9 --adam-beta2 0.95 --global-batch-size {GLOBAL_BATCH_SIZE}"
+)
+DATA = (
+    f"--split 95,5,0 --tokenizer-type NullTokenizer --vocab-size {byte_dataset.VOCAB_SIZE}"
+    " --make-vocab-size-divisible-by 32 --num-workers 0 --eval-iters 10"
+)
+# A loss that diverges is a result, not an error.
+LOG = (
+    "--log-interval 1 --logging-level 20 --timing-log-level 1 --timing-log-option max"
+    " --no-check-for-nan-in-loss-and-grad"
+)
+SHARDED = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --distributed-backend gloo"
+OVERLAP = {
+    "no_shard": "",
+    "optim": "--overlap-grad-reduce",
+    "optim_grads": "--overlap-grad-reduce",
+    "optim_grads_params": "--overlap-grad-reduce --overlap-param-gather",
+}
+# GPUs are hidden, as the ranks compute on the CPU.
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONWARNINGS": "ignore",
+    "PYTHONFAULTHANDLER": "1",
+}
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -39,28 +67,22 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--data", type=Path, nargs="+", help="files or folders; default: Python's library")
     add("--output", type=Path, default=REPOSITORY / "quickstart_output", help="folder")
     add("--max-megabytes", type=float, default=8, help="text to take at most (default: 8)")
-    add("--iterations", type=int, default=ITERATIONS, help=f"of each run (default: {ITERATIONS})")
+    add("--iterations", type=int, default=60, help="of each run (default: 60)")
     add("--optimizers", nargs="+", default=["muon", "adam"], choices=list(LEARNING_RATES))
-    add(
-        "--learning-rates",
-        type=float,
-        nargs="+",
-        help="one for each of --optimizers, in order; with --sweep, the first grid",
-    )
+    add("--learning-rates", type=float, nargs="+", help="one for each of --optimizers, in order")
     add("--ranks", type=int, default=2, help="processes to shard over (default: 2)")
     add(
         "--sharding",
         default="optim_grads_params",
-        choices=["no_shard", "optim", "optim_grads", "optim_grads_params"],
+        choices=list(OVERLAP),
         help="what Megatron-FSDP shards, ZeRO-0 to ZeRO-3 (default: optim_grads_params)",
     )
     add("--seed", type=int, default=1234)
-    add("--sweep", action="store_true", help="find each optimizer's learning rate on one grid")
     options = parser.parse_args(arguments)
-    if options.learning_rates is None:
-        rates = SWEEP_GRID if options.sweep else [LEARNING_RATES[x] for x in options.optimizers]
-        options.learning_rates = list(rates)
-    if not options.sweep and len(options.learning_rates) != len(options.optimizers):
+    options.learning_rates = options.learning_rates or [
+        LEARNING_RATES[x] for x in options.optimizers
+    ]
+    if len(options.learning_rates) != len(options.optimizers):
         parser.error(
             f"--learning-rates: expected {len(options.optimizers)} values, one an optimizer, "
             f"got {len(options.learning_rates)}"
@@ -83,83 +105,108 @@ def prepare_data(options: argparse.Namespace) -> Path:
         files = byte_dataset.standard_library_files()
     max_bytes = int(options.max_megabytes * 1_000_000)
     data = byte_dataset.build_byte_dataset(files, options.output / "data", max_bytes)
+    megabytes = data.num_bytes / 1e6
     print(
-        f"Data: {data.num_bytes / 1e6:.1f} MB, {data.num_documents} documents, {data.prefix}.bin",
-        flush=True,
+        f"Data: {megabytes:.1f} MB, {data.num_documents} documents, {data.prefix}.bin", flush=True
     )
     return data.prefix
 
 
-def run_config(
+def megatron_flags(
     options: argparse.Namespace, data_prefix: Path, optimizer: str, learning_rate: float
-) -> RunConfig:
-    """Return the run of one optimizer at one learning rate."""
-    return RunConfig(
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        iterations=options.iterations,
-        ranks=options.ranks,
-        sharding=options.sharding,
-        seed=options.seed,
-        data_prefix=data_prefix,
-        num_validations=1 if options.sweep else 4,
+) -> list[str]:
+    """Return the flags of a run; those of the optimizer itself are the last."""
+    run = (
+        f"--train-iters {options.iterations} --seed {options.seed}"
+        f" --micro-batch-size {GLOBAL_BATCH_SIZE // options.ranks}"
+        f" --eval-interval {max(1, options.iterations // 4)}"
+        f" --data-parallel-sharding-strategy {options.sharding} {OVERLAP[options.sharding]}"
+    )
+    flags = f"{MODEL} {PLAIN_TORCH} {SCHEDULE} {DATA} {LOG} {SHARDED} {run}".split()
+    own = f"--lr {learning_rate} --min-lr {learning_rate / 10} --optimizer {optimizer}"
+    if optimizer == "muon":
+        own += f" {MUON} --muon-scale-mode spectral"
+    return [*flags, "--data-path", str(data_prefix), *own.split()]
+
+
+def run(
+    options: argparse.Namespace, data_prefix: Path, optimizer: str, learning_rate: float
+) -> TrainingLog:
+    """Train with one optimizer, and print the loss of about every twelfth iteration."""
+    log_file = options.output / "logs" / f"{optimizer}.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{optimizer}: {options.ranks} ranks start, log in {log_file}", flush=True)
+    total, interval = options.iterations, max(1, options.iterations // 12)
+
+    def show(log: TrainingLog) -> None:
+        """Print an iteration."""
+        i = log.iteration
+        if i == total or i % interval == 0:
+            left = f"{log.median_step_ms():5.0f} ms/step"
+            print(f"  {optimizer}  {i:3d}/{total}  loss {log.losses[i]:.4f}  {left}", flush=True)
+
+    return train(
+        options.ranks,
+        megatron_flags(options, data_prefix, optimizer, learning_rate),
+        environment=ENVIRONMENT,
+        log_file=log_file,
+        on_iteration=show,
     )
 
 
-def compare(options: argparse.Namespace, data_prefix: Path, command: str) -> None:
-    """Train with each optimizer in turn and report."""
-    results = []
-    for optimizer, rate in zip(options.optimizers, options.learning_rates, strict=True):
-        config = run_config(options, data_prefix, optimizer, rate)
-        log_file = options.output / "logs" / f"{config.name}.log"
-        print(f"{optimizer}: {options.ranks} ranks start, log in {log_file}", flush=True)
-        interval = max(1, options.iterations // 12)
-        results.append((config, train(config, log_file, interval)))
-    table = write_comparison(results, options.output, command)
-    print(f"\n{table}\n\nTable, numbers and curves: {options.output}/results.md, .json, .svg")
+def number(value: float, digits: int = 4) -> str:
+    """Return ``value`` with a fixed number of digits, or that there is none."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "diverged"
 
 
-def sweep(options: argparse.Namespace, data_prefix: Path, command: str) -> None:
-    """Find each optimizer's learning rate and report; runs that an earlier call finished count."""
+def comparison_table(logs: dict[str, TrainingLog], rates: list[float], iterations: int) -> str:
+    """Return the table of all runs, a column each, in Markdown."""
+    rows = [["", *logs], ["---", *("---:" for _ in logs)]]
+    rows.append(["learning rate", *(f"{rate:g}" for rate in rates)])
+    for mark in sorted({iterations * part // 6 for part in range(1, 7)} - {0}):
+        losses = (number(log.mean_loss(mark)) for log in logs.values())
+        rows.append([f"training loss at {mark} (mean of 10)", *losses])
+    for label, digits, value in (
+        ("validation loss, final", 4, TrainingLog.final_validation_loss),
+        ("ms per step (median)", 1, TrainingLog.median_step_ms),
+        ("optimizer ms per step (median)", 1, TrainingLog.median_optimizer_ms),
+    ):
+        rows.append([label, *(number(value(log), digits) for log in logs.values())])
+    return "\n".join(
+        f"| {row[0]:<32} | " + " | ".join(f"{x:>8}" for x in row[1:]) + " |" for row in rows
+    )
 
-    def run(optimizer: str, rate: float) -> float:
-        """Train once and return the validation loss."""
-        config = run_config(options, data_prefix, optimizer, rate)
-        log_file = options.output / "sweep_logs" / f"{config.name}.log"
-        start = time.monotonic()
-        log = finished_log(config, log_file)
-        took = "ran before"
-        if log is None:
-            log = train(config, log_file, progress_interval=0)
-            took = f"{time.monotonic() - start:.0f} s"
-        loss = log.final_validation_loss()
-        print(f"  {config.name}: validation loss {loss:.4f}, {took}", flush=True)
-        return loss
 
-    losses = run_sweep(options.optimizers, options.learning_rates, run)
-    file = options.output / "sweep.md"
-    print(f"\n{write_sweep(losses, file, command, options.iterations)}\n")
-    for optimizer, by_rate in losses.items():
-        print(f"{optimizer}: best at {best(by_rate):g}")
-    print(f"Table: {file}")
+def write_json(logs: dict[str, TrainingLog], rates: list[float], file: Path) -> None:
+    """Write all numbers of all runs, those that are not finite as null."""
+    runs = [
+        {"optimizer": optimizer, "learning_rate": rate, **asdict(log)}
+        for (optimizer, log), rate in zip(logs.items(), rates, strict=True)
+    ]
+    finite = json.loads(json.dumps(runs), parse_constant=lambda _: None)
+    file.write_text(json.dumps(finite, indent=1) + "\n")
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the command line asks for; return the exit status."""
+    """Train with each optimizer in turn, and compare; return the exit status."""
     options = parse_arguments(arguments)
     # A terminated quickstart ends its ranks as one interrupted by Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     start = time.monotonic()
-    command = shlex.join(["bash", "scripts/quickstart.sh", *arguments])
     try:
-        data_prefix = prepare_data(options)
-        (sweep if options.sweep else compare)(options, data_prefix, command)
-    except (RunFailedError, ValueError) as error:
+        prefix = prepare_data(options)
+        rates = dict(zip(options.optimizers, options.learning_rates, strict=True))
+        logs = {name: run(options, prefix, name, rate) for name, rate in rates.items()}
+    except (RuntimeError, ValueError) as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nquickstart: interrupted", file=sys.stderr)
         return 130
+    table = comparison_table(logs, list(rates.values()), options.iterations)
+    (options.output / "results.md").write_text(table + "\n")
+    write_json(logs, list(rates.values()), options.output / "results.json")
+    print(f"\n{table}\n\nTable and numbers: {options.output}/results.md, .json")
     print(f"Took {time.monotonic() - start:.0f} s.")
     return 0
 

@@ -6,14 +6,10 @@ import re
 import statistics
 from dataclasses import dataclass, field
 
-RANK_PREFIX = re.compile(r"^\[[a-z]+(\d+)\]:")
 ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|")
 STEP_MS = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
 LOSS = re.compile(r"lm loss: (\S+)")
-VALIDATION = re.compile(r"validation loss at iteration (\d+)(.*?)\| lm loss value: (\S+)")
-# SIGABRT, SIGBUS and SIGSEGV: faults, unlike SIGTERM and SIGKILL, which someone sent.
-FAULT = re.compile(r"^E.*\bfailed \(exitcode: -(6|7|11)\)")
-ROOT_CAUSE_RANK = re.compile(r"^ *rank +: (\d+) ")
+VALIDATION = re.compile(r"validation loss at iteration (\d+).*?\| lm loss value: (\S+)")
 OPTIMIZER_MS = re.compile(r"^ *optimizer \.*: ([\d.]+)$")
 INNER_STEP_MS = re.compile(r"^ *optimizer-inner-step \.*: ([\d.]+)$")
 SAVE_MS = re.compile(r"^ *save-checkpoint \.*: ([\d.]+)$")
@@ -36,11 +32,10 @@ class TrainingLog:
     save_ms: dict[int, float] = field(default_factory=dict)
     load_ms: float = float("nan")
     iteration: int = 0
-    is_complete: bool = False
 
     def feed(self, line: str) -> bool:
         """Read one line; return whether it ended an iteration."""
-        line = RANK_PREFIX.sub("", line.rstrip("\n"))
+        line = line.rstrip("\n")
         if match := ITERATION.search(line):
             self.iteration = int(match[1])
             loss, step_ms = LOSS.search(line), STEP_MS.search(line)
@@ -57,9 +52,7 @@ class TrainingLog:
         elif match := LOAD_MS.match(line):
             self.load_ms = float(match[1])
         elif match := VALIDATION.search(line):
-            self.validation_losses[int(match[1])] = float(match[3])
-            # Only the validation after the last iteration says so.
-            self.is_complete = self.is_complete or "on validation set" in match[2]
+            self.validation_losses[int(match[1])] = float(match[2])
         return False
 
     def mean_loss(self, iteration: int, num_iterations: int = 10) -> float:
@@ -91,28 +84,3 @@ class TrainingLog:
 def _median(by_iteration: dict[int, float], num_skipped: int = 5) -> float:
     settled = [value for i, value in by_iteration.items() if i > num_skipped]
     return statistics.median(settled or by_iteration.values()) if by_iteration else float("nan")
-
-
-def failed_rank(lines: list[str]) -> str:
-    """Return the rank of the first traceback, otherwise the one torchrun blames, otherwise 0."""
-    for line in lines:
-        if "Traceback (" in line and (match := RANK_PREFIX.match(line)):
-            return match[1]
-    is_root_cause = False
-    for line in lines:
-        is_root_cause = is_root_cause or line.startswith("Root Cause")
-        if is_root_cause and (match := ROOT_CAUSE_RANK.match(line)):
-            return match[1]
-    return "0"
-
-
-def failure_excerpt(lines: list[str], num_lines: int = 40) -> list[str]:
-    """Return the last lines of the rank that failed first, or of all ranks if it printed none."""
-    rank = failed_rank(lines)
-    of_rank = [x for x in lines if (match := RANK_PREFIX.match(x)) and match[1] == rank]
-    return [line.rstrip("\n") for line in (of_rank or lines)[-num_lines:]]
-
-
-def was_ended_by_signal(lines: list[str]) -> bool:
-    """Return whether torchrun reports that a fault of native code ended the first failed rank."""
-    return any(FAULT.match(line) for line in lines)

@@ -1,71 +1,28 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``--device cuda`` does, rehearsed without a GPU; how ranks of tests end."""
+"""Placement of ranks by ``--device cuda``, rehearsed without a GPU; the end of a rank of tests."""
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from helpers import device, ranks
-from helpers.ranks import ROOT, UNIT_TESTS, run_ranks
+from helpers.ranks import run_ranks
 
 
-def test_each_rank_has_a_gpu_where_there_are_enough():
-    """As torchrun places them: NCCL is told nothing."""
-    places = device.place_ranks(8, "cuda", 8)
-    assert [place.local_rank for place in places] == list(range(8))
-    for place in places:
-        assert (place.kind, place.backend) == ("cuda", "nccl")
-        assert not any(name.startswith("NCCL") for name in place.variables)
-
-
-@pytest.mark.parametrize(("world_size", "num_gpus"), [(2, 1), (4, 1), (8, 4)])
-def test_ranks_that_share_a_gpu_are_different_hosts_to_nccl(world_size, num_gpus):
-    """It refuses two ranks on one GPU of one host."""
-    places = device.place_ranks(world_size, "cuda", num_gpus)
-    assert {place.backend for place in places} == {"nccl"}
-    assert [place.local_rank for place in places] == [i % num_gpus for i in range(world_size)]
-    assert len({place.variables["NCCL_HOSTID"] for place in places}) == world_size
-    assert all(place.variables["NCCL_SOCKET_IFNAME"] == "lo" for place in places)
-    (line,) = {device.summary(places, num_gpus, "")}
-    assert line == f"{world_size} ranks shared {num_gpus} GPUs over NCCL, by NCCL_HOSTID"
-
-
-def test_ranks_share_a_gpu_over_gloo_where_nccl_does_not_start():
-    """And the last lines of pytest say so, with the reason."""
-    places = device.place_ranks(4, "cuda", 1, shares_by_nccl=False)
-    assert [(place.local_rank, place.backend) for place in places] == [(0, "gloo")] * 4
-    assert not any("NCCL_HOSTID" in place.variables for place in places)
-    line = device.summary(places, 1, "exit codes [1, 1]")
-    assert line == "4 ranks shared 1 GPUs over gloo: NCCL did not start, exit codes [1, 1]"
-
-
-def test_files_of_the_pieces_place_their_tensors_on_the_device():
-    """They exist, belong to one piece, and name neither gloo nor the CPU to torch."""
-    files = [file for piece in device.PIECES.values() for file in piece]
-    assert len(set(files)) == len(files)
-    for file in files:
-        text = (UNIT_TESTS / file).read_text()
-        for wrong in ('init_process_group("', 'init_device_mesh("', 'torch.device("cpu")'):
-            assert wrong not in text, f"{file}: expected helpers.device, got {wrong}"
-
-
-@pytest.mark.slow
-def test_piece_asks_for_a_gpu():
-    """In one line, where there is none."""
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    command = ["bash", "scripts/test.sh", "--device", "cuda", "--piece", "engine"]
-    env = {**os.environ, "MEGATRON_MUON_PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--device cuda: expected a GPU that torch can use, got none" in done.stderr
+def test_ranks_share_a_gpu_only_if_there_are_too_few():
+    """NCCL refuses two ranks on one GPU of one host: they are told different hosts, or use gloo."""
+    alone = device.place_ranks(8, "cuda", 8)
+    assert [place.local_rank for place in alone] == list(range(8))
+    assert not any(name.startswith("NCCL") for place in alone for name in place.variables)
+    shared = device.place_ranks(8, "cuda", 4)
+    assert [place.local_rank for place in shared] == [0, 1, 2, 3] * 2
+    assert {place.backend for place in alone + shared} == {"nccl"}
+    assert len({place.variables["NCCL_HOSTID"] for place in shared}) == 8
+    over_gloo = device.place_ranks(4, "cuda", 1, shares_by_nccl=False)
+    assert [(place.local_rank, place.backend) for place in over_gloo] == [(0, "gloo")] * 4
 
 
 def _step() -> list[str]:
@@ -85,28 +42,6 @@ def test_test_that_runs_on_a_gpu_runs_where_a_cpu_stands_in_for_it(monkeypatch):
     """
     monkeypatch.setattr(ranks, "_places", lambda size: device.place_ranks(size, "cuda", 1))
     assert run_ranks(4, _step).check().results == [[]] * 4
-
-
-def _where_if_spawned() -> list[Any]:
-    """Return where a rank computes, and a sum; in a fork end as if it could not use its GPU."""
-    import torch.distributed as dist
-
-    if "helpers.preloaded" in sys.modules:
-        os._exit(ranks._CANNOT_USE_GPU)
-    device.init_group()
-    total = torch.ones(1, device=device.device())
-    dist.all_reduce(total)
-    return [device.kind(), dist.get_backend(), total.item()]
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_forked_ranks_that_cannot_use_their_gpu_are_spawned(monkeypatch):
-    """As where importing megatron has used CUDA; later worlds are spawned at once."""
-    monkeypatch.setattr(ranks, "start_method", "forkserver")
-    with pytest.warns(UserWarning, match="forked ranks cannot use their GPUs: ranks are spawned"):
-        run = run_ranks(2, _where_if_spawned)
-    assert run.check().results == [["cpu", "gloo", 2.0]] * 2 and ranks.start_method == "spawn"
 
 
 def _start_process(path: str, is_failing: bool) -> None:
