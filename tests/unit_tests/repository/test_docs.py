@@ -34,6 +34,8 @@ COVERED = {
     # With few iterations.
     "bash scripts/quickstart.sh*": "repository/test_quickstart.py"
     "::test_quickstart_trains_with_both_optimizers_and_reports",
+    ".venv/bin/python scripts/loss_plot.py *": "repository/test_quickstart.py"
+    "::test_picture_has_a_curve_and_validation_losses_of_each_run",
     # Whoever runs the tests runs one of these two.
     "bash scripts/test.sh*": "repository/test_environment.py::test_shell_script_parses",
     "bash .ci/run": "repository/test_environment.py::test_shell_script_parses",

@@ -6,8 +6,10 @@ import json
 import math
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import byte_dataset
+import loss_plot
 import pytest
 import quickstart
 from helpers.commands import run_command
@@ -66,3 +68,19 @@ def test_quickstart_trains_with_both_optimizers_and_reports(tmp_path: Path) -> N
     assert runs[0]["losses"]["1"] == runs[1]["losses"]["1"]
     assert all(math.isfinite(x) for run in runs for x in run["losses"].values())
     assert (tmp_path / "results.md").read_text().strip() in done.stdout
+
+
+def test_picture_has_a_curve_and_validation_losses_of_each_run(tmp_path: Path) -> None:
+    """A loss that diverged is left out."""
+    losses = {"1": 5.0, "2": 4.0, "3": None}
+    runs = [
+        {"optimizer": name, "learning_rate": 0.5, "losses": losses, "validation_losses": {"2": 4.5}}
+        for name in ("muon", "adam")
+    ]
+    (tmp_path / "results.json").write_text(json.dumps(runs))
+    loss_plot.write_plot(loss_plot.read_runs(tmp_path / "results.json"), tmp_path / "losses.svg")
+    tags = [
+        each.tag.rpartition("}")[2] for each in ElementTree.parse(tmp_path / "losses.svg").iter()
+    ]
+    # A curve and its mean; a dot beside the one of the legend.
+    assert tags.count("polyline") == tags.count("circle") == 4
