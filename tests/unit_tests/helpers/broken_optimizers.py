@@ -49,7 +49,7 @@ def update_only_rank_0() -> None:
 
 def skip_newton_schulz() -> None:
     """Momentum is normalized and used as it is."""
-    from megatron_muon.newton_schulz.backend import Standard
+    from megatron_muon.newton_schulz.standard import Standard
 
     def normalized(self: Any, stack: Any, call: Any) -> Any:
         """Divide each matrix by its norm."""

@@ -41,7 +41,7 @@ def _step_behind_late_kernels(grid: dict[str, int], cases: Any) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from megatron_muon.newton_schulz.backend import Standard
+    from megatron_muon.newton_schulz.standard import Standard
 
     init_group()
     exchange = {"wire": "bf16", "num_buckets": 4}

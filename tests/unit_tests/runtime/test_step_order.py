@@ -15,8 +15,11 @@ pytestmark = pytest.mark.ranks
 
 
 def _order_of_a_step(depth: int, num_buckets: int, num_scatters: int) -> list[Any]:
+    from megatron_muon.plan import buckets
+
     init_group()
-    exchange = {"wire": "bf16", "num_buckets": num_buckets, "depth": depth}
+    buckets._DEPTH = depth
+    exchange = {"wire": "bf16", "num_buckets": num_buckets}
     # About four matrices of one size for each rank, so that there are buckets enough.
     cases = [*[(12, [6, 6, 6, 6])] * 16, (12, [8, 8, 8, 8])]
     grid = {"num_shards": 4}
@@ -112,8 +115,8 @@ def _local_matrix_beside_a_travelling_one() -> list[str]:
     import torch.distributed as dist
     from helpers.layouts import plan_of, whole_matrix
 
-    from megatron_muon.newton_schulz.backend import Standard
     from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+    from megatron_muon.newton_schulz.standard import Standard
     from megatron_muon.plan.cost import CPU_RANKS
     from megatron_muon.plan.rank_plan import RankSchedule
     from megatron_muon.runtime.engine import Engine
