@@ -14,16 +14,8 @@ from helpers.sharded_muon import build_optimizers, init_group
 pytestmark = pytest.mark.ranks
 
 
-<<<<<<< HEAD
 def _order_of_a_step(depth: int, num_buckets: int, has_replicas: bool) -> list[Any]:
     init_group()
-=======
-def _order_of_a_step(depth: int, num_buckets: int, num_scatters: int) -> list[Any]:
-    from megatron_muon.plan import buckets
-
-    init_group()
-    buckets._DEPTH = depth
->>>>>>> wt-plan
     exchange = {"wire": "bf16", "num_buckets": num_buckets}
     # About four matrices of one size for each rank, so that there are buckets enough.
     cases = [*[(12, [6, 6, 6, 6])] * 16, (12, [8, 8, 8, 8])]
