@@ -247,7 +247,8 @@ class MuonStep:
                 f"param_groups: expected the {len(self._params)} parameters of construction, got "
                 f"{len(now)}, or others. Build a new optimizer"
             ]
-        shards = [local_tensor(param) for param in now]
+        # As local_tensor(), without a call for every parameter of the model in every step.
+        shards = [getattr(param, "_local_tensor", param) for param in now]
         if all(map(operator.is_, shards, self._shards)):
             return []
         self._shards = shards
@@ -279,13 +280,13 @@ class MuonStep:
         params = self._matrix_step.params
         # Read in every step: loading replaces them, and schedulers change learning rates.
         states = [optimizer.state[param] for optimizer, param in self._held]
+        weights: Sequence[torch.Tensor] = params
+        if self._main_params.params:
+            weights = [s.get(MAIN_PARAM, p) for s, p in zip(states, params, strict=True)]
         with self._moments.kept(without):
             self._matrix_step.step(
                 [group for each in self.optimizers for group in each.param_groups],
-                [
-                    local_tensor(state.get(MAIN_PARAM, param))
-                    for param, state in zip(params, states, strict=True)
-                ],
+                [local_tensor(weight) for weight in weights],
                 [
                     None if param.grad is None or param in without else local_tensor(param.grad)
                     for param in params

@@ -166,8 +166,9 @@ def test_broken_optimizer_fails_the_comparison_with_the_unsharded_run(broken):
     assert passed["golden, approximate", "lm loss"] == (broken != "do_nothing")
 
 
-def _train_forked(ranks, arguments, *, script, environment):
+def _train_forked(ranks, arguments, *, script, environment, on_cpu):
     """Train as ``launched_run.train`` does, on forked ranks in place of torchrun's."""
+    assert on_cpu
     launch(ranks, arguments, script=script, env=environment).check()
 
 
