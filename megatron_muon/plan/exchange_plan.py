@@ -79,7 +79,13 @@ class ExchangePlan:
             for index, matrix in enumerate(matrices)
             if not _is_local(matrix, owners[index])
         ]
-        has_replicas = any(_has_replicas(matrices[matrix.index]) for matrix in exchanged)
+        # Equal layers share their regions.
+        layouts = {
+            id(each.regions): each.regions for each in (matrices[m.index] for m in exchanged)
+        }
+        has_replicas = any(
+            len(each.holders) > 1 for regions in layouts.values() for each in regions
+        )
         buckets = choose_buckets(
             exchanged,
             local,
@@ -245,10 +251,6 @@ def _check_replicas(matrices: Sequence[MatrixLayout]) -> None:
                         f"{matrix.name}: expected the replicas of rank {rank} to be {known}, "
                         f"ascending, got {holders}. Plan matrices of other groups separately."
                     )
-
-
-def _has_replicas(matrix: MatrixLayout) -> bool:
-    return any(len(region.holders) > 1 for region in matrix.regions)
 
 
 def _is_local(matrix: MatrixLayout, owners: tuple[int, ...]) -> bool:

@@ -184,16 +184,20 @@ class SizeCounter:
 
     def sizes(self, indices: Sequence[int], num_scatters: int) -> dict[int, RankSizes]:
         """Return the buffers of every rank for a bucket of some matrices."""
-        traffic, stacks = self.traffic(indices), self._stacking.stacks(indices)
-        sent, received = traffic.totals()
+        stacks = self._stacking.stacks(indices)
         scatters: dict[int, list[list[int]]] = defaultdict(
             lambda: [[0, 0] for _ in range(num_scatters)]
         )
-        for number, shard in traffic.scatters(num_scatters, self._stacking.cost):
-            for share in shard.shares:
-                scatters[share.owner][number][0] += share.num_elements
-            for holder in shard.holders:
-                scatters[holder][number][1] += shard.num_elements
+        if self._has_replicas:
+            traffic = self.traffic(indices)
+            sent, received = traffic.totals()
+            for number, shard in traffic.scatters(num_scatters, self._stacking.cost):
+                for share in shard.shares:
+                    scatters[share.owner][number][0] += share.num_elements
+                for holder in shard.holders:
+                    scatters[holder][number][1] += shard.num_elements
+        else:
+            sent, received = self._totals(indices)
         sizes = {}
         for rank in {**sent, **received, **stacks, **scatters}:
             rows = sent[rank], received[rank]
@@ -205,6 +209,33 @@ class SizeCounter:
             own = sum(stack.num_elements for stack in stacks.get(rank, ()))
             sizes[rank] = RankSizes(BucketSizes(*rows, own), results)
         return sizes
+
+    def _totals(self, indices: Iterable[int]) -> tuple[Counter[int], Counter[int]]:
+        """Return the rows that each rank sends and receives, where no shard has replicas.
+
+        All shards of a matrix go to its owners: matrices with equal layouts are counted together,
+        as ranks times matrices are many millions.
+        """
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        groups: dict[int, list[int]] = defaultdict(list)
+        for index in indices:
+            groups[id(self._overlaps_of(index))].append(index)
+        for group in groups.values():
+            elements = {
+                (source, part): number for (source,), part, number in self._overlaps_of(group[0])
+            }
+            of_part: Counter[int] = Counter()
+            for (source, part), number in elements.items():
+                sent[source] += number * len(group)
+                of_part[part] += number
+            for index in group:
+                for part, owner in enumerate(self._stacking.owners[index]):
+                    # Its own rows stay.
+                    own = elements.get((owner, part), 0)
+                    sent[owner] -= own
+                    received[owner] += of_part[part] - own
+        return +sent, +received
 
     def _overlaps_of(self, index: int) -> list[_Overlap]:
         matrix, num_parts = self._stacking.matrices[index], len(self._stacking.owners[index])
