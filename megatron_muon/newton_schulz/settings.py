@@ -67,6 +67,7 @@ def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ..
     found: list[Coefficients] = []
 
     def record(x: "torch.Tensor", *coefficients: float, **_: object) -> "torch.Tensor":
+        """Take a step of upstream's function that records its coefficients."""
         found.append(coefficients)  # type: ignore[arg-type]
         return x
 

@@ -97,6 +97,7 @@ def build_engine(
     ]
 
     def build() -> Engine:
+        """Allocate, which may fail on one rank."""
         return Engine(
             bound, schedule, newton_schulz, rank=own_rank(), device=device, rows_device=rows_device
         )

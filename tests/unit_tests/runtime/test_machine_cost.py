@@ -90,21 +90,30 @@ def test_backend_that_a_rank_lacks_is_an_error_on_all(newton_schulz, rank_withou
         assert "Use --muon-fsdp-newton-schulz standard, or auto for what this machine can" in output
 
 
-def _build_differently() -> None:
+def _build_differently(setting: str) -> None:
     import torch.distributed as dist
 
     init_group()
-    exchange = {"newton_schulz": ("standard", "gram")[dist.get_rank()]}
-    build_optimizers(2, exchange=exchange, cases=CASES)
+    rank = dist.get_rank()
+    exchange, settings = {}, {}
+    if setting == "exchange":
+        # Each rank would wait in another collective.
+        exchange = {"newton_schulz": ("standard", "gram")[rank]}
+    else:
+        settings = {"extra_scale_factor": (1.0, 0.2)[rank]}
+    build_optimizers(2, settings, exchange, cases=CASES)
 
 
-def test_ranks_with_other_settings_are_an_error_on_all():
-    """Settings decide which collectives follow: each rank would wait in another one."""
-    run = run_ranks(2, _build_differently, timeout_s=60.0)
+@pytest.mark.parametrize(
+    ("setting", "said"), [("exchange", "newton_schulz='gram'"), ("scale", "spectral 0.2")]
+)
+def test_ranks_with_other_settings_are_an_error_on_all(setting, said):
+    """Ranks with another scale of results once trained on under Megatron."""
+    run = run_ranks(2, _build_differently, setting, timeout_s=60.0)
     assert run.exit_codes == [1, 1]
     for output in run.outputs:
         assert "Muon settings: expected the same on all ranks" in output
-        assert "newton_schulz='gram'" in output
+        assert said in output
 
 
 def _build_with_a_broken_kernel(fails: bool) -> list[str]:
