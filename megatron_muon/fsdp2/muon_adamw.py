@@ -154,7 +154,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @property
     def muon(self) -> Muon | None:
-        """What steps the matrices; None before it is planned."""
+        """The optimizer of matrices; None before their exchange is planned."""
         return self._muon
 
     def __repr__(self) -> str:

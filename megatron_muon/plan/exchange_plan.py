@@ -141,7 +141,7 @@ class ExchangePlan:
 
     @cached_property
     def stacking(self) -> Stacking:
-        """What may be stacked."""
+        """Groups of matrices that can share a stack."""
         return Stacking(self.matrices, self.owners, self.cost, self.wire)
 
     @cached_property

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank sends, receives and orthogonalizes, in which order, over all of its plans."""
+"""The step of one rank over all of its plans: messages, stacks, and their order."""
 
 import dataclasses
 import itertools
@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnedStacks:
-    """What one rank orthogonalizes at once.
+    """Stacks that one rank orthogonalizes together.
 
     Args:
         stacks: Stacks of parts of one shape.
@@ -58,7 +58,7 @@ class OwnedStacks:
 
 @dataclass(frozen=True)
 class RankScatter:
-    """What one rank does in one scatter.
+    """Messages of one rank in one scatter.
 
     Args:
         sends: Results for each holder, itself included where others hold the same rows.
@@ -81,7 +81,7 @@ class RankScatter:
 
 @dataclass(frozen=True)
 class RankBucket:
-    """What one rank does in one bucket.
+    """Messages and stacks of one rank in one bucket.
 
     Args:
         owned: What it orthogonalizes.
@@ -108,7 +108,7 @@ class RankBucket:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does: its local matrices, and its share of every bucket.
+    """The part of one rank in a plan: its local matrices, and its share of every bucket.
 
     Args:
         local: Stacks of local matrices, one by one.

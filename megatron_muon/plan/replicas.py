@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How results come back: from an owner to one replica of a shard, and from there to the others.
+"""The way of results: from an owner to one replica of a shard, and from there to the others.
 
 One shard with two replicas, on ranks 0 and 4, and the results of three owners::
 
@@ -54,7 +54,7 @@ class Share(NamedTuple):
 
 
 class ShardScatter(NamedTuple):
-    """What the replicas of one shard get in one scatter.
+    """Results that the replicas of one shard receive in one scatter.
 
     Args:
         holders: The replicas, ascending.

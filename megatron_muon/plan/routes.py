@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where each rectangle of a matrix goes: from its source to its owner, and back to all holders.
+"""Routes of the rectangles of a matrix: from a source to an owner, and back to all holders.
 
 One list of routes serves both ways: the scatter sends back what the gather brought. The way back is
 never computed a second time, so the two cannot disagree.

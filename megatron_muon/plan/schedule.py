@@ -54,7 +54,7 @@ class Depth(NamedTuple):
 
 
 class PlanOrder(NamedTuple):
-    """What of a plan decides the order of a step.
+    """Numbers of a plan that decide the order of a step.
 
     Args:
         num_buckets: Buckets.

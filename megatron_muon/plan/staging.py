@@ -67,7 +67,7 @@ class _Lifetime(NamedTuple):
 
 
 class PlanStaging(NamedTuple):
-    """What one rank stages for one of its plans.
+    """Staging memory of one rank for one of its plans.
 
     Args:
         order: What decides the order of a step.
