@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.95, 0.1
-OURS, OURS_FP32 = "megatron_muon", "megatron_muon, wire fp32"
+OURS, OURS_FP32 = "megatron_muon", "megatron_muon, fp32 messages"
 # Modules of the peers that may not be installed.
 PACKAGES = {
     "dion": "dion",
@@ -27,12 +27,12 @@ Params = list[torch.nn.Parameter]
 Builder = Callable[[Params], torch.optim.Optimizer]
 
 
-def _ours(wire: Any) -> Builder:
+def _ours(comm_dtype: Any) -> Builder:
     def build(params: Params) -> torch.optim.Optimizer:
         """Build this package's optimizer, with torch's coefficients and scale."""
         from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
-        exchange = ExchangeSettings(wire=wire)
+        exchange = ExchangeSettings(comm_dtype=comm_dtype)
         keys: Any = {"coefficient_type": "simple", "scale_mode": "shape_scaling", "nesterov": True}
         return Muon(params, LR, MOMENTUM, WEIGHT_DECAY, exchange=exchange, **keys)
 

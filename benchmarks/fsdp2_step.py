@@ -31,7 +31,7 @@ medians over the rounds.
 
 Bytes and calls are those of all collectives that reach torch's dispatcher, DTensor's among them. An
 all-reduce counts as a ring. "Update" is how far the first update is from that of megatron_muon with
-wire fp32, relative to its norm, for the parameter where that is most: bf16 Newton-Schulz with other
+fp32 messages, relative to its norm, for the worst parameter: bf16 Newton-Schulz with other
 rounding is off by up to 0.05.
 
 The same for all: ``torch.compile`` is off, and where the CPU has no bf16 instructions, products of
@@ -160,10 +160,10 @@ def probe(peer: str, layout: str, options: argparse.Namespace) -> dict[str, Any]
         plans = stepped.optimizer.compute.plans  # type: ignore[attr-defined]
         report = build_report(range(options.ranks), plans)
         found["plan_bytes"] = report.ranks[dist.get_rank()].bytes_sent
-        wire = plans[0].wire
+        dtypes = plans[0].dtypes
         # All of a matrix but the owner's share is sent there and comes back.
         moved = sum(map(math.prod, shapes)) * (options.ranks - 1) // options.ranks
-        found["even_all_to_all_bytes"] = moved * (wire.gather_bytes + wire.scatter_bytes)
+        found["even_all_to_all_bytes"] = moved * (dtypes.gather_bytes + dtypes.scatter_bytes)
     return found
 
 

@@ -243,7 +243,7 @@ class NoEngine:
         """Return nothing."""
 
     def orthogonalize(
-        self, updates: Any, results: Any, meanwhile: Any = None
+        self, updates: Any, results: Any, overlap_fn: Any = None
     ) -> Iterator[Sequence[Any]]:
         """Return what an engine would, in one piece."""
         yield self.handles

@@ -211,7 +211,7 @@ def torch_muon(model: Model, precision: str) -> Peer:
 PEERS: dict[str, Callable[[Model, str], Peer]] = {
     "adam": adam,
     "owner": sharded_muon,
-    "owner, wire fp32": lambda m, p: sharded_muon(m, p, wire="fp32"),
+    "owner, fp32 messages": lambda m, p: sharded_muon(m, p, comm_dtype="fp32"),
     "all_gather": all_gather,
     "layer_wise": layer_wise,
     "torch.optim.Muon": torch_muon,

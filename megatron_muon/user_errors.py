@@ -4,7 +4,7 @@
 
 They are raised before training, on all ranks, and say what to do.
 
-Errors of code that plain FSDP2 runs too name arguments, such as ``exchange.wire``;
+Errors of code that plain FSDP2 runs too name arguments, such as ``exchange.comm_dtype``;
 :func:`naming_flags` puts Megatron's flags in their place.
 """
 

@@ -98,7 +98,7 @@ def main() -> None:
         optimizer_config,
         [model],
         get_standard_config_overrides(optimizer_config),
-        exchange=megatron_muon.ExchangeSettings(wire="bf16"),
+        exchange=megatron_muon.ExchangeSettings(comm_dtype="bf16"),
     )
 
     generator = torch.Generator(device="cpu").manual_seed(dist.get_rank())

@@ -42,7 +42,7 @@ class Muon(WholeMatrixMuon):
     """Step matrices that ``fully_shard`` has sharded; one rank orthogonalizes a matrix.
 
     A step equals that of emerging-optimizers' ``Muon`` on the unsharded model: to the bit with
-    ``exchange.wire`` fp32 and ``exchange.max_parts`` 1, otherwise but for rounding
+    ``exchange.comm_dtype`` fp32 and ``exchange.max_owners`` 1, otherwise but for rounding
     (docs/numerics.md). Mesh and placements of a parameter, or Megatron-FSDP, say which rows a rank
     holds; parameters may be on different meshes. Step the rest, such as embeddings, norms and
     biases, with AdamW.
@@ -288,20 +288,20 @@ class Muon(WholeMatrixMuon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_meanwhile(None)
+        self._step_overlapped(None)
         return loss
 
     @torch.no_grad()
-    def _step_meanwhile(
+    def _step_overlapped(
         self,
-        meanwhile: Callable[[], None] | None,
+        overlap_fn: Callable[[], None] | None,
         problems: Sequence[str] = (),
         others: OtherBytes = NOTHING,
     ) -> None:
         """Step, and call a function when the first rows are in transit.
 
         Args:
-            meanwhile: What else is to be done, without communication.
+            overlap_fn: What else is to be done, without communication.
             problems: Sentences for which all ranks refuse the step.
             others: Memory that it takes.
         """
@@ -320,5 +320,5 @@ class Muon(WholeMatrixMuon):
             self.muon_step.release()
             raise
         self._is_changing = True
-        self.muon_step.step(without, meanwhile)
+        self.muon_step.step(without, overlap_fn)
         self._is_changing = False

@@ -291,7 +291,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
         others = [other for each in _ALGORITHMS if (other := self._elementwise(each)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)
-        muon._step_meanwhile(step_others, self._changes(), memory)
+        muon._step_overlapped(step_others, self._changes(), memory)
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if muon.state is not self.state:
             self.state.update(muon.state)

@@ -112,7 +112,7 @@ def _settings_problems(settings: MuonSettings, options: Mapping[str, Any]) -> li
         )
     found += method_problems(options["adaptive"], step.weight_decay_method)
     for check in (
-        lambda: exchange.wire_for(given.is_bf16),
+        lambda: exchange.comm_dtypes(given.is_bf16),
         lambda: coefficients_of(given.steps, given.coefficient_type),
     ):
         try:

@@ -21,7 +21,7 @@ from megatron_muon.mcore.unsupported import (
 )
 from megatron_muon.newton_schulz import BackendChoice
 from megatron_muon.plan.layout import Splits
-from megatron_muon.plan.settings import ExchangeSettings, WireChoice
+from megatron_muon.plan.settings import CommDtype, ExchangeSettings
 from megatron_muon.user_errors import SettingsError, in_flags
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 MUON_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
 # Flags of the exchange, --muon-fsdp-<name>: the defaults are those of ExchangeSettings.
 EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "wire": {
-        "choices": get_args(WireChoice),
+    "comm_dtype": {
+        "choices": get_args(CommDtype),
         "help": "Dtype of rows on their way to owners. bf16: rows normalized by the float64 norm "
         "of their matrix; fp32: fp32 rows, for the very bits of upstream's Muon; auto: bf16 with "
         "--muon-fp32-matmul-prec medium, otherwise fp32.",
@@ -41,7 +41,7 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
         "help": "Maximum memory of messages and stacks on a rank while a step runs, bytes. "
         "Default: 5.5 GB, or the least that works if that is more.",
     },
-    "max_parts": {
+    "max_owners": {
         "type": int,
         "help": "Maximum number of ranks per matrix, a power of two. A matrix is split only "
         "if it alone exceeds the fair share of a rank. 1 turns splitting off: results have the "
@@ -151,7 +151,7 @@ def check(args: argparse.Namespace) -> None:
         # All problems are reported at once: a queued job should not fail a second time.
         refusals = unsupported_settings(vars(args))
         try:
-            exchange_settings(args).wire_for(args.muon_fp32_matmul_prec == "medium")
+            exchange_settings(args).comm_dtypes(args.muon_fp32_matmul_prec == "medium")
         except ValueError as error:
             refusals.append(in_flags(str(error)))
         refusals += _split_refusals(args)
@@ -283,7 +283,7 @@ def _global_args() -> Any:
 def requested_exchange() -> ExchangeSettings:
     """Read the ``--muon-fsdp-*`` flags, or their defaults in scripts without megatron.training."""
     args = _global_args()
-    return exchange_settings(args) if hasattr(args, "muon_fsdp_wire") else ExchangeSettings()
+    return exchange_settings(args) if hasattr(args, "muon_fsdp_comm_dtype") else ExchangeSettings()
 
 
 def requested_splits(config: Any, args: Any = None) -> Splits:

@@ -23,7 +23,7 @@ class NewtonSchulzSettings:
         steps: Newton-Schulz steps.
         coefficient_type: Name of emerging-optimizers' coefficients.
         is_bf16: Whether it runs in bf16 (matmul precision "medium"); its results are then
-            bf16-valued, and are sent as bf16 in either wire dtype.
+            bf16-valued, and are sent back as bf16 with any ``comm_dtype``.
         scale: Returns the factors of a result by ``(rows, cols)`` of the whole block; it is
             multiplied with them in fp32, one after the other.
         function: Orthogonalizes stacks of float32 matrices ``(num_matrices, rows, cols)`` in place

@@ -98,9 +98,10 @@ Files, each importing only those above it::
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import OwnedStacks, RankBucket, RankPlan
 from megatron_muon.plan.routes import Part, Route
-from megatron_muon.plan.settings import ExchangeSettings, Wire
+from megatron_muon.plan.settings import CommDtypes, ExchangeSettings
 
 __all__ = [
+    "CommDtypes",
     "ExchangePlan",
     "ExchangeSettings",
     "OwnedStacks",
@@ -108,5 +109,4 @@ __all__ = [
     "RankBucket",
     "RankPlan",
     "Route",
-    "Wire",
 ]

@@ -78,13 +78,13 @@ def choose_buckets(
     Args:
         matrices: Matrices to exchange.
         local: Indices of local matrices.
-        stacking: Stacks, owners and the wire.
+        stacking: Stacks, owners and the dtypes.
         staging_bytes: Memory of a rank for messages and stacks.
         has_replicas: Whether any shard has several holders.
         num_buckets: Number of buckets to start from; None for the rule.
     """
     local_bytes = {
-        owner: max(stack.num_elements for stack in stacks) * stacking.wire.stack_bytes
+        owner: max(stack.num_elements for stack in stacks) * stacking.dtypes.stack_bytes
         for owner, stacks in stacking.stacks(local).items()
     }
     if not matrices:
@@ -178,11 +178,11 @@ def _distinct_sizes(
 
 def _bytes_of_fullest(sizes: _Sizes, order: PlanOrder, stacking: Stacking) -> int:
     """Return the bytes that the fullest rank stages: those that its engine will allocate."""
-    wire = stacking.wire
+    dtypes = stacking.dtypes
     stagings = []
     for of_buckets, local_bytes in sizes:
-        buckets = [each.bucket.in_bytes(wire) for each in of_buckets]
-        scatters = [scatter.in_bytes(wire) for each in of_buckets for scatter in each.scatters]
+        buckets = [each.bucket.in_bytes(dtypes) for each in of_buckets]
+        scatters = [scatter.in_bytes(dtypes) for each in of_buckets for scatter in each.scatters]
         total = sum(itertools.chain(*buckets, *scatters)) + local_bytes
         stagings.append((total, PlanStaging(order, buckets, scatters, local_bytes)))
     most = 0

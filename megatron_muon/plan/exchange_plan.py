@@ -14,7 +14,7 @@ from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.owners import Assignment, choose_owners, matrix_ns
 from megatron_muon.plan.routes import Route, routes_of
 from megatron_muon.plan.schedule import PlanOrder
-from megatron_muon.plan.settings import PlanSettings, Wire
+from megatron_muon.plan.settings import CommDtypes, PlanSettings
 from megatron_muon.plan.sizes import SizeCounter, Stacking
 
 
@@ -29,7 +29,7 @@ class ExchangePlan:
         matrices: Layouts, in parameter order.
         assignment: Their owners.
         cost: Rates of the machine, and sizes of stacks.
-        wire: Dtypes of rows and results.
+        dtypes: Dtypes of rows and results.
         local: Indices of the local matrices, ascending.
         buckets: Indices of the matrices of each bucket, ascending.
         order: What of the plan decides the order of a step.
@@ -44,7 +44,7 @@ class ExchangePlan:
     matrices: tuple[MatrixLayout, ...]
     assignment: Assignment
     cost: CostModel
-    wire: Wire
+    dtypes: CommDtypes
     local: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
     order: PlanOrder
@@ -64,7 +64,7 @@ class ExchangePlan:
         If no buckets fit into the memory, the plan is the one with the least: its
         ``staging_bytes`` is then larger.
         """
-        cost, wire = settings.cost, settings.wire
+        cost, dtypes = settings.cost, settings.dtypes
         # Nothing here depends on the rank that builds the plan: all ranks must get the same.
         owners = assignment.owners
         local = [i for i, matrix in enumerate(matrices) if _is_local(matrix, owners[i])]
@@ -89,12 +89,12 @@ class ExchangePlan:
         buckets = choose_buckets(
             exchanged,
             local,
-            Stacking(matrices, owners, cost, wire),
+            Stacking(matrices, owners, cost, dtypes),
             staging_bytes,
             has_replicas=has_replicas,
             num_buckets=settings.num_buckets,
         )
-        return cls(tuple(matrices), assignment, cost, wire, tuple(local), *buckets)
+        return cls(tuple(matrices), assignment, cost, dtypes, tuple(local), *buckets)
 
     def __post_init__(self) -> None:
         """Check that every matrix is orthogonalized exactly once."""
@@ -142,7 +142,7 @@ class ExchangePlan:
     @cached_property
     def stacking(self) -> Stacking:
         """Groups of matrices that can share a stack."""
-        return Stacking(self.matrices, self.owners, self.cost, self.wire)
+        return Stacking(self.matrices, self.owners, self.cost, self.dtypes)
 
     @cached_property
     def sizes(self) -> SizeCounter:
@@ -230,7 +230,7 @@ def staging_problem(
     return (
         f"staging memory: expected at most {staging_bytes:,} bytes a rank, got {needed:,} for "
         f"messages and stacks of {len(plans)} {'plans' if len(plans) > 1 else 'plan'}; the largest "
-        f"matrix, {matrix.name}, has {matrix.num_elements * largest.wire.gather_bytes:,}. Set "
+        f"matrix, {matrix.name}, has {matrix.num_elements * largest.dtypes.gather_bytes:,}. Set "
         f"exchange.staging_bytes to {enough} or more, or shard the model over more ranks."
     )
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.plan.settings import PlanSettings, Wire
+from megatron_muon.plan.settings import CommDtypes, PlanSettings
 
 # Pass 2 may load a rank by this factor more than pass 1: estimates are not more exact.
 _CAPACITY = 1.025
@@ -72,21 +72,21 @@ def choose_owners(
         settings: Rates, bytes per element and maximum number of owners.
         initial_load_ns: Time that ranks spend on other matrices.
     """
-    cost, wire = settings.cost, settings.wire
+    cost, dtypes = settings.cost, settings.dtypes
     ranks = sorted(set().union(*{matrix.ranks for matrix in matrices}))
     load_ns = {rank: (initial_load_ns or {}).get(rank, 0) for rank in ranks}
     whole_ns = [matrix_ns(matrix, cost) for matrix in matrices]
     before_ns = sum(load_ns.values()) // len(ranks)
     ideal_ns = before_ns + sum(whole_ns) // len(ranks)
     room_ns = int(_LONGER_THAN_FAIR * ideal_ns) - before_ns
-    num_parts = _choose_parts(matrices, whole_ns, room_ns, cost, settings.max_parts)
+    num_parts = _choose_parts(matrices, whole_ns, room_ns, cost, settings.max_owners)
     # One object for all matrices with the same shards, as those of all layers have.
     traffic: dict[int, _Traffic] = {}
     tasks = []
     for index, (matrix, parts) in enumerate(zip(matrices, num_parts, strict=True)):
         held = matrix.elements_by_rank
         if id(held) not in traffic:
-            traffic[id(held)] = _Traffic(held, matrix.num_elements, cost, wire)
+            traffic[id(held)] = _Traffic(held, matrix.num_elements, cost, dtypes)
         tasks.append(_Task(index, matrix, parts, matrix_ns(matrix, cost, parts), traffic[id(held)]))
     # Those that one rank holds whole come first: only there they cause no traffic. Then those with
     # most owners: later there might be no set of consecutive ranks that are all idle.
@@ -103,7 +103,7 @@ def choose_owners(
     owners = tuple(placing.owners[i] for i in range(len(tasks)))
     if all(len(matrix.elements_by_rank) == 1 for matrix in matrices):
         # There and back, and the all-reduce of norms.
-        num_collectives = 2 + (wire.norm_bytes > 0)
+        num_collectives = 2 + (dtypes.norm_bytes > 0)
         exchange_ns = num_collectives * cost.collective_ns(ranks)
         holders = tuple(tuple(matrix.elements_by_rank) for matrix in matrices)
         for (holder,), time_ns in zip(holders, whole_ns, strict=True):
@@ -130,18 +130,20 @@ class _Traffic:
         held: Elements by rank; every replica counts.
         num_elements: Elements of the matrix.
         cost: Rates of the machine.
-        wire: Bytes per element.
+        dtypes: Bytes per element.
     """
 
     def __init__(
-        self, held: Mapping[int, int], num_elements: int, cost: CostModel, wire: Wire
+        self, held: Mapping[int, int], num_elements: int, cost: CostModel, dtypes: CommDtypes
     ) -> None:
         self._held = held
         self._cost = cost
         self._total = sum(held.values())
         # One of several replicas sends, and one gets results: the nearest, here assumed to be an
         # average one.
-        self._element_bytes = (wire.gather_bytes + wire.scatter_bytes) * num_elements / self._total
+        self._element_bytes = (
+            (dtypes.gather_bytes + dtypes.scatter_bytes) * num_elements / self._total
+        )
         self._by_node: dict[int, int] = {}
         for rank, elements in held.items():
             node = cost.node(rank)
@@ -269,7 +271,7 @@ def _choose_parts(
     whole_ns: Sequence[int],
     room_ns: int,
     cost: CostModel,
-    max_parts: int,
+    max_owners: int,
 ) -> list[int]:
     """Choose the number of owners of every matrix: one, unless it exceeds the room of a rank.
 
@@ -286,7 +288,7 @@ def _choose_parts(
         now_ns, index = -longest[0][0], heapq.heappop(longest)[1]
         parts = num_parts[index]
         # Parts double, so that sets of owners tile a node.
-        if 2 * parts > min(max_parts, len(matrices[index].ranks)):
+        if 2 * parts > min(max_owners, len(matrices[index].ranks)):
             continue
         half_ns = matrix_ns(matrices[index], cost, 2 * parts)
         added_ns = parts * (2 * half_ns - now_ns)

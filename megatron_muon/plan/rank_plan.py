@@ -13,7 +13,7 @@ from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.replicas import ShardScatter, routes_of_share, scatters_of
 from megatron_muon.plan.routes import Part, Route, parts_of
 from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
-from megatron_muon.plan.settings import Wire
+from megatron_muon.plan.settings import CommDtypes
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, StagingLayout
 
 type Stack = tuple[Part, ...]
@@ -139,13 +139,13 @@ class RankPlan:
         """Scatters of all buckets, in order."""
         return [scatter for bucket in self.buckets for scatter in bucket.scatters]
 
-    def staging(self, wire: Wire) -> PlanStaging:
+    def staging(self, dtypes: CommDtypes) -> PlanStaging:
         """Return what the plan stages in a step, in bytes."""
         return PlanStaging(
             self.order,
-            [bucket.num_elements.in_bytes(wire) for bucket in self.buckets],
-            [scatter.num_elements.in_bytes(wire) for scatter in self.scatters],
-            max((owned.num_elements for owned in self.local), default=0) * wire.stack_bytes,
+            [bucket.num_elements.in_bytes(dtypes) for bucket in self.buckets],
+            [scatter.num_elements.in_bytes(dtypes) for scatter in self.scatters],
+            max((owned.num_elements for owned in self.local), default=0) * dtypes.stack_bytes,
         )
 
 
@@ -188,7 +188,8 @@ class RankSchedule:
         rank_plans = tuple(RankPlan.build(plan, rank) for plan in plans)
         actions = actions_of([rank_plan.order for rank_plan in rank_plans])
         staging = [
-            rank_plan.staging(plan.wire) for rank_plan, plan in zip(rank_plans, plans, strict=True)
+            rank_plan.staging(plan.dtypes)
+            for rank_plan, plan in zip(rank_plans, plans, strict=True)
         ]
         return cls(
             rank_plans, actions, _spread_local(rank_plans, actions), StagingLayout.build(staging)

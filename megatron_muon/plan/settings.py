@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from megatron_muon.newton_schulz import BackendChoice
 from megatron_muon.plan.cost import CostModel
 
-WireChoice = Literal["auto", "bf16", "fp32"]
+CommDtype = Literal["auto", "bf16", "fp32"]
 # The names of torch's dtypes: runtime/ looks them up there, and this package needs no torch.
 type DTypeName = Literal["bfloat16", "float32"]
 
@@ -19,7 +19,7 @@ _BYTES: dict[DTypeName, int] = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
-class Wire:
+class CommDtypes:
     """Dtypes of rows on their way to their owner, and of results on their way back.
 
     Args:
@@ -72,17 +72,17 @@ class PlanSettings:
 
     Args:
         cost: Rates of the machine, and sizes of stacks.
-        wire: Dtypes of rows and results.
-        max_parts: Maximum number of owners per matrix.
+        dtypes: Dtypes of rows and results.
+        max_owners: Maximum number of owners per matrix.
         num_buckets: Number of buckets, if memory allows it; None for the rule of
             :mod:`megatron_muon.plan.buckets`.
         staging_bytes: Memory of a rank for messages and stacks of all plans, if they fit into it.
     """
 
     cost: CostModel = field(default_factory=CostModel)
-    wire: Wire = Wire("bfloat16", "bfloat16")
+    dtypes: CommDtypes = CommDtypes("bfloat16", "bfloat16")
     # Every part repeats the cubic term of its matrix, and parts all-reduce inside a node of 8.
-    max_parts: int = 8
+    max_owners: int = 8
     num_buckets: int | None = None
     # Every plan of docs/performance.md needs less. When a step runs, activations are gone.
     staging_bytes: int = 11 * 10**9 // 2
@@ -102,15 +102,15 @@ class ExchangeSettings:
     """How matrices are assigned to ranks, sent and orthogonalized.
 
     Args:
-        wire: ``bf16``: rows are sent normalized, in bf16. ``fp32``: rows are sent in fp32, and
-            Newton-Schulz is the stock function on the very bits of the whole matrix, also where
+        comm_dtype: ``bf16``: rows are sent normalized, in bf16. ``fp32``: rows are sent in fp32,
+            and Newton-Schulz is the stock function on the very bits of the whole matrix, also where
             upstream would spread it over tensor-parallel ranks with other rounding
             (``--muon-tp-mode distributed``). ``auto``: bf16 where Newton-Schulz runs in bf16
             (matmul precision medium), otherwise fp32.
         staging_bytes: Maximum memory of messages, stacks and results on a rank while a step runs,
             without the workspace of Newton-Schulz. None: 5.5 GB, or the least that works if that is
             more.
-        max_parts: Maximum number of owners per matrix, a power of two. A matrix is split
+        max_owners: Maximum number of owners per matrix, a power of two. A matrix is split
             only if it alone exceeds the fair share of a rank. 1 keeps every matrix whole, and
             results the same bits on any number of ranks.
         cost_model: Rates of the machine, as ``name=value,...`` for
@@ -124,13 +124,13 @@ class ExchangeSettings:
         log_plan: Whether rank 0 logs a report of the plan.
 
     Raises:
-        ValueError: An unknown wire or way to compute Newton-Schulz, a size or a number that cannot
+        ValueError: An unknown dtype or way to compute Newton-Schulz, a size or a number that cannot
             work, or a cost model that does not parse.
     """
 
-    wire: WireChoice = "auto"
+    comm_dtype: CommDtype = "auto"
     staging_bytes: int | None = None
-    max_parts: int = PlanSettings.max_parts
+    max_owners: int = PlanSettings.max_owners
     cost_model: str = ""
     newton_schulz: BackendChoice = "standard"
     num_buckets: int | None = None
@@ -139,7 +139,7 @@ class ExchangeSettings:
     def __post_init__(self) -> None:
         """Check the choices, and that the cost model parses."""
         for name, value, choices in (
-            ("wire", self.wire, get_args(WireChoice)),
+            ("comm_dtype", self.comm_dtype, get_args(CommDtype)),
             ("newton_schulz", self.newton_schulz, get_args(BackendChoice)),
         ):
             if value not in choices:
@@ -157,10 +157,10 @@ class ExchangeSettings:
                 f"{self.num_buckets}. Leave it out."
             )
         # A power of two: parts are doubled until a matrix is short enough.
-        if self.max_parts < 1 or self.max_parts & (self.max_parts - 1):
+        if self.max_owners < 1 or self.max_owners & (self.max_owners - 1):
             raise ValueError(
-                f"exchange.max_parts: expected a power of two, got {self.max_parts}. Use 1 to keep "
-                "each matrix whole."
+                f"exchange.max_owners: expected a power of two, got {self.max_owners}. Use 1 to "
+                "keep each matrix whole."
             )
         # The optimizer knows its number of steps; a second value here could only disagree.
         if "num_ns_steps" in self.cost_model:
@@ -178,22 +178,22 @@ class ExchangeSettings:
             is_bf16: Whether Newton-Schulz runs in bf16.
 
         Raises:
-            ValueError: A bf16 wire was asked for, and Newton-Schulz runs in fp32.
+            ValueError: bf16 messages were asked for, and Newton-Schulz runs in fp32.
         """
         staging_bytes = self.staging_bytes or PlanSettings.staging_bytes
-        wire = self.wire_for(is_bf16)
-        return PlanSettings(cost, wire, self.max_parts, self.num_buckets, staging_bytes)
+        dtypes = self.comm_dtypes(is_bf16)
+        return PlanSettings(cost, dtypes, self.max_owners, self.num_buckets, staging_bytes)
 
-    def wire_for(self, is_bf16: bool) -> Wire:
-        """Return the wire for Newton-Schulz in bf16 or in fp32.
+    def comm_dtypes(self, is_bf16: bool) -> CommDtypes:
+        """Return the dtypes of messages for Newton-Schulz in bf16 or in fp32.
 
         Raises:
-            ValueError: A bf16 wire was asked for, and Newton-Schulz runs in fp32.
+            ValueError: bf16 messages were asked for, and Newton-Schulz runs in fp32.
         """
-        if self.wire == "bf16" and not is_bf16:
+        if self.comm_dtype == "bf16" and not is_bf16:
             raise ValueError(
-                "exchange.wire: expected fp32 for Newton-Schulz in fp32, got bf16, which would "
-                "round its input. Use exchange.wire fp32, or fp32_matmul_prec medium."
+                "exchange.comm_dtype: expected fp32 for Newton-Schulz in fp32, got bf16, which "
+                "would round its input. Use exchange.comm_dtype fp32, or fp32_matmul_prec medium."
             )
         results: DTypeName = "bfloat16" if is_bf16 else "float32"
-        return Wire("float32" if self.wire == "fp32" else results, results)
+        return CommDtypes("float32" if self.comm_dtype == "fp32" else results, results)

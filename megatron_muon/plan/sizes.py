@@ -17,7 +17,7 @@ from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.replicas import ShardScatter, scatters_of
 from megatron_muon.plan.routes import nearest_holder, overlaps, parts_of
-from megatron_muon.plan.settings import Wire
+from megatron_muon.plan.settings import CommDtypes
 from megatron_muon.plan.staging import BucketSizes, ScatterSizes
 
 
@@ -54,19 +54,19 @@ class Stacking:
         matrices: Layouts.
         owners: Owners of each.
         cost: Sizes of stacks.
-        wire: Decides whether rows are normalized before they are sent.
+        dtypes: Decides whether rows are normalized before they are sent.
     """
 
     matrices: Sequence[MatrixLayout]
     owners: Sequence[tuple[int, ...]]
     cost: CostModel
-    wire: Wire
+    dtypes: CommDtypes
 
     def is_stackable(self, index: int) -> bool:
         """Return whether blocks of a matrix may be orthogonalized in one call with others."""
         return (
             # Rows in fp32 are orthogonalized by upstream's function, which accepts one matrix.
-            self.wire.normalizes
+            self.dtypes.normalizes
             # The all-reduces of a split block are between its owners: batching it with another
             # block would need the same owners, in the same stack, on all of them.
             and len(self.owners[index]) == 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
-from megatron_muon.plan.settings import Wire
+from megatron_muon.plan.settings import CommDtypes
 
 # Source: CUDA's allocations are aligned to 256 bytes. Kernels that read 16 bytes at once, and
 # cuBLAS's fast ones, need less.
@@ -33,13 +33,13 @@ class BucketSizes(NamedTuple):
     gather_receive: int
     stacks: int
 
-    def in_bytes(self, wire: Wire) -> "BucketSizes":
+    def in_bytes(self, dtypes: CommDtypes) -> "BucketSizes":
         """Convert elements to bytes."""
-        gathered = wire.gather_bytes
+        gathered = dtypes.gather_bytes
         return BucketSizes(
             self.gather_send * gathered,
             self.gather_receive * gathered,
-            self.stacks * wire.stack_bytes,
+            self.stacks * dtypes.stack_bytes,
         )
 
 
@@ -54,9 +54,9 @@ class ScatterSizes(NamedTuple):
     send: int
     receive: int
 
-    def in_bytes(self, wire: Wire) -> "ScatterSizes":
+    def in_bytes(self, dtypes: CommDtypes) -> "ScatterSizes":
         """Convert elements to bytes."""
-        return ScatterSizes(*(size * wire.scatter_bytes for size in self))
+        return ScatterSizes(*(size * dtypes.scatter_bytes for size in self))
 
 
 class _Lifetime(NamedTuple):

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan = parser.add_argument_group("plan")
     plan.add_argument(
-        "--wire",
+        "--comm-dtype",
         choices=("bf16", "fp32"),
         default="bf16",
         help="2 bytes each way, or 4 as with --muon-fp32-matmul-prec high",
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--staging-bytes", type=int, help="most memory of a rank for messages and stacks"
     )
-    plan.add_argument("--max-parts", type=int, default=defaults.max_parts)
+    plan.add_argument("--max-owners", type=int, default=defaults.max_owners)
     output = parser.add_argument_group("output: a table, unless")
     output.add_argument("--json", action="store_true", help="print JSON instead")
     return parser
@@ -84,14 +84,14 @@ def _settings(options: argparse.Namespace) -> PlanSettings:
     """Return the numbers of a live run's plans, checked as there."""
     rates = CostModel(backends=CHOICES[options.muon_fsdp_newton_schulz])
     settings = ExchangeSettings(
-        wire=options.wire,
+        comm_dtype=options.comm_dtype,
         staging_bytes=options.staging_bytes,
-        max_parts=options.max_parts,
+        max_owners=options.max_owners,
         cost_model=options.cost_model,
         newton_schulz=options.muon_fsdp_newton_schulz,
     )
     cost = CostModel.parse(options.cost_model, rates)
-    return settings.plan_settings(cost, is_bf16=options.wire == "bf16")
+    return settings.plan_settings(cost, is_bf16=options.comm_dtype == "bf16")
 
 
 def _report(options: argparse.Namespace) -> Report:

@@ -158,19 +158,19 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
 
 def _add_matrices(report: Report, by_rank: Mapping[int, RankReport], plan: ExchangePlan) -> None:
     """Add who owns what, and what it would be at best."""
-    wire = plan.wire
+    dtypes = plan.dtypes
     for index, (matrix, owners) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
         who = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
         report.matrices.append({"name": matrix.name, **who})
         report.num_blocks.update(plan.backend(index, block) for block in range(len(matrix.blocks)))
         report.num_elements += matrix.num_elements
         report.ideal_ns += sum(plan.cost.newton_schulz_ns(*shape) for shape in matrix.blocks)
-        report.norm_bytes += wire.norm_bytes * len(matrix.blocks)
+        report.norm_bytes += dtypes.norm_bytes * len(matrix.blocks)
         # An owner keeps what it holds itself, so the largest holder saves most. Results go to
         # every replica, rows come from one of them.
         held = matrix.elements_by_rank.values()
-        report.lower_bound_bytes += wire.gather_bytes * (matrix.num_elements - max(held))
-        report.lower_bound_bytes += wire.scatter_bytes * (sum(held) - max(held))
+        report.lower_bound_bytes += dtypes.gather_bytes * (matrix.num_elements - max(held))
+        report.lower_bound_bytes += dtypes.scatter_bytes * (sum(held) - max(held))
         # A part counts as a matrix: it needs a call of Newton-Schulz like one.
         for owner in owners:
             by_rank[owner].num_matrices += 1
@@ -182,7 +182,7 @@ def _add_traffic(
     report: Report, by_rank: Mapping[int, RankReport], plan: ExchangePlan, bucket: Sequence[int]
 ) -> None:
     """Add rows and results of a bucket, and what replicas pass on to each other."""
-    cost, wire = plan.cost, plan.wire
+    cost, dtypes = plan.cost, plan.dtypes
     traffic = plan.sizes.traffic(bucket)
     report.moved_elements += traffic.gathered.total()
     results: Counter[tuple[int, int]] = Counter()
@@ -193,12 +193,15 @@ def _add_traffic(
         for part in shard.shares:
             if part.owner != part.holder:
                 results[part.owner, part.holder] += part.num_elements
-        passed_on = wire.scatter_bytes * shard.num_passed_on
-        time_ns = cost.all_gather_ns(shard.holders, wire.scatter_bytes * shard.num_elements)
+        passed_on = dtypes.scatter_bytes * shard.num_passed_on
+        time_ns = cost.all_gather_ns(shard.holders, dtypes.scatter_bytes * shard.num_elements)
         for holder in shard.holders:
             by_rank[holder].send(passed_on, time_ns)
             by_rank[holder].receive(passed_on, time_ns)
-    for messages, width in ((traffic.gathered, wire.gather_bytes), (results, wire.scatter_bytes)):
+    for messages, width in (
+        (traffic.gathered, dtypes.gather_bytes),
+        (results, dtypes.scatter_bytes),
+    ):
         for (sender, receiver), elements in messages.items():
             num_bytes = width * elements
             is_on_node = cost.share_a_node((sender, receiver))
@@ -234,9 +237,9 @@ def _staging(
         largest = max((stack.num_elements for stack in local.get(rank, ())), default=0)
         staging[rank] = PlanStaging(
             plan.order,
-            [size.bucket.in_bytes(plan.wire) for size in sizes],
-            [scatter.in_bytes(plan.wire) for size in sizes for scatter in size.scatters],
-            largest * plan.wire.stack_bytes,
+            [size.bucket.in_bytes(plan.dtypes) for size in sizes],
+            [scatter.in_bytes(plan.dtypes) for size in sizes for scatter in size.scatters],
+            largest * plan.dtypes.stack_bytes,
         )
     return staging
 

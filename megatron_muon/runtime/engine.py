@@ -182,7 +182,7 @@ class Engine:
 
     @torch.no_grad()
     def orthogonalize(
-        self, updates: Rows, results: Rows, meanwhile: Callable[[], None] | None = None
+        self, updates: Rows, results: Rows, overlap_fn: Callable[[], None] | None = None
     ) -> Iterator[list[Any]]:
         """Orthogonalize all matrices, and yield handles as their results arrive.
 
@@ -197,7 +197,7 @@ class Engine:
             results: By handle, the rows that receive the scaled result, of the same shape and
                 dtype. They may be the memory of the updates: all rows of a handle have been read
                 when its first result comes.
-            meanwhile: Called once, when the first rows are in transit.
+            overlap_fn: Called once, when the first rows are in transit.
 
         Yields:
             Lists of handles whose results are complete. Every handle of this rank is yielded once.
@@ -209,12 +209,12 @@ class Engine:
         for runner in self.runners:
             runner.begin(updates, results)
         for action in self._schedule.actions:
-            if meanwhile is not None and action.kind != "start_gather":
-                meanwhile()
-                meanwhile = None
+            if overlap_fn is not None and action.kind != "start_gather":
+                overlap_fn()
+                overlap_fn = None
             yield from self._run(action)
-        if meanwhile is not None:
-            meanwhile()
+        if overlap_fn is not None:
+            overlap_fn()
         # Not after an exception: a collective that was not waited for may still use the memory.
         self._arena.free()
         for runner in self.runners:

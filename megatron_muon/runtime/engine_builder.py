@@ -68,14 +68,14 @@ def build_engine(
         inputs: Matrices of this rank by plan, in an order that all ranks share. Ranks may have
             different ones.
         newton_schulz: Steps, coefficients, precision and scale.
-        settings: Wire, sizes and cost model.
+        settings: CommDtypes, sizes and cost model.
         device: Where matrices are orthogonalized.
         rows_device: See :class:`~megatron_muon.runtime.engine.Engine`.
         max_num_plans: Maximum number of plans of any rank, which share the staging memory; None if
             all ranks have the same number.
 
     Raises:
-        ValueError: bf16 on the wire with Newton-Schulz in fp32.
+        ValueError: bf16 messages with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when no plan fits into the staging memory, when ranks came to
             different plans, or when one of them lacks memory for the engine or a kernel for
             Newton-Schulz.

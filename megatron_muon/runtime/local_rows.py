@@ -111,7 +111,7 @@ class LocalRows:
         if updates is not self._updates or results is not self._results:
             self._view(updates, results)
         # fp32 rows are not normalized before they are sent.
-        if self._plan.wire.norm_bytes:
+        if self._plan.dtypes.norm_bytes:
             self.norms.reduce()
         if not self._is_known:
             # An earlier step may have ended with an exception.
@@ -124,8 +124,8 @@ class LocalRows:
         """View the rows that the lists read and write."""
         of_updates = {index: updates[each] for index, each in self._handles.items()}
         of_results = {index: results[each] for index, each in self._handles.items()}
-        normalizes = self._plan.wire.normalizes
-        if self._plan.wire.norm_bytes:
+        normalizes = self._plan.dtypes.normalizes
+        if self._plan.dtypes.norm_bytes:
             self.norms.view(of_updates)
         self._reads = self._reads or [
             RowMoves(
@@ -168,7 +168,7 @@ class LocalRows:
 
     def read(self, number: int) -> None:
         """Copy the routes of a list to their targets, divided by the norms of their blocks."""
-        self._reads[number].run(self.norms.values if self._plan.wire.normalizes else None)
+        self._reads[number].run(self.norms.values if self._plan.dtypes.normalizes else None)
 
     def write(self, number: int) -> list[Handle]:
         """Scale the results of a list in fp32, and write them to this rank's rows.

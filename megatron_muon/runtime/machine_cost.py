@@ -32,7 +32,7 @@ def resolve(
         device: Of this rank.
 
     Raises:
-        ValueError: bf16 on the wire with Newton-Schulz in fp32.
+        ValueError: bf16 messages with Newton-Schulz in fp32.
         RuntimeError: On all ranks, when one cannot run the backend that was asked for.
 
     Communication: where another backend than ``standard`` may run, a flag over all ranks, and a
@@ -54,15 +54,15 @@ def resolve(
 
 def _for_method(plan: PlanSettings, newton_schulz: NewtonSchulzSettings) -> PlanSettings:
     """Return the numbers of a plan with a method or a function of the user."""
-    method, wire = newton_schulz.method, plan.wire
+    method, dtypes = newton_schulz.method, plan.dtypes
     if isinstance(method, Namo):
-        wire = dataclasses.replace(wire, num_norms=2)
+        dtypes = dataclasses.replace(dtypes, num_norms=2)
     elif method is not None:
         # Its results are not bf16-valued.
-        wire = dataclasses.replace(wire, scatter_dtype="float32")
+        dtypes = dataclasses.replace(dtypes, scatter_dtype="float32")
     # Both are called with whole matrices.
     is_whole = isinstance(method, StackMethod) or newton_schulz.function is not None
-    return dataclasses.replace(plan, wire=wire, max_parts=1 if is_whole else plan.max_parts)
+    return dataclasses.replace(plan, dtypes=dtypes, max_owners=1 if is_whole else plan.max_owners)
 
 
 def _rates(newton_schulz: NewtonSchulzSettings, device: torch.device) -> CostModel:

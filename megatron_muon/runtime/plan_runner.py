@@ -160,8 +160,8 @@ class PlanRunner:
         arena: Arena,
     ) -> None:
         """View gathers and stacks in the arena."""
-        row_dtype = getattr(torch, self.plan.wire.gather_dtype)
-        stack_dtype = getattr(torch, self.plan.wire.stack_dtype)
+        row_dtype = getattr(torch, self.plan.dtypes.gather_dtype)
+        stack_dtype = getattr(torch, self.plan.dtypes.stack_dtype)
         view = arena.view
         sizes = [bucket.num_elements for bucket in rank_plan.buckets]
         found = list(zip(places.buckets, sizes, strict=True))
@@ -221,7 +221,7 @@ class PlanRunner:
         self, bound: BoundPlan, rank_plan: RankPlan, places: PlanOffsets, arena: Arena
     ) -> None:
         """View scatters in the arena."""
-        dtype = getattr(torch, self.plan.wire.scatter_dtype)
+        dtype = getattr(torch, self.plan.dtypes.scatter_dtype)
         scatters = rank_plan.scatters
         sizes = [scatter.num_elements for scatter in scatters]
         found = list(zip(places.scatters, sizes, strict=True))
@@ -294,7 +294,7 @@ class PlanRunner:
         return NewtonSchulzArgs(
             self._newton_schulz,
             self.plan.matrices[part.matrix].blocks[part.block],
-            self.plan.wire.normalizes,
+            self.plan.dtypes.normalizes,
             self._parts_groups[part.owners] if len(part.owners) > 1 else None,
         )
 

@@ -244,7 +244,7 @@ class MatrixStep:
         weights: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
         momentum: Sequence[torch.Tensor],
-        meanwhile: Callable[[], None] | None = None,
+        overlap_fn: Callable[[], None] | None = None,
     ) -> None:
         """Update weights and momentum; called by all ranks together.
 
@@ -256,7 +256,7 @@ class MatrixStep:
             grads: Float32 or bfloat16, by position. None for a parameter that stays as it is,
                 though its momentum is exchanged.
             momentum: In the dtype and the memory where it is kept, by position.
-            meanwhile: Called once, when the first rows are in transit.
+            overlap_fn: Called once, when the first rows are in transit.
         """
         self._arena.allocate()
         results: Any = grads if self._results is None else self._results
@@ -276,7 +276,7 @@ class MatrixStep:
         for hook in self.hooks:
             hook.advanced(momentum, results if self._in_results else momentum)
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):
-            arrivals = self.compute.orthogonalize(self._sources, self._targets, meanwhile)
+            arrivals = self.compute.orthogonalize(self._sources, self._targets, overlap_fn)
             for number, done in enumerate(arrivals):
                 self._update(groups, number, done, without)
         self._arena.free()

@@ -267,7 +267,7 @@ class MuonStep:
     def step(
         self,
         without: Collection[torch.Tensor] = (),
-        meanwhile: Callable[[], None] | None = None,
+        overlap_fn: Callable[[], None] | None = None,
     ) -> None:
         """Update parameters and momentum by their gradients; called by all ranks together.
 
@@ -275,7 +275,7 @@ class MuonStep:
 
         Args:
             without: Parameters without a gradient on any rank. They keep value and state.
-            meanwhile: Called once, when the first rows are in transit.
+            overlap_fn: Called once, when the first rows are in transit.
         """
         params = self._matrix_step.params
         # Read in every step: loading replaces them, and schedulers change learning rates.
@@ -292,7 +292,7 @@ class MuonStep:
                     for param in params
                 ],
                 [local_tensor(state["momentum_buffer"]) for state in states],
-                meanwhile,
+                overlap_fn,
             )
         if self._main_params.params:
             self._main_params.install(self.state())

@@ -29,7 +29,7 @@ def _step() -> list[str]:
     from helpers.sharded_muon import build_optimizers, init_group, step_both
 
     init_group()
-    optimizers = build_optimizers(2, {}, {"wire": "bf16"}, num_replicas=2)
+    optimizers = build_optimizers(2, {}, {"comm_dtype": "bf16"}, num_replicas=2)
     step_both(optimizers, "bf16")
     return optimizers.differences()
 

@@ -41,7 +41,7 @@ def test_refusal_says_what_was_given(settings, given):
 @pytest.mark.slow
 def test_refused_flags_end_with_one_text_on_rank_0():
     """Two ranks printed 16,000 characters: three tracebacks around the one sentence to read."""
-    flags = ("--ckpt-convert-format", "torch_dist", "--fp16", "--muon-fsdp-max-parts", "3")
+    flags = ("--ckpt-convert-format", "torch_dist", "--fp16", "--muon-fsdp-max-owners", "3")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "scripts" / "cpu_ranks"), str(PRETRAIN_GPT)]
     done = subprocess.run(
@@ -63,7 +63,7 @@ def test_refused_flags_end_with_one_text_on_rank_0():
         "  --fp16: emerging optimizers have no loss scaling; use --bf16.\n"
         "  --ckpt-convert-format, got torch_dist: a Megatron-FSDP model writes no other format; "
         "drop it.\n"
-        "  --muon-fsdp-max-parts: expected a power of two, got 3. "
+        "  --muon-fsdp-max-owners: expected a power of two, got 3. "
     )
     assert f"\n{done.stderr}".count(f"\n{text}") == 1
     # torchrun's own, of the process that started the ranks; below it the text once more.

@@ -40,7 +40,7 @@ def _differences(cases: list[Sharded], wholes: list[list[Any]]) -> list[float]:
     ]
 
 
-def _steps(method: str, layout: str, wire: str) -> list[float]:
+def _steps(method: str, layout: str, comm_dtype: str) -> list[float]:
     """Step both, and return the largest difference of each parameter."""
     from helpers.whole_matrices import float64_normalize
 
@@ -54,13 +54,15 @@ def _steps(method: str, layout: str, wire: str) -> list[float]:
     muon = Muon(
         [case.param for case in cases],
         adaptive=method,
-        exchange=ExchangeSettings(wire=wire, max_parts=1 if method == "adamuon" else 8),
+        exchange=ExchangeSettings(
+            comm_dtype=comm_dtype, max_owners=1 if method == "adamuon" else 8
+        ),
         **OPTIONS,
     )
     matrices = list(itertools.chain(*wholes))
     reference = AdaptiveMuon(matrices, moment2_method=method, **OPTIONS)
     with pytest.MonkeyPatch.context() as patch:
-        if wire == "bf16":
+        if comm_dtype == "bf16":
             patch.setattr("torch.nn.functional.normalize", float64_normalize)
         if method == "namo":
             norm = torch.linalg.vector_norm
@@ -85,10 +87,10 @@ def _steps(method: str, layout: str, wire: str) -> list[float]:
 def _all_methods() -> list[str]:
     init_group()
     different = []
-    for method, layout, wire in itertools.product(METHODS, LAYOUTS, ("fp32", "bf16")):
-        found = _steps(method, layout, wire)
+    for method, layout, comm_dtype in itertools.product(METHODS, LAYOUTS, ("fp32", "bf16")):
+        found = _steps(method, layout, comm_dtype)
         if any(found):
-            different.append(f"{method}, {layout}, {wire}: {found}")
+            different.append(f"{method}, {layout}, {comm_dtype}: {found}")
     return different
 
 
@@ -125,7 +127,7 @@ def _optimizer(method: Any, params: dict[str, Any]) -> Any:
         ],
         lr=0.05,
         adaptive=method,
-        exchange=ExchangeSettings(wire="fp32"),
+        exchange=ExchangeSettings(comm_dtype="fp32"),
     )
 
 

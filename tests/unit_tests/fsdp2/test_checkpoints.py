@@ -41,7 +41,7 @@ def _model(mesh_shape: list[int], muon_class: str) -> tuple[Any, list[Any]]:
     if muon_class == "torch":
         muon: Any = torch.optim.Muon(without_names, lr=0.05)
     else:
-        exchange = ExchangeSettings(wire="fp32", max_parts=1)
+        exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
         params = matrices if muon_class == "named" else without_names
         muon = Muon(params, lr=0.05, nesterov=True, exchange=exchange)
     rest = [param for _, param in named if param.ndim != 2]

@@ -16,7 +16,7 @@ from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-# Wire, and precision of Newton-Schulz.
+# CommDtypes, and precision of Newton-Schulz.
 SETTINGS = (("fp32", "high"), ("bf16", "medium"))
 # This scale tells outputs from inputs.
 MUON = {"lr": 0.02, "weight_decay": 0.1, "nesterov": True, "scale_mode": "unit_rms_norm"}
@@ -38,8 +38,8 @@ class Reference:
             Muon(matrices, fp32_matmul_prec=precision, **MUON) for matrices in self._matrices
         ]
 
-    def step(self, grads: Sequence[Any], wire: str) -> None:
-        """Step with whole gradients; on the bf16 wire norms are summed in float64."""
+    def step(self, grads: Sequence[Any], comm_dtype: str) -> None:
+        """Step with whole gradients; with bf16 messages norms are summed in float64."""
         from emerging_optimizers.orthogonalized_optimizers import muon
         from helpers.whole_matrices import float64_normalize
 
@@ -47,7 +47,7 @@ class Reference:
             for matrix, part in zip(matrices, _parts(each, grad), strict=True):
                 matrix.grad = part.clone()
         norm: Any = nullcontext()
-        if wire == "bf16":
+        if comm_dtype == "bf16":
             norm = mock.patch("torch.nn.functional.normalize", float64_normalize)
         original = muon.get_muon_scale_factor
         for each, optimizer in zip(self._parameters, self._muons, strict=True):
@@ -126,10 +126,10 @@ def _step_all(cases: Sequence[str]) -> dict[str, list[str]]:
     found = {}
     for case in cases:
         found[case] = []
-        for wire, precision in SETTINGS:
+        for comm_dtype, precision in SETTINGS:
             parameters = getattr(fsdp2_models, case)()
             # More parts than one owner round differently; test_engine.py has those.
-            exchange = ExchangeSettings(wire=wire, max_parts=1)
+            exchange = ExchangeSettings(comm_dtype=comm_dtype, max_owners=1)
             groups = [
                 {"params": [(f"weight.{i}", each.param)], **each.keys}
                 for i, each in enumerate(parameters)
@@ -144,7 +144,7 @@ def _step_all(cases: Sequence[str]) -> dict[str, list[str]]:
                 for each, grad in zip(parameters, grads, strict=True):
                     each.param.grad = each.like_param(each.own(grad).clone())
                 muon.step()
-                reference.step(grads, wire)
+                reference.step(grads, comm_dtype)
             for i, each in enumerate(parameters):
                 momentum = muon.state[each.param]["momentum_buffer"]
                 for what, ours, whole in zip(
@@ -153,7 +153,9 @@ def _step_all(cases: Sequence[str]) -> dict[str, list[str]]:
                     ours, whole = ours.to_local(), each.own(whole)
                     if not torch.equal(ours, whole):
                         worst = float((ours - whole).abs().max())
-                        found[case].append(f"{wire}, {precision}: weight.{i}, {what}, {worst:.1e}")
+                        found[case].append(
+                            f"{comm_dtype}, {precision}: weight.{i}, {what}, {worst:.1e}"
+                        )
     return found
 
 
@@ -209,6 +211,6 @@ def differences(world_size: int) -> list[dict[str, list[str]]]:
     ],
 )
 def test_step_is_that_of_whole_matrices(world_size, case):
-    """The same bits, of parameters and momentum, on both wires and in both precisions."""
+    """Equal bits of parameters and momentum, for both dtypes of messages and both precisions."""
     for rank, found in enumerate(differences(world_size)):
         assert found[case] == [], f"rank {rank}"

@@ -159,7 +159,7 @@ def _muon(model: Model, **settings: Any) -> Any:
 
     named = [(f"w{i}", param) for i, param in enumerate(model.params)]
     groups = [{"params": named[:1], "split_sizes": 2}, {"params": named[1:]}]
-    return Muon(groups, exchange=ExchangeSettings(wire="fp32", max_parts=1), **settings)
+    return Muon(groups, exchange=ExchangeSettings(comm_dtype="fp32", max_owners=1), **settings)
 
 
 def _differences(model: Model, muon: Any, expected: list[list[Any]]) -> list[str]:

@@ -29,7 +29,7 @@ def _build(net: ShardedNet, is_one: bool) -> Any:
 
     named = list(net.matrices.items())
     groups = [{"params": named[:1], "split_sizes": 2}, {"params": named[1:], "flatten": True}]
-    settings = {**MUON, "exchange": ExchangeSettings(wire="fp32", max_parts=1)}
+    settings = {**MUON, "exchange": ExchangeSettings(comm_dtype="fp32", max_owners=1)}
     if not is_one:
         return Muon(groups, **settings)
     vectors = {"params": list(net.vectors.items()), "algorithm": "adamw"}

@@ -43,7 +43,7 @@ def _pair(**settings: Any) -> tuple[Any, Any, Any, Any]:
         torch.nn.Parameter(torch.arange(12.0, device=device()).view(3, 4)) for _ in range(2)
     )
     settings = {"lr": 0.1, "fp32_matmul_prec": "highest", **settings}
-    exchange = ExchangeSettings(wire="fp32")
+    exchange = ExchangeSettings(comm_dtype="fp32")
     return (
         ours,
         theirs,
@@ -165,7 +165,7 @@ def test_groups_have_settings_of_their_own():
     precision = {"fp32_matmul_prec": "highest"}
     muon = Muon(
         [{"params": ours[:1], **fast}, {"params": ours[1:], "split_sizes": [2, 2, 2], **slow}],
-        exchange=ExchangeSettings(wire="fp32"),
+        exchange=ExchangeSettings(comm_dtype="fp32"),
         **precision,
     )
     reference = WholeMatrixMuon(

@@ -28,7 +28,7 @@ def test_momentum_in_bfloat16_is_rounded_once_a_step(nesterov, has_bf16_gradient
     options = {"lr": 0.1, "nesterov": nesterov, "fp32_matmul_prec": "highest"}
     muon = Muon(
         [ours, skipped],
-        exchange=ExchangeSettings(wire="fp32"),
+        exchange=ExchangeSettings(comm_dtype="fp32"),
         momentum_dtype=torch.bfloat16,
         **options,
     )
@@ -118,7 +118,7 @@ def _step_bf16(folder: str) -> list[str]:
             param = torch.nn.Parameter(drawn(shape, i).bfloat16())
             setattr(model, f"weight{i}", param)
         fully_shard(model, mesh=mesh)
-        exchange = ExchangeSettings(wire="fp32", max_parts=1)
+        exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
         return model, Muon(list(model.named_parameters()), exchange=exchange, **options)
 
     def step(model: Any, muon: Any, number: int) -> None:

@@ -17,10 +17,10 @@ from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
 NUM_STEPS = 3
 MUON = {"lr": 0.02, "weight_decay": 0.1, "nesterov": True}
-WIRES = (("fp32", "high"), ("bf16", "medium"))
+COMM_DTYPES = (("fp32", "high"), ("bf16", "medium"))
 
 
-def _reference(shapes: Sequence[Sequence[int]], wire: str, precision: str) -> tuple[Any, Any]:
+def _reference(shapes: Sequence[Sequence[int]], comm_dtype: str, precision: str) -> tuple[Any, Any]:
     """Return whole parameters, and a function that steps them with emerging-optimizers' Muon."""
     from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
     from helpers.whole_matrices import float64_normalize
@@ -34,7 +34,7 @@ def _reference(shapes: Sequence[Sequence[int]], wire: str, precision: str) -> tu
         for matrix, grad in zip(matrices, grads, strict=True):
             matrix.grad = grad.flatten(1).clone()
         norm: Any = nullcontext()
-        if wire == "bf16":
+        if comm_dtype == "bf16":
             norm = mock.patch("torch.nn.functional.normalize", float64_normalize)
         with norm:
             muon.step()
@@ -83,9 +83,9 @@ def _step_plain(num_replicas: int, num_blocks: int) -> list[str]:
     init_group()
     process_group, tensor_group, block = _plain_groups(num_replicas, num_blocks)
     different = []
-    for wire, precision in WIRES:
+    for comm_dtype, precision in COMM_DTYPES:
         blocks = BLOCKS if num_blocks > 1 else [(shape, None, []) for shape, _, _ in BLOCKS]
-        wholes, step_whole = _reference([shape for shape, _, _ in blocks], wire, precision)
+        wholes, step_whole = _reference([shape for shape, _, _ in blocks], comm_dtype, precision)
         params = []
         for whole, (_, dim, sizes) in zip(wholes, blocks, strict=True):
             param = torch.nn.Parameter(_cut(whole.detach(), dim, sizes, block))
@@ -94,7 +94,7 @@ def _step_plain(num_replicas: int, num_blocks: int) -> list[str]:
             params.append(param)
         muon = Muon(
             [(f"weight.{i}", param) for i, param in enumerate(params)],
-            exchange=ExchangeSettings(wire=wire, max_parts=1),
+            exchange=ExchangeSettings(comm_dtype=comm_dtype, max_owners=1),
             fp32_matmul_prec=precision,
             process_group=process_group,
             tensor_group=tensor_group,
@@ -113,7 +113,7 @@ def _step_plain(num_replicas: int, num_blocks: int) -> list[str]:
                 ("momentum", momentum, step_whole.momentum(i)),
             ):
                 if not torch.equal(ours, _cut(whole, dim, sizes, block)):
-                    different.append(f"{wire}: weight.{i}, {what}")
+                    different.append(f"{comm_dtype}: weight.{i}, {what}")
     # Each matrix once, on one rank.
     owners = [ranks for plan in muon.compute.plans for ranks in plan.owners]
     assert len(owners) == len(params) and all(len(ranks) == 1 for ranks in owners)
@@ -173,8 +173,10 @@ def _refusals() -> dict[str, str]:
         "no_flatten": lambda: Muon([("w", channels_last)], process_group=world),
         "not_bool": lambda: Muon([{"params": [("v", sharded)], "flatten": 1}]),
         "function": lambda: Muon([("v", sharded)], newton_schulz="fast"),
-        "function_wire": lambda: Muon(
-            [("v", sharded)], newton_schulz=torch.clone, exchange=ExchangeSettings(wire="bf16")
+        "function_dtype": lambda: Muon(
+            [("v", sharded)],
+            newton_schulz=torch.clone,
+            exchange=ExchangeSettings(comm_dtype="bf16"),
         ),
         "function_form": lambda: Muon(
             [("v", sharded)],
@@ -208,7 +210,7 @@ def test_plain_tensors_that_cannot_be_stepped_are_refused_on_all_ranks():
         "no_flatten": "set flatten=True in the group of a convolution",
         "not_bool": "v: flatten: expected True or False, got 1",
         "function": "newton_schulz: expected a function of a stack, got 'fast'",
-        "function_wire": "exchange.wire: expected fp32 for Newton-Schulz in fp32",
+        "function_dtype": "exchange.comm_dtype: expected fp32 for Newton-Schulz in fp32",
         "function_form": "exchange.newton_schulz: expected standard with a newton_schulz function",
         "momentum": "momentum_dtype: expected float32 or bfloat16, got torch.float16",
     }
@@ -229,8 +231,8 @@ def _step_convolutions() -> list[str]:
     init_group()
     mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
     different = []
-    for wire, precision in WIRES:
-        wholes, step_whole = _reference(CONVOLUTIONS, wire, precision)
+    for comm_dtype, precision in COMM_DTYPES:
+        wholes, step_whole = _reference(CONVOLUTIONS, comm_dtype, precision)
 
         class Model(torch.nn.Module):
             """Holds them."""
@@ -242,7 +244,7 @@ def _step_convolutions() -> list[str]:
         fully_shard(model, mesh=mesh)
         muon = Muon(
             [{"params": list(model.named_parameters()), "flatten": True}],
-            exchange=ExchangeSettings(wire=wire, max_parts=1),
+            exchange=ExchangeSettings(comm_dtype=comm_dtype, max_owners=1),
             fp32_matmul_prec=precision,
             **MUON,
         )
@@ -258,7 +260,7 @@ def _step_convolutions() -> list[str]:
                 ("momentum", muon.state[param]["momentum_buffer"], step_whole.momentum(i)),
             ):
                 if not torch.equal(ours.full_tensor(), whole):
-                    different.append(f"{wire}: weight{i}, {what}")
+                    different.append(f"{comm_dtype}: weight{i}, {what}")
     return different
 
 

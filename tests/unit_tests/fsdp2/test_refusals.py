@@ -127,7 +127,9 @@ def _wrong_settings(good: Any) -> dict[str, Callable[[], Any]]:
         "scale_mode": lambda: Muon([w], scale_mode="rms"),
         "syrk": lambda: Muon([w], use_syrk=True),
         "tunable": build_with_tunable_kernels,
-        "wire": lambda: Muon([w], fp32_matmul_prec="high", exchange=ExchangeSettings(wire="bf16")),
+        "comm_dtype": lambda: Muon(
+            [w], fp32_matmul_prec="high", exchange=ExchangeSettings(comm_dtype="bf16")
+        ),
         "memory": lambda: Muon([w], exchange=ExchangeSettings(staging_bytes=8)),
     }
 
@@ -215,7 +217,7 @@ SHARD = "expected a shard of ranges"
         ("precision", "fp32_matmul_prec: expected one of ['high', 'highest', 'medium'], got 'bf16"),
         ("scale_mode", "scale_mode: expected one of ['match_adamw', 'none', 'shape_scaling'"),
         ("syrk", "use_syrk: expected False, got True. Pass exchange=ExchangeSettings("),
-        ("wire", "exchange.wire: expected fp32 for Newton-Schulz in fp32, got bf16"),
+        ("comm_dtype", "exchange.comm_dtype: expected fp32 for Newton-Schulz in fp32, got bf16"),
         ("memory", "staging memory: expected at most 8 bytes a rank"),
         ("hooks", "Hooked.post_weight_update_fn_inplace: expected emerging-optimizers' own, got"),
         ("tunable", "rank 1: PYTORCH_TUNABLEOP_ENABLED: expected 0, with which copies of a matrix"),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cpu_only  # counts what torch's CPU allocator does
 
 # What ranks agree with, and other small tensors.
 SMALL_BYTES = 300_000
-EXCHANGE = ExchangeSettings(wire="fp32", num_buckets=4)
+EXCHANGE = ExchangeSettings(comm_dtype="fp32", num_buckets=4)
 
 
 def _matrices(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -164,7 +164,7 @@ def _step_without_memory(name: str) -> tuple[str, bool]:
         )
         params, num_bytes = matrices + embedding, 2**25
     else:
-        options = {"exchange": ExchangeSettings(wire="fp32", num_buckets=16)}
+        options = {"exchange": ExchangeSettings(comm_dtype="fp32", num_buckets=16)}
         optimizer = Muon(matrices, momentum_dtype=torch.bfloat16, **options)
         params, num_bytes = matrices, num_bytes * 3 // 2
     for param in params:

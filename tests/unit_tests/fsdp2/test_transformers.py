@@ -163,7 +163,7 @@ def _train(model_type: str) -> list[Any]:
     whole = copy.deepcopy(model)
     fully_shard(model, mesh=init_device_mesh(kind(), (2,)))
     # Of one owner and in fp32: bits are those of whole matrices.
-    exchange = ExchangeSettings(wire="fp32", max_parts=1)
+    exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
     optimizer = MuonAdamW.from_model(model, fp32_matmul_prec="high", exchange=exchange, **MUON)
     reference = Reference(whole, CASES[model_type][2])
     generator = torch.Generator().manual_seed(1)

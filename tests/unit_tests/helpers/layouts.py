@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from megatron_muon.plan import ExchangePlan, Wire
+from megatron_muon.plan import CommDtypes, ExchangePlan
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.exchange_plan import plan_matrices
 from megatron_muon.plan.layout import MatrixLayout, OutputSlice, RowRange, tile
 from megatron_muon.plan.schedule import Depth, PlanOrder
 from megatron_muon.plan.settings import PlanSettings
 
-BF16 = Wire("bfloat16", "bfloat16")
+BF16 = CommDtypes("bfloat16", "bfloat16")
 # Newton-Schulz is so slow that matrices are split, and stacks hold a few small matrices.
 SLOW = CostModel(tflops=1e-7, all_reduce_us=0, ranks_per_node=2, stack_tiles=4)
 
@@ -110,13 +110,13 @@ def one_matrix(rows: Sequence[int], num_cols: int = 64, name: str = "weight") ->
 def plan_of(
     matrices: Sequence[MatrixLayout],
     cost: CostModel = SLOW,
-    wire: Wire = BF16,
+    dtypes: CommDtypes = BF16,
     *,
     staging_bytes: int = 2**31,
     **settings: Any,
 ) -> ExchangePlan:
     """Plan some matrices; ``settings`` are other fields of :class:`PlanSettings`."""
-    numbers = PlanSettings(cost, wire, **settings)
+    numbers = PlanSettings(cost, dtypes, **settings)
     return plan_matrices(matrices, numbers, load_ns={}, staging_bytes=staging_bytes)
 
 
@@ -125,10 +125,10 @@ def plans(draw: st.DrawFn, max_matrices: int = 8, max_replicas: int = 3) -> Exch
     """Plans with and without replicas, split matrices, stacks, and several scatters."""
     return plan_of(
         draw(matrix_lists(max_matrices, max_replicas)),
-        wire=draw(st.sampled_from([BF16, Wire("float32", "bfloat16")])),
+        dtypes=draw(st.sampled_from([BF16, CommDtypes("float32", "bfloat16")])),
         # Most of the time of a draw is the search for buckets that fit.
         staging_bytes=draw(st.sampled_from([2**31, 2**31, 3000, 1])),
-        max_parts=draw(st.sampled_from([1, 8])),
+        max_owners=draw(st.sampled_from([1, 8])),
         num_buckets=draw(st.sampled_from([None, 1, 3])),
     )
 

@@ -13,9 +13,9 @@ from helpers.toy_gpt import EP, HFSDP, fsdp_toy_gpt, toy_gpt
 _ADAM = ("--optimizer", "adam", "--lr", "1e-3", "--train-iters", "3", "--lr-warmup-iters", "0")
 # Several microbatches: three on four ranks, six on two.
 _BATCH = ("--global-batch-size", "12")
-# No scaling of gradients, and a copy of them in another dtype for the wire.
+# No scaling of gradients, and a copy of them in another dtype for the reduction.
 _PER_TOKEN = (*EP, "--bf16", "--calculate-per-token-loss")
-_BF16_ON_THE_WIRE = (
+_BF16_REDUCTION = (
     *("--megatron-fsdp-main-grads-dtype", "fp32"),
     *("--megatron-fsdp-grad-comm-dtype", "bf16"),
 )
@@ -70,5 +70,5 @@ REPAIRS = (
     Repair("scaling_factor", "_create_hfsdp_helper_buffer", 4, (), HFSDP, 1e-5),
     Repair("instances", "_get_megatron_optimizer_based_on_param_groups", 4, (), HFSDP, 1e-5),
     Repair("group_of_one_rank", "__init__", 2, EP, (), 1e-5),
-    Repair("added_to_itself", "__init__", 2, _PER_TOKEN, _BF16_ON_THE_WIRE, 1e-2),
+    Repair("added_to_itself", "__init__", 2, _PER_TOKEN, _BF16_REDUCTION, 1e-2),
 )

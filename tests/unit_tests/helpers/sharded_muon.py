@@ -276,15 +276,15 @@ def each_of(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> lis
     return [function(*case) for case in cases]
 
 
-def step_both(optimizers: Optimizers, wire: str, num_steps: int = 3) -> None:
-    """Step both, the reference with the norm that the wire uses."""
+def step_both(optimizers: Optimizers, comm_dtype: str, num_steps: int = 3) -> None:
+    """Step both, the reference with the norm of this ``comm_dtype``."""
     from contextlib import nullcontext
     from unittest import mock
 
     from helpers.whole_matrices import float64_normalize
 
     norm: Any = nullcontext()
-    if wire == "bf16":
+    if comm_dtype == "bf16":
         norm = mock.patch("torch.nn.functional.normalize", float64_normalize)
     for step in range(num_steps):
         optimizers.set_gradients(step)

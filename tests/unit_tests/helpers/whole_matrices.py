@@ -21,7 +21,7 @@ def settings(*, is_bf16: bool = True) -> NewtonSchulzSettings:
 
 
 def float64_normalize(x: torch.Tensor, p: int, dim: tuple[int, int], eps: float) -> torch.Tensor:
-    """Divide by the norm summed in float64: what the bf16 wire documents."""
+    """Divide by the norm summed in float64: as documented for ``comm_dtype`` bf16."""
     assert (p, dim) == (2, (-2, -1))
     return x / x.double().square().sum().sqrt().clamp_min(eps).float()
 

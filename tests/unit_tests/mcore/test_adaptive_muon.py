@@ -73,7 +73,7 @@ def _step_adamuon(
         whole=Whole,
         **grid,
     )
-    step_both(built, exchange.get("wire", ""), NUM_STEPS)
+    step_both(built, exchange.get("comm_dtype", ""), NUM_STEPS)
     different = built.differences()
     for param, reference, matrix in built.params:
         found = built.sharded.state[param]["moment2_buffer"]._local_tensor
@@ -84,7 +84,7 @@ def _step_adamuon(
 
 
 @contextmanager
-def _float64_sums(method: str, wire: str) -> Iterator[None]:
+def _float64_sums(method: str, comm_dtype: str) -> Iterator[None]:
     """Let emerging-optimizers sum norms of rows in float64, where ranks add them up."""
     import torch
     from helpers.whole_matrices import float64_normalize
@@ -99,7 +99,7 @@ def _float64_sums(method: str, wire: str) -> Iterator[None]:
     with ExitStack() as stack:
         if method == "namo":
             stack.enter_context(mock.patch("torch.linalg.vector_norm", vector_norm))
-        if wire == "bf16":
+        if comm_dtype == "bf16":
             stack.enter_context(mock.patch("torch.nn.functional.normalize", float64_normalize))
         yield
 
@@ -150,7 +150,7 @@ def _rows_of_blocks(built: Any, index: int, blocks: list[Any]) -> Any:
 
 
 def _step_by_block(
-    method: str, num_shards: int, grid: dict[str, int], settings: dict[str, Any], wire: str
+    method: str, num_shards: int, grid: dict[str, int], settings: dict[str, Any], comm_dtype: str
 ) -> list[float]:
     """Step ours, and each block as a parameter of emerging-optimizers; return differences."""
     import torch
@@ -161,7 +161,7 @@ def _step_by_block(
     built = build_optimizers(
         num_shards,
         {"extra_scale_factor": 0.2, **settings},
-        {"wire": wire},
+        {"comm_dtype": comm_dtype},
         sharded=_adaptive(method, beta2=0.9),
         cases=CASES.get(num_shards, [(24, [48]), (48, [24]), (32, [32]), (24, [32])]),
         **grid,
@@ -198,7 +198,7 @@ def _step_by_block(
         for i in indices:
             for block, grad in zip(blocks[i], draw(i, 1000 * step + i), strict=True):
                 block.grad = grad
-        with _float64_sums(method, wire) if is_exact else ExitStack():
+        with _float64_sums(method, comm_dtype) if is_exact else ExitStack():
             reference.step()
     return [
         (param._local_tensor - _rows_of_blocks(built, i, [b.detach() for b in blocks[i]]))
@@ -210,17 +210,17 @@ def _step_by_block(
 
 
 def _step_all(world_size: int) -> list[str]:
-    """Step each method on each grid and wire, and list what differs."""
+    """Step each method on each grid and comm_dtype, and list what differs."""
     init_group()
     different = []
     for num_shards, grid in GRIDS[world_size]:
-        for exchange in ({"wire": "fp32"}, {"wire": "bf16"}):
+        for exchange in ({"comm_dtype": "fp32"}, {"comm_dtype": "bf16"}):
             found = _step_adamuon(num_shards, grid, exchange)
             different += [f"adamuon, {grid}, {exchange}: {each}" for each in found]
-        for method, wire in itertools.product(("normuon", "namo"), ("fp32", "bf16")):
-            found = _step_by_block(method, num_shards, grid, {}, wire)
+        for method, comm_dtype in itertools.product(("normuon", "namo"), ("fp32", "bf16")):
+            found = _step_by_block(method, num_shards, grid, {}, comm_dtype)
             if any(found):
-                different.append(f"{method}, {grid}, {wire}: {found}")
+                different.append(f"{method}, {grid}, {comm_dtype}: {found}")
     return different
 
 
@@ -236,7 +236,7 @@ def test_steps_equal_those_of_upstreams_classes_on_whole_matrices(world_size):
 def _step_in_each_tensor_parallel_mode() -> list[str]:
     init_group()
     grid = {"num_tensor_ranks": 2}
-    return _step_adamuon(2, grid, {"wire": "fp32"}, {"tp_mode": "blockwise"}) + [
+    return _step_adamuon(2, grid, {"comm_dtype": "fp32"}, {"tp_mode": "blockwise"}) + [
         f"{method}, {settings}: {found}"
         for method in ("normuon", "namo")
         for settings in ({"tp_mode": "blockwise"}, {"tp_mode": "distributed", "nesterov": False})

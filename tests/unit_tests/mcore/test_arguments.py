@@ -66,12 +66,12 @@ REFUSALS = [
     (("--load-main-params-from-ckpt",), "checkpoints hold the main parameters"),
     (("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"), "than fp32, got bf16: "),
     (("--bf16", "--megatron-fsdp-main-params-dtype", "auto"), "need float32 main parameters"),
-    (("--muon-fsdp-wire", "nothing"), "invalid choice: 'nothing' (choose from 'auto', "),
+    (("--muon-fsdp-comm-dtype", "nothing"), "invalid choice: 'nothing' (choose from 'auto', "),
     (
         ("--muon-fsdp-staging-bytes", "0"),
         "--muon-fsdp-staging-bytes: expected a positive number of bytes, got",
     ),
-    (("--muon-fsdp-max-parts", "3"), "--muon-fsdp-max-parts: expected a power of two, got 3."),
+    (("--muon-fsdp-max-owners", "3"), "--muon-fsdp-max-owners: expected a power of two, got 3."),
     (
         ("--muon-split-qkv-per-head", "--muon-no-split-qkv"),
         "--muon-split-qkv-per-head: expected query, key and value apart, got --muon-no-split-qkv",
@@ -80,8 +80,8 @@ REFUSALS = [
     (("--optimizer", "adam", "--qk-clip", "--optimizer-cpu-offload"), "copies on the CPU"),
     (("--muon-fsdp-cost-model", "gbps=fast"), "cost model: expected name=value with a name of"),
     (
-        ("--muon-fsdp-wire", "bf16", "--muon-fp32-matmul-prec", "high"),
-        "--muon-fsdp-wire: expected fp32 for Newton-Schulz in fp32, got bf16",
+        ("--muon-fsdp-comm-dtype", "bf16", "--muon-fp32-matmul-prec", "high"),
+        "--muon-fsdp-comm-dtype: expected fp32 for Newton-Schulz in fp32, got bf16",
     ),
 ]
 
@@ -105,7 +105,7 @@ UNSHARDED = {
 # Errors of argparse, and their ends.
 MISTYPED = {
     ("--muon-nestrov",): "unrecognized arguments: --muon-nestrov. Did you mean --muon-nesterov?",
-    ("--muon-fsdp-wires=bf16", "--lrr", "1"): "Did you mean --muon-fsdp-wire, --lr?",
+    ("--muon-fsdp-comm-dtypes=bf16", "--lrr", "1"): "Did you mean --muon-fsdp-comm-dtype, --lr?",
     ("--optimizer", "moun"): "argument --optimizer: invalid choice: 'moun' (choose from",
     ("--lr", "high"): "argument --lr: invalid float value: 'high'",
     ("--muon-scale-mode", "match_adamw"): (
@@ -176,7 +176,7 @@ def test_flags_that_cannot_work_are_refused_without_megatron_fsdp_too(line, mess
     ("flags", "message", "code"),
     [
         (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16.", 1),
-        (("--muon-fsdp-wire", "nothing"), "invalid choice: 'nothing'", 1),
+        (("--muon-fsdp-comm-dtype", "nothing"), "invalid choice: 'nothing'", 1),
     ],
 )
 def test_refusal_ends_every_rank(flags, message, code):

@@ -149,7 +149,7 @@ def _build_with_four_steps_of_cubic5() -> str:
 
 
 def test_steps_that_a_set_does_not_take_are_refused_at_construction():
-    """emerging-optimizers raised in the first step; on the bf16 wire nobody did."""
+    """emerging-optimizers raised in the first step; with bf16 messages nobody did."""
     for said in run_ranks(2, _build_with_four_steps_of_cubic5).check().results:
         assert "ranks 0, 1: --muon-num-ns-steps: expected a number for cubic5" in said
         assert "No optimizer was built." in said

@@ -33,17 +33,17 @@ SETTINGS = [
     },
 ]
 EXCHANGES = [
-    {"wire": "fp32"},
-    {"wire": "bf16"},
-    {"wire": "fp32", "num_buckets": 3, "cost_model": "stack_tiles=4"},
+    {"comm_dtype": "fp32"},
+    {"comm_dtype": "bf16"},
+    {"comm_dtype": "fp32", "num_buckets": 3, "cost_model": "stack_tiles=4"},
     {
-        "wire": "bf16",
+        "comm_dtype": "bf16",
         "num_buckets": 16,
         "cost_model": "stack_tiles=4,gbps=1000,gbps_between_nodes=1000",
     },
 ]
 # With replicas every bucket has two scatters.
-SHARING = [{"wire": "fp32", "num_buckets": 3}, {"wire": "bf16", "num_buckets": 3}]
+SHARING = [{"comm_dtype": "fp32", "num_buckets": 3}, {"comm_dtype": "bf16", "num_buckets": 3}]
 # By number of ranks: ranks that rows are sharded over, and what shares the work besides.
 GRIDS: dict[int, list[tuple[int, dict[str, int]]]] = {
     1: [(1, {})],
@@ -63,14 +63,14 @@ def _step_and_compare(world_size: int) -> list[str]:
     different = []
     for num_shards, grid in GRIDS[world_size]:
         for exchange, settings in itertools.product(SHARING if grid else EXCHANGES, SETTINGS):
-            wire = exchange.get("wire", "")
+            comm_dtype = exchange.get("comm_dtype", "")
             # A matrix is treated alike whoever owns it: two settings are enough there.
             if settings in SETTINGS[1::2] and ("num_buckets" in exchange or world_size == 8):
                 continue
-            if wire == "bf16" and settings.get("fp32_matmul_prec") == "highest":
+            if comm_dtype == "bf16" and settings.get("fp32_matmul_prec") == "highest":
                 continue
             optimizers = build_optimizers(num_shards, settings, exchange, **grid)
-            step_both(optimizers, wire)
+            step_both(optimizers, comm_dtype)
             atol = STACKED_ATOL if has_stacks(exchange.get("cost_model", "")) else 0.0
             found = optimizers.differences(atol)
             different += [f"{grid} {exchange} {settings} {each}" for each in found]
@@ -84,7 +84,7 @@ def test_step_equals_upstream_muon_on_whole_matrices(world_size):
     """Parameters and momentum are bit-identical after three steps, for every layout and setting.
 
     Also where copies and blocks of a matrix are spread over replicas and tensor-parallel ranks. On
-    the bf16 wire the reference is upstream's Muon with the norm summed in float64.
+    bf16 messages the reference is upstream's Muon with the norm summed in float64.
     """
     assert run_ranks(world_size, _step_and_compare, world_size).check().results == [[]] * world_size
 
@@ -130,13 +130,13 @@ def _step_with_stored_momentum(world_size: int, dtype: Any, is_offloaded: bool) 
         FSDPZeROTensorParallelMuon, momentum_dtype=dtype, offload_momentum=is_offloaded
     )
     different = []
-    for settings, wire in itertools.product(({}, {"nesterov": False}), ("fp32", "bf16")):
+    for settings, comm_dtype in itertools.product(({}, {"nesterov": False}), ("fp32", "bf16")):
         optimizers = build_optimizers(
-            world_size, settings, {"wire": wire}, sharded=sharded, whole=Rounding
+            world_size, settings, {"comm_dtype": comm_dtype}, sharded=sharded, whole=Rounding
         )
-        step_both(optimizers, wire)
+        step_both(optimizers, comm_dtype)
         assert {momentum.dtype for _, momentum in optimizers.state()} == {dtype}
-        different += [f"{settings} {wire} {each}" for each in optimizers.differences()]
+        different += [f"{settings} {comm_dtype} {each}" for each in optimizers.differences()]
     return different
 
 

@@ -62,7 +62,7 @@ HIGH_MOE_TP = (*HIGH, *MOE, *TP, "--sequence-parallel", EXPERT_TP, "2")
 # expt_dp is a single rank.
 HIGH_EP_ETP = (*HIGH, *EP, EXPERT_TP, "2", "--moe-layer-freq", "[0,1]")
 GRAM = ("--muon-fsdp-newton-schulz", "gram")
-FP32_WIRE = ("--muon-fsdp-wire", "fp32")
+FP32_MESSAGES = ("--muon-fsdp-comm-dtype", "fp32")
 # Nearly the least that works, matrices of a few kilobytes a bucket.
 LITTLE_MEMORY = "--muon-fsdp-staging-bytes"
 IN_BF16 = (BF16, FP32_GRADIENTS, BF16_TOLERANCE)
@@ -93,13 +93,20 @@ IN_BF16 = (BF16, FP32_GRADIENTS, BF16_TOLERANCE)
         # One inner rank for experts: their shards are cut over the outer ranks alone.
         slow(4, 3, ((*HIGH, *EP), HSDP, HIGH_TOLERANCE, TWO), id="ep2_hsdp"),
         slow(4, 3, ((*HIGH, *EP), HFSDP, HIGH_TOLERANCE, TWO), id="ep2_hfsdp"),
-        # The default: Newton-Schulz in bf16, with either wire.
+        # The default: Newton-Schulz in bf16, with either dtype of messages.
         pytest.param(2, 1, ((), (), MEDIUM_TOLERANCE), id="medium"),
-        slow(3, 3, ((), (*FP32_WIRE, LITTLE_MEMORY, "30000"), MEDIUM_TOLERANCE), id="fp32_wire"),
-        slow(4, 3, ((), (*HSDP, LITTLE_MEMORY, "29000"), MEDIUM_TOLERANCE), id="bf16_wire_hsdp"),
-        slow(2, 0, ((), (LITTLE_MEMORY, "26000"), MEDIUM_TOLERANCE), id="bf16_wire_replicas"),
+        slow(
+            3,
+            3,
+            ((), (*FP32_MESSAGES, LITTLE_MEMORY, "30000"), MEDIUM_TOLERANCE),
+            id="fp32_messages",
+        ),
+        slow(
+            4, 3, ((), (*HSDP, LITTLE_MEMORY, "29000"), MEDIUM_TOLERANCE), id="bf16_messages_hsdp"
+        ),
+        slow(2, 0, ((), (LITTLE_MEMORY, "26000"), MEDIUM_TOLERANCE), id="bf16_messages_replicas"),
         # Owners of whole matrices gather blocks of both tensor-parallel ranks, in bf16.
-        slow(4, 3, ((*TP, *WHOLE), (), MEDIUM_TOLERANCE), id="bf16_wire_tp2"),
+        slow(4, 3, ((*TP, *WHOLE), (), MEDIUM_TOLERANCE), id="bf16_messages_tp2"),
         slow(2, 0, IN_BF16, id="bf16_zero0"),
         slow(2, 1, IN_BF16, id="bf16_zero1"),
         slow(3, 2, IN_BF16, id="bf16_zero2"),

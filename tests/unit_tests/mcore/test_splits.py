@@ -45,13 +45,15 @@ def _step_blocks(
         by_head=[is_head for _, _, _, is_head in BLOCKS.values()],
         **grid,
     )
-    step_both(optimizers, exchange.get("wire", ""))
+    step_both(optimizers, exchange.get("comm_dtype", ""))
     names = list(BLOCKS)
     return [names[int(each.split(".")[1])] + each for each in optimizers.differences()]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("exchange", [{"wire": "fp32"}, {"wire": "bf16"}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "exchange", [{"comm_dtype": "fp32"}, {"comm_dtype": "bf16"}], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize(
     ("num_shards", "grid", "mode"),
     [
@@ -63,7 +65,7 @@ def _step_blocks(
     ],
 )
 def test_blocks_have_the_bits_of_upstreams_split(num_shards, grid, mode, exchange):
-    """On both wires; heads are not joined over tensor-parallel ranks, other blocks are."""
+    """Heads are not joined over tensor-parallel ranks, other blocks are."""
     world_size = num_shards * grid.get("num_tensor_ranks", 1)
     run = run_ranks(world_size, _step_blocks, num_shards, grid, {"tp_mode": mode}, exchange)
     assert run.check().results == [[]] * world_size

@@ -110,7 +110,7 @@ def test_bf16_stays_within_what_bf16_does_to_the_standard_form(backend):
 
 
 @pytest.mark.parametrize("backend", OF_WHOLE_MATRICES)
-def test_fp32_wire_is_normalized_by_the_backend(backend):
+def test_fp32_messages_is_normalized_by_the_backend(backend):
     """Results are bf16-valued fp32, as upstream's function returns them."""
     stack = torch.randn(2, 24, 40) * 1e3
     found = orthogonalized(stack, backend, is_normalized=False)

@@ -37,22 +37,22 @@ def _drawn(count: int, shape: tuple[int, int]) -> torch.Tensor:
 def test_stack_of_one_has_upstreams_bits_and_larger_ones_do_not_mix_matrices(shape):
     """Where a matrix is in a stack, and what is beside it, changes no bit of it."""
     matrices = _drawn(max(2, min(8, MAX_ELEMENTS // (shape[0] * shape[1]))), shape)
-    wire = torch.stack([whole_matrices.normalized_bf16(matrix) for matrix in matrices])
-    single = orthogonalized(wire[:1])
+    rows = torch.stack([whole_matrices.normalized_bf16(matrix) for matrix in matrices])
+    single = orthogonalized(rows[:1])
     expected = whole_matrices.orthogonalized(matrices[0], "medium", has_float64_norm=True)
     assert torch.equal(single[0].float(), expected)
     with whole_matrices.fp32_matmul_precision("highest"):
         fp32 = orthogonalized(matrices[:1], of=settings(is_bf16=False), is_normalized=False)
     expected = whole_matrices.orthogonalized(matrices[0], "highest", has_float64_norm=False)
     assert torch.equal(fp32[0], expected)
-    found = orthogonalized(wire)
+    found = orthogonalized(rows)
     difference = whole_matrices.relative_difference(found[0], single[0])
-    print(f"a stack of {len(wire)} differs from single matrices by {difference:.1e}")
+    print(f"a stack of {len(rows)} differs from single matrices by {difference:.1e}")
     assert difference <= STACKED
-    assert torch.equal(orthogonalized(wire.flip(0)).flip(0), found)
+    assert torch.equal(orthogonalized(rows.flip(0)).flip(0), found)
     for neighbour in (0.0, torch.nan, 1e30):
-        wire[1:] = neighbour
-        assert torch.equal(orthogonalized(wire)[0], found[0])
+        rows[1:] = neighbour
+        assert torch.equal(orthogonalized(rows)[0], found[0])
 
 
 @pytest.mark.parametrize("backend", LARGEST_ERRORS)

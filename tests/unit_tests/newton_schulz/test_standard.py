@@ -40,9 +40,9 @@ def test_normalized_stack_equals_upstream_with_a_float64_norm(shape, coefficient
         expected = torch.stack(
             [muon_utils.newton_schulz(x, steps, coefficient_type) for x in stack]
         )
-    wire = torch.stack([_normalized(x) for x in stack]).bfloat16()
+    rows = torch.stack([_normalized(x) for x in stack]).bfloat16()
     of = settings(steps, coefficient_type)
-    found = torch.cat([orthogonalized(x, of=of) for x in wire.split(1)])
+    found = torch.cat([orthogonalized(x, of=of) for x in rows.split(1)])
     # One row and 7 steps of cans overflow, in upstream's function as here.
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -70,7 +70,7 @@ def test_neighbours_and_slot_in_a_stack_of_one_size_do_not_matter(shape):
 @pytest.mark.parametrize("precision", ["medium", "high"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp32_stack_is_upstreams_function(shape, precision):
-    """Wire fp32 adds nothing to emerging-optimizers."""
+    """``comm_dtype`` fp32 adds nothing to emerging-optimizers."""
     stack = torch.randn(3, *shape, device=device())
     with fp32_matmul_precision(precision):
         expected = torch.stack([muon_utils.newton_schulz(x, 5, "quintic") for x in stack])

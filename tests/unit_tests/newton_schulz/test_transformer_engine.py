@@ -31,7 +31,7 @@ def _steps() -> list[Any]:
     init_group()
     found = []
     for backend in ("standard", "transformer_engine"):
-        exchange = {"wire": "bf16", "newton_schulz": backend, **UNSTACKED}
+        exchange = {"comm_dtype": "bf16", "newton_schulz": backend, **UNSTACKED}
         with split_always(4):
             optimizers = build_optimizers(4, {"fp32_matmul_prec": "medium"}, exchange)
         for step in range(2):

@@ -50,7 +50,7 @@ def test_one_long_matrix_makes_one_bucket():
 @given(matrix_lists(max_matrices=12), st.sampled_from([1, 2, 3, 5]))
 def test_every_owner_has_about_the_same_share_of_its_work_in_every_bucket(matrices, num_buckets):
     """By the longest of its matrices at most they differ."""
-    plan = plan_of(matrices, max_parts=1, num_buckets=num_buckets)
+    plan = plan_of(matrices, max_owners=1, num_buckets=num_buckets)
     assert len(plan.buckets) <= num_buckets
     assert sorted([*plan.local, *(index for bucket in plan.buckets for index in bucket)]) == list(
         range(len(matrices))

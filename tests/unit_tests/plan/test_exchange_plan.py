@@ -18,13 +18,13 @@ from megatron_muon.plan.owners import Assignment
 
 @settings(max_examples=30)
 @given(matrix_lists(), st.sampled_from([1, 5000, 2**31]), st.sampled_from([1, 8]))
-def test_plan_is_the_same_whatever_ranks_share_of_their_layouts(matrices, limit, max_parts):
+def test_plan_is_the_same_whatever_ranks_share_of_their_layouts(matrices, limit, max_owners):
     """A rank builds its plan from its own objects, be they one for all layers or one for each."""
-    plan = plan_of(matrices, staging_bytes=limit, max_parts=max_parts)
+    plan = plan_of(matrices, staging_bytes=limit, max_owners=max_owners)
     for matrix in matrices:
         assert matrix.elements_by_rank
     apart = [copy.deepcopy(matrix) for matrix in matrices]
-    again = plan_of(apart, staging_bytes=limit, max_parts=max_parts)
+    again = plan_of(apart, staging_bytes=limit, max_owners=max_owners)
     assert again.entries() == plan.entries() and again == plan
 
 
@@ -73,7 +73,7 @@ def test_matrix_that_a_rank_lacks_is_the_first_difference():
 def test_plan_that_would_lose_or_repeat_a_matrix_is_refused(change, message):
     """A matrix that is in no list would silently never be stepped."""
     matrices = [one_matrix(rows, 4, f"{i}.weight") for i, rows in enumerate([[8, 0], [5, 3]])]
-    plan = plan_of(matrices, max_parts=1)
+    plan = plan_of(matrices, max_owners=1)
     assert plan.local == (0,) and plan.buckets == ((1,),)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(plan, **change)

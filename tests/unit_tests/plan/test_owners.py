@@ -37,10 +37,10 @@ def _owners(
 def _assignment(
     matrices: Sequence[MatrixLayout],
     cost: CostModel,
-    max_parts: int = 8,
+    max_owners: int = 8,
     initial_load_ns: dict[int, int] | None = None,
 ) -> Assignment:
-    settings = PlanSettings(cost, max_parts=max_parts)
+    settings = PlanSettings(cost, max_owners=max_owners)
     return choose_owners(matrices, settings, initial_load_ns=initial_load_ns)
 
 
@@ -154,7 +154,7 @@ def test_matrix_longer_than_a_fair_share_is_split_if_that_pays():
     """One large matrix on eight ranks is; a tiny one, whose all-reduces take longer, is not."""
     large = one_matrix([2048] * 8, num_cols=4096)
     assert _owners([large]) == (tuple(range(8)),)
-    assert [len(_owners([large], max_parts=parts)[0]) for parts in (2, 1)] == [2, 1]
+    assert [len(_owners([large], max_owners=parts)[0]) for parts in (2, 1)] == [2, 1]
     assert len(_owners([one_matrix([8] * 8)])[0]) == 1
 
 

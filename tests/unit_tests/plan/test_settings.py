@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the exchange: what they accept, and the wire and memory that follow from them."""
+"""Settings of the exchange: what they accept, and the dtypes and memory that follow from them."""
 
 import pytest
 
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.settings import ExchangeSettings, Wire
+from megatron_muon.plan.settings import CommDtypes, ExchangeSettings
 from megatron_muon.user_errors import naming_flags
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"wire": "fp8"}, "exchange.wire: expected one of .* got 'fp8'"),
+        ({"comm_dtype": "fp8"}, "exchange.comm_dtype: expected one of .* got 'fp8'"),
         (
             {"newton_schulz": "svd"},
             "exchange.newton_schulz: expected one of .*'gram', .*'auto'.*, got 'svd'",
@@ -22,7 +22,7 @@ from megatron_muon.user_errors import naming_flags
             "exchange.staging_bytes: expected a positive number of bytes, got 0",
         ),
         ({"num_buckets": 0}, "exchange.num_buckets: expected a positive number, got 0"),
-        ({"max_parts": 6}, "exchange.max_parts: expected a power of two, got 6"),
+        ({"max_owners": 6}, "exchange.max_owners: expected a power of two, got 6"),
         (
             {"cost_model": "speed=3"},
             "cost model: expected name=value with a name of .* got 'speed=3'",
@@ -40,22 +40,26 @@ def test_settings_that_cannot_work_are_refused(settings, message):
 
 def test_wire_follows_the_precision_of_newton_schulz():
     """Rounding fp32 input to bf16 would lose what the precision asks for."""
-    assert ExchangeSettings().wire_for(is_bf16=True) == Wire("bfloat16", "bfloat16")
-    assert ExchangeSettings().wire_for(is_bf16=False) == Wire("float32", "float32")
-    assert ExchangeSettings(wire="fp32").wire_for(is_bf16=True) == Wire("float32", "bfloat16")
-    with pytest.raises(ValueError, match="wire: expected fp32 for Newton-Schulz in fp32, got bf16"):
-        ExchangeSettings(wire="bf16").wire_for(is_bf16=False)
+    assert ExchangeSettings().comm_dtypes(is_bf16=True) == CommDtypes("bfloat16", "bfloat16")
+    assert ExchangeSettings().comm_dtypes(is_bf16=False) == CommDtypes("float32", "float32")
+    assert ExchangeSettings(comm_dtype="fp32").comm_dtypes(is_bf16=True) == CommDtypes(
+        "float32", "bfloat16"
+    )
+    with pytest.raises(
+        ValueError, match="comm_dtype: expected fp32 for Newton-Schulz in fp32, got bf16"
+    ):
+        ExchangeSettings(comm_dtype="bf16").comm_dtypes(is_bf16=False)
 
 
 @pytest.mark.parametrize(
-    ("wire", "is_bf16", "expected"),
+    ("comm_dtype", "is_bf16", "expected"),
     [("bf16", True, (2, 2, 8)), ("fp32", True, (4, 2, 0)), ("fp32", False, (4, 4, 0))],
 )
-def test_bytes_of_an_element_on_each_wire(wire, is_bf16, expected):
-    """bf16-valued results go back as bf16 on either wire, without losing a bit."""
-    found = ExchangeSettings(wire=wire).wire_for(is_bf16)
+def test_bytes_of_an_element_on_each_wire(comm_dtype, is_bf16, expected):
+    """bf16-valued results go back as bf16 on either comm_dtype, without losing a bit."""
+    found = ExchangeSettings(comm_dtype=comm_dtype).comm_dtypes(is_bf16)
     assert (found.gather_bytes, found.scatter_bytes, found.norm_bytes) == expected
-    assert found.normalizes == (wire == "bf16")
+    assert found.normalizes == (comm_dtype == "bf16")
 
 
 @pytest.mark.parametrize(
@@ -71,14 +75,16 @@ def test_next_plan_has_an_equal_share_of_what_is_left(limit, staged, num_plans, 
 def test_errors_name_flags_to_who_set_flags():
     """Shared code names arguments; under Megatron each stands for a flag."""
     with (
-        pytest.raises(ValueError, match="^--muon-fsdp-wire: .* --muon-fp32-matmul-prec medium.$"),
+        pytest.raises(
+            ValueError, match="^--muon-fsdp-comm-dtype: .* --muon-fp32-matmul-prec medium.$"
+        ),
         naming_flags(),
     ):
-        ExchangeSettings(wire="bf16").wire_for(is_bf16=False)
+        ExchangeSettings(comm_dtype="bf16").comm_dtypes(is_bf16=False)
     with (
-        pytest.raises(RuntimeError, match="use --muon-fsdp-wire, --muon-fsdp-staging-bytes$"),
+        pytest.raises(RuntimeError, match="use --muon-fsdp-comm-dtype, --muon-fsdp-staging-bytes$"),
         naming_flags(),
     ):
-        raise RuntimeError("use exchange.wire, exchange.staging_bytes")
+        raise RuntimeError("use exchange.comm_dtype, exchange.staging_bytes")
     with pytest.raises(RuntimeError, match="^nothing to name$"), naming_flags():
         raise RuntimeError("nothing to name")

@@ -32,7 +32,8 @@ def test_sizes_of_every_rank_are_those_of_its_rank_plan(plan):
 def test_staging_bytes_of_a_plan_are_those_of_its_fullest_rank(plan):
     """To the byte: it is what the engine of that rank allocates."""
     layouts = [
-        StagingLayout.build([RankPlan.build(plan, rank).staging(plan.wire)]) for rank in plan.ranks
+        StagingLayout.build([RankPlan.build(plan, rank).staging(plan.dtypes)])
+        for rank in plan.ranks
     ]
     assert plan.staging_bytes == max(layout.num_bytes for layout in layouts)
 

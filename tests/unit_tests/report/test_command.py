@@ -126,7 +126,7 @@ def test_limit_that_is_kept_is_not_refused(capsys):
             ["--preset", "llama3-8b", "--cost-model", "tflops=0"],
             "expected a positive, finite tflops, got 0.0",
         ),
-        (["--preset", "llama3-8b", "--max-parts", "3"], "max-parts: expected a power of two"),
+        (["--preset", "llama3-8b", "--max-owners", "3"], "max-owners: expected a power of two"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments, message, capsys):

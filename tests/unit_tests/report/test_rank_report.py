@@ -14,7 +14,7 @@ from megatron_muon.report.rank_report import build_report
 
 def _bytes(plan: ExchangePlan, bucket: RankBucket, rank: int) -> tuple[int, int]:
     """Return the bytes that a rank sends and receives in a bucket."""
-    of_gather, of_scatter = plan.wire.gather_bytes, plan.wire.scatter_bytes
+    of_gather, of_scatter = plan.dtypes.gather_bytes, plan.dtypes.scatter_bytes
     sent = of_gather * sum(r.num_elements for routes in bucket.sends.values() for r in routes)
     received = of_gather * sum(r.num_elements for rows in bucket.receives.values() for r in rows)
     for scatter in bucket.scatters:

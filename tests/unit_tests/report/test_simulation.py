@@ -55,7 +55,7 @@ def test_preview_plans_what_a_run_plans(numbers):
 
 def test_splitting_is_for_jobs_with_more_ranks_than_matrices():
     """128 matrices cannot keep 512 ranks busy unless they are split."""
-    split, whole = (_report("llama3-8b", Parallelism(dp=512), max_parts=n) for n in (8, 1))
+    split, whole = (_report("llama3-8b", Parallelism(dp=512), max_owners=n) for n in (8, 1))
     assert whole.min_step_ns > 3 * split.min_step_ns
     assert whole.busiest_over_ideal > 7 and split.busiest_over_ideal < 2.2
 
@@ -67,7 +67,7 @@ def test_chunks_that_replicas_pass_on_cross_nodes_once():
     sends_all_ns = 0
     for rank in plan.ranks:
         owned = [bucket.owned.num_elements for bucket in RankPlan.build(plan, rank).buckets]
-        num_bytes = plan.wire.scatter_bytes * sum(owned)
+        num_bytes = plan.dtypes.scatter_bytes * sum(owned)
         time_ns = plan.cost.messages_ns(7 * num_bytes, 56 * num_bytes)
         sends_all_ns = max(sends_all_ns, time_ns)
     assert sends_all_ns > 2 * max(rank.send_ns for rank in report.ranks)
@@ -91,7 +91,7 @@ def test_memory_is_shared_by_buffers_that_are_not_alive_together():
     (plan,) = _plans("llama3-8b", Parallelism(dp=8))
     totals = []
     for rank in plan.ranks:
-        staging = RankPlan.build(plan, rank).staging(plan.wire)
+        staging = RankPlan.build(plan, rank).staging(plan.dtypes)
         totals.append(sum(size for each in (*staging.buckets, *staging.scatters) for size in each))
     assert max(totals) > 2 * plan.staging_bytes
 

@@ -46,11 +46,11 @@ def test_optimizer_step_measures_every_peer_and_writes_json(tmp_path):
     data = json.loads(path.read_text())
     peers = data["peers"]
     assert set(peers) | set(data["skipped"]) == {
-        "adam", "owner", "owner, wire fp32", "all_gather", "layer_wise", "torch.optim.Muon",
+        "adam", "owner", "owner, fp32 messages", "all_gather", "layer_wise", "torch.optim.Muon",
     }  # fmt: skip
     assert peers["adam"]["bytes_a_rank"] == 0
-    assert peers["owner"]["bytes_a_rank"] < peers["owner, wire fp32"]["bytes_a_rank"]
-    assert peers["owner, wire fp32"]["bytes_a_rank"] < peers["all_gather"]["bytes_a_rank"]
+    assert peers["owner"]["bytes_a_rank"] < peers["owner, fp32 messages"]["bytes_a_rank"]
+    assert peers["owner, fp32 messages"]["bytes_a_rank"] < peers["all_gather"]["bytes_a_rank"]
     for name, peer in peers.items():
         assert peer["step_ms"] > 0
         assert peer["over_adam"] == pytest.approx(peer["step_ms"] / peers["adam"]["step_ms"])
@@ -207,7 +207,7 @@ def test_newton_schulz_times_each_backend_beside_its_operations(tmp_path, monkey
     found = dict(text.split() for text in capsys.readouterr().out.partition(": ")[2].split(", "))
     # X and Q X, and of n x n matrices R, P, Q, R P and the next R.
     assert 6 < float(found["gram"]) < 7.5
-    assert 3 < float(found["standard"]) < 5
+    assert 3 < float(found["standard"]) < 6
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_fsdp2_step_counts_bytes_and_says_who_fails(tmp_path):
     assert list(layouts) == ["even", "experts"]
     for layout, rows in layouts.items():
         ours, fp32, adamw = (
-            rows[name] for name in ("megatron_muon", "megatron_muon, wire fp32", "AdamW")
+            rows[name] for name in ("megatron_muon", "megatron_muon, fp32 messages", "AdamW")
         )
         assert adamw["bytes_a_rank"] == adamw["calls"] == 0
         # Experts that are whole on a rank stay there.
@@ -243,7 +243,7 @@ def test_fsdp2_step_counts_bytes_and_says_who_fails(tmp_path):
             assert rows["torch.optim.Muon"]["bytes_a_rank"] > fp32["bytes_a_rank"]
             assert rows["torch.optim.Muon"]["update_error"] < 0.05
     # Half of 12 x 16 x 16 elements: 2 or 4 bytes there, 2 bytes back.
-    for name, width in (("megatron_muon", 4), ("megatron_muon, wire fp32", 6)):
+    for name, width in (("megatron_muon", 4), ("megatron_muon, fp32 messages", 6)):
         even = layouts["even"][name]
         assert even["plan_bytes"] == even["even_all_to_all_bytes"] == 6 * 16 * 16 * width
     assert "| experts | torch.optim.Muon | ValueError: Muon only supports 2D" in run.stdout

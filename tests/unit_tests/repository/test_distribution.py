@@ -92,7 +92,7 @@ build_editable(sys.argv[1])
 USER_SCRIPT = """
 from megatron_muon.plan.settings import ExchangeSettings
 
-reveal_type(ExchangeSettings().max_parts)
+reveal_type(ExchangeSettings().max_owners)
 """
 
 

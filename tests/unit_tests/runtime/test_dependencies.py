@@ -160,7 +160,7 @@ def _step_later_release() -> tuple[list[bool], str]:
         "coefficient_type": "cubic5",
         "fp32_matmul_prec": "highest",
     }
-    exchange = ExchangeSettings(wire="fp32", max_parts=1)
+    exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
     sharded = uneven()
     params = [each.param for each in sharded]
     wholes = [torch.nn.Parameter(each.whole.clone()) for each in sharded]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Owner compute on gloo ranks: bytes on the wire, memory, cut matrices, faults."""
+"""Owner compute on gloo ranks: bytes on the comm_dtype, memory, cut matrices, faults."""
 
 import itertools
 import math
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.ranks
 OWNER = {}
 
 
-def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
+def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
     """Step once, counting what is handed to torch.distributed for other ranks."""
     import torch.distributed as dist
 
     from megatron_muon.report.rank_report import build_report
 
     num_shards = 2 if grid else 4
-    exchange = {**OWNER, "wire": wire, "num_buckets": 3}
+    exchange = {**OWNER, "comm_dtype": comm_dtype, "num_buckets": 3}
     optimizers = build_optimizers(num_shards, {}, exchange, **grid)
     counted: Counter[str] = Counter()
     # The runtime's threads start spreads while this thread counts other collectives.
@@ -85,11 +85,11 @@ def _count_bytes(wire: str, grid: dict[str, int]) -> dict[str, Any]:
 
 @pytest.mark.megatron
 def test_bytes_at_the_collectives_are_those_of_the_plan():
-    """Wire bf16: 2 bytes an element there, 2 back, 8 a block; no padding on either wire."""
+    """bf16: 2 bytes an element there, 2 back, 8 a block; no padding with either dtype."""
     grids = ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2})
     cases = list(itertools.product(("bf16", "fp32"), grids))
     by_rank = run_ranks(4, each_of, _count_bytes, cases).check().results
-    for counted, (wire, grid) in zip(itertools.chain(*by_rank), 4 * cases, strict=True):
+    for counted, (comm_dtype, grid) in zip(itertools.chain(*by_rank), 4 * cases, strict=True):
         assert counted["moved"] == counted["planned"]
         assert counted.get("reduced", 0) == counted["norms"]
         assert counted["buckets"] > 1
@@ -98,7 +98,7 @@ def test_bytes_at_the_collectives_are_those_of_the_plan():
             assert counted["scatters"] == 2 * counted["buckets"] >= counted["spreads"] > 0
         elif not grid:
             assert counted["scatters"] == counted["buckets"] and "spreads" not in counted
-        if wire == "bf16":
+        if comm_dtype == "bf16":
             assert counted["norms"] == 8 * counted["blocks"]
         else:
             assert counted["norms"] == 0
@@ -108,7 +108,7 @@ def test_bytes_at_the_collectives_are_those_of_the_plan():
 
 # What shares the work of four ranks.
 SHARING = ({"num_replicas": 4}, {"num_replicas": 2}, {"num_tensor_ranks": 2})
-# Wire, precision, backend and atol.
+# CommDtypes, precision, backend and atol.
 ROUNDING = {
     # fp32 sums in another order, through 15 products.
     "fp32": ("fp32", "highest", "standard", 1e-5),
@@ -123,18 +123,18 @@ ROUNDING = {
 
 def _step_with_cut_matrices(name: str, grid: dict[str, int]) -> list[Any]:
     """Cut every matrix, whether it pays or not."""
-    wire, precision, backend, atol = ROUNDING[name]
+    comm_dtype, precision, backend, atol = ROUNDING[name]
     settings = {"fp32_matmul_prec": precision}
-    exchange = {"wire": wire, "newton_schulz": backend}
+    exchange = {"comm_dtype": comm_dtype, "newton_schulz": backend}
     num_shards = 4 // math.prod(grid.values())
     with split_always(4):
         optimizers = build_optimizers(num_shards, settings, exchange, **grid)
     plan = optimizers.sharded.compute.plans[0]
-    step_both(optimizers, wire)
+    step_both(optimizers, comm_dtype)
     different = optimizers.differences(atol)
     if backend == "gram":
-        whole = build_optimizers(num_shards, settings, {**exchange, "max_parts": 1}, **grid)
-        step_both(whole, wire)
+        whole = build_optimizers(num_shards, settings, {**exchange, "max_owners": 1}, **grid)
+        step_both(whole, comm_dtype)
         different += whole.differences(atol)
     owners = zip(plan.matrices, plan.owners, strict=True)
     return [different, [len(ranks) for _, ranks in owners]]
@@ -165,14 +165,14 @@ def test_cut_matrices_agree_with_whole_ones_up_to_rounding(cases):
 def _memory_of_steps(staging_bytes: int | None) -> list[int]:
     import torch
 
-    exchange = {"wire": "bf16", "staging_bytes": staging_bytes}
+    exchange = {"comm_dtype": "bf16", "staging_bytes": staging_bytes}
     optimizers = build_optimizers(2, {}, exchange, cases=[(64, [40, 24])] * 9)
     engine = optimizers.sharded.compute
     (memory,) = (x for x in vars(engine._arena).values() if torch.is_tensor(x))
     between_steps = memory.untyped_storage().nbytes()
     in_step = 0
 
-    def orthogonalize(updates, results, meanwhile=None, original=engine.orthogonalize):
+    def orthogonalize(updates, results, overlap_fn=None, original=engine.orthogonalize):
         nonlocal in_step
         for params in original(updates, results):
             in_step = max(in_step, memory.untyped_storage().nbytes())
@@ -197,7 +197,7 @@ def test_staging_memory_lives_in_a_step_alone_and_stays_within_the_limit():
 
 def _nan_in_one_matrix() -> list[str]:
     init_group()
-    optimizers = build_optimizers(2, {}, {"wire": "bf16"})
+    optimizers = build_optimizers(2, {}, {"comm_dtype": "bf16"})
     optimizers.set_gradients(0)
     param = optimizers.params[0][0]
     param.grad._local_tensor.fill_(float("nan"))
@@ -214,9 +214,9 @@ def test_nan_in_one_matrix_does_not_reach_another():
         assert {each.partition(":")[0] for each in different} == {"layer.0.weight"}
 
 
-def _zero_gradients(wire: str) -> list[float]:
+def _zero_gradients(comm_dtype: str) -> list[float]:
     settings = {"weight_decay": 0.0}
-    optimizers = build_optimizers(3, settings, {"wire": wire})
+    optimizers = build_optimizers(3, settings, {"comm_dtype": comm_dtype})
     before = optimizers.state()
     for param, _, _ in optimizers.params:
         if param.grad is None:
@@ -233,7 +233,9 @@ def _zero_gradients(wire: str) -> list[float]:
 def test_zero_gradients_give_a_zero_update():
     """Nothing is divided by a norm of zero."""
     run = run_ranks(3, each_of, _zero_gradients, [["bf16"], ["fp32"]]).check()
-    changes = [change for of_wires in run.results for wire in of_wires for change in wire]
+    changes = [
+        change for of_dtypes in run.results for comm_dtype in of_dtypes for change in comm_dtype
+    ]
     assert changes and not any(changes)
 
 
@@ -260,7 +262,7 @@ def test_ranks_with_different_settings_raise_at_construction():
 
 def _step_after_an_abandoned_one() -> list[str]:
     init_group()
-    optimizers = build_optimizers(1, {}, {"wire": "bf16"})
+    optimizers = build_optimizers(1, {}, {"comm_dtype": "bf16"})
     compute = optimizers.sharded.compute
     rows = {each: each.of(each.param._local_tensor.detach() + 1) for each in compute.handles}
     abandoned = compute.orthogonalize(rows, rows)
@@ -280,7 +282,7 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
     """Abandon a step whose gathers, or what replicas pass on, are under way, and step again."""
     from helpers.collective_timing import collectives_run
 
-    exchange = {"wire": "bf16", "num_buckets": 4}
+    exchange = {"comm_dtype": "bf16", "num_buckets": 4}
     cases = [*[(12, [12, 12])] * 8, (12, [16, 16])]
     if grid:
         cases = [(cols, [sum(rows)]) for cols, rows in cases]

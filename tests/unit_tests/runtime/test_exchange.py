@@ -24,7 +24,7 @@ def _connected_and_used(num_buckets: int) -> list[Any]:
 
     init_group()
     dist.all_to_all_single = recorded
-    optimizers = build_optimizers(4, exchange={"wire": "bf16", "num_buckets": num_buckets})
+    optimizers = build_optimizers(4, exchange={"comm_dtype": "bf16", "num_buckets": num_buckets})
     connected = sizes.copy()
     sizes.clear()
     engine = optimizers.sharded.compute
@@ -74,6 +74,6 @@ def _connect_two_of_three() -> list[int]:
     init_group()
     dist.all_to_all_single = recorded
     # The last one is that of query, key and value.
-    exchange = {"wire": "bf16", "cost_model": "stack_tiles=1"}
+    exchange = {"comm_dtype": "bf16", "cost_model": "stack_tiles=1"}
     build_optimizers(3, exchange=exchange, cases=[(24, [16, 16, 0])])
     return sorted(sizes)

@@ -44,7 +44,7 @@ def _step_behind_late_kernels(grid: dict[str, int], cases: Any) -> list[str]:
     from megatron_muon.newton_schulz.standard import Standard
 
     init_group()
-    exchange = {"wire": "bf16", "num_buckets": 4}
+    exchange = {"comm_dtype": "bf16", "num_buckets": 4}
     optimizers = build_optimizers(2, {}, exchange, cases=cases, **grid)
     is_late = dist.get_rank() % 2 == 1
     newton_schulz = Standard.run
@@ -72,7 +72,7 @@ def _step_behind_late_kernels(grid: dict[str, int], cases: Any) -> list[str]:
 
 
 def _step_reference(optimizers: Any) -> None:
-    """Step whole matrices as often, with the norm that the bf16 wire uses."""
+    """Step whole matrices as often, with the norm of ``comm_dtype`` bf16."""
     from unittest import mock
 
     from helpers.whole_matrices import float64_normalize
@@ -111,7 +111,7 @@ def _memory_of_steps() -> dict[str, int]:
         before["free"] = torch.cuda.mem_get_info()[0]
         return FSDPZeROTensorParallelMuon(*args, **options)
 
-    exchange = {"wire": "bf16", "num_buckets": NUM_BUCKETS}
+    exchange = {"comm_dtype": "bf16", "num_buckets": NUM_BUCKETS}
     optimizers = build_optimizers(2, {}, exchange, cases=CASES, sharded=build)
     connected = before["free"] - torch.cuda.mem_get_info()[0]
     compute = optimizers.sharded.compute
@@ -174,7 +174,7 @@ def _build_without_memory() -> list[Any]:
 
     start_s, text = time.monotonic(), "no error"
     try:
-        build_optimizers(2, {}, {"wire": "bf16"}, cases=CASES, sharded=build)
+        build_optimizers(2, {}, {"comm_dtype": "bf16"}, cases=CASES, sharded=build)
     except RuntimeError as error:
         text = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - start_s

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 2  # buffers are used again in the second one
 GRIDS = ({}, {"num_replicas": 2}, {"num_tensor_ranks": 2})
-WIRES = ("bf16", "fp32")
+COMM_DTYPES = ("bf16", "fp32")
 # Matrices, rows and columns of each, buckets, cost model. There are no more buckets than a rank has
 # matrices. These are split where there are fewer than ranks, products are slow, and messages are
 # free.
@@ -34,7 +34,9 @@ KINDS = {
 }
 
 
-def _random_case(draw: random.Random, grid: dict[str, int], wire: str, kind: str) -> dict[str, Any]:
+def _random_case(
+    draw: random.Random, grid: dict[str, int], comm_dtype: str, kind: str
+) -> dict[str, Any]:
     """Draw matrices, cut anywhere, on a grid of 4 ranks."""
     num_shards = 4 // (2 if grid else 1)
 
@@ -48,7 +50,7 @@ def _random_case(draw: random.Random, grid: dict[str, int], wire: str, kind: str
     return {
         "num_shards": num_shards,
         "exchange": {
-            "wire": wire,
+            "comm_dtype": comm_dtype,
             "cost_model": cost_model,
             "num_buckets": num_buckets,
         },
@@ -96,9 +98,11 @@ def _random_layouts(seed: int) -> dict[str, Any]:
     init_group()
     draw = random.Random(seed)
     wrong, seen = [], []
-    # Each kind and each grid meet both wires.
-    for (grid, kind), wire in zip(itertools.product(GRIDS, KINDS), itertools.cycle(WIRES)):
-        case = _random_case(draw, grid, wire, kind)
+    # Each kind and each grid meet both dtypes.
+    for (grid, kind), comm_dtype in zip(
+        itertools.product(GRIDS, KINDS), itertools.cycle(COMM_DTYPES)
+    ):
+        case = _random_case(draw, grid, comm_dtype, kind)
         optimizers = build_optimizers(**case)
         found = _compare(optimizers)
         if found["at_wait"] != [True, []] or found["at_launch"] != [True, []]:
@@ -125,7 +129,7 @@ def _scatters_without_results_for_a_shard() -> list[Any]:
     init_group()
     cases = [*[(24, [40 + i, 0]) for i in range(12)], (12, [7, 25])]
     grid = {"num_shards": 2, "num_replicas": 2}
-    exchange = {"wire": "bf16", "num_buckets": 4}
+    exchange = {"comm_dtype": "bf16", "num_buckets": 4}
     with mock.patch("megatron_muon.plan.buckets._DEPTH", 1):
         optimizers = build_optimizers(**grid, cases=cases, exchange=exchange)
     (built,) = optimizers.sharded.compute.runners
@@ -151,7 +155,7 @@ def test_replica_that_passes_nothing_on_waits_for_what_it_sends():
 # Three buckets and more, in which each rank sends to the other one.
 BUCKETS = {
     "num_shards": 2,
-    "exchange": {"wire": "bf16", "num_buckets": 3},
+    "exchange": {"comm_dtype": "bf16", "num_buckets": 3},
     "cases": [*[(12, [15 + i, 17 - i]) for i in range(11)], (12, [7, 25])],
 }
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 def _order_of_a_step(depth: int, num_buckets: int, has_replicas: bool) -> list[Any]:
     init_group()
-    exchange = {"wire": "bf16", "num_buckets": num_buckets}
+    exchange = {"comm_dtype": "bf16", "num_buckets": num_buckets}
     # About four matrices of one size for each rank, so that there are buckets enough.
     cases = [*[(12, [6, 6, 6, 6])] * 16, (12, [8, 8, 8, 8])]
     grid = {"num_shards": 4}
