@@ -10,14 +10,14 @@ Rejected: a bucket for each layer, or slices in parameter order. A layer has a h
 and in every bucket most ranks would wait for the few that own some.
 """
 
-import itertools
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megatron_muon.plan.owners import matrix_ns
 from megatron_muon.plan.schedule import Depth, PlanOrder
-from megatron_muon.plan.sizes import RankSizes, SizeCounter, Stacking
+from megatron_muon.plan.sizes import SizeCounter
 from megatron_muon.plan.staging import PlanStaging, StagingLayout, aligned_size
 
 # More buckets gain little.
@@ -31,23 +31,6 @@ _DEPTH = 2
 _MIN_SCATTERS = 4
 # Buckets for lack of memory, at most.
 _MAX_FOR_MEMORY = 64
-
-
-@dataclass(frozen=True)
-class ExchangedMatrix:
-    """A matrix that has to be exchanged.
-
-    Args:
-        index: Index in the plan.
-        owners: Its owners.
-        load_ns: Newton-Schulz on each owner.
-        layout_key: Equal for matrices with the same shards.
-    """
-
-    index: int
-    owners: tuple[int, ...]
-    load_ns: int
-    layout_key: Hashable
 
 
 class Buckets(NamedTuple):
@@ -65,63 +48,58 @@ class Buckets(NamedTuple):
 
 
 def choose_buckets(
-    matrices: Sequence[ExchangedMatrix],
+    indices: Sequence[int],
     local: Sequence[int],
-    stacking: Stacking,
+    sizes: SizeCounter,
     staging_bytes: int,
-    *,
-    has_replicas: bool,
     num_buckets: int | None = None,
 ) -> Buckets:
     """Return the first buckets that fit into memory; those that need least where none do.
 
     Args:
-        matrices: Matrices to exchange.
+        indices: Indices of the matrices to exchange.
         local: Indices of local matrices.
-        stacking: Stacks, owners and the dtypes.
+        sizes: Matrices, their owners, and what they stage.
         staging_bytes: Memory of a rank for messages and stacks.
-        has_replicas: Whether any shard has several holders.
         num_buckets: Number of buckets to start from; None for the rule.
     """
-    local_bytes = {
-        owner: max(stack.num_elements for stack in stacks) * stacking.dtypes.stack_bytes
-        for owner, stacks in stacking.stacks(local).items()
+    if not indices:
+        order = PlanOrder(0, 1, Depth(1, 1), sizes.has_replicas)
+        return Buckets((), order, _bytes_of_fullest(sizes.staging((), local, order).values()))
+    load_ns = {
+        index: matrix_ns(sizes.matrices[index], sizes.cost, len(sizes.owners[index]))
+        for index in indices
     }
-    if not matrices:
-        order = PlanOrder(0, 1, Depth(1, 1), has_replicas)
-        return Buckets((), order, aligned_size(max(local_bytes.values(), default=0)))
-    counter = SizeCounter(stacking, has_replicas=has_replicas)
-    count = num_buckets or _num_buckets(matrices, stacking)
+    count = num_buckets or _num_buckets(load_ns, sizes)
     tried: list[Buckets] = []
     while True:
-        buckets = _fill_buckets(matrices, count)
-        num_scatters = -(-_MIN_SCATTERS // len(buckets)) if has_replicas else 1
-        sizes = _distinct_sizes(
-            [counter.sizes(each, num_scatters) for each in buckets], local_bytes
-        )
+        buckets = _fill_buckets(load_ns, sizes, count)
+        num_scatters = -(-_MIN_SCATTERS // len(buckets)) if sizes.has_replicas else 1
+        order = PlanOrder(len(buckets), num_scatters, Depth(1, num_scatters), sizes.has_replicas)
+        # Without repetitions: most ranks stage the same.
+        stagings = set(sizes.staging(buckets, local, order).values())
         # Less in flight costs overlap alone; more buckets need more collectives.
         for ahead in range(min(_DEPTH, len(buckets)), 0, -1):
-            depth = Depth(ahead, ahead * num_scatters)
-            order = PlanOrder(len(buckets), num_scatters, depth, has_replicas)
-            found = Buckets(tuple(buckets), order, _bytes_of_fullest(sizes, order, stacking))
-            if found.staging_bytes <= staging_bytes:
-                return found
-            tried.append(found)
+            order = order._replace(depth=Depth(ahead, ahead * num_scatters))
+            num_bytes = _bytes_of_fullest([each._replace(order=order) for each in stagings])
+            tried.append(Buckets(tuple(buckets), order, num_bytes))
+            if num_bytes <= staging_bytes:
+                return tried[-1]
         count *= 2
-        if count > _MAX_FOR_MEMORY or len(buckets) == len(matrices):
+        if count > _MAX_FOR_MEMORY or len(buckets) == len(indices):
             return min(tried, key=lambda buckets: buckets.staging_bytes)
 
 
-def _num_buckets(matrices: Sequence[ExchangedMatrix], stacking: Stacking) -> int:
+def _num_buckets(load_ns: Mapping[int, int], sizes: SizeCounter) -> int:
     """Return how often the shortest possible bucket fits into the time of the busiest owner."""
-    ranks = stacking.matrices[matrices[0].index].ranks
-    shortest_ns = 2 * stacking.cost.collective_ns(ranks) / _MAX_OVERHEAD
-    load_ns: Counter[int] = Counter()
-    for matrix in matrices:
-        for owner in matrix.owners:
-            load_ns[owner] += matrix.load_ns
-    shortest_ns = max(1, shortest_ns, *(matrix.load_ns for matrix in matrices))
-    return max(1, min(_MAX_BUCKETS, round(max(load_ns.values()) / shortest_ns)))
+    ranks = sizes.matrices[min(load_ns)].ranks
+    shortest_ns = 2 * sizes.cost.collective_ns(ranks) / _MAX_OVERHEAD
+    of_owners: Counter[int] = Counter()
+    for index, time_ns in load_ns.items():
+        for owner in sizes.owners[index]:
+            of_owners[owner] += time_ns
+    shortest_ns = max(1, shortest_ns, *load_ns.values())
+    return max(1, min(_MAX_BUCKETS, round(max(of_owners.values()) / shortest_ns)))
 
 
 @dataclass
@@ -133,64 +111,46 @@ class _Draft:
     num_same_layout: Counter[Hashable] = field(default_factory=Counter)
 
 
-def _fill_buckets(matrices: Sequence[ExchangedMatrix], count: int) -> list[tuple[int, ...]]:
+def _fill_buckets(
+    load_ns: Mapping[int, int], sizes: SizeCounter, count: int
+) -> list[tuple[int, ...]]:
     """Assign matrices to buckets, longest first, to where their owners have least to do.
 
     Ties go to the bucket with the fewest matrices of the same layout: then no bucket has all
     matrices of a shape, whose few holders would send all that it gathers.
 
     Args:
-        matrices: The matrices.
+        load_ns: By index of a matrix, Newton-Schulz on each of its owners.
+        sizes: Matrices and their owners.
         count: Number of buckets; there are fewer if there are not as many matrices.
     """
     drafts = [_Draft() for _ in range(count)]
-    for matrix in sorted(matrices, key=lambda matrix: (-matrix.load_ns, matrix.index)):
+    for index in sorted(load_ns, key=lambda index: (-load_ns[index], index)):
+        matrix, owners = sizes.matrices[index], sizes.owners[index]
+        # Of the shards the first and the last: this only decides ties.
+        layout = matrix.blocks, matrix.regions[0].holders, matrix.regions[-1].holders
         draft = min(
             drafts,
             key=lambda draft: (
-                max(draft.load_ns[owner] for owner in matrix.owners),
-                draft.num_same_layout[matrix.layout_key],
+                max(draft.load_ns[owner] for owner in owners),
+                draft.num_same_layout[layout],
             ),
         )
-        draft.matrices.append(matrix.index)
-        draft.num_same_layout[matrix.layout_key] += 1
-        for owner in matrix.owners:
-            draft.load_ns[owner] += matrix.load_ns
+        draft.matrices.append(index)
+        draft.num_same_layout[layout] += 1
+        for owner in owners:
+            draft.load_ns[owner] += load_ns[index]
     # The shortest bucket first, so that work starts early.
     return [tuple(sorted(draft.matrices)) for draft in reversed(drafts) if draft.matrices]
 
 
-# Buffers of a rank in all buckets, and the bytes of its largest stack of local matrices.
-type _Sizes = set[tuple[tuple[RankSizes, ...], int]]
-
-
-def _distinct_sizes(
-    of_buckets: Sequence[Mapping[int, RankSizes]], local_bytes: Mapping[int, int]
-) -> _Sizes:
-    """Return the buffers of all ranks without repetitions: most ranks have the same."""
-    nothing = RankSizes.nothing(len(next(iter(of_buckets[0].values())).scatters))
-    ranks = set(local_bytes).union(*of_buckets)
-    return {
-        (tuple(sizes.get(rank, nothing) for sizes in of_buckets), local_bytes.get(rank, 0))
-        for rank in ranks
-    }
-
-
-def _bytes_of_fullest(sizes: _Sizes, order: PlanOrder, stacking: Stacking) -> int:
+def _bytes_of_fullest(stagings: Iterable[PlanStaging]) -> int:
     """Return the bytes that the fullest rank stages: those that its engine will allocate."""
-    dtypes = stacking.dtypes
-    stagings = []
-    for of_buckets, local_bytes in sizes:
-        buckets = [each.bucket.in_bytes(dtypes) for each in of_buckets]
-        scatters = [scatter.in_bytes(dtypes) for each in of_buckets for scatter in each.scatters]
-        total = sum(itertools.chain(*buckets, *scatters)) + local_bytes
-        stagings.append((total, PlanStaging(order, buckets, scatters, local_bytes)))
     most = 0
-    # The largest first: ranks whose buffers need less even without sharing are not laid out. Every
-    # buffer, of which there are at most five for each scatter and one, is rounded up.
-    slack = aligned_size(1) * (5 * order.num_buckets * order.num_scatters + 1)
-    for total, staging in sorted(stagings, key=lambda pair: -pair[0]):
-        if total + slack <= most:
+    # The largest first: ranks whose buffers need less even without sharing are not laid out.
+    totals = [(sum(map(aligned_size, each.buffers())), each) for each in stagings]
+    for total, staging in sorted(totals, key=lambda pair: -pair[0]):
+        if total <= most:
             break
         most = max(most, StagingLayout.build([staging]).num_bytes)
     return most

@@ -133,7 +133,7 @@ class CostModel:
         # min() keeps the first of equals, which is the preferred one.
         return min(
             (name for name in self.backends if BACKENDS[name].takes(n, m, num_parts)),
-            key=lambda name: self._matrix_ns(num_rows, num_cols, num_parts, name, on_node=True),
+            key=lambda name: self._matrix_ns(num_rows, num_cols, num_parts, name),
         )
 
     # Models have few shapes, and thousands of matrices.
@@ -166,46 +166,40 @@ class CostModel:
     ) -> int:
         """Estimate one call of Newton-Schulz; other arguments as for :meth:`newton_schulz_ns`."""
         backend = self.backend_of(num_rows, num_cols, num_parts)
-        calls = 1 if BACKENDS[backend].is_batched else num_matrices
-        return (
-            num_matrices * self._product_ns(num_rows, num_cols, num_parts, backend)
-            + calls * self._launch_ns(num_rows, num_cols, num_parts, backend)
-            + self._split_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)
+        products, launches, all_reduces = self._costs_ns(
+            num_rows, num_cols, num_parts, backend, on_node=on_node
         )
+        calls = 1 if BACKENDS[backend].is_batched else num_matrices
+        return num_matrices * products + calls * launches + all_reduces
 
     def _matrix_ns(
-        self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool
+        self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool = True
     ) -> int:
-        stack_size = self.stack_size(num_rows, num_cols) if BACKENDS[backend].is_batched else 1
-        return (
-            self._product_ns(num_rows, num_cols, num_parts, backend)
-            + self._launch_ns(num_rows, num_cols, num_parts, backend) // stack_size
-            + self._split_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)
+        products, launches, all_reduces = self._costs_ns(
+            num_rows, num_cols, num_parts, backend, on_node=on_node
         )
+        stack_size = self.stack_size(num_rows, num_cols) if BACKENDS[backend].is_batched else 1
+        return products + launches // stack_size + all_reduces
 
-    def _product_ns(self, num_rows: int, num_cols: int, num_parts: int, backend: str) -> int:
+    def _costs_ns(
+        self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool
+    ) -> tuple[int, int, int]:
+        """Estimate products, launches and all-reduces of one part of a matrix."""
+        work = self.work(num_rows, num_cols, num_parts, backend)
         # Parts run at the rate of the whole: their Gram matrix has as many tiles.
         n = min(num_rows, num_cols)
         flops_per_ns = self.tflops * 1e3 * n / (n + self.half_rate_side)
-        return round(self.work(num_rows, num_cols, num_parts, backend).flops / flops_per_ns)
-
-    def _launch_ns(self, num_rows: int, num_cols: int, num_parts: int, backend: str) -> int:
-        work = self.work(num_rows, num_cols, num_parts, backend)
-        return round(work.num_products * self.kernel_us * 1e3)
-
-    def _split_ns(
-        self, num_rows: int, num_cols: int, num_parts: int, backend: str, *, on_node: bool
-    ) -> int:
-        """Estimate what owners of a split matrix exchange."""
-        if num_parts == 1:
-            return 0
-        work = self.work(num_rows, num_cols, num_parts, backend)
         gbps = self.gbps if on_node else self.gbps_between_nodes
         latency_ns = self.all_reduce_us * 1e3 * (1 if on_node else 2)
         # Of an n x n matrix in 2 bytes an element, but for the share that stays.
-        gather_ns = 2 * min(num_rows, num_cols) ** 2 * (num_parts - 1) / num_parts / gbps
+        gather_ns = 2 * n**2 * (num_parts - 1) / num_parts / gbps
         # A ring all-reduce sends every byte twice.
-        return round(work.num_all_reduces * (latency_ns + 2 * gather_ns))
+        all_reduces_ns = work.num_all_reduces * (latency_ns + 2 * gather_ns)
+        return (
+            round(work.flops / flops_per_ns),
+            round(work.num_products * self.kernel_us * 1e3),
+            round(all_reduces_ns) if num_parts > 1 else 0,
+        )
 
     def node(self, rank: int) -> int:
         """Return the node of a rank."""

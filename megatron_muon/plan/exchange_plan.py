@@ -3,19 +3,18 @@
 """The plan of a domain: who owns what, and what is exchanged together; built once, no torch."""
 
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_muon.plan.buckets import ExchangedMatrix, choose_buckets
+from megatron_muon.plan.buckets import choose_buckets
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.plan.owners import Assignment, choose_owners, matrix_ns
+from megatron_muon.plan.owners import Assignment, choose_owners
 from megatron_muon.plan.routes import Route, routes_of
 from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.settings import CommDtypes, PlanSettings
-from megatron_muon.plan.sizes import SizeCounter, Stacking
+from megatron_muon.plan.sizes import SizeCounter
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,6 @@ class ExchangePlan:
         buckets: Indices of the matrices of each bucket, ascending.
         order: What of the plan decides the order of a step.
         staging_bytes: Memory of messages and stacks on the fullest rank, if it has no other plan.
-
-    Raises:
-        ValueError: A matrix is in no bucket or in several, has no owner or one outside of its
-            domain, or counts as local although it has to be exchanged. A rank has other replicas in
-            one matrix than in another.
     """
 
     matrices: tuple[MatrixLayout, ...]
@@ -49,84 +43,6 @@ class ExchangePlan:
     buckets: tuple[tuple[int, ...], ...]
     order: PlanOrder
     staging_bytes: int
-
-    @classmethod
-    def build(
-        cls,
-        matrices: Sequence[MatrixLayout],
-        assignment: Assignment,
-        settings: PlanSettings,
-        *,
-        staging_bytes: int,
-    ) -> "ExchangePlan":
-        """Sort matrices into local ones and buckets; arguments are those of :func:`plan_matrices`.
-
-        If no buckets fit into the memory, the plan is the one with the least: its
-        ``staging_bytes`` is then larger.
-        """
-        cost, dtypes = settings.cost, settings.dtypes
-        # Nothing here depends on the rank that builds the plan: all ranks must get the same.
-        owners = assignment.owners
-        local = [i for i, matrix in enumerate(matrices) if _is_local(matrix, owners[i])]
-        exchanged = [
-            ExchangedMatrix(
-                index,
-                owners[index],
-                matrix_ns(matrix, cost, len(owners[index])),
-                # Of the shards the first and the last: this only decides ties.
-                (matrix.blocks, matrix.regions[0].holders, matrix.regions[-1].holders),
-            )
-            for index, matrix in enumerate(matrices)
-            if not _is_local(matrix, owners[index])
-        ]
-        # Equal layers share their regions.
-        layouts = {
-            id(each.regions): each.regions for each in (matrices[m.index] for m in exchanged)
-        }
-        has_replicas = any(
-            len(each.holders) > 1 for regions in layouts.values() for each in regions
-        )
-        buckets = choose_buckets(
-            exchanged,
-            local,
-            Stacking(matrices, owners, cost, dtypes),
-            staging_bytes,
-            has_replicas=has_replicas,
-            num_buckets=settings.num_buckets,
-        )
-        return cls(tuple(matrices), assignment, cost, dtypes, tuple(local), *buckets)
-
-    def __post_init__(self) -> None:
-        """Check that every matrix is orthogonalized exactly once."""
-        if len(self.owners) != len(self.matrices):
-            raise ValueError(
-                f"exchange plan: expected owners of {len(self.matrices)} matrices, got "
-                f"{len(self.owners)}. Assign the matrices of this plan."
-            )
-        # A matrix that is in no list would silently never be stepped.
-        listed = Counter(self.local)  # how often each matrix is listed
-        for bucket in self.buckets:
-            listed.update(bucket)
-        for index, matrix in enumerate(self.matrices):
-            owners = self.owners[index]
-            if listed[index] != 1:
-                raise ValueError(
-                    f"{matrix.name}: expected to be local or in one bucket, got it listed "
-                    f"{listed[index]} times. Build the plan with ExchangePlan.build()."
-                )
-            if not owners or not set(owners) <= set(matrix.ranks):
-                raise ValueError(
-                    f"{matrix.name}: expected owners among the ranks of its domain, got {owners}. "
-                    "Assign the matrices of this plan."
-                )
-        for index in self.local:
-            if not _is_local(self.matrices[index], self.owners[index]):
-                raise ValueError(
-                    f"{self.matrices[index].name}: expected a local matrix to be whole on its "
-                    f"owner, got owners {self.owners[index]} and other holders. Put it into a "
-                    "bucket."
-                )
-        _check_replicas(self.matrices)
 
     @property
     def owners(self) -> tuple[tuple[int, ...], ...]:
@@ -140,14 +56,9 @@ class ExchangePlan:
         return tuple(sorted(set().union(*{matrix.ranks for matrix in self.matrices})))
 
     @cached_property
-    def stacking(self) -> Stacking:
-        """Groups of matrices that can share a stack."""
-        return Stacking(self.matrices, self.owners, self.cost, self.dtypes)
-
-    @cached_property
     def sizes(self) -> SizeCounter:
         """Counts what buckets send, receive and stage."""
-        return SizeCounter(self.stacking, has_replicas=self.order.has_replicas)
+        return SizeCounter(self.matrices, self.owners, self.cost, self.dtypes)
 
     @property
     def num_scatters(self) -> int:
@@ -202,10 +113,23 @@ def plan_matrices(
         matrices: Layouts, in the same order on all ranks of the domain.
         settings: Rates, dtypes and maximum number of owners.
         load_ns: Time that ranks of the domain spend on other matrices.
-        staging_bytes: Memory of a rank for messages and stacks of this plan.
+        staging_bytes: Memory of a rank for messages and stacks of this plan. If no buckets fit into
+            it, the plan is the one with the least: its ``staging_bytes`` is then larger.
     """
+    # Nothing here depends on the rank that builds the plan: all ranks must get the same.
     assignment = choose_owners(matrices, settings, initial_load_ns=load_ns)
-    return ExchangePlan.build(matrices, assignment, settings, staging_bytes=staging_bytes)
+    sizes = SizeCounter(matrices, assignment.owners, settings.cost, settings.dtypes)
+    local: list[int] = []
+    exchanged: list[int] = []
+    for index, (matrix, owners) in enumerate(zip(matrices, assignment.owners, strict=True)):
+        # Not "all rows are on the owners": a matrix that is split over just the ranks that hold its
+        # replicas still exchanges parts.
+        is_local = len(owners) == 1 and all(region.holders == owners for region in matrix.regions)
+        (local if is_local else exchanged).append(index)
+    buckets = choose_buckets(exchanged, local, sizes, staging_bytes, settings.num_buckets)
+    return ExchangePlan(
+        tuple(matrices), assignment, settings.cost, settings.dtypes, tuple(local), *buckets
+    )
 
 
 def staging_problem(
@@ -233,28 +157,3 @@ def staging_problem(
         f"matrix, {matrix.name}, has {matrix.num_elements * largest.dtypes.gather_bytes:,}. Set "
         f"exchange.staging_bytes to {enough} or more, or shard the model over more ranks."
     )
-
-
-def _check_replicas(matrices: Sequence[MatrixLayout]) -> None:
-    """Check that a rank has the same replicas in all matrices."""
-    replicas: dict[int, tuple[int, ...]] = {}
-    checked: set[tuple[int, ...]] = set()
-    for matrix in matrices:
-        # Once for all matrices: replicas may be thousands of ranks.
-        for holders in {region.holders for region in matrix.regions} - checked:
-            checked.add(holders)
-            is_ascending = list(holders) == sorted(holders)
-            for rank in holders:
-                known = replicas.setdefault(rank, holders)
-                if known is not holders or not is_ascending:
-                    raise ValueError(
-                        f"{matrix.name}: expected the replicas of rank {rank} to be {known}, "
-                        f"ascending, got {holders}. Plan matrices of other groups separately."
-                    )
-
-
-def _is_local(matrix: MatrixLayout, owners: tuple[int, ...]) -> bool:
-    """Return whether a matrix needs no exchange: it has one owner, which is the only holder."""
-    # Not "all rows are on the owners": a matrix that is split over just the ranks that hold its
-    # replicas still exchanges parts.
-    return len(owners) == 1 and all(region.holders == owners for region in matrix.regions)

@@ -140,12 +140,13 @@ class RankPlan:
         return [scatter for bucket in self.buckets for scatter in bucket.scatters]
 
     def staging(self, dtypes: CommDtypes) -> PlanStaging:
-        """Return what the plan stages in a step, in bytes."""
+        """Return what the plan stages in a step."""
         return PlanStaging(
             self.order,
-            [bucket.num_elements.in_bytes(dtypes) for bucket in self.buckets],
-            [scatter.num_elements.in_bytes(dtypes) for scatter in self.scatters],
-            max((owned.num_elements for owned in self.local), default=0) * dtypes.stack_bytes,
+            tuple(bucket.num_elements for bucket in self.buckets),
+            tuple(scatter.num_elements for scatter in self.scatters),
+            max((owned.num_elements for owned in self.local), default=0),
+            dtypes,
         )
 
 
@@ -340,13 +341,13 @@ def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[Stack
             continue
         for block, shape in enumerate(plan.matrices[index].blocks):
             part = parts_of(index, block, shape, owners)[owners.index(rank)]
-            if plan.stacking.is_stackable(index):
+            if plan.sizes.is_stackable(index):
                 by_shape[shape].append(part)
             else:
                 stacks.append((part,))
     for shape, parts in by_shape.items():
         rest = iter(parts)
-        for size in plan.stacking.stack_sizes(len(parts), shape):
+        for size in plan.sizes.stack_sizes(len(parts), shape):
             stacks.append(tuple(itertools.islice(rest, size)))
     # Ranks that share several split blocks must come to them in the same order, and before
     # anything that only some of them have: they all-reduce inside Newton-Schulz.

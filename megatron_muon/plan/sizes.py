@@ -10,15 +10,18 @@ computed once.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.replicas import ShardScatter, scatters_of
 from megatron_muon.plan.routes import nearest_holder, overlaps, parts_of
+from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.settings import CommDtypes
-from megatron_muon.plan.staging import BucketSizes, ScatterSizes
+from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes
+
+# Elements of results, by the ranks that hold a shard and by owner.
+type Results = dict[tuple[int, ...], Counter[int]]
 
 
 class StackSize(NamedTuple):
@@ -46,21 +49,71 @@ class StackSize(NamedTuple):
         return self.num_matrices * self.num_rows * self.num_cols
 
 
-@dataclass(frozen=True)
-class Stacking:
-    """Group parts of matrices that share a stack.
+class _Overlap(NamedTuple):
+    """Elements of a shard in one part of a matrix.
+
+    Args:
+        holders: Ranks that hold the shard.
+        part: Position of the part among the owners.
+        num_elements: Elements.
+    """
+
+    holders: tuple[int, ...]
+    part: int
+    num_elements: int
+
+
+class Traffic(NamedTuple):
+    """Elements of messages between ranks.
+
+    Args:
+        sent: By rank, and whether the receiver is on its node.
+        received: By rank, and whether the sender is on its node.
+    """
+
+    sent: Counter[tuple[int, bool]]
+    received: Counter[tuple[int, bool]]
+
+    def add(self, sender: int, receiver: int, elements: int, on_node: bool) -> None:
+        """Add a message."""
+        self.sent[sender, on_node] += elements
+        self.received[receiver, on_node] += elements
+
+
+class RankSizes(NamedTuple):
+    """Buffers of one rank for one bucket, in elements.
+
+    Args:
+        bucket: Its gather and its stacks.
+        scatters: Its scatters.
+    """
+
+    bucket: BucketSizes
+    scatters: tuple[ScatterSizes, ...]
+
+
+class SizeCounter:
+    """Count the elements that buckets of some matrices send, receive and stage.
 
     Args:
         matrices: Layouts.
         owners: Owners of each.
-        cost: Sizes of stacks.
+        cost: Sizes of stacks, and nodes.
         dtypes: Decides whether rows are normalized before they are sent.
     """
 
-    matrices: Sequence[MatrixLayout]
-    owners: Sequence[tuple[int, ...]]
-    cost: CostModel
-    dtypes: CommDtypes
+    def __init__(
+        self,
+        matrices: Sequence[MatrixLayout],
+        owners: Sequence[tuple[int, ...]],
+        cost: CostModel,
+        dtypes: CommDtypes,
+    ) -> None:
+        self.matrices, self.owners, self.cost, self.dtypes = matrices, owners, cost, dtypes
+        # Equal layers share their regions.
+        regions = {id(matrix.regions): matrix.regions for matrix in matrices}.values()
+        self.has_replicas = any(len(each.holders) > 1 for tiling in regions for each in tiling)
+        self._overlaps: dict[tuple[int, int], list[_Overlap]] = {}
 
     def is_stackable(self, index: int) -> bool:
         """Return whether blocks of a matrix may be orthogonalized in one call with others."""
@@ -84,7 +137,7 @@ class Stacking:
         for index in indices:
             owners, matrix = self.owners[index], self.matrices[index]
             is_stackable = self.is_stackable(index)
-            on_node = len(owners) == 1 or self.cost.share_a_node(owners)
+            on_node = self.cost.share_a_node(owners)
             for block, shape in enumerate(matrix.blocks):
                 for part in parts_of(index, block, shape, owners):
                     size = StackSize(1, part.num_rows, part.num_cols, shape, len(owners), on_node)
@@ -95,129 +148,91 @@ class Stacking:
             stacks[owner] += (size._replace(num_matrices=number) for number in numbers)
         return stacks
 
+    def traffic(self, indices: Iterable[int]) -> tuple[Traffic, Results]:
+        """Return the rows and the results of a bucket of some matrices.
 
-class _Overlap(NamedTuple):
-    """Elements of a shard in one part of a matrix.
-
-    Args:
-        holders: Ranks that hold the shard.
-        part: Position of the part among the owners.
-        num_elements: Elements.
-    """
-
-    holders: tuple[int, ...]
-    part: int
-    num_elements: int
-
-
-class Traffic(NamedTuple):
-    """Elements that one bucket exchanges.
-
-    Args:
-        gathered: Rows by source and owner.
-        results: With replicas, results by holders and owner, those of an owner's own shard
-            included: its replicas get them from it. Empty without replicas, where the scatter is
-            the inverse of the gather.
-    """
-
-    gathered: Counter[tuple[int, int]]
-    results: dict[tuple[int, ...], Counter[int]]
-
-    def totals(self) -> tuple[Counter[int], Counter[int]]:
-        """Return the rows that each rank sends, and those that it receives."""
-        sent: Counter[int] = Counter()
-        received: Counter[int] = Counter()
-        for (source, owner), elements in self.gathered.items():
-            sent[source] += elements
-            received[owner] += elements
-        return sent, received
-
-    def scatters(self, num_scatters: int, cost: CostModel) -> Iterator[tuple[int, ShardScatter]]:
-        """Yield the scatters to the replicas of each shard, with the number of the scatter."""
-        for holders, by_owner in self.results.items():
-            yield from enumerate(scatters_of(holders, by_owner, num_scatters, cost))
-
-
-class RankSizes(NamedTuple):
-    """Buffers of one rank for one bucket, in elements.
-
-    Args:
-        bucket: Its gather and its stacks.
-        scatters: Its scatters.
-    """
-
-    bucket: BucketSizes
-    scatters: tuple[ScatterSizes, ...]
-
-    @classmethod
-    def nothing(cls, num_scatters: int) -> "RankSizes":
-        """Return the sizes of a rank that has no part in a bucket."""
-        return cls(BucketSizes(0, 0, 0), (ScatterSizes(0, 0),) * num_scatters)
-
-
-class SizeCounter:
-    """Count the elements that buckets of some matrices send, receive and stage.
-
-    Args:
-        stacking: Matrices and owners.
-        has_replicas: Whether any matrix has shards with several holders.
-    """
-
-    def __init__(self, stacking: Stacking, *, has_replicas: bool) -> None:
-        self._stacking = stacking
-        self._has_replicas = has_replicas
-        self._overlaps: dict[tuple[int, int], list[_Overlap]] = {}
-
-    def traffic(self, indices: Iterable[int]) -> Traffic:
-        """Return rows and results of a bucket of some matrices."""
-        traffic, cost = Traffic(Counter(), {}), self._stacking.cost
+        Results include those of an owner's own shard: its replicas get them from it. There are none
+        without replicas, where the scatter is the inverse of the gather.
+        """
+        if not self.has_replicas:
+            return self._traffic_without_replicas(indices), {}
+        rows = Traffic(Counter(), Counter())
+        results: Results = defaultdict(Counter)
         for index in indices:
-            owners = self._stacking.owners[index]
             for holders, part, elements in self._overlaps_of(index):
-                owner = owners[part]
-                source = nearest_holder(holders, owner, cost)
+                owner = self.owners[index][part]
+                source = nearest_holder(holders, owner, self.cost)
                 if source != owner:
-                    traffic.gathered[source, owner] += elements
-                if self._has_replicas and (len(holders) > 1 or source != owner):
-                    traffic.results.setdefault(holders, Counter())[owner] += elements
-        return traffic
+                    rows.add(source, owner, elements, self.cost.share_a_node((source, owner)))
+                if len(holders) > 1 or source != owner:
+                    results[holders][owner] += elements
+        return rows, results
+
+    def scatters(self, results: Results, num_scatters: int) -> Iterator[tuple[int, ShardScatter]]:
+        """Yield the scatters to the replicas of each shard, with the number of the scatter."""
+        for holders, by_owner in results.items():
+            yield from enumerate(scatters_of(holders, by_owner, num_scatters, self.cost))
 
     def sizes(self, indices: Sequence[int], num_scatters: int) -> dict[int, RankSizes]:
         """Return the buffers of every rank for a bucket of some matrices."""
-        stacks = self._stacking.stacks(indices)
+        stacks = self.stacks(indices)
+        rows, results = self.traffic(indices)
         scatters: dict[int, list[list[int]]] = defaultdict(
             lambda: [[0, 0] for _ in range(num_scatters)]
         )
-        if self._has_replicas:
-            traffic = self.traffic(indices)
-            sent, received = traffic.totals()
-            for number, shard in traffic.scatters(num_scatters, self._stacking.cost):
-                for share in shard.shares:
-                    scatters[share.owner][number][0] += share.num_elements
-                for holder in shard.holders:
-                    scatters[holder][number][1] += shard.num_elements
-        else:
-            sent, received = self._totals(indices)
+        for number, shard in self.scatters(results, num_scatters):
+            for share in shard.shares:
+                scatters[share.owner][number][0] += share.num_elements
+            for holder in shard.holders:
+                scatters[holder][number][1] += shard.num_elements
         sizes = {}
-        for rank in {**sent, **received, **stacks, **scatters}:
-            rows = sent[rank], received[rank]
-            results = (
-                tuple(ScatterSizes(*elements) for elements in scatters[rank])
-                if self._has_replicas
-                else (ScatterSizes(rows[1], rows[0]),)
-            )
+        for rank in {*stacks, *scatters, *(rank for both in rows for rank, _ in both)}:
+            sent, received = (both[rank, True] + both[rank, False] for both in rows)
             own = sum(stack.num_elements for stack in stacks.get(rank, ()))
-            sizes[rank] = RankSizes(BucketSizes(*rows, own), results)
+            sizes[rank] = RankSizes(
+                BucketSizes(sent, received, own),
+                tuple(ScatterSizes(*elements) for elements in scatters[rank])
+                if self.has_replicas
+                else (ScatterSizes(received, sent),),
+            )
         return sizes
 
-    def _totals(self, indices: Iterable[int]) -> tuple[Counter[int], Counter[int]]:
-        """Return the rows that each rank sends and receives, where no shard has replicas.
+    def staging(
+        self, buckets: Sequence[Sequence[int]], local: Iterable[int], order: PlanOrder
+    ) -> dict[int, PlanStaging]:
+        """Return what each rank stages in a step; ranks that stage nothing may be left out.
+
+        Args:
+            buckets: Indices of the matrices of each bucket.
+            local: Indices of the local matrices.
+            order: What decides the order of the step.
+        """
+        of_buckets = [self.sizes(bucket, order.num_scatters) for bucket in buckets]
+        largest = {
+            owner: max(stack.num_elements for stack in stacks)
+            for owner, stacks in self.stacks(local).items()
+        }
+        nothing = RankSizes(BucketSizes(0, 0, 0), (ScatterSizes(0, 0),) * order.num_scatters)
+        staging = {}
+        for rank in set(largest).union(*of_buckets):
+            sizes = [of_bucket.get(rank, nothing) for of_bucket in of_buckets]
+            staging[rank] = PlanStaging(
+                order,
+                tuple(each.bucket for each in sizes),
+                tuple(scatter for each in sizes for scatter in each.scatters),
+                largest.get(rank, 0),
+                self.dtypes,
+            )
+        return staging
+
+    def _traffic_without_replicas(self, indices: Iterable[int]) -> Traffic:
+        """Return the rows of a bucket.
 
         All shards of a matrix go to its owners: matrices with equal layouts are counted together,
         as ranks times matrices are many millions.
         """
-        sent: Counter[int] = Counter()
-        received: Counter[int] = Counter()
+        sent, received = rows = Traffic(Counter(), Counter())
+        node = self.cost.node
         groups: dict[int, list[int]] = defaultdict(list)
         for index in indices:
             groups[id(self._overlaps_of(index))].append(index)
@@ -225,20 +240,30 @@ class SizeCounter:
             elements = {
                 (source, part): number for (source,), part, number in self._overlaps_of(group[0])
             }
+            num_owners = Counter(
+                (part, node(owner))
+                for index in group
+                for part, owner in enumerate(self.owners[index])
+            )
             of_part: Counter[int] = Counter()
+            of_node: Counter[tuple[int, int]] = Counter()
             for (source, part), number in elements.items():
-                sent[source] += number * len(group)
+                near = num_owners[part, node(source)]
+                sent[source, True] += number * near
+                sent[source, False] += number * (len(group) - near)
                 of_part[part] += number
+                of_node[part, node(source)] += number
             for index in group:
-                for part, owner in enumerate(self._stacking.owners[index]):
+                for part, owner in enumerate(self.owners[index]):
                     # Its own rows stay.
-                    own = elements.get((owner, part), 0)
-                    sent[owner] -= own
-                    received[owner] += of_part[part] - own
-        return +sent, +received
+                    own, near = elements.get((owner, part), 0), of_node[part, node(owner)]
+                    sent[owner, True] -= own
+                    received[owner, True] += near - own
+                    received[owner, False] += of_part[part] - near
+        return rows
 
     def _overlaps_of(self, index: int) -> list[_Overlap]:
-        matrix, num_parts = self._stacking.matrices[index], len(self._stacking.owners[index])
+        matrix, num_parts = self.matrices[index], len(self.owners[index])
         key = id(matrix.elements_by_rank), num_parts
         if key not in self._overlaps:
             elements: Counter[tuple[tuple[int, ...], int]] = Counter()

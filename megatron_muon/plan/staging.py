@@ -8,7 +8,7 @@ twice the memory.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ _ALIGNMENT = 256
 
 
 class BucketSizes(NamedTuple):
-    """Sizes or offsets of what one rank stages for a bucket, in elements or in bytes.
+    """Elements of what one rank stages for a bucket, or their offsets in bytes.
 
     Args:
         gather_send: Rows for other owners.
@@ -33,18 +33,9 @@ class BucketSizes(NamedTuple):
     gather_receive: int
     stacks: int
 
-    def in_bytes(self, dtypes: CommDtypes) -> "BucketSizes":
-        """Convert elements to bytes."""
-        gathered = dtypes.gather_bytes
-        return BucketSizes(
-            self.gather_send * gathered,
-            self.gather_receive * gathered,
-            self.stacks * dtypes.stack_bytes,
-        )
-
 
 class ScatterSizes(NamedTuple):
-    """Sizes or offsets of what one rank stages for a scatter, in elements or in bytes.
+    """Elements of what one rank stages for a scatter, or their offsets in bytes.
 
     Args:
         send: Results for other holders.
@@ -53,10 +44,6 @@ class ScatterSizes(NamedTuple):
 
     send: int
     receive: int
-
-    def in_bytes(self, dtypes: CommDtypes) -> "ScatterSizes":
-        """Convert elements to bytes."""
-        return ScatterSizes(*(size * dtypes.scatter_bytes for size in self))
 
 
 class _Lifetime(NamedTuple):
@@ -71,15 +58,31 @@ class PlanStaging(NamedTuple):
 
     Args:
         order: What decides the order of a step.
-        buckets: Bytes of the buffers of each bucket.
-        scatters: Bytes of the buffers of each scatter, over all buckets.
-        local_bytes: Bytes of the largest stack of local matrices.
+        buckets: Elements of the buffers of each bucket.
+        scatters: Elements of the buffers of each scatter, over all buckets.
+        local: Elements of the largest stack of local matrices.
+        dtypes: Dtypes of the buffers.
     """
 
     order: PlanOrder
-    buckets: Sequence[BucketSizes]
-    scatters: Sequence[ScatterSizes]
-    local_bytes: int
+    buckets: tuple[BucketSizes, ...]
+    scatters: tuple[ScatterSizes, ...]
+    local: int
+    dtypes: CommDtypes
+
+    def buffers(self) -> list[int]:
+        """Return the bytes of every buffer: buckets, scatters, the stack of local matrices."""
+        gathered, scattered = self.dtypes.gather_bytes, self.dtypes.scatter_bytes
+        stacked = self.dtypes.stack_bytes
+        return [
+            *(
+                elements * width
+                for bucket in self.buckets
+                for elements, width in zip(bucket, (gathered, gathered, stacked), strict=True)
+            ),
+            *(elements * scattered for scatter in self.scatters for elements in scatter),
+            self.local * stacked,
+        ]
 
 
 class PlanOffsets(NamedTuple):
@@ -117,7 +120,15 @@ class StagingLayout:
         Args:
             plans: What the rank stages for each of its plans.
         """
-        places, num_bytes = _place(_sizes(plans), _lifetimes(tuple(plan.order for plan in plans)))
+        sizes, local_bytes = [], 0
+        for plan in plans:
+            *of_plan, local = plan.buffers()
+            sizes += of_plan
+            local_bytes = max(local_bytes, local)
+        orders = tuple(plan.order for plan in plans)
+        # Local matrices may be due in any round, and at the end.
+        sizes += [local_bytes] * (1 + sum(order.num_buckets for order in orders))
+        places, num_bytes = _place(sizes, _lifetimes(orders))
         rest = iter(places)
         return cls(
             tuple(
@@ -132,17 +143,6 @@ class StagingLayout:
         )
 
 
-def _sizes(plans: Sequence[PlanStaging]) -> list[int]:
-    """Return the size of every buffer, in the order of :class:`StagingLayout`."""
-    sizes: list[int] = []
-    for plan in plans:
-        sizes += (size for each in plan.buckets for size in each)
-        sizes += (size for each in plan.scatters for size in each)
-    num_rounds = sum(plan.order.num_buckets for plan in plans)
-    # Local matrices may be due in any round, and at the end.
-    return sizes + [max((plan.local_bytes for plan in plans), default=0)] * (num_rounds + 1)
-
-
 # Ranks differ in sizes, few of them in the order of their step.
 @functools.lru_cache(maxsize=16)
 def _lifetimes(orders: tuple[PlanOrder, ...]) -> tuple[_Lifetime, ...]:
@@ -152,35 +152,21 @@ def _lifetimes(orders: tuple[PlanOrder, ...]) -> tuple[_Lifetime, ...]:
     lifetimes: list[_Lifetime] = []
     for plan, order in enumerate(orders):
         for bucket in range(order.num_buckets):
-            lifetimes += _of_bucket(plan, bucket, order, position)
+            packed = position[Action("start_gather", plan, bucket)]
+            arrived = position[Action("wait_for_gather", plan, bucket)]
+            orthogonalized = position[Action("orthogonalize", plan, bucket)]
+            # Results replace the rows in the stacks, and leave with the last scatter.
+            left = position[Action("start_scatter", plan, order.scatters_of(bucket)[-1])]
+            lifetimes.append(_Lifetime(packed, arrived))
+            lifetimes.append(_Lifetime(packed, orthogonalized))
+            lifetimes.append(_Lifetime(orthogonalized, left))
         for scatter in range(order.num_buckets * order.num_scatters):
-            lifetimes += _of_scatter(plan, scatter, order, position)
+            packed = position[Action("start_scatter", plan, scatter)]
+            applied = position[Action("finish_scatter", plan, scatter)]
+            # With replicas a rank waits for its own messages only in finish_scatter, too.
+            lifetimes += [_Lifetime(packed, applied)] * 2
     lifetimes += (_Lifetime(i, i) for i, action in enumerate(actions) if action.kind == "local")
     return tuple(lifetimes)
-
-
-def _of_bucket(
-    plan: int, bucket: int, order: PlanOrder, position: Mapping[Action, int]
-) -> tuple[_Lifetime, ...]:
-    packed = position[Action("start_gather", plan, bucket)]
-    arrived = position[Action("wait_for_gather", plan, bucket)]
-    orthogonalized = position[Action("orthogonalize", plan, bucket)]
-    # Results replace the rows in the stacks, and leave with the last scatter.
-    left = position[Action("start_scatter", plan, order.scatters_of(bucket)[-1])]
-    return (
-        _Lifetime(packed, arrived),
-        _Lifetime(packed, orthogonalized),
-        _Lifetime(orthogonalized, left),
-    )
-
-
-def _of_scatter(
-    plan: int, scatter: int, order: PlanOrder, position: Mapping[Action, int]
-) -> tuple[_Lifetime, ...]:
-    packed = position[Action("start_scatter", plan, scatter)]
-    applied = position[Action("finish_scatter", plan, scatter)]
-    # With replicas a rank waits for its own messages only in finish_scatter, too.
-    return _Lifetime(packed, applied), _Lifetime(packed, applied)
 
 
 def aligned_size(size: int) -> int:

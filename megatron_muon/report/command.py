@@ -137,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(in_flags(str(error)))
     if options.json:
-        json.dump(report.as_json(), sys.stdout)
+        figures = {**vars(report), "ranks": [vars(rank) for rank in report.ranks]}
+        json.dump(figures, sys.stdout)
         sys.stdout.write("\n")
     else:
         sys.stdout.writelines(f"{line}\n" for line in table(report))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.sizes import RankSizes, StackSize
+from megatron_muon.plan.sizes import Traffic
 from megatron_muon.plan.staging import PlanStaging, StagingLayout
 
 logger = logging.getLogger(__name__)
@@ -48,16 +48,6 @@ class RankReport:
         """Estimated time of the busier direction of its links."""
         return max(self.send_ns, self.receive_ns)
 
-    def send(self, num_bytes: int, time_ns: int) -> None:
-        """Add a message that it sends."""
-        self.bytes_sent += num_bytes
-        self.send_ns += time_ns
-
-    def receive(self, num_bytes: int, time_ns: int) -> None:
-        """Add a message that it receives."""
-        self.bytes_received += num_bytes
-        self.receive_ns += time_ns
-
 
 @dataclass
 class Report:
@@ -75,6 +65,12 @@ class Report:
         num_split_groups: Sets of ranks that split matrices: each is a communicator.
         num_blocks: Blocks that each backend orthogonalizes.
         matrices: ``name`` and ``owner`` (``owners`` where it is split), in order.
+        busiest_ns: Newton-Schulz time of the busiest rank.
+        busiest_over_ideal: Busiest Newton-Schulz time over the ideal.
+        min_step_ns: Time of the busiest GPU or link: no step is shorter.
+        moved_fraction: Elements sent to owners over all elements.
+        bytes_sent: Bytes that all ranks send.
+        max_staging_bytes: Staging memory of the fullest rank.
     """
 
     ranks: list[RankReport]
@@ -87,45 +83,12 @@ class Report:
     num_split_groups: int = 0
     num_blocks: Counter[str] = field(default_factory=Counter)
     matrices: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def busiest_ns(self) -> int:
-        """Newton-Schulz time of the busiest rank."""
-        return max(rank.newton_schulz_ns for rank in self.ranks)
-
-    @property
-    def busiest_over_ideal(self) -> float:
-        """Busiest Newton-Schulz time over the ideal."""
-        return self.busiest_ns / self.ideal_ns if self.ideal_ns else 1.0
-
-    @property
-    def min_step_ns(self) -> int:
-        """Time of the busiest GPU or link: no step is shorter."""
-        return max(max(rank.newton_schulz_ns, rank.traffic_ns) for rank in self.ranks)
-
-    @property
-    def moved_fraction(self) -> float:
-        """Elements sent to owners over all elements."""
-        return self.moved_elements / max(1, self.num_elements)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that all ranks send."""
-        return sum(rank.bytes_sent for rank in self.ranks)
-
-    @property
-    def max_staging_bytes(self) -> int:
-        """Staging memory of the fullest rank."""
-        return max(rank.staging_bytes for rank in self.ranks)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all numbers, for ``--json``."""
-        derived = (
-            *("busiest_ns", "busiest_over_ideal", "min_step_ns"),
-            *("moved_fraction", "bytes_sent", "max_staging_bytes"),
-        )
-        figures = {name: getattr(self, name) for name in derived}
-        return {**figures, **vars(self), "ranks": [vars(rank) for rank in self.ranks]}
+    busiest_ns: int = 0
+    busiest_over_ideal: float = 1.0
+    min_step_ns: int = 0
+    moved_fraction: float = 0.0
+    bytes_sent: int = 0
+    max_staging_bytes: int = 0
 
 
 def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
@@ -141,18 +104,25 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
     staging: dict[int, list[PlanStaging]] = defaultdict(list)
     for plan in plans:
         _add_matrices(report, by_rank, plan)
-        of_buckets = []
         for bucket in plan.buckets:
             _add_traffic(report, by_rank, plan, bucket)
-            of_buckets.append(plan.sizes.sizes(bucket, plan.order.num_scatters))
-            _add_calls(by_rank, plan, plan.stacking.stacks(bucket))
-        local = plan.stacking.stacks(plan.local)
-        _add_calls(by_rank, plan, local)
-        for rank, of_plan in _staging(plan, of_buckets, local).items():
+        for indices in (plan.local, *plan.buckets):
+            _add_calls(by_rank, plan, indices)
+        for rank, of_plan in plan.sizes.staging(plan.buckets, plan.local, plan.order).items():
             staging[rank].append(of_plan)
+    # Most ranks stage the same.
+    num_bytes = {
+        key: StagingLayout.build(key).num_bytes for key in set(map(tuple, staging.values()))
+    }
     for rank, of_plans in staging.items():
-        by_rank[rank].staging_bytes = StagingLayout.build(of_plans).num_bytes
+        by_rank[rank].staging_bytes = num_bytes[tuple(of_plans)]
     report.ideal_ns //= len(by_rank)
+    report.busiest_ns = max(rank.newton_schulz_ns for rank in report.ranks)
+    report.busiest_over_ideal = report.busiest_ns / report.ideal_ns if report.ideal_ns else 1.0
+    report.min_step_ns = max(max(r.newton_schulz_ns, r.traffic_ns) for r in report.ranks)
+    report.moved_fraction = report.moved_elements / max(1, report.num_elements)
+    report.bytes_sent = sum(rank.bytes_sent for rank in report.ranks)
+    report.max_staging_bytes = max(rank.staging_bytes for rank in report.ranks)
     return report
 
 
@@ -183,65 +153,45 @@ def _add_traffic(
 ) -> None:
     """Add rows and results of a bucket, and what replicas pass on to each other."""
     cost, dtypes = plan.cost, plan.dtypes
-    traffic = plan.sizes.traffic(bucket)
-    report.moved_elements += traffic.gathered.total()
-    results: Counter[tuple[int, int]] = Counter()
-    if not plan.order.has_replicas:
-        # The inverse of the gather.
-        results.update({(b, a): elements for (a, b), elements in traffic.gathered.items()})
-    for _, shard in traffic.scatters(plan.order.num_scatters, cost):
-        for part in shard.shares:
-            if part.owner != part.holder:
-                results[part.owner, part.holder] += part.num_elements
+    rows, results_of_shards = plan.sizes.traffic(bucket)
+    report.moved_elements += rows.sent.total()
+    # Without replicas the inverse of the gather.
+    results = Traffic(rows.received, rows.sent)
+    if plan.order.has_replicas:
+        results = Traffic(Counter(), Counter())
+    for _, shard in plan.sizes.scatters(results_of_shards, plan.order.num_scatters):
+        for share in shard.shares:
+            if share.owner != share.holder:
+                on_node = cost.share_a_node((share.owner, share.holder))
+                results.add(share.owner, share.holder, share.num_elements, on_node)
         passed_on = dtypes.scatter_bytes * shard.num_passed_on
         time_ns = cost.all_gather_ns(shard.holders, dtypes.scatter_bytes * shard.num_elements)
         for holder in shard.holders:
-            by_rank[holder].send(passed_on, time_ns)
-            by_rank[holder].receive(passed_on, time_ns)
-    for messages, width in (
-        (traffic.gathered, dtypes.gather_bytes),
-        (results, dtypes.scatter_bytes),
-    ):
-        for (sender, receiver), elements in messages.items():
-            num_bytes = width * elements
-            is_on_node = cost.share_a_node((sender, receiver))
-            time_ns = cost.messages_ns(num_bytes * is_on_node, num_bytes * (not is_on_node))
-            by_rank[sender].send(num_bytes, time_ns)
-            by_rank[receiver].receive(num_bytes, time_ns)
+            rank = by_rank[holder]
+            rank.bytes_sent += passed_on
+            rank.bytes_received += passed_on
+            rank.send_ns += time_ns
+            rank.receive_ns += time_ns
+    for traffic, width in ((rows, dtypes.gather_bytes), (results, dtypes.scatter_bytes)):
+        for rank in map(by_rank.__getitem__, plan.ranks):
+            near, far = (width * traffic.sent[rank.rank, on_node] for on_node in (True, False))
+            rank.bytes_sent += near + far
+            rank.send_ns += cost.messages_ns(near, far)
+            near, far = (width * traffic.received[rank.rank, on_node] for on_node in (True, False))
+            rank.bytes_received += near + far
+            rank.receive_ns += cost.messages_ns(near, far)
 
 
 def _add_calls(
-    by_rank: Mapping[int, RankReport],
-    plan: ExchangePlan,
-    stacks: Mapping[int, Sequence[StackSize]],
+    by_rank: Mapping[int, RankReport], plan: ExchangePlan, indices: Sequence[int]
 ) -> None:
-    """Add the Newton-Schulz calls of some stacks: those that exist, not full ones."""
-    for rank, of_rank in stacks.items():
-        by_rank[rank].num_calls += len(of_rank)
-        for stack in of_rank:
+    """Add the Newton-Schulz calls of some matrices: stacks that exist, not full ones."""
+    for rank, stacks in plan.sizes.stacks(indices).items():
+        by_rank[rank].num_calls += len(stacks)
+        for stack in stacks:
             by_rank[rank].newton_schulz_ns += plan.cost.stack_ns(
                 stack.num_matrices, *stack.block, stack.num_parts, on_node=stack.on_node
             )
-
-
-def _staging(
-    plan: ExchangePlan,
-    of_buckets: Sequence[Mapping[int, RankSizes]],
-    local: Mapping[int, Sequence[StackSize]],
-) -> dict[int, PlanStaging]:
-    """Return what each rank stages for a plan."""
-    nothing = RankSizes.nothing(plan.order.num_scatters)
-    staging = {}
-    for rank in set(local).union(*of_buckets):
-        sizes = [of_bucket.get(rank, nothing) for of_bucket in of_buckets]
-        largest = max((stack.num_elements for stack in local.get(rank, ())), default=0)
-        staging[rank] = PlanStaging(
-            plan.order,
-            [size.bucket.in_bytes(plan.dtypes) for size in sizes],
-            [scatter.in_bytes(plan.dtypes) for size in sizes for scatter in size.scatters],
-            largest * plan.dtypes.stack_bytes,
-        )
-    return staging
 
 
 def table(report: Report) -> Iterator[str]:

@@ -6,14 +6,12 @@ import copy
 import dataclasses
 import re
 
-import pytest
-from helpers.layouts import matrix_lists, one_matrix, plan_of, rows_cut_at, whole_matrix
+from helpers.layouts import matrix_lists, one_matrix, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.plan import ExchangePlan
 from megatron_muon.plan.exchange_plan import staging_problem
-from megatron_muon.plan.owners import Assignment
 
 
 @settings(max_examples=30)
@@ -51,42 +49,6 @@ def test_matrix_that_a_rank_lacks_is_the_first_difference():
     here, there = (_plan_of_rows([5, 3], names).entries() for names in ("abc", "ac"))
     (first, *_) = (pair for pair in zip(here, there, strict=False) if pair[0] != pair[1])
     assert [line.partition(" ")[0] for line in first] == ["b.weight", "c.weight"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"buckets": ()}, "1.weight: expected to be local or in one bucket, got it listed 0"),
-        ({"buckets": ((1,), (1,))}, "1.weight: .* got it listed 2 times"),
-        ({"local": (), "buckets": ((1,),)}, "0.weight: .* got it listed 0 times"),
-        ({"local": (0, 1), "buckets": ()}, "1.weight: expected a local matrix to be whole"),
-        (
-            {"assignment": Assignment(((0,), (7,)), {0: 1, 1: 1}, 1)},
-            r"1.weight: expected owners among the ranks of its domain, got \(7,\)",
-        ),
-        (
-            {"assignment": Assignment(((0,),), {0: 1, 1: 1}, 1)},
-            "expected owners of 2 matrices, got 1",
-        ),
-    ],
-)
-def test_plan_that_would_lose_or_repeat_a_matrix_is_refused(change, message):
-    """A matrix that is in no list would silently never be stepped."""
-    matrices = [one_matrix(rows, 4, f"{i}.weight") for i, rows in enumerate([[8, 0], [5, 3]])]
-    plan = plan_of(matrices, max_owners=1)
-    assert plan.local == (0,) and plan.buckets == ((1,),)
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(plan, **change)
-
-
-def test_rank_with_other_replicas_in_another_matrix_is_refused():
-    """It would pass results on in a group that not all of them are in."""
-    matrices = [
-        whole_matrix(f"{i}.weight", rows_cut_at(8, 4, [4, 4]), [cells])
-        for i, cells in enumerate([[(0, 1), (2, 3)], [(0, 2), (1, 3)]])
-    ]
-    with pytest.raises(ValueError, match=r"1.weight: expected the replicas of rank 0 to be"):
-        plan_of(matrices)
 
 
 @settings(max_examples=15)

@@ -3,9 +3,9 @@
 """What one rank does: messages that match those of others, its stacks, and when they run."""
 
 from collections import Counter, defaultdict
+from unittest import mock
 
 from helpers.layouts import (
-    SLOW,
     matrix_lists,
     one_matrix,
     plan_of,
@@ -16,11 +16,10 @@ from helpers.layouts import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_muon.plan import ExchangePlan, OwnedStacks, RankPlan
+from megatron_muon.plan import OwnedStacks, RankPlan
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.owners import Assignment
 from megatron_muon.plan.rank_plan import RankSchedule
-from megatron_muon.plan.settings import PlanSettings
 
 
 def _owned(rank_plan: RankPlan) -> list[OwnedStacks]:
@@ -99,7 +98,8 @@ def test_matrix_split_over_the_ranks_that_hold_replicas_of_it_is_not_local():
     """ZeRO-0 on two ranks: both orthogonalize half of what both have, and exchange the results."""
     matrix = whole_matrix("a.weight", rows_cut_at(8, 4, [8]), [[(0, 1)]])
     assignment = Assignment(((0, 1),), {0: 1, 1: 1}, 1)
-    plan = ExchangePlan.build([matrix], assignment, PlanSettings(SLOW), staging_bytes=5000)
+    with mock.patch("megatron_muon.plan.exchange_plan.choose_owners", lambda *_, **__: assignment):
+        plan = plan_of([matrix], staging_bytes=5000)
     assert plan.local == () and plan.buckets == ((0,),) and plan.num_scatters == 4
     (bucket,) = RankPlan.build(plan, 0).buckets
     assert [part.num_rows for stack in bucket.owned.stacks for part in stack] == [4]

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 
 from megatron_muon.plan import RankPlan
 from megatron_muon.plan.sizes import RankSizes
-from megatron_muon.plan.staging import StagingLayout
+from megatron_muon.plan.staging import BucketSizes, ScatterSizes, StagingLayout
 
 
 @settings(max_examples=50)
 @given(plans())
 def test_sizes_of_every_rank_are_those_of_its_rank_plan(plan):
     """To the element: with and without replicas, split matrices, blocks, and several scatters."""
-    nothing = RankSizes.nothing(plan.num_scatters)
+    nothing = RankSizes(BucketSizes(0, 0, 0), (ScatterSizes(0, 0),) * plan.num_scatters)
     rank_plans = {rank: RankPlan.build(plan, rank) for rank in plan.ranks}
     for number, indices in enumerate(plan.buckets):
         sizes = plan.sizes.sizes(indices, plan.num_scatters)
@@ -47,7 +47,7 @@ def test_stacks_of_every_owner_are_those_that_it_orthogonalizes(plan):
         owned = [bucket.owned.stacks for bucket in rank_plan.buckets]
         owned.append([stack for local in rank_plan.local for stack in local.stacks])
         for indices, stacks in zip([*plan.buckets, plan.local], owned, strict=True):
-            found = plan.stacking.stacks(indices).get(rank, [])
+            found = plan.sizes.stacks(indices).get(rank, [])
             assert Counter((size.num_matrices, *size[1:3], size.num_parts) for size in found) == (
                 Counter((len(s), s[0].num_rows, s[0].num_cols, len(s[0].owners)) for s in stacks)
             )
