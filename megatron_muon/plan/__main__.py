@@ -1,10 +1,156 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m megatron_muon.plan``: the command of :mod:`megatron_muon.report.command`."""
+"""Report who would orthogonalize what: ``python -m megatron_muon.plan --preset llama3-8b --dp 64``.
 
+Needs no GPU, no process group and no torch.
+"""
+
+import argparse
+import dataclasses
+import json
 import sys
+from collections.abc import Sequence
+from typing import get_args
 
-from megatron_muon.report.command import main
+from megatron_muon.newton_schulz import CHOICES, BackendChoice
+from megatron_muon.plan.cost import CostModel
+from megatron_muon.plan.exchange_plan import staging_problem
+from megatron_muon.plan.layout import Splits
+from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
+from megatron_muon.report.model_shape import PRESETS, ModelShape
+from megatron_muon.report.rank_report import Report, build_report, table
+from megatron_muon.report.simulation import Parallelism, Sharding, simulate
+from megatron_muon.user_errors import in_flags
+
+_REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_muon.plan",
+        description="Report who would orthogonalize what, and what it costs each rank.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    # Defaults are those of a live run, so that a plan without flags is the plan of such a run.
+    defaults = ExchangeSettings()
+    source = parser.add_argument_group("model: a preset, or Megatron's flags")
+    source.add_argument("--preset", choices=PRESETS)
+    # Named as in Megatron-LM, so that the flags of a training script can be copied here.
+    for field in dataclasses.fields(ModelShape):
+        flag = "--" + field.name.replace("_", "-")
+        if field.type is bool:
+            source.add_argument(flag, action="store_true", default=None)
+        else:
+            source.add_argument(flag, type=int, metavar="N")
+    for flag in ("no-split-qkv", "split-glu", "split-mla", "split-qkv-per-head"):
+        source.add_argument(f"--muon-{flag}", action="store_true")
+    job = parser.add_argument_group("job")
+    job.add_argument("--dp", type=int, default=8, help="data-parallel ranks")
+    job.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    job.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
+    job.add_argument("--etp", type=int, default=0, help="expert tensor parallelism; 0: --tp")
+    job.add_argument("--pp", type=int, default=1, help="pipeline stages; the first is planned")
+    job.add_argument("--hsdp", type=int, default=1, help="optimizer instances")
+    job.add_argument("--hfsdp", action="store_true", help="shard over instances too")
+    job.add_argument("--sharding", choices=get_args(Sharding), default="optim_grads_params")
+    job.add_argument(
+        "--muon-tp-mode",
+        choices=("blockwise", "duplicated", "distributed"),
+        default="blockwise",
+    )
+    plan = parser.add_argument_group("plan")
+    plan.add_argument(
+        "--comm-dtype",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="2 bytes each way, or 4 as with --muon-fp32-matmul-prec high",
+    )
+    plan.add_argument(
+        "--muon-fsdp-newton-schulz",
+        choices=get_args(BackendChoice),
+        default=defaults.newton_schulz,
+        help="auto: the cheapest for each shape, as on a GPU with quack's kernels",
+    )
+    plan.add_argument("--cost-model", default="", help="rates, as --muon-fsdp-cost-model")
+    plan.add_argument(
+        "--staging-bytes", type=int, help="most memory of a rank for messages and stacks"
+    )
+    plan.add_argument("--max-owners", type=int, default=defaults.max_owners)
+    output = parser.add_argument_group("output: a table, unless")
+    output.add_argument("--json", action="store_true", help="print JSON instead")
+    return parser
+
+
+def _settings(options: argparse.Namespace) -> PlanSettings:
+    """Return the numbers of a live run's plans, checked as there."""
+    rates = CostModel(backends=CHOICES[options.muon_fsdp_newton_schulz])
+    settings = ExchangeSettings(
+        comm_dtype=options.comm_dtype,
+        staging_bytes=options.staging_bytes,
+        max_owners=options.max_owners,
+        cost_model=options.cost_model,
+        newton_schulz=options.muon_fsdp_newton_schulz,
+    )
+    cost = CostModel.parse(options.cost_model, rates)
+    return settings.plan_settings(cost, is_bf16=options.comm_dtype == "bf16")
+
+
+def _report(options: argparse.Namespace) -> Report:
+    # Flags that were given replace the fields of a preset.
+    fields = {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(ModelShape)
+        if getattr(options, field.name) is not None
+    }
+    if options.preset is not None:
+        model = dataclasses.replace(PRESETS[options.preset], **fields)
+    else:
+        # Where one is missing, ModelShape says which flag to pass.
+        model = ModelShape(**{**dict.fromkeys(_REQUIRED, 0), **fields})
+    # Any mode but blockwise needs the whole matrix over tensor-parallel ranks.
+    parallel = Parallelism(
+        dp=options.dp,
+        tp=options.tp,
+        ep=options.ep,
+        etp=options.etp,
+        pp=options.pp,
+        hsdp=options.hsdp,
+        sharding=options.sharding,
+        shards_outer=options.hfsdp,
+        joins_tensor_ranks=options.muon_tp_mode != "blockwise",
+    )
+    splits = Splits(
+        qkv=not options.muon_no_split_qkv,
+        glu=options.muon_split_glu,
+        mla=options.muon_split_mla,
+        per_head=options.muon_split_qkv_per_head,
+    )
+    plans = simulate(model, parallel, _settings(options), splits=splits)
+    report = build_report(range(parallel.stage_size), plans)
+    fullest = max(report.ranks, key=lambda rank: rank.staging_bytes)
+    own = [plan for plan in plans if fullest.rank in plan.ranks]
+    problem = staging_problem(own, fullest.staging_bytes, options.staging_bytes)
+    if problem is not None:
+        raise ValueError(problem)
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; 2 with a message where an argument cannot work."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        report = _report(options)
+    except ValueError as error:
+        parser.error(in_flags(str(error)))
+    if options.json:
+        figures = {**vars(report), "ranks": [vars(rank) for rank in report.ranks]}
+        json.dump(figures, sys.stdout)
+        sys.stdout.write("\n")
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in table(report))
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -117,7 +117,7 @@ def plan_matrices(
             it, the plan is the one with the least: its ``staging_bytes`` is then larger.
     """
     # Nothing here depends on the rank that builds the plan: all ranks must get the same.
-    assignment = choose_owners(matrices, settings, initial_load_ns=load_ns)
+    assignment = choose_owners(matrices, settings, load_ns)
     sizes = SizeCounter(matrices, assignment.owners, settings.cost, settings.dtypes)
     local: list[int] = []
     exchanged: list[int] = []

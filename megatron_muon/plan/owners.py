@@ -24,6 +24,7 @@ so the largest holders are the same few ranks in all of them.
 
 import functools
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,19 +52,16 @@ class Assignment:
     Args:
         owners: Of every matrix, ranks of the job; more than one where it is split.
         load_ns: By rank, Newton-Schulz of what it owns, the initial load included.
-        ideal_ns: Mean of the loads if no matrix were split.
     """
 
     owners: tuple[tuple[int, ...], ...]
     load_ns: Mapping[int, int]
-    ideal_ns: int
 
 
 def choose_owners(
     matrices: Sequence[MatrixLayout],
     settings: PlanSettings,
-    *,
-    initial_load_ns: Mapping[int, int] | None = None,
+    initial_load_ns: Mapping[int, int],
 ) -> Assignment:
     """Choose the owners of matrices.
 
@@ -74,11 +72,11 @@ def choose_owners(
     """
     cost, dtypes = settings.cost, settings.dtypes
     ranks = sorted(set().union(*{matrix.ranks for matrix in matrices}))
-    load_ns = {rank: (initial_load_ns or {}).get(rank, 0) for rank in ranks}
+    load_ns = {rank: initial_load_ns.get(rank, 0) for rank in ranks}
     whole_ns = [matrix_ns(matrix, cost) for matrix in matrices]
     before_ns = sum(load_ns.values()) // len(ranks)
-    ideal_ns = before_ns + sum(whole_ns) // len(ranks)
-    room_ns = int(_LONGER_THAN_FAIR * ideal_ns) - before_ns
+    fair_ns = before_ns + sum(whole_ns) // len(ranks)
+    room_ns = int(_LONGER_THAN_FAIR * fair_ns) - before_ns
     num_parts = _choose_parts(matrices, whole_ns, room_ns, cost, settings.max_owners)
     # One object for all matrices with the same shards, as those of all layers have.
     traffic: dict[int, _Traffic] = {}
@@ -109,8 +107,8 @@ def choose_owners(
         for (holder,), time_ns in zip(holders, whole_ns, strict=True):
             load_ns[holder] += time_ns
         if max(load_ns.values()) <= max(placing.load_ns.values()) + exchange_ns:
-            return Assignment(holders, load_ns, ideal_ns)
-    return Assignment(owners, placing.load_ns, ideal_ns)
+            return Assignment(holders, load_ns)
+    return Assignment(owners, placing.load_ns)
 
 
 def matrix_ns(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> int:
@@ -123,11 +121,11 @@ def matrix_ns(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> int:
     return sum(cost.newton_schulz_ns(*shape, num_parts, on_node=on_node) for shape in matrix.blocks)
 
 
-class _Traffic:
-    """Traffic of a matrix with certain shards over the link of any owner.
+class _Traffic(dict[int, int]):
+    """Time of the rows that an owner lacks, and of their results, over its link, in nanoseconds.
 
     Args:
-        held: Elements by rank; every replica counts.
+        held: Elements of a matrix by rank; every replica counts.
         num_elements: Elements of the matrix.
         cost: Rates of the machine.
         dtypes: Bytes per element.
@@ -136,6 +134,7 @@ class _Traffic:
     def __init__(
         self, held: Mapping[int, int], num_elements: int, cost: CostModel, dtypes: CommDtypes
     ) -> None:
+        super().__init__()
         self._held = held
         self._cost = cost
         self._total = sum(held.values())
@@ -144,21 +143,18 @@ class _Traffic:
         self._element_bytes = (
             (dtypes.gather_bytes + dtypes.scatter_bytes) * num_elements / self._total
         )
-        self._by_node: dict[int, int] = {}
+        self._by_node: Counter[int] = Counter()
         for rank, elements in held.items():
-            node = cost.node(rank)
-            self._by_node[node] = self._by_node.get(node, 0) + elements
-        self._known: dict[int, int] = {}
+            self._by_node[cost.node(rank)] += elements
 
-    def of_owner(self, owner: int) -> int:
-        """Estimate the time of rows that the owner lacks, and of their results, in nanoseconds."""
-        if owner not in self._known:
-            in_node = self._by_node.get(self._cost.node(owner), 0)
-            self._known[owner] = self._cost.messages_ns(
-                round((in_node - self._held.get(owner, 0)) * self._element_bytes),
-                round((self._total - in_node) * self._element_bytes),
-            )
-        return self._known[owner]
+    def __missing__(self, owner: int) -> int:
+        """Estimate the time for an owner that was not asked for before."""
+        in_node = self._by_node[self._cost.node(owner)]
+        self[owner] = self._cost.messages_ns(
+            round((in_node - self._held.get(owner, 0)) * self._element_bytes),
+            round((self._total - in_node) * self._element_bytes),
+        )
+        return self[owner]
 
 
 @dataclass(frozen=True)
@@ -168,6 +164,10 @@ class _Task:
     num_parts: int
     load_ns: int  # on each owner
     traffic: _Traffic
+
+    def traffic_ns(self, rank: int) -> int:
+        """Estimate the time of rows and results over the link of an owner."""
+        return self.traffic[rank] // self.num_parts
 
 
 class _Placing:
@@ -192,11 +192,8 @@ class _Placing:
             owners = self._below_capacity(task) or self._first_done(task)
             for rank in owners:
                 self.load_ns[rank] += task.load_ns
-                self._link_ns[rank] += self._traffic_ns(task, rank)
+                self._link_ns[rank] += task.traffic_ns(rank)
             self.owners[task.index] = owners
-
-    def _traffic_ns(self, task: _Task, rank: int) -> int:
-        return task.traffic.of_owner(rank) // task.num_parts
 
     def _busy_ns(self, rank: int) -> int:
         return max(self.load_ns[rank], self._link_ns[rank])
@@ -211,7 +208,7 @@ class _Placing:
         found = []
         for owners in _candidates(task) if self._capacity_ns else ():
             if max(self.load_ns[rank] for rank in owners) + task.load_ns <= self._capacity_ns:
-                traffic_ns = sum(self._traffic_ns(task, rank) for rank in owners)
+                traffic_ns = sum(task.traffic_ns(rank) for rank in owners)
                 if task.num_parts == 1:
                     traffic_ns += self._link_ns[owners[0]]
                 found.append((traffic_ns, owners))
@@ -223,7 +220,7 @@ class _Placing:
 
         def key(owners: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
             """Return when owners would be done, and their traffic."""
-            traffic_ns = [self._traffic_ns(task, rank) for rank in owners]
+            traffic_ns = [task.traffic_ns(rank) for rank in owners]
             done_ns = max(
                 max(self.load_ns[rank] + task.load_ns, self._link_ns[rank] + extra_ns)
                 for rank, extra_ns in zip(owners, traffic_ns, strict=True)

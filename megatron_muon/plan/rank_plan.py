@@ -2,21 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step of one rank over all of its plans: messages, stacks, and their order."""
 
-import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.replicas import ShardScatter, routes_of_share, scatters_of
-from megatron_muon.plan.routes import Part, Route, parts_of
+from megatron_muon.plan.routes import Route
 from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
 from megatron_muon.plan.settings import CommDtypes
+from megatron_muon.plan.sizes import Stack, num_elements
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, StagingLayout
 
-type Stack = tuple[Part, ...]
 # The routes of a message, by the rank at its other end. Both ends list them in plan order.
 type Messages = Mapping[int, Sequence[Route]]
 
@@ -53,7 +52,7 @@ class OwnedStacks:
     @property
     def num_elements(self) -> int:
         """Elements of all stacks."""
-        return sum(part.num_rows * part.num_cols for stack in self.stacks for part in stack)
+        return sum(map(num_elements, self.stacks))
 
 
 @dataclass(frozen=True)
@@ -112,24 +111,21 @@ class RankPlan:
 
     Args:
         local: Stacks of local matrices, one by one.
-        local_ns: Estimated Newton-Schulz time of each of them.
         buckets: Every bucket of the plan, also those the rank has no part in: it joins all
             collectives.
         order: What of the plan decides the order of a step.
     """
 
     local: tuple[OwnedStacks, ...]
-    local_ns: tuple[int, ...]
     buckets: tuple[RankBucket, ...]
     order: PlanOrder
 
     @classmethod
     def build(cls, plan: ExchangePlan, rank: int) -> "RankPlan":
         """Return what one rank does of a plan of its domain."""
-        local = _local_stacks(plan, rank)
+        local = [index for index in plan.local if plan.owners[index] == (rank,)]
         return cls(
-            local=local,
-            local_ns=tuple(_stack_ns(plan, owned.stacks[0]) for owned in local),
+            local=tuple(_owned(plan, [stack], rank) for stack in plan.sizes.stacks(local)[rank]),
             buckets=tuple(_rank_bucket(plan, bucket, rank) for bucket in plan.buckets),
             order=plan.order,
         )
@@ -187,7 +183,7 @@ class RankSchedule:
             rank: Rank of the job.
         """
         rank_plans = tuple(RankPlan.build(plan, rank) for plan in plans)
-        actions = actions_of([rank_plan.order for rank_plan in rank_plans])
+        actions = actions_of(tuple(rank_plan.order for rank_plan in rank_plans))
         staging = [
             rank_plan.staging(plan.dtypes)
             for rank_plan, plan in zip(rank_plans, plans, strict=True)
@@ -201,52 +197,31 @@ def _spread_local(
     rank_plans: Sequence[RankPlan], actions: Sequence[Action]
 ) -> tuple[tuple[LocalStack, ...], ...]:
     """Spread local matrices evenly over the rounds and the end, where the last results arrive."""
+    stacks = [
+        LocalStack(plan, number)
+        for plan, rank_plan in enumerate(rank_plans)
+        for number, _ in enumerate(rank_plan.local)
+    ]
     num_slots = sum(action.kind == "local" for action in actions)
-    slots: list[list[LocalStack]] = [[] for _ in range(num_slots)]
-    total_ns = sum(sum(rank_plan.local_ns) for rank_plan in rank_plans)
-    before_ns = 0
-    for plan, rank_plan in enumerate(rank_plans):
-        for number, time_ns in enumerate(rank_plan.local_ns):
-            # The slot in which the middle of the stack falls if all slots are equally long; between
-            # two of them the first, which fills the time of a gather.
-            slot = ((2 * before_ns + time_ns) * num_slots - 1) // max(1, 2 * total_ns)
-            slots[min(max(slot, 0), num_slots - 1)].append(LocalStack(plan, number))
-            before_ns += time_ns
-    return tuple(tuple(stacks) for stacks in slots)
+    # Rounded up: the first slots, which fill the time of a gather, come before the others.
+    ends = [-(-len(stacks) * slot // num_slots) for slot in range(num_slots + 1)]
+    return tuple(tuple(stacks[start:end]) for start, end in itertools.pairwise(ends))
 
 
 def _num_elements(messages: Messages) -> int:
     return sum(route.num_elements for routes in messages.values() for route in routes)
 
 
-def _local_stacks(plan: ExchangePlan, rank: int) -> tuple[OwnedStacks, ...]:
-    """Return the stacks of local matrices one by one, each with its routes."""
-    mine = [index for index in plan.local if plan.owners[index] == (rank,)]
-    all_stacks = _owned_stacks(plan, mine, rank)
-    of_part: dict[tuple[int, int], list[Route]] = defaultdict(list)
-    for route in all_stacks.kept:
-        of_part[route.matrix, route.block].append(route)
-    return tuple(
-        OwnedStacks(
-            (stack,), tuple(route for part in stack for route in of_part[part.matrix, part.block])
-        )
-        for stack in all_stacks.stacks
-    )
-
-
-def _stack_ns(plan: ExchangePlan, stack: Stack) -> int:
-    return plan.cost.stack_ns(len(stack), stack[0].num_rows, stack[0].num_cols)
-
-
-def _owned_stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> OwnedStacks:
+def _owned(plan: ExchangePlan, stacks: Sequence[Stack], rank: int) -> OwnedStacks:
+    """Return stacks with the routes of their parts that stay on the rank."""
     kept = [
         route
-        for index in indices
-        if rank in plan.owners[index]
-        for route in plan.routes(index, rank)
-        if route.owner == rank
+        for stack in stacks
+        for part in stack
+        for route in plan.routes(part.matrix, rank)
+        if (route.block, route.owner) == (part.block, rank)
     ]
-    return OwnedStacks(tuple(_stacks(plan, indices, rank)), tuple(kept))
+    return OwnedStacks(tuple(stacks), tuple(kept))
 
 
 def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBucket:
@@ -270,8 +245,9 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
             # Where other holders are in between, every owner must know what the others send them.
             if len(route.holders) > 1 or ((rank in route.holders) != (route.owner == rank)):
                 results[route.holders][route.owner].append(route)
+    owned = [index for index in bucket if rank in plan.owners[index]]
     return RankBucket(
-        owned=_owned_stacks(plan, bucket, rank),
+        owned=_owned(plan, plan.sizes.stacks(owned)[rank], rank),
         sends=dict(sends),
         receives=dict(receives),
         has_gather=any(
@@ -280,7 +256,7 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
             for region in plan.matrices[index].regions
             for owner in plan.owners[index]
         ),
-        scatters=_rank_scatters(plan, results, rank),
+        scatters=tuple(_rank_scatters(plan, results, rank)),
     )
 
 
@@ -288,68 +264,40 @@ def _rank_scatters(
     plan: ExchangePlan,
     results: Mapping[tuple[int, ...], Mapping[int, Sequence[Route]]],
     rank: int,
-) -> tuple[RankScatter, ...]:
-    """Return the scatters of a bucket; results are evenly distributed over them.
+) -> Iterator[RankScatter]:
+    """Yield the scatters of a bucket; results are evenly distributed over them.
 
     Args:
         plan: The plan.
         results: Routes by holders and owner.
         rank: This rank.
     """
-    count = plan.num_scatters
-    sends: list[dict[int, list[Route]]] = [defaultdict(list) for _ in range(count)]
-    own: list[RankScatter] = [RankScatter({}, {}, (), None)] * count
+    shards = []
     for holders, by_owner in results.items():
-        if rank not in holders and rank not in by_owner:
-            continue
-        elements = {
-            owner: sum(route.num_elements for route in routes) for owner, routes in by_owner.items()
-        }
-        for number, shard in enumerate(scatters_of(holders, elements, count, plan.cost)):
+        if rank in holders or rank in by_owner:
+            elements = {
+                owner: sum(route.num_elements for route in routes)
+                for owner, routes in by_owner.items()
+            }
+            scatters = list(scatters_of(holders, elements, plan.num_scatters, plan.cost))
+            shards.append((by_owner, scatters))
+    for number in range(plan.num_scatters):
+        sends: dict[int, list[Route]] = defaultdict(list)
+        receives: dict[int, int] = {}
+        arrivals: list[Arrival] = []
+        own = None
+        for by_owner, scatters in shards:
+            shard = scatters[number]
+            own = shard if rank in shard.holders else own
             for share in shard.shares:
+                routes = list(routes_of_share(by_owner[share.owner], share))
                 if share.owner == rank:
-                    sends[number][share.holder] += routes_of_share(by_owner[rank], share)
-            if rank in holders:
-                own[number] = _received(shard, by_owner, rank)
-    return tuple(
-        dataclasses.replace(scatter, sends=dict(sent))
-        for scatter, sent in zip(own, sends, strict=True)
-    )
-
-
-def _received(
-    shard: ShardScatter, by_owner: Mapping[int, Sequence[Route]], rank: int
-) -> RankScatter:
-    """Return what a rank gets in a scatter to its shard."""
-    arrivals = []
-    for share in shard.shares:
-        offset = share.offset
-        for route in routes_of_share(by_owner[share.owner], share):
-            arrivals.append(Arrival(route, offset))
-            offset += route.num_elements
-    receives = {share.owner: share.num_elements for share in shard.shares if share.holder == rank}
-    return RankScatter({}, receives, tuple(arrivals), shard)
-
-
-def _stacks(plan: ExchangePlan, indices: Sequence[int], rank: int) -> list[Stack]:
-    """Group the parts of a rank by shape into stacks; what is not stackable is alone in one."""
-    by_shape: dict[tuple[int, int], list[Part]] = defaultdict(list)
-    stacks: list[Stack] = []
-    for index in indices:
-        owners = plan.owners[index]
-        if rank not in owners:
-            continue
-        for block, shape in enumerate(plan.matrices[index].blocks):
-            part = parts_of(index, block, shape, owners)[owners.index(rank)]
-            if plan.sizes.is_stackable(index):
-                by_shape[shape].append(part)
-            else:
-                stacks.append((part,))
-    for shape, parts in by_shape.items():
-        rest = iter(parts)
-        for size in plan.sizes.stack_sizes(len(parts), shape):
-            stacks.append(tuple(itertools.islice(rest, size)))
-    # Ranks that share several split blocks must come to them in the same order, and before
-    # anything that only some of them have: they all-reduce inside Newton-Schulz.
-    stacks.sort(key=lambda stack: (len(stack[0].owners) == 1, stack[0].matrix, stack[0].block))
-    return stacks
+                    sends[share.holder] += routes
+                if share.holder == rank:
+                    receives[share.owner] = share.num_elements
+                if rank in shard.holders:
+                    ends = itertools.accumulate(
+                        (r.num_elements for r in routes), initial=share.offset
+                    )
+                    arrivals += map(Arrival, routes, ends)
+        yield RankScatter(dict(sends), receives, tuple(arrivals), own)

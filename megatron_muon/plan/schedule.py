@@ -111,18 +111,14 @@ class Action(NamedTuple):
     number: int
 
 
-def actions_of(plans: Sequence[PlanOrder]) -> tuple[Action, ...]:
+# Thousands of ranks have plans of the same order.
+@functools.lru_cache(maxsize=256)
+def actions_of(plans: tuple[PlanOrder, ...]) -> tuple[Action, ...]:
     """Return what a rank does in a step, in order.
 
     Args:
         plans: Plans of the rank.
     """
-    return _actions_of(tuple(plans))
-
-
-# Thousands of ranks have plans of the same order.
-@functools.lru_cache(maxsize=256)
-def _actions_of(plans: tuple[PlanOrder, ...]) -> tuple[Action, ...]:
     return tuple(_step(plans))
 
 

@@ -8,6 +8,7 @@ reports. Matrices of all layers share their shards, whose overlaps with the part
 computed once.
 """
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -15,38 +16,20 @@ from typing import NamedTuple
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.replicas import ShardScatter, scatters_of
-from megatron_muon.plan.routes import nearest_holder, overlaps, parts_of
+from megatron_muon.plan.routes import Part, nearest_holder, overlaps, parts_of
 from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.settings import CommDtypes
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes
 
+# Parts of one shape that one call of Newton-Schulz orthogonalizes.
+type Stack = tuple[Part, ...]
 # Elements of results, by the ranks that hold a shard and by owner.
 type Results = dict[tuple[int, ...], Counter[int]]
 
 
-class StackSize(NamedTuple):
-    """Parts of one shape that one call orthogonalizes.
-
-    Args:
-        num_matrices: Parts.
-        num_rows: Rows of a part.
-        num_cols: Columns of a part.
-        block: Shape of the block that they are parts of.
-        num_parts: Owners of each block.
-        on_node: Whether these owners share a node.
-    """
-
-    num_matrices: int
-    num_rows: int
-    num_cols: int
-    block: tuple[int, int]
-    num_parts: int
-    on_node: bool
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of all parts."""
-        return self.num_matrices * self.num_rows * self.num_cols
+def num_elements(stack: Stack) -> int:
+    """Count the elements of a stack."""
+    return sum(part.num_rows * part.num_cols for part in stack)
 
 
 class _Overlap(NamedTuple):
@@ -115,37 +98,27 @@ class SizeCounter:
         self.has_replicas = any(len(each.holders) > 1 for tiling in regions for each in tiling)
         self._overlaps: dict[tuple[int, int], list[_Overlap]] = {}
 
-    def is_stackable(self, index: int) -> bool:
-        """Return whether blocks of a matrix may be orthogonalized in one call with others."""
-        return (
-            # Rows in fp32 are orthogonalized by upstream's function, which accepts one matrix.
-            self.dtypes.normalizes
-            # The all-reduces of a split block are between its owners: batching it with another
-            # block would need the same owners, in the same stack, on all of them.
-            and len(self.owners[index]) == 1
-        )
-
-    def stack_sizes(self, num_parts: int, shape: tuple[int, int]) -> list[int]:
-        """Return the sizes of the stacks of some stackable parts of a shape."""
-        largest = self.cost.stack_size(*shape)
-        full, rest = divmod(num_parts, largest)
-        return [largest] * full + ([rest] if rest else [])
-
-    def stacks(self, indices: Iterable[int]) -> dict[int, list[StackSize]]:
-        """Return the stacks of some matrices by owner."""
-        counts: dict[tuple[int, StackSize, bool], int] = Counter()
+    def stacks(self, indices: Iterable[int]) -> dict[int, list[Stack]]:
+        """Return the stacks of some matrices by owner, in the order in which it comes to them."""
+        stacks: dict[int, list[Stack]] = defaultdict(list)
+        by_shape: dict[tuple[int, tuple[int, int]], list[Part]] = defaultdict(list)
         for index in indices:
-            owners, matrix = self.owners[index], self.matrices[index]
-            is_stackable = self.is_stackable(index)
-            on_node = self.cost.share_a_node(owners)
-            for block, shape in enumerate(matrix.blocks):
+            owners = self.owners[index]
+            for block, shape in enumerate(self.matrices[index].blocks):
                 for part in parts_of(index, block, shape, owners):
-                    size = StackSize(1, part.num_rows, part.num_cols, shape, len(owners), on_node)
-                    counts[part.owner, size, is_stackable] += 1
-        stacks: dict[int, list[StackSize]] = defaultdict(list)
-        for (owner, size, is_stackable), count in counts.items():
-            numbers = self.stack_sizes(count, size.block) if is_stackable else [1] * count
-            stacks[owner] += (size._replace(num_matrices=number) for number in numbers)
+                    # Rows in fp32 are orthogonalized by upstream's function, which accepts one
+                    # matrix. The all-reduces of a split block are between its owners: batching it
+                    # with another block would need the same owners, in the same stack, on all.
+                    if self.dtypes.normalizes and len(owners) == 1:
+                        by_shape[part.owner, shape].append(part)
+                    else:
+                        stacks[part.owner].append((part,))
+        for (owner, shape), parts in by_shape.items():
+            stacks[owner] += itertools.batched(parts, self.cost.stack_size(*shape))
+        for of_owner in stacks.values():
+            # Ranks that share several split blocks must come to them in the same order, and before
+            # anything that only some of them have: they all-reduce inside Newton-Schulz.
+            of_owner.sort(key=lambda stack: (len(stack[0].owners) == 1, stack[0][:2]))
         return stacks
 
     def traffic(self, indices: Iterable[int]) -> tuple[Traffic, Results]:
@@ -188,7 +161,7 @@ class SizeCounter:
         sizes = {}
         for rank in {*stacks, *scatters, *(rank for both in rows for rank, _ in both)}:
             sent, received = (both[rank, True] + both[rank, False] for both in rows)
-            own = sum(stack.num_elements for stack in stacks.get(rank, ()))
+            own = sum(map(num_elements, stacks.get(rank, ())))
             sizes[rank] = RankSizes(
                 BucketSizes(sent, received, own),
                 tuple(ScatterSizes(*elements) for elements in scatters[rank])
@@ -209,8 +182,7 @@ class SizeCounter:
         """
         of_buckets = [self.sizes(bucket, order.num_scatters) for bucket in buckets]
         largest = {
-            owner: max(stack.num_elements for stack in stacks)
-            for owner, stacks in self.stacks(local).items()
+            owner: max(map(num_elements, stacks)) for owner, stacks in self.stacks(local).items()
         }
         nothing = RankSizes(BucketSizes(0, 0, 0), (ScatterSizes(0, 0),) * order.num_scatters)
         staging = {}

@@ -9,5 +9,4 @@ Files, each importing only those above it::
     rank_report  numbers of every rank, and their table
     model_shape  the matrices of a transformer, by layer, and published shapes
     simulation   plans of all domains of a job, from the shape of a model
-    command      ``python -m megatron_muon.plan``
 """

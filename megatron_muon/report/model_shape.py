@@ -3,9 +3,7 @@
 """The matrices of a transformer, by layer, and the shapes of some that are published."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from megatron_muon.plan.layout import Splits, all_heads, halves
@@ -18,16 +16,31 @@ class Parameter(NamedTuple):
         name: Within the layer, as Megatron-LM names it.
         shape: One or two dimensions.
         partition_dim: Dimension that tensor parallelism shards; None where every rank has all.
-        split: Returns the rows of a group that go to each block, such as query, key and value, for
-            the rows that one tensor-parallel rank has; None for one block.
-        is_split_by_head: Whether each head is a block, and so on one tensor-parallel rank.
+        split: Rows of one group that go to each block, such as query, key and value; None for one
+            block.
+        head_rows: Rows of a head if each is a block, and so on one tensor-parallel rank; 0 where
+            each block of a group is a head.
+        is_gated: Whether gate and up are blocks.
     """
 
     name: str
     shape: tuple[int, ...]
     partition_dim: int | None = None
-    split: Callable[[int], tuple[int, ...]] | None = None
-    is_split_by_head: bool = False
+    split: tuple[int, ...] | None = None
+    head_rows: int | None = None
+    is_gated: bool = False
+
+    def blocks(self, num_rows: int) -> tuple[int, ...] | None:
+        """Return the rows of a group that go to each block; None for one block.
+
+        Args:
+            num_rows: Rows that one tensor-parallel rank has.
+        """
+        if self.is_gated:
+            return halves(num_rows)
+        if self.split is None or self.head_rows is None:
+            return self.split
+        return all_heads(self.split, num_rows, self.head_rows)
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,7 @@ class ModelShape:
         # SwiGLU fuses gate and up.
         fc1 = Parameter(f"{name}.linear_fc1.weight", (2 * width, self.hidden_size), 0)
         return [
-            fc1._replace(split=halves) if splits.glu else fc1,
+            fc1._replace(is_gated=splits.glu),
             Parameter(f"{name}.linear_fc2.weight", (self.hidden_size, width), 1),
         ]
 
@@ -154,22 +167,13 @@ class ModelShape:
                 f"{name}.linear_qkv.weight",
                 (self.num_query_groups * sum(split), self.hidden_size),
                 0,
-                self._in_groups(split, splits, channels) if splits.qkv else None,
-                splits.per_head,
+                split if splits.qkv else None,
+                channels if splits.per_head else None,
             ),
         ]
         if self.qk_layernorm:
             parameters += [Parameter(f"{name}.{x}_layernorm.weight", (channels,)) for x in "qk"]
         return parameters
-
-    @staticmethod
-    def _in_groups(
-        split_shapes: tuple[int, ...], splits: Splits, head_rows: int = 0
-    ) -> Callable[[int], tuple[int, ...]]:
-        """Return the split of a matrix whose rows come in groups, or of its heads."""
-        if splits.per_head:
-            return partial(all_heads, split_shapes, head_rows=head_rows)
-        return lambda num_rows: split_shapes
 
     def _latent_attention(self, splits: Splits) -> list[Parameter]:
         heads, name = self.num_attention_heads, "self_attention"
@@ -178,10 +182,9 @@ class ModelShape:
         # The rotary part of keys is not compressed; it comes out of the same projection. The down
         # projections are replicated over tensor-parallel ranks.
         compressed = self.kv_lora_rank + self.qk_pos_emb_head_dim
+        head_rows = 0 if splits.mla and splits.per_head else None
         of_query, of_key_value = (
-            (self._in_groups((self.qk_head_dim, second), splits), splits.per_head)
-            if splits.mla
-            else ()
+            ((self.qk_head_dim, second) if splits.mla else None, head_rows)
             for second in (self.qk_pos_emb_head_dim, self.v_head_dim)
         )
         return [

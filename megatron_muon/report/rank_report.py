@@ -189,8 +189,12 @@ def _add_calls(
     for rank, stacks in plan.sizes.stacks(indices).items():
         by_rank[rank].num_calls += len(stacks)
         for stack in stacks:
+            part = stack[0]
             by_rank[rank].newton_schulz_ns += plan.cost.stack_ns(
-                stack.num_matrices, *stack.block, stack.num_parts, on_node=stack.on_node
+                len(stack),
+                *plan.matrices[part.matrix].blocks[part.block],
+                len(part.owners),
+                on_node=plan.cost.share_a_node(part.owners),
             )
 
 

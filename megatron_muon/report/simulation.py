@@ -9,13 +9,13 @@ of megatron-core 0.19.2.
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from megatron_muon.plan.exchange_plan import ExchangePlan, plan_matrices, staging_problem
+from megatron_muon.plan.exchange_plan import ExchangePlan, plan_matrices
 from megatron_muon.plan.layout import (
     Box,
     MatrixLayout,
@@ -28,7 +28,6 @@ from megatron_muon.plan.layout import (
 )
 from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.report.model_shape import ModelShape, Parameter
-from megatron_muon.report.rank_report import Report, build_report
 
 type Shape = tuple[int, ...]
 
@@ -161,43 +160,19 @@ def _plan_all(
     """Plan small domains first, and others on top of them, as the ranks of a run do."""
     plans: list[ExchangePlan] = []
     load_ns = dict.fromkeys(range(world_size), 0)
-    staged = dict.fromkeys(range(world_size), 0)
-    position = dict.fromkeys(range(world_size), 0)
+    of_rank: dict[int, list[ExchangePlan]] = defaultdict(list)
     most_plans = max(Counter(rank for key in matrices for rank in key.ranks).values(), default=0)
     for key in sorted(matrices):
         staging_bytes = settings.share_of_staging(
-            max(staged[rank] for rank in key.ranks),
-            most_plans - max(position[rank] for rank in key.ranks),
+            max(sum(plan.staging_bytes for plan in of_rank[rank]) for rank in key.ranks),
+            most_plans - max(len(of_rank[rank]) for rank in key.ranks),
         )
         plan = plan_matrices(matrices[key], settings, load_ns=load_ns, staging_bytes=staging_bytes)
         load_ns.update(plan.assignment.load_ns)
         for rank in key.ranks:
-            staged[rank] += plan.staging_bytes
-            position[rank] += 1
+            of_rank[rank].append(plan)
         plans.append(plan)
     return plans
-
-
-def report_of(
-    plans: Sequence[ExchangePlan], world_size: int, staging_bytes: int | None = None
-) -> Report:
-    """Return the report of a simulated job.
-
-    Args:
-        plans: Its plans.
-        world_size: Ranks of the job, or of one pipeline stage.
-        staging_bytes: Limit of staging memory; None for none.
-
-    Raises:
-        ValueError: The plans of a rank exceed the limit.
-    """
-    report = build_report(range(world_size), plans)
-    fullest = max(report.ranks, key=lambda rank: rank.staging_bytes)
-    own = [plan for plan in plans if fullest.rank in plan.ranks]
-    problem = staging_problem(own, fullest.staging_bytes, staging_bytes)
-    if problem is not None:
-        raise ValueError(problem)
-    return report
 
 
 def _units(
@@ -246,13 +221,12 @@ def _matrices(
             layout = parts
             if parameter.partition_dim is None:
                 layout = parts if is_expert else copies
-            elif parallel.joins_tensor_ranks and not parameter.is_split_by_head:
+            elif parallel.joins_tensor_ranks and parameter.head_rows is None:
                 layout = joined
-            split = parameter.split
             for key, columns in layout:
                 boxes = _boxes(columns, size, begin, shape, parameter.partition_dim or 0)
                 rows, cols = (max(box[dim][1] for box in boxes.values()) for dim in (0, 1))
-                outputs = OutputSlice(RowRange(0, rows), None if split is None else split(shape[0]))
+                outputs = OutputSlice(RowRange(0, rows), parameter.blocks(shape[0]))
                 blocks, regions = tile((rows, cols), outputs, boxes)
                 name = f"decoder.layers.{layer}.{parameter.name}"
                 yield key, MatrixLayout(name, blocks, regions, key.ranks)

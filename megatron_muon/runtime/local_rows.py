@@ -16,8 +16,9 @@ from megatron_muon.newton_schulz.methods import Namo, StackMethod
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.newton_schulz.standard import Standard, batch_on_cpu
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.rank_plan import OwnedStacks, Stack
+from megatron_muon.plan.rank_plan import OwnedStacks
 from megatron_muon.plan.routes import Route
+from megatron_muon.plan.sizes import Stack
 from megatron_muon.runtime.norms import BlockNorms, Moments
 from megatron_muon.runtime.row_moves import RowMoves
 

@@ -59,8 +59,11 @@ LAYERS = {
     ),
     "__main__": Layer(frozenset({"launcher"})),
 }
-# The command of report/ has the name of what users ask for: ``python -m megatron_muon.plan``.
-EXCEPTIONS = {("plan/__main__.py", "megatron_muon.report.command")}
+# A command has the name of what users ask for, and may import anything.
+EXCEPTIONS = {
+    ("plan/__main__.py", f"megatron_muon.{name}")
+    for name in ("user_errors", "report.model_shape", "report.rank_report", "report.simulation")
+}
 
 
 def modules_of(package: Path) -> dict[str, Path]:

@@ -41,7 +41,7 @@ def _assignment(
     initial_load_ns: dict[int, int] | None = None,
 ) -> Assignment:
     settings = PlanSettings(cost, max_owners=max_owners)
-    return choose_owners(matrices, settings, initial_load_ns=initial_load_ns)
+    return choose_owners(matrices, settings, initial_load_ns or {})
 
 
 def _loads(matrices: Sequence[MatrixLayout], found: Assignment, cost: CostModel) -> Counter[int]:

@@ -97,8 +97,8 @@ def test_owners_come_to_the_blocks_that_they_split_in_one_order(plan):
 def test_matrix_split_over_the_ranks_that_hold_replicas_of_it_is_not_local():
     """ZeRO-0 on two ranks: both orthogonalize half of what both have, and exchange the results."""
     matrix = whole_matrix("a.weight", rows_cut_at(8, 4, [8]), [[(0, 1)]])
-    assignment = Assignment(((0, 1),), {0: 1, 1: 1}, 1)
-    with mock.patch("megatron_muon.plan.exchange_plan.choose_owners", lambda *_, **__: assignment):
+    assignment = Assignment(((0, 1),), {0: 1, 1: 1})
+    with mock.patch("megatron_muon.plan.exchange_plan.choose_owners", lambda *_: assignment):
         plan = plan_of([matrix], staging_bytes=5000)
     assert plan.local == () and plan.buckets == ((0,),) and plan.num_scatters == 4
     (bucket,) = RankPlan.build(plan, 0).buckets

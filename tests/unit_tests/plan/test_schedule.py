@@ -13,7 +13,7 @@ from megatron_muon.plan.schedule import PlanOrder, actions_of, rounds_of
 
 def _of_plan(orders: list[PlanOrder], plan: int) -> list[tuple[str, int]]:
     """Return what a rank does for one of its plans, in order."""
-    actions = [action for action in actions_of(orders) if action.kind != "local"]
+    actions = [action for action in actions_of(tuple(orders)) if action.kind != "local"]
     return [(action.kind, action.number) for action in actions if action.plan == plan]
 
 

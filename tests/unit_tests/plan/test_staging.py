@@ -44,7 +44,7 @@ def _moments(plans: list[PlanStaging], layout: StagingLayout) -> list[list[range
 
     moments = []
     in_use: dict[tuple, range] = {}
-    for action, plan, number in actions_of([each.order for each in plans]):
+    for action, plan, number in actions_of(tuple(each.order for each in plans)):
         ends: list[tuple] = []
         if action == "local":
             size = 4 * max((each.local for each in plans), default=0)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from helpers.commands import run_command
 
+from megatron_muon.plan.__main__ import main
 from megatron_muon.plan.settings import PlanSettings
-from megatron_muon.report.command import main
 from megatron_muon.report.model_shape import PRESETS
 from megatron_muon.report.simulation import Parallelism, simulate
 
@@ -139,7 +139,7 @@ def test_arguments_that_cannot_work_are_refused(arguments, message, capsys):
 
 WITHOUT_TORCH = """
 import sys
-from megatron_muon.report.command import main
+from megatron_muon.plan.__main__ import main
 code = main(sys.argv[1:])
 assert "torch" not in sys.modules
 sys.exit(code)

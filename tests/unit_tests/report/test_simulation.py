@@ -18,7 +18,7 @@ from megatron_muon.plan.rank_plan import RankPlan
 from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.report.model_shape import PRESETS
 from megatron_muon.report.rank_report import Report, build_report
-from megatron_muon.report.simulation import Parallelism, report_of, simulate, unit_buffer
+from megatron_muon.report.simulation import Parallelism, simulate, unit_buffer
 
 
 def _plans(preset: str, parallel: Parallelism, **numbers: Any) -> list[ExchangePlan]:
@@ -26,7 +26,7 @@ def _plans(preset: str, parallel: Parallelism, **numbers: Any) -> list[ExchangeP
 
 
 def _report(preset: str, parallel: Parallelism, **numbers: Any) -> Report:
-    return report_of(_plans(preset, parallel, **numbers), parallel.stage_size)
+    return build_report(range(parallel.stage_size), _plans(preset, parallel, **numbers))
 
 
 @pytest.mark.parametrize("numbers", [PlanSettings(), PlanSettings(staging_bytes=300_000_000)])
@@ -78,7 +78,7 @@ def test_stacks_are_for_experts():
     parallel = Parallelism(dp=32, ep=8)
     model = dataclasses.replace(PRESETS["qwen3-30b-a3b"], num_layers=8)
     reports = [
-        report_of(simulate(model, parallel, PlanSettings(cost)), parallel.stage_size)
+        build_report(range(parallel.stage_size), simulate(model, parallel, PlanSettings(cost)))
         for cost in (CostModel(), CostModel(stack_tiles=1))
     ]
     stacked, alone = (max(rank.num_calls for rank in report.ranks) for report in reports)
