@@ -85,8 +85,7 @@ Files, each importing only those above it::
     cost           estimated times of Newton-Schulz, links and kernels
     settings       settings of the exchange, and the numbers of a plan that follow from them
     owners         the owners of every matrix
-    routes         where each rectangle of a matrix goes
-    replicas       how results come back, to replicas too
+    routes         where each rectangle of a matrix goes, and how results come back
     schedule       the order of a step
     staging        memory of a step: lifetimes and offsets of buffers
     sizes          elements that ranks send, receive and stage in one bucket

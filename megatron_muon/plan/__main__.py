@@ -45,12 +45,15 @@ def _parser() -> argparse.ArgumentParser:
     for flag in ("no-split-qkv", "split-glu", "split-mla", "split-qkv-per-head"):
         source.add_argument(f"--muon-{flag}", action="store_true")
     job = parser.add_argument_group("job")
-    job.add_argument("--dp", type=int, default=8, help="data-parallel ranks")
-    job.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    job.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
-    job.add_argument("--etp", type=int, default=0, help="expert tensor parallelism; 0: --tp")
-    job.add_argument("--pp", type=int, default=1, help="pipeline stages; the first is planned")
-    job.add_argument("--hsdp", type=int, default=1, help="optimizer instances")
+    for name, default, text in (
+        ("dp", 8, "data-parallel ranks"),
+        ("tp", 1, "tensor-parallel ranks"),
+        ("ep", 1, "expert-parallel ranks"),
+        ("etp", 0, "expert tensor parallelism; 0: --tp"),
+        ("pp", 1, "pipeline stages; the first is planned"),
+        ("hsdp", 1, "optimizer instances"),
+    ):
+        job.add_argument(f"--{name}", type=int, default=default, help=text)
     job.add_argument("--hfsdp", action="store_true", help="shard over instances too")
     job.add_argument("--sharding", choices=get_args(Sharding), default="optim_grads_params")
     job.add_argument(

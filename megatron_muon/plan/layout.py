@@ -106,8 +106,7 @@ class MatrixLayout:
             that of its transpose.
 
     Raises:
-        ValueError: Regions that do not have as many elements as the blocks, or a holder that may
-            not own the matrix.
+        ValueError: Regions that do not have as many elements as the blocks.
     """
 
     name: str
@@ -124,12 +123,6 @@ class MatrixLayout:
             raise ValueError(
                 f"{self.name}: expected regions with {self.num_elements} elements in all, as its "
                 f"blocks {self.blocks} have, got {tiled}. Pass the boxes of all ranks."
-            )
-        strangers = set(self.elements_by_rank).difference(self.ranks)
-        if strangers:
-            raise ValueError(
-                f"{self.name}: expected every holder among the ranks that may own it, got ranks "
-                f"{sorted(strangers)}. Pass the whole domain."
             )
 
     @property

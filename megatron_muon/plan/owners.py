@@ -27,6 +27,7 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
@@ -45,8 +46,7 @@ _WORTH_SPLITTING = 0.9
 _SPARSE = 0.75
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(NamedTuple):
     """Owners of a list of matrices.
 
     Args:
@@ -114,10 +114,10 @@ def choose_owners(
 def matrix_ns(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> int:
     """Estimate the Newton-Schulz time of all blocks of a matrix on each of its owners.
 
-    Owners that share a matrix are consecutive ranks of its domain. Where one such set spans nodes,
-    as under tensor parallelism, all sets are assumed to span nodes.
+    Owners that share a matrix are consecutive ranks of its domain. Where the first such set spans
+    nodes, as under tensor parallelism, all sets are assumed to span nodes.
     """
-    on_node = num_parts == 1 or _are_on_nodes(matrix.ranks, num_parts, cost.ranks_per_node)
+    on_node = cost.share_a_node(matrix.ranks[:num_parts])
     return sum(cost.newton_schulz_ns(*shape, num_parts, on_node=on_node) for shape in matrix.blocks)
 
 
@@ -251,16 +251,6 @@ def _candidates(task: _Task) -> Sequence[tuple[int, ...]]:
 @functools.lru_cache(maxsize=64)
 def _sets_of_ranks(ranks: tuple[int, ...], number: int) -> list[tuple[int, ...]]:
     return [ranks[i : i + number] for i in range(0, len(ranks) - number + 1, number)]
-
-
-# Most matrices have one tuple of ranks, which may be thousands.
-@functools.lru_cache(maxsize=256)
-def _are_on_nodes(ranks: tuple[int, ...], num_parts: int, ranks_per_node: int) -> bool:
-    """Return whether every set of that many consecutive ranks is within a node."""
-    return all(
-        owners[0] // ranks_per_node == owners[-1] // ranks_per_node
-        for owners in _sets_of_ranks(ranks, num_parts)
-    )
 
 
 def _choose_parts(

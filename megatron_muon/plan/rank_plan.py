@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
-from megatron_muon.plan.replicas import ShardScatter, routes_of_share, scatters_of
-from megatron_muon.plan.routes import Route
+from megatron_muon.plan.routes import Route, ShardScatter, routes_of_share, scatters_of
 from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
 from megatron_muon.plan.settings import CommDtypes
 from megatron_muon.plan.sizes import Stack, num_elements

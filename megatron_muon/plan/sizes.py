@@ -15,8 +15,14 @@ from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.plan.replicas import ShardScatter, scatters_of
-from megatron_muon.plan.routes import Part, nearest_holder, overlaps, parts_of
+from megatron_muon.plan.routes import (
+    Part,
+    ShardScatter,
+    nearest_holder,
+    parts_of,
+    routes_of,
+    scatters_of,
+)
 from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.settings import CommDtypes
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes
@@ -239,12 +245,8 @@ class SizeCounter:
         key = id(matrix.elements_by_rank), num_parts
         if key not in self._overlaps:
             elements: Counter[tuple[tuple[int, ...], int]] = Counter()
-            parts = [
-                parts_of(index, block, shape, tuple(range(num_parts)))
-                for block, shape in enumerate(matrix.blocks)
-            ]
-            for region in matrix.regions:
-                for part, _, num_rows, _, num_cols in overlaps(region, parts[region.block]):
-                    elements[region.holders, part.owner] += num_rows * num_cols
+            # Parts by position, as if the first ranks owned the matrix.
+            for route in routes_of(index, matrix, tuple(range(num_parts)), self.cost):
+                elements[route.holders, route.owner] += route.num_elements
             self._overlaps[key] = [_Overlap(*cell, count) for cell, count in elements.items()]
         return self._overlaps[key]

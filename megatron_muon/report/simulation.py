@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from megatron_muon.plan.exchange_plan import ExchangePlan, plan_matrices
 from megatron_muon.plan.layout import (
@@ -30,6 +30,8 @@ from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.report.model_shape import ModelShape, Parameter
 
 type Shape = tuple[int, ...]
+# Ranks that hold the same shard, for each shard.
+type Cells = tuple[tuple[int, ...], ...]
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -137,39 +139,34 @@ def simulate(
             "Change --ep or --num-experts."
         )
     # As in a run: matrices of the same ranks and replicas share a plan.
-    matrices: dict[_Key, list[MatrixLayout]] = {}
+    matrices: dict[Cells, list[MatrixLayout]] = defaultdict(list)
     for is_expert in (True, False):
         units = _units(model, parallel, splits or Splits(), is_expert=is_expert)
         for rank_grid in _rank_grids(parallel, is_expert) if any(units) else ():
-            for key, matrix in _matrices(units, rank_grid, parallel, is_expert=is_expert):
-                matrices.setdefault(key, []).append(matrix)
+            for replicas, matrix in _matrices(units, rank_grid, parallel, is_expert=is_expert):
+                matrices[replicas].append(matrix)
     return _plan_all(parallel.stage_size, matrices, settings or PlanSettings())
 
 
-class _Key(NamedTuple):
-    """Number of ranks, ranks, and sets of replicas, by which plans are ordered."""
-
-    num_ranks: int
-    ranks: tuple[int, ...]
-    replicas: tuple[tuple[int, ...], ...]
-
-
 def _plan_all(
-    world_size: int, matrices: Mapping[_Key, Sequence[MatrixLayout]], settings: PlanSettings
+    world_size: int, matrices: Mapping[Cells, Sequence[MatrixLayout]], settings: PlanSettings
 ) -> list[ExchangePlan]:
     """Plan small domains first, and others on top of them, as the ranks of a run do."""
     plans: list[ExchangePlan] = []
     load_ns = dict.fromkeys(range(world_size), 0)
     of_rank: dict[int, list[ExchangePlan]] = defaultdict(list)
-    most_plans = max(Counter(rank for key in matrices for rank in key.ranks).values(), default=0)
-    for key in sorted(matrices):
+    ranks_of = {replicas: of_domain[0].ranks for replicas, of_domain in matrices.items()}
+    most_plans = max(Counter(itertools.chain(*ranks_of.values())).values(), default=0)
+    for replicas, ranks in sorted(ranks_of.items(), key=lambda item: (len(item[1]), item[::-1])):
         staging_bytes = settings.share_of_staging(
-            max(sum(plan.staging_bytes for plan in of_rank[rank]) for rank in key.ranks),
-            most_plans - max(len(of_rank[rank]) for rank in key.ranks),
+            max(sum(plan.staging_bytes for plan in of_rank[rank]) for rank in ranks),
+            most_plans - max(len(of_rank[rank]) for rank in ranks),
         )
-        plan = plan_matrices(matrices[key], settings, load_ns=load_ns, staging_bytes=staging_bytes)
+        plan = plan_matrices(
+            matrices[replicas], settings, load_ns=load_ns, staging_bytes=staging_bytes
+        )
         load_ns.update(plan.assignment.load_ns)
-        for rank in key.ranks:
+        for rank in ranks:
             of_rank[rank].append(plan)
         plans.append(plan)
     return plans
@@ -204,13 +201,13 @@ def _matrices(
     parallel: Parallelism,
     *,
     is_expert: bool,
-) -> Iterator[tuple[_Key, MatrixLayout]]:
-    """Yield the matrices of some ranks, layer by layer, and what they share with others."""
+) -> Iterator[tuple[Cells, MatrixLayout]]:
+    """Yield the matrices of some ranks, layer by layer, and the replicas of their shards."""
     holders = [parallel.holders(ranks) for ranks in rank_grid]
     # What tensor parallelism joins, a part of each tensor rank, and copies, which are replicas.
-    joined, parts = [_keyed(holders)], [_keyed([of_rank]) for of_rank in holders]
+    joined, parts = [_domain(holders)], [_domain([of_rank]) for of_rank in holders]
     copies = [
-        _keyed([[tuple(sorted(itertools.chain(*same))) for same in zip(*holders, strict=True)]])
+        _domain([[tuple(sorted(itertools.chain(*same))) for same in zip(*holders, strict=True)]])
     ]
     for layer, parameters in enumerate(units):
         shapes = tuple(_local_shape(parameter, len(rank_grid)) for parameter in parameters)
@@ -223,21 +220,21 @@ def _matrices(
                 layout = parts if is_expert else copies
             elif parallel.joins_tensor_ranks and parameter.head_rows is None:
                 layout = joined
-            for key, columns in layout:
+            for columns, replicas, ranks in layout:
                 boxes = _boxes(columns, size, begin, shape, parameter.partition_dim or 0)
                 rows, cols = (max(box[dim][1] for box in boxes.values()) for dim in (0, 1))
                 outputs = OutputSlice(RowRange(0, rows), parameter.blocks(shape[0]))
                 blocks, regions = tile((rows, cols), outputs, boxes)
                 name = f"decoder.layers.{layer}.{parameter.name}"
-                yield key, MatrixLayout(name, blocks, regions, key.ranks)
+                yield replicas, MatrixLayout(name, blocks, regions, ranks)
 
 
-def _keyed(
+def _domain(
     columns: Sequence[Sequence[tuple[int, ...]]],
-) -> tuple[_Key, Sequence[Sequence[tuple[int, ...]]]]:
+) -> tuple[Sequence[Sequence[tuple[int, ...]]], Cells, tuple[int, ...]]:
+    """Return the holders of shards by tensor rank, all of them, and their ranks."""
     replicas = tuple(sorted(itertools.chain(*columns)))
-    ranks = tuple(sorted(itertools.chain(*replicas)))
-    return _Key(len(ranks), ranks, replicas), columns
+    return columns, replicas, tuple(sorted(itertools.chain(*replicas)))
 
 
 def _boxes(

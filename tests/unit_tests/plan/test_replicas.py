@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_muon.plan import RankPlan, Route
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.plan.replicas import scatters_of
+from megatron_muon.plan.routes import scatters_of
 
 _COST = CostModel(ranks_per_node=4, stack_tiles=1)
 

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts for all ranks at once are those of the messages, stacks and buffers of every rank."""
 
-
 from helpers.layouts import plans
 from hypothesis import given, settings
 

@@ -223,7 +223,8 @@ def _one_place_for_all_buckets(
         )
         sizes = [getattr(each, name) for each in plan.buckets for name in in_buckets]
         sizes += [getattr(each, name) for each in plan.scatters for name in in_scatters]
-        return StagingLayout((moved,), layout.local, place + max(sizes))
+        # Sizes are elements of at most four bytes.
+        return StagingLayout((moved,), layout.local, place + 4 * max(sizes))
 
     with mock.patch.object(StagingLayout, "build", built):
         yield
