@@ -10,7 +10,7 @@ from functools import cached_property
 from megatron_muon.plan.buckets import choose_buckets
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
-from megatron_muon.plan.owners import Assignment, choose_owners
+from megatron_muon.plan.owners import choose_owners
 from megatron_muon.plan.routes import Route, routes_of
 from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.settings import CommDtypes, PlanSettings
@@ -26,7 +26,8 @@ class ExchangePlan:
 
     Args:
         matrices: Layouts, in parameter order.
-        assignment: Their owners.
+        owners: Owners of each matrix.
+        load_ns: By rank, Newton-Schulz of what it owns, and of what it owned before.
         cost: Rates of the machine, and sizes of stacks.
         dtypes: Dtypes of rows and results.
         local: Indices of the local matrices, ascending.
@@ -36,18 +37,14 @@ class ExchangePlan:
     """
 
     matrices: tuple[MatrixLayout, ...]
-    assignment: Assignment
+    owners: tuple[tuple[int, ...], ...]
+    load_ns: Mapping[int, int]
     cost: CostModel
     dtypes: CommDtypes
     local: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
     order: PlanOrder
     staging_bytes: int
-
-    @property
-    def owners(self) -> tuple[tuple[int, ...], ...]:
-        """Owners of each matrix."""
-        return self.assignment.owners
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -128,7 +125,13 @@ def plan_matrices(
         (local if is_local else exchanged).append(index)
     buckets = choose_buckets(exchanged, local, sizes, staging_bytes, settings.num_buckets)
     return ExchangePlan(
-        tuple(matrices), assignment, settings.cost, settings.dtypes, tuple(local), *buckets
+        tuple(matrices),
+        assignment.owners,
+        assignment.load_ns,
+        settings.cost,
+        settings.dtypes,
+        tuple(local),
+        *buckets,
     )
 
 

@@ -218,16 +218,16 @@ class _Placing:
         """Return the owners that would be done first."""
         others = [] if task.num_parts > 1 else [(self._idlest_rank(task.matrix.ranks),)]
 
-        def key(owners: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+        def done(owners: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
             """Return when owners would be done, and their traffic."""
             traffic_ns = [task.traffic_ns(rank) for rank in owners]
-            done_ns = max(
+            busy_ns = [
                 max(self.load_ns[rank] + task.load_ns, self._link_ns[rank] + extra_ns)
                 for rank, extra_ns in zip(owners, traffic_ns, strict=True)
-            )
-            return done_ns, sum(traffic_ns), owners
+            ]
+            return max(busy_ns), sum(traffic_ns), owners
 
-        return min([*_candidates(task), *others], key=key)
+        return min([*_candidates(task), *others], key=done)
 
     def _idlest_rank(self, ranks: tuple[int, ...]) -> int:
         """Return the rank that is busy for the shortest time so far."""

@@ -165,7 +165,7 @@ def _plan_all(
         plan = plan_matrices(
             matrices[replicas], settings, load_ns=load_ns, staging_bytes=staging_bytes
         )
-        load_ns.update(plan.assignment.load_ns)
+        load_ns.update(plan.load_ns)
         for rank in ranks:
             of_rank[rank].append(plan)
         plans.append(plan)

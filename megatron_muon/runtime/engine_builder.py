@@ -159,7 +159,7 @@ def _plan(
         entries += plan.entries()
         differences += _differences(entries, given.domain, device)
         plans.append(plan)
-        load_ns = plan.assignment.load_ns[own_rank()]
+        load_ns = plan.load_ns[own_rank()]
         staged_bytes += plan.staging_bytes
     # Not where they are found: ranks of other domains may be fine, and all stop together.
     raise_where_any_rank_fails(

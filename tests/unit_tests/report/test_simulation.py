@@ -46,7 +46,7 @@ def test_preview_plans_what_a_run_plans(numbers):
         plan = plan_matrices(expected.matrices, numbers, load_ns=before, staging_bytes=share)
         assert plan.entries() == expected.entries()
         for rank in plan.ranks:
-            load_ns[rank] = plan.assignment.load_ns[rank]
+            load_ns[rank] = plan.load_ns[rank]
             staged[rank] = plan.staging_bytes
     share = numbers.share_of_staging(max(staged.values()), 1)
     plan = plan_matrices(dense.matrices, numbers, load_ns=load_ns, staging_bytes=share)

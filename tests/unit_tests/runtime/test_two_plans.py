@@ -115,7 +115,7 @@ def _two_kinds(
     return {
         "wrong": wrong,
         "buckets": [len(plan.buckets) for plan in compute.plans],
-        "loads_ns": [plan.assignment.load_ns[rank] for plan in compute.plans],
+        "loads_ns": [plan.load_ns[rank] for plan in compute.plans],
         "rounds": [
             [action.plan, action.number]
             for action in compute._schedule.actions
