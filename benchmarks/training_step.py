@@ -19,8 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from gpt_flags import FSDP, MUON, SMALL_GPT
-from launched_run import train
-from training_log import TrainingLog
+from launched_run import TrainingLog, train
 
 COMMON = (
     f"{SMALL_GPT} --seq-length 64 --max-position-embeddings 64 --lr 2e-3 --min-lr 1e-4"

@@ -2,12 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Byte-level Megatron data set (``.bin`` and ``.idx``) of files that every machine has.
 
-| term | meaning |
-| --- | --- |
-| token | one byte of a file, 0 to 255 |
-| end token | ``END_OF_DOCUMENT``, 256, after each document: the vocabulary has 257 tokens |
-| document | one file; a very large file becomes several documents |
-| prefix | path of the data set without ``.bin`` and ``.idx`` |
+A token is a byte of a file. ``END_OF_DOCUMENT`` follows each document: a file, or a part of a large
+one.
 """
 
 import hashlib
@@ -17,7 +13,6 @@ import random
 import sysconfig
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,15 +27,6 @@ SKIPPED_FOLDERS = frozenset(
     "__pycache__ dist-packages encodings ensurepip idlelib lib2to3 pydoc_data site-packages test "
     "tests turtledemo".split()
 )
-
-
-@dataclass(frozen=True)
-class ByteDataset:
-    """A data set on disk: where it is and how much it holds."""
-
-    prefix: Path
-    num_documents: int
-    num_bytes: int
 
 
 def standard_library_files() -> list[Path]:
@@ -101,12 +87,11 @@ def read_documents(files: Sequence[Path], max_bytes: int, seed: int = 0) -> list
             "files. Give more files with --data."
         )
     limit = -(-total // MIN_DOCUMENTS)
-    documents = [
+    return [
         content[start : start + limit]
         for content in contents
         for start in range(0, len(content), limit)
     ]
-    return documents
 
 
 def write_dataset(documents: Sequence[bytes], prefix: Path) -> None:
@@ -132,8 +117,8 @@ def write_dataset(documents: Sequence[bytes], prefix: Path) -> None:
     partial_idx.rename(f"{prefix}.idx")
 
 
-def build_byte_dataset(files: Sequence[Path], folder: Path, max_bytes: int) -> ByteDataset:
-    """Build the data set of ``files`` in ``folder``, or find it there.
+def build_byte_dataset(files: Sequence[Path], folder: Path, max_bytes: int) -> Path:
+    """Build the data set of ``files`` in ``folder``, or find it there, and return its prefix.
 
     Its name holds a hash of its content: Megatron keeps an index of the samples next to it and
     finds that again by name.
@@ -145,4 +130,4 @@ def build_byte_dataset(files: Sequence[Path], folder: Path, max_bytes: int) -> B
     prefix = folder / f"bytes-{digest.hexdigest()[:12]}"
     if not Path(f"{prefix}.idx").exists():
         write_dataset(documents, prefix)
-    return ByteDataset(prefix, len(documents), sum(map(len, documents)))
+    return prefix

@@ -25,7 +25,7 @@ from pathlib import Path
 from check_compat import find_uv
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ROOT / "scripts" / "recipes"
+FOLDER = ROOT / "scripts" / "recipes"
 # For one run of a recipe.
 LIMIT_S = 600.0
 
@@ -46,7 +46,7 @@ class Recipe:
 
 
 CLASS_AND_FULL = ("--form", "class", "--state-dict-type", "FULL_STATE_DICT")
-RECIPE_LIST = (
+RECIPES = (
     Recipe("with_accelerate", "accelerate"),
     Recipe("with_trainer", "transformers"),
     Recipe("with_trainer", "transformers", (CLASS_AND_FULL,)),
@@ -78,9 +78,9 @@ def build_environment(folder: Path) -> Path:
             if re.match(r"(torch|emerging-optimizers)==", line)
         ]
         subprocess.run(
-            [*install, *pins, "setuptools", "-r", RECIPES / "requirements.txt"], check=True
+            [*install, *pins, "setuptools", "-r", FOLDER / "requirements.txt"], check=True
         )
-        no_deps = ["--no-deps", "-r", RECIPES / "requirements-no-deps.txt"]
+        no_deps = ["--no-deps", "-r", FOLDER / "requirements-no-deps.txt"]
         subprocess.run([*install, *no_deps], check=True)
         subprocess.run(
             [*install, "--no-deps", "--no-build-isolation", "--editable", ROOT], check=True
@@ -92,7 +92,7 @@ def run(recipe: Recipe, optimizer: str, python: Path, folder: Path) -> str:
     """Run a recipe on two ranks; return ``ok``, or the line of its error."""
     command = [python, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2"]
-    script = [RECIPES / f"{recipe.script}.py", "--optimizer", optimizer, "--folder", folder]
+    script = [FOLDER / f"{recipe.script}.py", "--optimizer", optimizer, "--folder", folder]
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     output = ""
     for call in recipe.calls:
@@ -131,9 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--optimizers", nargs="+", default=["muon", "adamw"])
     options = parser.parse_args(argv)
-    recipes = [recipe for recipe in RECIPE_LIST if options.only in recipe.script]
+    recipes = [recipe for recipe in RECIPES if options.only in recipe.script]
     if not recipes:
-        parser.error(f"--only: expected text of {[each.script for each in RECIPE_LIST]}")
+        parser.error(f"--only: expected text of {[each.script for each in RECIPES]}")
     is_right = True
     with tempfile.TemporaryDirectory(prefix="megatron-muon-recipes-") as temporary:
         python = build_environment((options.keep or Path(temporary) / "venv").absolute())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gpt_flags import FSDP, MUON, SMALL_GPT
-from training_log import TrainingLog
+from launched_run import TrainingLog
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, SAVED_AT = 5, 2

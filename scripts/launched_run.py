@@ -1,23 +1,87 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Train through the launcher, as a user does, and read the log."""
+"""Train through the launcher, as a user does, and read the numbers of Megatron's log lines."""
 
+import math
 import os
+import re
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from training_log import TrainingLog
 
 CPU_RANKS = Path(__file__).resolve().parent / "cpu_ranks"
 PRETRAIN_GPT = Path(__file__).resolve().parent / "pretrain_gpt.py"
 
+_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|")
+_STEP_MS = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
+_LOSS = re.compile(r"lm loss: (\S+)")
+_VALIDATION = re.compile(r"validation loss at iteration (\d+).*?\| lm loss value: (\S+)")
+_TIMER = re.compile(
+    r"^ *(optimizer|optimizer-inner-step|save-checkpoint|load-checkpoint) \.*: (\S+)"
+)
 
-def launcher(on_cpu: bool) -> list[str]:
-    """Return how torchrun starts the launcher, on CPU ranks or on GPUs."""
-    return [str(CPU_RANKS)] if on_cpu else ["-m", "megatron_muon"]
+
+@dataclass
+class TrainingLog:
+    """Numbers of one run by iteration; feed it the log line by line.
+
+    Megatron prints a line an iteration, then that iteration's timers (``--logging-level 20
+    --timing-log-level 1 --timing-log-option max``). A NaN loss it leaves out.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    validation_losses: dict[int, float] = field(default_factory=dict)
+    step_ms: dict[int, float] = field(default_factory=dict)
+    optimizer_ms: dict[int, float] = field(default_factory=dict)
+    inner_step_ms: dict[int, float] = field(default_factory=dict)
+    save_ms: dict[int, float] = field(default_factory=dict)
+    load_ms: float = math.nan
+    iteration: int = 0
+
+    def feed(self, line: str) -> bool:
+        """Read one line; return whether it ended an iteration."""
+        if match := _ITERATION.search(line):
+            self.iteration = int(match[1])
+            loss, step_ms = _LOSS.search(line), _STEP_MS.search(line)
+            self.losses[self.iteration] = float(loss[1]) if loss else math.nan
+            if step_ms:
+                self.step_ms[self.iteration] = float(step_ms[1])
+            return True
+        if match := _VALIDATION.search(line):
+            self.validation_losses[int(match[1])] = float(match[2])
+        elif match := _TIMER.match(line):
+            if match[1] == "load-checkpoint":
+                self.load_ms = float(match[2])
+            else:
+                timers = {"optimizer": self.optimizer_ms, "save-checkpoint": self.save_ms}
+                timers.get(match[1], self.inner_step_ms)[self.iteration] = float(match[2])
+        return False
+
+    def mean_loss(self, iteration: int) -> float:
+        """Return the mean training loss of the last ten iterations up to ``iteration``."""
+        last = range(max(1, iteration - 9), iteration + 1)
+        return statistics.fmean(self.losses.get(i, math.nan) for i in last)
+
+    def median_step_ms(self) -> float:
+        """Return the median time of an iteration; the first few, which allocate, do not count."""
+        return _median(self.step_ms)
+
+    def median_optimizer_ms(self) -> float:
+        """Return the median time of the optimizer's part of an iteration, slowest rank."""
+        return _median(self.optimizer_ms)
+
+    def median_inner_step_ms(self) -> float:
+        """Return the median time of the inner optimizers' steps, slowest rank."""
+        return _median(self.inner_step_ms)
+
+
+def _median(by_iteration: dict[int, float], num_skipped: int = 5) -> float:
+    settled = [value for i, value in by_iteration.items() if i > num_skipped]
+    return statistics.median(settled or by_iteration.values()) if by_iteration else math.nan
 
 
 def train(
@@ -44,8 +108,9 @@ def train(
     Raises:
         RuntimeError: The run failed; with the end of what it printed.
     """
+    launcher = [str(CPU_RANKS)] if on_cpu else ["-m", "megatron_muon"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), *launcher(on_cpu), str(script), *arguments]
+    command += ["--nproc-per-node", str(ranks), *launcher, str(script), *arguments]
     log, tail = TrainingLog(), ""
     with (
         open(log_file or os.devnull, "w") as file,

@@ -13,13 +13,13 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 import byte_dataset
 from gpt_flags import DECODER, MUON, PLAIN_TORCH, REGULARIZATION
-from launched_run import train
-from training_log import TrainingLog
+from launched_run import TrainingLog, train
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # From a sweep over one grid for both, docs/quickstart.md.
@@ -91,25 +91,21 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--optimizers: expected each once, got {options.optimizers}")
     if options.ranks < 1 or GLOBAL_BATCH_SIZE % options.ranks:
         parser.error(f"--ranks: expected a divisor of {GLOBAL_BATCH_SIZE}, got {options.ranks}")
-    if options.iterations < 1:
-        parser.error(f"--iterations: expected at least 1, got {options.iterations}")
     options.output = options.output.resolve()
     return options
 
 
 def prepare_data(options: argparse.Namespace) -> Path:
     """Build the data set and return its prefix."""
-    if options.data:
-        files = byte_dataset.files_below(options.data)
-    else:
-        files = byte_dataset.standard_library_files()
-    max_bytes = int(options.max_megabytes * 1_000_000)
-    data = byte_dataset.build_byte_dataset(files, options.output / "data", max_bytes)
-    megabytes = data.num_bytes / 1e6
-    print(
-        f"Data: {megabytes:.1f} MB, {data.num_documents} documents, {data.prefix}.bin", flush=True
+    files = (
+        byte_dataset.files_below(options.data)
+        if options.data
+        else byte_dataset.standard_library_files()
     )
-    return data.prefix
+    max_bytes = int(options.max_megabytes * 1_000_000)
+    prefix = byte_dataset.build_byte_dataset(files, options.output / "data", max_bytes)
+    print(f"Data: {prefix}.bin", flush=True)
+    return prefix
 
 
 def megatron_flags(
@@ -154,24 +150,25 @@ def run(
     )
 
 
-def number(value: float, digits: int = 4) -> str:
-    """Return ``value`` with a fixed number of digits, or that there is none."""
-    return f"{value:.{digits}f}" if math.isfinite(value) else "diverged"
-
-
 def comparison_table(logs: dict[str, TrainingLog], rates: list[float], iterations: int) -> str:
     """Return the table of all runs, a column each, in Markdown."""
     rows = [["", *logs], ["---", *("---:" for _ in logs)]]
     rows.append(["learning rate", *(f"{rate:g}" for rate in rates)])
+
+    def add(label: str, values: Iterable[float], digits: int) -> None:
+        """Add a row; a loss that diverged is not finite."""
+        cells = (f"{x:.{digits}f}" if math.isfinite(x) else "diverged" for x in values)
+        rows.append([label, *cells])
+
     for mark in sorted({iterations * part // 6 for part in range(1, 7)} - {0}):
-        losses = (number(log.mean_loss(mark)) for log in logs.values())
-        rows.append([f"training loss at {mark} (mean of 10)", *losses])
-    for label, digits, value in (
-        ("validation loss, final", 4, TrainingLog.final_validation_loss),
-        ("ms per step (median)", 1, TrainingLog.median_step_ms),
-        ("optimizer ms per step (median)", 1, TrainingLog.median_optimizer_ms),
-    ):
-        rows.append([label, *(number(value(log), digits) for log in logs.values())])
+        losses = (log.mean_loss(mark) for log in logs.values())
+        add(f"training loss at {mark} (mean of 10)", losses, 4)
+    # Every run ends with a validation.
+    losses = (list(log.validation_losses.values())[-1] for log in logs.values())
+    add("validation loss, final", losses, 4)
+    add("ms per step (median)", (log.median_step_ms() for log in logs.values()), 1)
+    optimizer_ms = (log.median_optimizer_ms() for log in logs.values())
+    add("optimizer ms per step (median)", optimizer_ms, 1)
     return "\n".join(
         f"| {row[0]:<32} | " + " | ".join(f"{x:>8}" for x in row[1:]) + " |" for row in rows
     )

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of all tests, their device, marks of those that start ranks, and how many there were."""
+"""Settings of all tests, and their device."""
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,32 +95,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return _below_tests(collection_path) not in _files_on_gpu(config) or None
 
 
-def _choose_for_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put tests into the order of the pieces, without those of CPU ranks."""
+# After others have left out what was not asked for.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put tests on a GPU into the order of the pieces, without those of CPU ranks."""
+    if config.getoption("--device") == "cpu":
+        return
     files = _files_on_gpu(config)
     kept = [item for item in items if not item.get_closest_marker("cpu_only")]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = sorted(kept, key=lambda item: files.index(_below_tests(item.path)))
-
-
-# After others have left out what was not asked for.
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what does not run on a GPU, if that is asked for."""
-    if config.getoption("--device") == "cuda":
-        _choose_for_gpu(config, items)
-
-
-@pytest.fixture(autouse=True)
-def _worlds_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that starts ranks without its mark: -m "not ranks" would start them too."""
-    before = ranks.num_worlds
-    yield
-    is_marked = request.node.get_closest_marker("ranks") is not None
-    assert is_marked or ranks.num_worlds == before, "expected pytest.mark.ranks on this test"
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what ranks this process started; subprocesses of tests start some more."""
-    for line in ranks.summary():
-        terminalreporter.write_line(line)

@@ -2,16 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of bf16 matrices in fp32, forced on: no verdict depends on this CPU."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from cpu_ranks import bf16_products
-from emerging_optimizers.orthogonalized_optimizers import muon_utils
-from helpers.ranks import ROOT
 
 BF16 = torch.bfloat16
 
@@ -58,42 +53,3 @@ def test_backward_of_a_linear_layer_is_in_fp32_too():
     torch.nn.functional.linear(x, weight).backward(grad)
     assert torch.equal(weight.grad, (grad.float().T @ x.detach().float()).bfloat16())
     assert torch.equal(x.grad, (grad.float() @ weight.detach().float()).bfloat16())
-
-
-@pytest.mark.parametrize(
-    ("function", "num_products"),
-    [
-        (lambda: muon_utils.newton_schulz_step(random(8, 12), 3.4, -4.8, 2.0), 3),
-        (lambda: muon_utils.batched_newton_schulz_step(random(2, 8, 12), 3.4, -4.8, 2.0), 3),
-        (lambda: torch.einsum("bij,bjk->bik", random(2, 3, 4), random(2, 4, 5)), 1),
-        (lambda: torch.nn.functional.linear(random(2, 3, 4), random(5, 4), random(5)), 1),
-    ],
-    ids=["newton_schulz", "batched_newton_schulz", "einsum", "linear"],
-)
-def test_every_product_that_runs_is_among_the_replaced(function, num_products, monkeypatch):
-    """Newton-Schulz took ten times as long as all of Adam if one product was not replaced."""
-    names = []
-    original = bf16_products._in_fp32
-
-    def counting(*kernels):
-        kernel = original(*kernels)
-        return lambda *args, **options: names.append(kernels) or kernel(*args, **options)
-
-    monkeypatch.setattr(bf16_products, "_in_fp32", counting)
-    library = bf16_products.install()
-    function()
-    library._destroy()
-    assert len(names) == num_products
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86-64 only")
-def test_cpu_held_to_avx2_counts_as_one_without_bf16_instructions():
-    """OneDNN is asked, so such a CPU can be tried on any."""
-    code = "from cpu_ranks import bf16_products; print(bf16_products.has_bf16_instructions())"
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "scripts"), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == "False", done.stderr

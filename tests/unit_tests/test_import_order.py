@@ -8,185 +8,100 @@ the literal block below a sentence such as "Files, each importing only those abo
 
 import ast
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from helpers.commands import run_command
-from helpers.ranks import ROOT, UNIT_TESTS
+import pytest
+from helpers.ranks import ROOT
 
 PACKAGE = ROOT / "megatron_muon"
-
-
-class Layer(NamedTuple):
-    """What a part of the package may import.
-
-    Args:
-        parts: Other parts of the package.
-        barred: Packages of others that it may not import.
-    """
-
-    parts: frozenset[str] = frozenset()
-    barred: frozenset[str] = frozenset()
-
-
-TORCH, MEGATRON = "torch", "megatron"
-LAYERS = {
-    "user_errors": Layer(barred=frozenset({TORCH, MEGATRON})),
-    "newton_schulz": Layer(barred=frozenset({MEGATRON})),
-    "plan": Layer(frozenset({"newton_schulz"}), frozenset({TORCH, MEGATRON})),
-    "report": Layer(
-        frozenset({"user_errors", "newton_schulz", "plan"}), frozenset({TORCH, MEGATRON})
-    ),
-    "runtime": Layer(frozenset({"newton_schulz", "plan"}), frozenset({MEGATRON})),
-    "rows": Layer(frozenset({"plan", "runtime"}), frozenset({MEGATRON})),
-    "step": Layer(
-        frozenset({"newton_schulz", "plan", "report", "runtime", "rows"}), frozenset({MEGATRON})
-    ),
-    "fsdp2": Layer(
-        frozenset({"newton_schulz", "plan", "runtime", "rows", "step"}), frozenset({MEGATRON})
-    ),
-    "checkpoint": Layer(barred=frozenset({MEGATRON})),
-    "mcore": Layer(
-        frozenset({"user_errors", "newton_schulz", "plan", "runtime", "rows", "step", "checkpoint"})
-    ),
-    "launcher": Layer(frozenset({"user_errors", "mcore"})),
+# Other packages of megatron_muon that a package may import, and whether torch and megatron too.
+LAYERS: dict[str, tuple[str, str]] = {
+    "user_errors": ("", ""),
+    "newton_schulz": ("", "torch"),
+    "plan": ("newton_schulz", ""),
+    "report": ("user_errors newton_schulz plan", ""),
+    "runtime": ("newton_schulz plan", "torch"),
+    "rows": ("plan runtime", "torch"),
+    "step": ("newton_schulz plan report runtime rows", "torch"),
+    "fsdp2": ("newton_schulz plan runtime rows step", "torch"),
+    "checkpoint": ("", "torch"),
+    "mcore": ("user_errors newton_schulz plan runtime rows step checkpoint", "torch megatron"),
+    "launcher": ("user_errors mcore", "torch megatron"),
     # What it exports. All but mcore.enable and mcore.versions is imported at first use.
-    "__init__": Layer(
-        frozenset({"plan", "mcore"}),
-        frozenset({TORCH, MEGATRON}),
-    ),
-    "__main__": Layer(frozenset({"launcher"})),
+    "__init__": ("plan mcore", ""),
+    "__main__": ("launcher", ""),
 }
 # A command has the name of what users ask for, and may import anything.
 EXCEPTIONS = {
     ("plan/__main__.py", f"megatron_muon.{name}")
     for name in ("user_errors", "report.model_shape", "report.rank_report", "report.simulation")
 }
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in FILES
+}
 
 
-def modules_of(package: Path) -> dict[str, Path]:
-    """Return every module of a package by its dotted name below the package; "" for itself."""
-    found = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imports_of(package: Path, module: str, path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and absolute name of each import, also of those inside of functions.
+def imports_of(path: Path) -> Iterator[str]:
+    """Yield the absolute name of each import, also of those inside of functions.
 
     ``from a import b`` yields ``a.b`` where that is a module of the package, else ``a``.
     """
-    known = modules_of(package)
-    here = f"{package.name}.{module}".rstrip(".").split(".")
-    if path.stem != "__init__":
-        here.pop()
+    above = path.relative_to(ROOT).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = here[: len(here) - node.level + 1] if node.level else []
-            source = ".".join([*above, *filter(None, [node.module])])
-            for alias in node.names:
-                name = f"{source}.{alias.name}"
-                is_module = name.removeprefix(f"{package.name}.") in known
-                yield node.lineno, name if is_module else source
+            parents = above[: len(above) - node.level + 1] if node.level else ()
+            source = ".".join([*parents, *filter(None, [node.module])])
+            names = (f"{source}.{alias.name}" for alias in node.names)
+            yield from (name if name in MODULES else source for name in names)
 
 
-def drawn_order(path: Path) -> list[str]:
+def drawn_order(folder: Path) -> list[str]:
     """Return the names that a package's docstring draws, in their order; [] where it draws none."""
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     block = re.search(r"\bimport\w* only\b[^\n]*::\n\n((?: +.*\n?|\n)+)", docstring)
     if not block:
         return []
     indent = len(block[1]) - len(block[1].lstrip(" "))
-    lines = [line[indent:] for line in block[1].splitlines() if line[:indent].isspace()]
-    return [line.split()[0].rstrip("/") for line in lines if line[:1].strip()]
+    return re.findall(rf"^ {{{indent}}}(\w+)", block[1], re.MULTILINE)
 
 
-def layer_violations(package: Path, layers: Mapping[str, Layer]) -> list[str]:
-    """List the imports that a layer may not have."""
-    found = []
-    for module, path in modules_of(package).items():
-        part = module.partition(".")[0] or "__init__"
-        if part not in layers:
-            found.append(f"{module}: expected a part of {sorted(layers)}")
-            continue
-        for line, name in imports_of(package, module, path):
-            first, _, rest = name.partition(".")
-            target = rest.partition(".")[0] or "__init__"
-            is_wrong = (
-                target not in {part, *layers[part].parts}
-                if first == package.name
-                else first in layers[part].barred
-            )
-            if is_wrong and (str(path.relative_to(package)), name) not in EXCEPTIONS:
-                found.append(f"{path.relative_to(package)}:{line}: {part} imports {name}")
-    return found
-
-
-def order_violations(package: Path, folder: str) -> list[str]:
-    """List the imports between files of a folder that point up or sideways in its drawing."""
-    init = package / folder / "__init__.py"
-    order, inside = drawn_order(init), f"{package.name}.{folder.replace('/', '.')}"
-    is_there = {path.stem for path in init.parent.glob("*.py")} - {"__init__", "__main__"}
-    is_there |= {path.parent.name for path in init.parent.glob("*/__init__.py")}
-    drawn = [name for name in order if name not in {*is_there, "__main__"}]
-    found = [f"{folder}: draws {name}, which is not there" for name in drawn]
-    found += [f"{folder}: does not draw {name}" for name in sorted(is_there - set(order))]
-    rank = {name: number for number, name in enumerate(order)}
-    for module, path in modules_of(package).items():
-        below = f"{package.name}.{module}".removeprefix(f"{inside}.")
-        file = below.partition(".")[0]
-        if not f"{package.name}.{module}".startswith(f"{inside}.") or file == "__main__":
-            continue
-        for line, name in imports_of(package, module, path):
-            if name != inside and not name.startswith(f"{inside}."):
-                continue
-            target = name.removeprefix(inside).strip(".").partition(".")[0]
-            if target != file and rank.get(target, len(order)) >= rank.get(file, -1):
-                found.append(f"{path.relative_to(package)}:{line}: {file} imports {name}")
-    return found
-
-
-def test_layers_import_only_what_they_may():
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_layers_import_only_what_they_may(path):
     """Plans know no torch, runtime no megatron, and only mcore knows all of them."""
-    assert layer_violations(PACKAGE, LAYERS) == []
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    packages, others = (words.split() for words in LAYERS[own])
+    for name in imports_of(path):
+        first, _, rest = name.partition(".")
+        if first == PACKAGE.name and (str(path.relative_to(PACKAGE)), name) not in EXCEPTIONS:
+            assert (rest.partition(".")[0] or "__init__") in {own, *packages}, name
+        elif first in ("torch", "megatron"):
+            assert first in others, name
 
 
-def test_no_test_imports_another():
-    """What tests share is in helpers/: a test can be moved or dropped without a look at others."""
-    found = [
-        f"{path.relative_to(UNIT_TESTS)}:{line}: {name}"
-        for module, path in modules_of(UNIT_TESTS).items()
-        for line, name in imports_of(UNIT_TESTS, module, path)
-        if any(part.startswith("test_") for part in name.split("."))
-    ]
-    assert found == []
+FOLDERS = [folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()]
 
 
-def test_files_import_only_files_drawn_above_them():
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_files_import_only_files_drawn_above_them(folder):
     """The docstring of each package draws every file, and the order holds."""
-    drawn = [path.parent for path in PACKAGE.rglob("__init__.py") if drawn_order(path)]
-    folders = {path.relative_to(PACKAGE).as_posix() for path in drawn} - {"."}
-    assert folders >= {"newton_schulz", "plan", "runtime", "checkpoint", "mcore"}
-    assert [x for folder in sorted(folders) for x in order_violations(PACKAGE, folder)] == []
+    order = drawn_order(folder)
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    assert set(order) - {"__main__"} == (files if order else set())
+    inside = f"{PACKAGE.name}.{folder.name}."
+    for number, file in enumerate(order):
+        for name in imports_of(folder / f"{file}.py"):
+            if name.startswith(inside):
+                assert name.removeprefix(inside) in order[:number], f"{file} imports {name}"
 
 
 def test_package_draws_its_layers_in_their_order():
     """What the package's docstring draws are the layers, each below what it imports."""
-    order = drawn_order(PACKAGE / "__init__.py")
+    order = drawn_order(PACKAGE)
     assert {*order, "__init__", "__main__"} == LAYERS.keys()
     for number, name in enumerate(order):
-        assert LAYERS[name].parts <= set(order[:number]), name
-
-
-def test_import_of_fsdp2_does_not_load_torchs_compiler():
-    """Lion did, whose update is compiled: 5 s and 89 MB a process for all who never use it."""
-    modules = "[name for name in sys.modules if name.startswith('torch._inductor')]"
-    code = f"import sys, megatron_muon.fsdp2; print({modules})"
-    run = run_command(sys.executable, "-c", code)
-    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
+        assert set(LAYERS[name][0].split()) <= set(order[:number]), name

@@ -3,10 +3,9 @@
 """Where the tests compute: on CPU ranks over gloo, or with ``--device cuda`` on GPUs over NCCL.
 
 With a GPU for every rank of a world, ranks are placed as torchrun places them. Otherwise ranks
-share the GPUs. NCCL refuses two ranks on one GPU of one host, and takes ``NCCL_HOSTID`` for the
-host (``src/init.cc`` and ``src/misc/utils.cc`` of NCCL 2.28.9): with a different one on every rank
-it connects them by sockets, as it connects nodes. That is slow and says nothing about speed, but
-streams, buffers and messages are NCCL's. If it does not start so, ranks that share a GPU use gloo.
+share the GPUs: NCCL refuses two ranks on one GPU of one host, and takes ``NCCL_HOSTID`` for the
+host (``src/init.cc`` and ``src/misc/utils.cc`` of NCCL 2.28.9), so every rank has another one, and
+they connect by sockets. Where NCCL does not start so, set ``MEGATRON_MUON_TEST_BACKEND=gloo``.
 
 Tests ask :func:`device` for tensors, :func:`kind` for meshes and :func:`init_group` for the ranks'
 group. References are computed on the same device, so exact digits are compared within it.
@@ -14,7 +13,6 @@ group. References are computed on the same device, so exact digits are compared 
 
 import importlib.util
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,26 +100,23 @@ class Place:
     variables: dict[str, str] = field(default_factory=dict)
 
 
-def place_ranks(
-    world_size: int, kind: str, num_gpus: int = 0, *, shares_by_nccl: bool = True
-) -> list[Place]:
-    """Place the ranks of a world.
+def place_ranks(world_size: int) -> list[Place]:
+    """Place the ranks of a world."""
+    if kind() == "cpu":
+        return [Place("cpu", rank, "gloo") for rank in range(world_size)]
+    import torch
 
-    Args:
-        world_size: Number of ranks.
-        kind: ``cpu`` or ``cuda``.
-        num_gpus: GPUs of this machine.
-        shares_by_nccl: Whether NCCL starts on ranks that share a GPU.
-    """
-    if kind == "cpu":
-        return [Place(kind, rank, "gloo") for rank in range(world_size)]
+    num_gpus = torch.cuda.device_count()
     if world_size <= num_gpus:
-        return [Place(kind, rank, "nccl", dict(_ON_CUDA)) for rank in range(world_size)]
-    if not shares_by_nccl:
-        return [Place(kind, rank % num_gpus, "gloo", dict(_ON_CUDA)) for rank in range(world_size)]
-    shared = {**_ON_CUDA, **_SHARED_BY_NCCL}
+        return [Place("cuda", rank, "nccl", dict(_ON_CUDA)) for rank in range(world_size)]
+    backend = os.environ.get(BACKEND, "nccl")
     return [
-        Place(kind, rank % num_gpus, "nccl", {**shared, "NCCL_HOSTID": f"rank{rank}"})
+        Place(
+            "cuda",
+            rank % num_gpus,
+            backend,
+            {**_ON_CUDA, **_SHARED_BY_NCCL, "NCCL_HOSTID": f"rank{rank}"},
+        )
         for rank in range(world_size)
     ]
 
@@ -167,8 +162,8 @@ def has_stacks(cost_model: str) -> bool:
     return kind() == "cuda" and "stack_tiles" in cost_model
 
 
-def claim_gpu() -> None:
-    """Use this rank's GPU, in a process that was forked or spawned.
+def claim_gpu(backend: str) -> None:
+    """Use this rank's GPU, and add what gloo lacks of NCCL if ranks communicate over gloo.
 
     Raises:
         RuntimeError: The process that this one was forked from has used CUDA.
@@ -177,6 +172,10 @@ def claim_gpu() -> None:
 
     torch.cuda.set_device(device())
     torch.zeros(1, device=device())
+    if backend == "gloo":
+        import cpu_ranks.torch_cuda
+
+        cpu_ranks.wrap(cpu_ranks.torch_cuda.COLLECTIVES)
 
 
 def _plan_as_on_cpu_ranks() -> None:
@@ -190,25 +189,3 @@ def _plan_as_on_cpu_ranks() -> None:
         return rates(*args[:-1], torch.device("cpu"))
 
     machine_cost._rates = rates_of_cpu_ranks
-
-
-def complete_gloo() -> None:
-    """Add what gloo lacks of NCCL, for ranks that share a GPU without NCCL."""
-    import cpu_ranks.torch_cuda
-
-    cpu_ranks.wrap(cpu_ranks.torch_cuda.COLLECTIVES)
-
-
-def summary(places: Sequence[Place], num_gpus: int, reason: str) -> str:
-    """Return how ranks of the largest world communicated, for the last lines of pytest.
-
-    Args:
-        places: Of the largest world.
-        num_gpus: GPUs of this machine.
-        reason: Why NCCL did not start on ranks that share a GPU; empty where it did.
-    """
-    if len(places) <= num_gpus:
-        return f"{len(places)} ranks on {num_gpus} GPUs, over NCCL"
-    if reason:
-        return f"{len(places)} ranks shared {num_gpus} GPUs over gloo: NCCL did not start, {reason}"
-    return f"{len(places)} ranks shared {num_gpus} GPUs over NCCL, by NCCL_HOSTID"

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks for the tests: processes forked from a server that has imported megatron once.
 
-On GPUs too (:mod:`helpers.device`): the server imports megatron and leaves CUDA alone. Where it has
-touched CUDA all the same, ranks cannot use a GPU, and are spawned from then on.
+On GPUs too (:mod:`helpers.device`): the server imports megatron and leaves CUDA alone. A world of
+two ranks starts in 0.03 s on a quiet machine, the server in 10 s.
 """
 
 import atexit
@@ -16,13 +16,11 @@ import itertools
 import json
 import multiprocessing
 import os
-import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,19 +29,10 @@ from helpers import device
 
 UNIT_TESTS = Path(__file__).resolve().parents[1]
 ROOT = UNIT_TESTS.parents[1]
-MAX_NATIVE_FAULTS = 2
-_native_faults: list[list[int]] = []
-# Of a rank that was forked and cannot use its GPU.
-_CANNOT_USE_GPU = 86
-_NCCL_LIMIT_S = 90.0
 # For the other ranks, when one has failed.
 _GRACE_S = 15.0
-# Started so far, and how many ranks the largest had; conftest.py prints it.
-num_worlds = largest_world = 0
 # When the piece that runs has to end, by time.monotonic(); conftest.py sets it.
 ends_at = float("inf")
-# How ranks are started; without a GPU they are always forked.
-start_method = "forkserver"
 PRETRAIN_GPT = ROOT / "scripts" / "pretrain_gpt.py"
 
 
@@ -88,70 +77,15 @@ def _data_cache() -> str:
 
 
 @functools.cache
-def _context(method: str) -> Any:
-    paths = [
-        str(UNIT_TESTS),
-        str(ROOT),
-        str(ROOT / "scripts"),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    context = multiprocessing.get_context(method)
+def _context() -> Any:
+    paths = [UNIT_TESTS, ROOT, ROOT / "scripts", os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
+    # "spawn" is for a release of megatron that uses CUDA on import: ranks then start in 10 s.
+    method = os.environ.get("MEGATRON_MUON_TEST_START", "forkserver")
+    context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(["helpers.preloaded"])
     return context
-
-
-@functools.cache
-def num_gpus() -> int:
-    """Return how many GPUs the ranks have: none unless ``--device cuda`` is given."""
-    import torch
-
-    return torch.cuda.device_count() if device.kind() == "cuda" else 0
-
-
-@functools.cache
-def why_not_nccl() -> str:
-    """Return why NCCL does not start on ranks that share a GPU; empty where it does.
-
-    Communication: two ranks try it, in a world of their own.
-    """
-    places = device.place_ranks(2, "cuda", 1)
-    run = _run_once(places, _reduce_over_nccl, (), {}, _NCCL_LIMIT_S, None)
-    if run.results == [2.0, 2.0]:
-        return ""
-    lines = [line for output in run.outputs for line in output.strip().splitlines()[-1:]]
-    return f"exit codes {run.exit_codes}: {'; '.join(lines)[-300:]}"
-
-
-def _reduce_over_nccl() -> float:
-    import torch
-
-    device.init_group()
-    total = torch.ones(1, device=device.device())
-    torch.distributed.all_reduce(total)
-    return total.item()
-
-
-def _places(world_size: int) -> list[device.Place]:
-    is_shared = device.kind() == "cuda" and world_size > num_gpus()
-    return device.place_ranks(
-        world_size,
-        device.kind(),
-        num_gpus(),
-        shares_by_nccl=not is_shared or not why_not_nccl(),
-    )
-
-
-def summary() -> list[str]:
-    """Return lines that say how many worlds there were, and on GPUs how ranks communicated."""
-    lines = [f"{num_worlds} worlds of ranks"] if num_worlds else []
-    if num_worlds and num_gpus():
-        is_shared = largest_world > num_gpus()
-        reason = why_not_nccl() if is_shared else ""
-        lines.append(device.summary(_places(largest_world), num_gpus(), reason))
-        lines.append(f"ranks were started by {start_method}")
-    return lines
 
 
 def run_ranks(
@@ -164,10 +98,6 @@ def run_ranks(
 ) -> Run:
     """Run a function on every rank of a new world of processes.
 
-    A world whose rank a native fault ended (SIGSEGV, SIGABRT) is run once more, with a warning, at
-    most ``MAX_NATIVE_FAULTS`` times a session: on a busy machine gloo's threads have been seen to
-    die so, under Adam as under Muon, before cpu_ranks waited for coalesced collectives.
-
     Args:
         world_size: Number of ranks.
         function: Called with ``args`` on every rank; top-level; may return a JSON value.
@@ -176,66 +106,37 @@ def run_ranks(
         timeout_s: Seconds after which all ranks are killed, which fails the run.
         ends_with: Rank whose end is the run's: the others are killed then.
     """
-    global largest_world
-    largest_world = max(largest_world, world_size)
-    places = _places(world_size)
-    timeout_s = max(1.0, min(timeout_s, ends_at - time.monotonic()))
-    run = _run_once(places, function, args, env or {}, timeout_s, ends_with)
-    if any(code in (-signal.SIGSEGV, -signal.SIGABRT) for code in run.exit_codes):
-        _native_faults.append(run.exit_codes)
-        assert len(_native_faults) <= MAX_NATIVE_FAULTS, _native_faults
-        warnings.warn(f"native fault, exit codes {run.exit_codes}: run again", stacklevel=2)
-        run = _run_once(places, function, args, env or {}, timeout_s, ends_with)
-    return run
-
-
-def _run_once(
-    places: Sequence[device.Place],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    env: Mapping[str, str],
-    timeout_s: float,
-    ends_with: int | None,
-) -> Run:
-    global num_worlds, start_method
-    num_worlds += 1
+    places = device.place_ranks(world_size)
     with tempfile.TemporaryDirectory() as folder:
         variables = {
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(_free_port()),
-            "WORLD_SIZE": str(len(places)),
+            "WORLD_SIZE": str(world_size),
             # Gloo connects ranks when they first talk; a group of Megatron's is often never used.
             "TORCH_GLOO_LAZY_INIT": "1",
-            **env,
+            **(env or {}),
         }
         ranks = [
-            _context(start_method).Process(
-                target=_run_rank,
-                args=(rank, place, start_method, variables, folder, function, args),
+            _context().Process(
+                target=_run_rank, args=(rank, place, variables, folder, function, args)
             )
             for rank, place in enumerate(places)
         ]
         for process in ranks:
             process.start()
+        timeout_s = max(1.0, min(timeout_s, ends_at - time.monotonic()))
         _wait(ranks if ends_with is None else [ranks[ends_with]], timeout_s, places[0].backend)
         for process in ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
-        exit_codes = [process.exitcode for process in ranks]
-        if start_method == "spawn" or _CANNOT_USE_GPU not in exit_codes:
-            return Run(
-                exit_codes=exit_codes,
-                outputs=[_read(folder, f"output_{rank}") for rank in range(len(places))],
-                history=[json.loads(line) for line in _read(folder, "history").splitlines()],
-                results=[
-                    json.loads(_read(folder, f"result_{rank}") or "null")
-                    for rank in range(len(places))
-                ],
-            )
-    warnings.warn("forked ranks cannot use their GPUs: ranks are spawned", stacklevel=3)
-    start_method = "spawn"
-    return _run_once(places, function, args, env, timeout_s, ends_with)
+        results = [_read(folder, f"result_{rank}") for rank in range(world_size)]
+        return Run(
+            exit_codes=[process.exitcode for process in ranks],
+            outputs=[_read(folder, f"output_{rank}") for rank in range(world_size)],
+            history=[json.loads(line) for line in _read(folder, "history").splitlines()],
+            results=[json.loads(result or "null") for result in results],
+        )
 
 
 def _wait(ranks: Sequence[Any], timeout_s: float, backend: str) -> None:
@@ -299,7 +200,6 @@ def _launch_rank(script: str, arguments: list[str], before: Callable[[], None] |
 def _run_rank(
     rank: int,
     place: device.Place,
-    method: str,
     variables: Mapping[str, str],
     folder: str,
     function: Callable[..., Any],
@@ -327,7 +227,7 @@ def _run_rank(
 
     torch.set_num_threads(1)
     if place.kind == "cuda":
-        _use_gpu(place, is_forked=method == "forkserver")
+        device.claim_gpu(place.backend)
     if device.has_megatron() and rank in (0, int(variables["WORLD_SIZE"]) - 1):
         _record_history(Path(folder) / "history")
     try:
@@ -357,19 +257,6 @@ def _end(status: int) -> NoReturn:
         process.kill()
         process.join()
     os._exit(status)
-
-
-def _use_gpu(place: device.Place, *, is_forked: bool) -> None:
-    try:
-        device.claim_gpu()
-    except RuntimeError:
-        if not is_forked:
-            raise
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(_CANNOT_USE_GPU)
-    if place.backend == "gloo":
-        device.complete_gloo()
 
 
 def _record_history(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers.commands import run_command
 from helpers.ranks import ROOT, launch
-from training_log import TrainingLog
+from launched_run import TrainingLog
 
 # What a step may cost at most, by ranks: figures of step_cost.py, which docs/performance.md shows.
 # Whoever removes an operation lowers them, here and there; nothing may raise them unseen.

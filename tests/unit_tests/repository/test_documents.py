@@ -1,0 +1,114 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The documents: links lead somewhere, commands have the flags they name, plans are today's."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.commands import run_plan
+from helpers.ranks import ROOT
+
+from megatron_muon.mcore.unsupported import UNSUPPORTED
+from megatron_muon.plan.__main__ import _parser
+
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "patches" / "README.md",
+    ROOT / "tests" / "functional" / "README.md",
+]
+# Their flags are Megatron's, pytest's, or those of a script that they call.
+PASSES_FLAGS_ON = (
+    "pretrain_gpt.py",
+    "scripts/quickstart.sh",
+    "scripts/test.sh",
+    "functional/run.sh",
+)
+
+
+def ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
+def test_links_lead_somewhere(path: Path) -> None:
+    """Relative links name files; a fragment names a heading."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if "://" in target:
+            continue
+        file, _, fragment = target.partition("#")
+        linked = path.parent / file if file else path
+        assert linked.exists(), target
+        headings = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+        assert fragment in {"", *slugs}, f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
+def test_files_in_backticks_exist(path: Path) -> None:
+    """A path that begins with a folder of the repository is there."""
+    for quoted in re.findall(r"`([\w./-]+/[\w./-]+)`", path.read_text()):
+        if quoted.split("/")[0] in {"benchmarks", "docs", "megatron_muon", "scripts", "tests"}:
+            assert (ROOT / quoted).exists(), quoted
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Yield document and command, on one line, of all code blocks that are indented."""
+    for path in DOCUMENTS:
+        text = re.sub(r" \\\n +", " ", path.read_text())
+        for line in re.findall(r"^    ((?:bash|torchrun|\.venv/bin/\w+) .*)$", text, re.MULTILINE):
+            yield ids(path), re.split(r"\s+# ", line)[0]
+
+
+@pytest.mark.parametrize(("document", "command"), list(commands()))
+def test_commands_have_the_flags_that_they_name(document: str, command: str) -> None:
+    """The script of a command is there, and so are its options."""
+    words = shlex.split(command)
+    if any(name in command for name in PASSES_FLAGS_ON):
+        return
+    if "megatron_muon.plan" in words:
+        _parser().parse_args(words[words.index("megatron_muon.plan") + 1 :])
+        return
+    if "megatron_muon.checkpoint" in words:
+        script = "megatron_muon/checkpoint/__main__.py"
+    else:
+        *_, script = (word for word in words if (ROOT / word).is_file())
+    source = (ROOT / script).read_text()
+    options = words[words.index(script) :] if script in words else words
+    assert [word for word in options if word[:2] == "--" and f'"{word}"' not in source] == []
+
+
+PLAN_ROW = re.compile(r"\| `(--preset .*?)` \| (.*) \|")
+# Plans of the smallest model are always tested.
+PLAN_ROWS = [
+    pytest.param(*row, marks=[] if "llama3-8b" in row[0] else pytest.mark.slow)
+    for row in PLAN_ROW.findall((ROOT / "docs" / "performance.md").read_text())
+    if "--dp 2048" not in row[0]  # half a minute
+]
+
+
+@pytest.mark.parametrize(("flags", "figures"), PLAN_ROWS, ids=lambda value: value)
+def test_plans_of_performance_are_those_of_today(flags: str, figures: str) -> None:
+    """Each row of the table of plans, figure by figure."""
+    report: dict[str, Any] = json.loads(run_plan(*shlex.split(flags), "--json"))
+    assert figures.split(" | ") == [
+        f"{len(report['matrices']):,}",
+        f"{report['busiest_over_ideal']:.2f}",
+        f"{report['moved_fraction']:.1%}",
+        f"{report['bytes_sent'] / len(report['ranks']) / 1e6:,.0f}",
+        f"{report['busiest_ns'] / 1e6:.1f}",
+        f"{report['min_step_ns'] / 1e6:.1f}",
+        f"{report['max_staging_bytes'] / 1e9:.1f}",
+    ]
+
+
+def test_refused_settings_are_documented() -> None:
+    """A setting that is refused has its row in docs/support.md."""
+    documented = (ROOT / "docs" / "support.md").read_text().replace("`", "")
+    assert [row.flag for row in UNSUPPORTED if f"| {row.flag} |" not in documented] == []
