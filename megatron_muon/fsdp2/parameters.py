@@ -27,10 +27,10 @@ from megatron_muon.rows.parameters import (
     as_dtensor,
     over_tensor_ranks,
     ranks_of_mesh,
+    sharded_dim,
     tensor_shard_of,
     whole_box,
 )
-from megatron_muon.rows.placements import sharded_dim
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails
 from megatron_muon.runtime.tensors import local_tensor
 
