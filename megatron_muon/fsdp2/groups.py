@@ -174,8 +174,8 @@ def _routers_and_heads(places: Mapping[torch.Tensor, Sequence[_Place]]) -> dict[
         if param.ndim and each.is_embedding and not re.search(r"pos|wpe", each.name)
     }
     reasons = {}
-    inputs_of_later = set()
-    for param, of_param in reversed(places.items()):
+    inputs_of_later: set[int] = set()
+    for param, of_param in reversed([*places.items()]):
         for each in reversed(of_param):
             if each.is_linear and param.ndim == 2 and not _IN_BLOCK.search(each.name):
                 outputs, inputs = param.shape

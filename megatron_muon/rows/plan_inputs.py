@@ -15,7 +15,11 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.rows.matrices import RowIndex, matrices_of
 from megatron_muon.rows.parameters import PlannedParameter, cutting_axes, replicas_of
-from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
+from megatron_muon.runtime.agreement import (
+    gather_objects,
+    own_rank,
+    raise_where_any_rank_fails,
+)
 from megatron_muon.runtime.engine_builder import PlanInput
 from megatron_muon.runtime.groups import (
     Domain,
@@ -111,10 +115,7 @@ def find_plan_inputs(
         None if group is None else hash(ranks_of(group)),
         has_others or bool(parameters),
     )
-    facts = [mine]
-    if dist.is_initialized():
-        facts = [mine] * dist.get_world_size()
-        dist.all_gather_object(facts, mine)
+    facts = gather_objects(mine)
     # Before any collective of a plan: a rank that lacks it would never join.
     problems = [text for key in by_key for text in _problems(key, by_key[key][0].name, facts)]
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
