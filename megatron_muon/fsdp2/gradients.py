@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.parameters import PlainGroups
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2, names_that_block_gradients
 from megatron_muon.rows.parameters import PlannedParameter, ranks_of_mesh
 from megatron_muon.rows.plan_inputs import PlanInputs
-from megatron_muon.runtime.agreement import own_rank, raise_where_any_rank_fails
+from megatron_muon.runtime.agreement import (
+    gather_objects,
+    own_rank,
+    raise_where_any_rank_fails,
+)
 from megatron_muon.runtime.tensors import find_not_finite, local_tensor
 
 _ADVICE = "Nothing was updated."
@@ -35,20 +38,21 @@ class GradientKey(NamedTuple):
 
 
 def by_holders(
-    found: PlanInputs, others: Sequence[PlannedParameter], plain: PlainGroups
+    plan_inputs: PlanInputs,
+    others: Sequence[PlannedParameter],
+    copies: dist.ProcessGroup | None,
 ) -> dict[GradientKey, PlannedParameter]:
     """Return this rank's parameters.
 
     Args:
-        found: Plans of Muon's parameters.
+        plan_inputs: Plans of Muon's parameters.
         others: Parameters that AdamW or Lion steps.
-        plain: Process groups of plain tensors.
+        copies: Ranks with copies of plain tensors; None for this one alone.
     """
-    copies = plain.replicas or plain.tensor_ranks
     ranks = (own_rank(),) if copies is None else tuple(dist.get_process_group_ranks(copies))
     holders = {
-        GradientKey(each.name, given.domain.ranks, True): each
-        for given, parameters in zip(found.inputs, found.parameters, strict=True)
+        GradientKey(each.name, plan.domain.ranks, True): each
+        for plan, parameters in zip(plan_inputs.inputs, plan_inputs.parameters, strict=True)
         for each in parameters
     }
     for each in others:
@@ -92,12 +96,10 @@ def agree_to_step(
                 missing.append(key)
             continue
         other = local_tensor(grad)
-        found = (
-            _problem(each, grad, own, other) if key.is_muons else _elementwise_problem(each, grad)
-        )
+        found = _problem(each.param, grad, is_muons=key.is_muons)
         # One with a problem is left out: a sparse gradient has no norm of this kind.
         if found:
-            problems.append(found)
+            problems.append(f"{each.name}: {found}")
         elif own.numel():
             grads.append((each.name, other))
     not_finite = find_not_finite(grads, device)
@@ -113,13 +115,11 @@ def agree_to_step(
         problems += not_finite.explain()
         raise_where_any_rank_fails(problems, group, device, _ADVICE)
     # All ranks come here together, since they have seen the same sum: those that lack nothing too.
-    if num_missing and dist.is_initialized():
-        of_ranks: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(of_ranks, (own_rank(), missing), group=group)
+    if num_missing:
         problems = [
             f"{key.name}: expected a gradient on all ranks that hold the parameter or on none, got "
             f"none on rank {rank}. Let all ranks use the parameter in the loss"
-            for rank, lacking in of_ranks
+            for rank, lacking in gather_objects((own_rank(), missing), group)
             for key in holders.keys() & set(lacking)
             if holders[key].param.grad is not None and local_tensor(holders[key].param).numel()
         ]
@@ -143,26 +143,28 @@ def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attribute
         )
 
 
-def _problem(
-    each: PlannedParameter, grad: torch.Tensor, own: torch.Tensor, other: torch.Tensor
-) -> str | None:
-    """Return what is wrong with a gradient, given both local tensors; a sentence or None."""
-    param = each.param
-    if (
-        # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
-        other.dtype in (torch.float32, torch.bfloat16)
-        and own.device == other.device
-        and own.layout == other.layout
-        # FSDP2 makes empty shards of several shapes.
-        and (own.shape == other.shape or own.numel() == other.numel() == 0)
-        # None of a plain tensor.
-        and getattr(param, "placements", None) == getattr(grad, "placements", None)
-    ):
+def _problem(param: torch.Tensor, grad: torch.Tensor, *, is_muons: bool) -> str | None:
+    """Return what is wrong with a gradient, or None."""
+    own, other = local_tensor(param), local_tensor(grad)
+    is_like = own.dtype == other.dtype
+    advice = "Reduce it in that dtype; leave precision_aware out of fully_shard_optimizer()"
+    # torch's AdamW reduces a partial gradient of a DTensor.
+    if is_muons:
+        advice = "Reduce a partial one: grad.redistribute(placements=param.placements)"
+        is_like = (
+            # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
+            other.dtype in (torch.float32, torch.bfloat16)
+            and own.device == other.device
+            # FSDP2 makes empty shards of several shapes.
+            and (own.shape == other.shape or own.numel() == other.numel() == 0)
+            # None of a plain tensor.
+            and getattr(param, "placements", None) == getattr(grad, "placements", None)
+        )
+    if is_like and own.layout == other.layout:
         return None
     return (
-        f"{each.name}: expected a gradient like the parameter, {_description(param)}, got "
-        f"{_description(grad)}. Reduce a partial one: grad.redistribute(placements="
-        "param.placements)"
+        f"expected a gradient like the parameter, {_description(param)}, got {_description(grad)}. "
+        + advice
     )
 
 
@@ -179,18 +181,6 @@ def _blocked_problems(parameters: Iterable[PlannedParameter]) -> list[str]:
                     "requires_grad to False before fully_shard()"
                 )
     return list(problems.values())
-
-
-def _elementwise_problem(each: PlannedParameter, grad: torch.Tensor) -> str | None:
-    """Return why AdamW or Lion cannot step a parameter, a sentence or None."""
-    # Not placements: torch's AdamW reduces a partial gradient of a DTensor.
-    if grad.dtype == each.param.dtype and grad.layout == each.param.layout:
-        return None
-    return (
-        f"{each.name}: expected a gradient of {each.param.dtype} for AdamW or Lion, got "
-        f"{grad.dtype}, {grad.layout}. Reduce gradients in that dtype; leave precision_aware out "
-        "of fully_shard_optimizer()"
-    )
 
 
 def _description(tensor: torch.Tensor) -> str:

@@ -10,17 +10,15 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 
-from megatron_muon.fsdp2.fused import layout_of
+from megatron_muon.fsdp2.fused import Layout, layout_of
 from megatron_muon.fsdp2.parameters import partition_dim
 from megatron_muon.rows.parameters import SplitSizes
+from megatron_muon.runtime.agreement import own_rank
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +49,8 @@ _IN_BLOCK = re.compile(r"\.\d+\.[^.]+\.")
 _WEIGHT = re.compile(r"(\w*_)?(weight\w*|proj|[wv]\d+)")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Algorithm of a parameter.
+class Choice(NamedTuple):
+    """Algorithm and layout of a parameter.
 
     Args:
         name: Its first name in the model.
@@ -82,29 +79,23 @@ class Choice:
         return f"{self.algorithm}{layout}{', transposed' * self.is_transposed}: {self.reason}"
 
 
-class _Owner(NamedTuple):
+class _Place(NamedTuple):
     """One of the places in which a model has a parameter.
 
     Args:
         name: Name of the parameter there, without wrappers.
-        leaf: Its last part.
-        shape: Of the parameter.
         module: Module that has the parameter.
         parents: Modules that contain that one, the innermost first.
     """
 
     name: str
-    leaf: str
-    shape: tuple[int, ...]
     module: torch.nn.Module
     parents: Sequence[torch.nn.Module]
 
     @property
-    def is_embedding(self) -> bool:
-        """Whether the module looks rows up."""
-        if isinstance(self.module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            return True
-        return "embed" in type(self.module).__name__.lower() and not self.is_linear
+    def leaf(self) -> str:
+        """Name of the parameter in its module."""
+        return self.name.rpartition(".")[2]
 
     @property
     def is_linear(self) -> bool:
@@ -112,9 +103,11 @@ class _Owner(NamedTuple):
         return isinstance(self.module, torch.nn.Linear)
 
     @property
-    def is_in_block(self) -> bool:
-        """Whether the module is a part of one of several numbered modules."""
-        return _IN_BLOCK.search(self.name) is not None
+    def is_embedding(self) -> bool:
+        """Whether the module looks rows up."""
+        if isinstance(self.module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            return True
+        return "embed" in type(self.module).__name__.lower() and not self.is_linear
 
     @property
     def has_experts(self) -> bool:
@@ -127,10 +120,9 @@ class _Owner(NamedTuple):
     @property
     def is_router(self) -> bool:
         """Whether it chooses experts: a gate beside them."""
-        *path, own, _ = ["", "", *self.name.split(".")]
-        depth = 0 if own == "gate" else 1 if path[-1] == "gate" else None
-        is_beside = depth is not None and any(map(_says_experts, self.parents[depth:][:1]))
-        return is_beside or "Router" in type(self.module).__name__
+        *_, above, own, _ = ["", "", *self.name.split(".")]
+        beside = self.parents[:1] if own == "gate" else self.parents[1:2] if above == "gate" else ()
+        return any(map(_says_experts, beside)) or "Router" in type(self.module).__name__
 
     @property
     def is_matrix(self) -> bool:
@@ -145,25 +137,54 @@ def _says_experts(module: torch.nn.Module) -> bool:
     return any(name.endswith("experts") for name in names)
 
 
-def _owners(model: torch.nn.Module) -> dict[int, list[_Owner]]:
+def _is_convolution(param: torch.Tensor, place: _Place) -> bool:
+    return isinstance(place.module, _ConvNd) and param.ndim > 2
+
+
+def _places(model: torch.nn.Module) -> dict[torch.Tensor, list[_Place]]:
     """Return where a model has each parameter: shared ones are in several places."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    owners: dict[int, list[_Owner]] = defaultdict(list)
+    # What a wrapper contains comes after it.
+    modules = {
+        _WRAPPERS.sub("", f"{path}.").lstrip("."): module
+        for path, module in model.named_modules(remove_duplicate=False)
+    }
+    places: dict[torch.Tensor, list[_Place]] = defaultdict(list)
     for name, param in model.named_parameters(remove_duplicate=False):
-        path, _, leaf = name.rpartition(".")
         short = _WRAPPERS.sub("", name)
-        parents = []
-        parent, depth = path, short.count(".")
-        while parent:
-            parent = parent.rpartition(".")[0]
-            # A wrapper contains nothing but what it wraps.
-            above = _WRAPPERS.sub("", parent + ".").count(".") if parent else 0
-            if above < depth:
-                parents.append(modules[parent])
-                depth = above
-        owner = _Owner(short, leaf, tuple(param.shape), modules[path], parents)
-        owners[id(param)].append(owner)
-    return owners
+        *path, _ = short.split(".")
+        parents = [
+            modules["".join(f"{part}." for part in path[:depth])]
+            for depth in reversed(range(len(path)))
+        ]
+        places[param].append(_Place(short, model.get_submodule(name.rpartition(".")[0]), parents))
+    return places
+
+
+def _routers_and_heads(places: Mapping[torch.Tensor, Sequence[_Place]]) -> dict[torch.Tensor, str]:
+    """Return the parameters that choose experts or tokens, with the evidence.
+
+    A head is a layer outside of blocks with as many outputs as an embedding has rows, which no
+    later layer takes.
+    """
+    # Positions are fewer than tokens, and often as many as a layer has outputs.
+    vocabularies = {
+        param.shape[0]
+        for param, of_param in places.items()
+        for each in of_param
+        if param.ndim and each.is_embedding and not re.search(r"pos|wpe", each.name)
+    }
+    reasons = {}
+    inputs_of_later: set[int] = set()
+    for param, of_param in reversed([*places.items()]):
+        for each in reversed(of_param):
+            if each.is_linear and param.ndim == 2 and not _IN_BLOCK.search(each.name):
+                outputs, inputs = param.shape
+                if outputs in vocabularies and outputs not in {inputs, *inputs_of_later}:
+                    reasons[param] = "head, with as many outputs as an embedding has rows"
+                inputs_of_later.add(inputs)
+        if any(each.is_router for each in of_param):
+            reasons[param] = "router"
+    return reasons
 
 
 def choose(
@@ -174,129 +195,106 @@ def choose(
     flatten: bool = False,
     splits: Mapping[str, SplitSizes] | None = None,
 ) -> list[Choice]:
-    """Choose the algorithm and layout of each trainable parameter; see :func:`parameter_groups`."""
-    owners = _owners(model)
-    rule = _Rule(owners, elementwise_names, elementwise, flatten)
-    choices = [
-        _with_split(rule.choose(name, param), splits or {})
-        for name, param in model.named_parameters()
-        if param.requires_grad
-    ]
+    """Choose algorithm and layout of each trainable parameter; see :func:`parameter_groups`."""
+    places, splits = _places(model), splits or {}
+    patterns = {pattern: f"name {pattern}" for pattern in elementwise_names}
+    patterns |= {pattern: kind for kind, pattern in _BY_NAME.items() if pattern in patterns}
+    # With patterns of their own, users choose heads and routers.
+    has_defaults = patterns.keys() >= set(ELEMENTWISE_NAMES)
+    routers_and_heads = _routers_and_heads(places) if has_defaults else {}
+    choices = []
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        of_param = places[param]
+        evidence = _evidence(param, of_param)
+        against = _evidence_against(name, param, of_param, patterns, flatten)
+        against = against or routers_and_heads.get(param)
+        asked = [getattr(each, "use_muon", None) for each in (param, *(p.module for p in of_param))]
+        if False in asked:
+            evidence, against = None, "use_muon is False"
+        elif True in asked:
+            evidence, against = "use_muon is True", None
+        if evidence and not against:
+            choices.append(_of_muon(name, param, evidence, of_param[0], splits))
+            continue
+        # A linear layer whose name says that it is an embedding.
+        is_unclear = against == "embedding" and all(each.is_linear for each in of_param)
+        if not against:
+            against, is_unclear = "no linear layer and no experts", True
+        choices.append(Choice(name, param, elementwise, against, is_unclear))
+    if not choices:
+        raise ValueError("model: expected trainable parameters, got none. Set requires_grad")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     of_muon = [each.name for each in choices if each.algorithm == "muon"]
-    for argument, patterns, searched in (
+    for argument, given, searched in (
         ("elementwise_names", set(elementwise_names).difference(ELEMENTWISE_NAMES), names),
-        ("splits", set(splits or ()), of_muon),
+        ("splits", set(splits), of_muon),
     ):
-        unused = [each for each in patterns if not any(re.search(each, name) for name in searched)]
-        if unused and choices:
+        unused = [each for each in given if not any(re.search(each, name) for name in searched)]
+        if unused:
             raise ValueError(
                 f"{argument}: expected patterns that find parameters"
                 f"{' of Muon' if argument == 'splits' else ''}, got {sorted(unused)}, which find "
                 "none. Look at model.named_parameters()"
             )
-    if not choices:
-        raise ValueError("model: expected trainable parameters, got none. Set requires_grad")
     return choices
 
 
-class _Rule:
-    """Evidence for each parameter of a model; arguments as for :func:`parameter_groups`."""
-
-    def __init__(
-        self,
-        owners: Mapping[int, Sequence[_Owner]],
-        elementwise_names: Sequence[str],
-        elementwise: str,
-        flatten: bool,
-    ) -> None:
-        self._owners, self._elementwise, self._flatten = owners, elementwise, flatten
-        self._names = {pattern: f"name {pattern}" for pattern in elementwise_names}
-        self._names |= {p: k for k, p in _BY_NAME.items() if p in self._names}
-        # With patterns of their own, users choose heads and routers.
-        self._by_default = self._names.keys() >= set(ELEMENTWISE_NAMES)
-        every = [each for of_param in owners.values() for each in of_param if each.shape]
-        # Positions are fewer than tokens, and often as many as a layer has outputs.
-        self._num_rows = {
-            each.shape[0]
-            for each in every
-            if each.is_embedding and not re.search(r"pos|wpe", each.name)
-        }
-        self._outside = [
-            each
-            for each in every
-            if each.is_linear and len(each.shape) == 2 and not each.is_in_block
-        ]
-
-    def choose(self, name: str, param: torch.Tensor) -> Choice:
-        """Choose the algorithm of a parameter."""
-        owners = self._owners[id(param)]
-        first = owners[0]
-        is_convolution = isinstance(first.module, _ConvNd) and param.ndim > 2
-        matrix = Choice(name, param, "muon", "linear", is_flattened=is_convolution)
-        rest = replace(matrix, algorithm=self._elementwise, is_flattened=False)
-        asked = [getattr(each, "use_muon", None) for each in (param, *(o.module for o in owners))]
-        if False in asked:
-            return replace(rest, reason="use_muon is False")
-        sides = param.shape[:2] if is_convolution else param.shape[-2:]
-        if True in asked:
-            return self._with_layout(replace(matrix, reason="use_muon is True"), first)
-        if is_convolution and not self._flatten:
-            return replace(rest, reason="convolution")
-        if not is_convolution and param.ndim not in (2, 3):
-            return replace(rest, reason="vector" if param.ndim < 2 else f"{param.ndim} dimensions")
-        if 1 in sides:
-            return replace(rest, reason="a side of 1")
-        if any(each.is_embedding for each in owners):
-            return replace(rest, reason="embedding")
-        for pattern, reason in self._names.items():
-            if re.search(pattern, name) or any(re.search(pattern, each.name) for each in owners):
-                is_unclear = reason == "embedding" and first.is_linear
-                return replace(rest, reason=reason, is_unclear=is_unclear)
-        if self._by_default and any(each.is_router for each in owners):
-            return replace(rest, reason="router")
-        if self._by_default and any(self._is_head(each) for each in owners):
-            return replace(rest, reason="head, with as many outputs as an embedding has rows")
-        if is_convolution:
-            return replace(matrix, reason="convolution")
-        if param.ndim == 3 and first.has_experts:
-            return self._with_layout(replace(matrix, reason="experts"), first)
-        if param.ndim == 2 and any(each.is_matrix for each in owners):
-            return self._with_layout(matrix, first)
-        return replace(rest, reason="no linear layer and no experts", is_unclear=True)
-
-    def _is_head(self, owner: _Owner) -> bool:
-        """Return whether a layer has the outputs of a vocabulary, which no later layer takes."""
-        if owner not in self._outside or owner.shape[0] not in self._num_rows:
-            return False
-        outputs, inputs = owner.shape
-        later = self._outside[self._outside.index(owner) + 1 :]
-        return outputs != inputs and all(each.shape[1] != outputs for each in later)
-
-    def _with_layout(self, choice: Choice, owner: _Owner) -> Choice:
-        """Add how a matrix is stored, where its module says it."""
-        if choice.is_flattened or partition_dim(choice.param) is not None:
-            return choice
-        is_weight = owner.leaf == "weight" and owner.parents
-        container = owner.parents[0] if is_weight else owner.module
-        key = owner.name.split(".")[-2] if is_weight else owner.leaf
-        layout = layout_of(container, key, owner.module, choice.param)
-        return replace(
-            choice,
-            split_sizes=layout.split_sizes,
-            is_transposed=layout.is_transposed,
-            is_unclear=layout.is_unclear,
-            reason=choice.reason + ", fused, in one matrix" * layout.is_unclear,
-        )
+def _evidence_against(
+    name: str,
+    param: torch.Tensor,
+    places: Sequence[_Place],
+    patterns: Mapping[str, str],
+    flatten: bool,
+) -> str | None:
+    """Return why a parameter is no matrix, or None; patterns of names have their reasons."""
+    is_convolution = _is_convolution(param, places[0])
+    if is_convolution and not flatten:
+        return "convolution"
+    if not is_convolution and param.ndim not in (2, 3):
+        return "vector" if param.ndim < 2 else f"{param.ndim} dimensions"
+    if 1 in (param.shape[:2] if is_convolution else param.shape[-2:]):
+        return "a side of 1"
+    if any(each.is_embedding for each in places):
+        return "embedding"
+    names = [name, *(each.name for each in places)]
+    found = (reason for p, reason in patterns.items() if any(re.search(p, each) for each in names))
+    return next(found, None)
 
 
-def _with_split(choice: Choice, splits: Mapping[str, SplitSizes]) -> Choice:
-    """Take sizes that the user gives."""
+def _evidence(param: torch.Tensor, places: Sequence[_Place]) -> str | None:
+    """Return why a parameter is a matrix or a batch of matrices, or None."""
+    if _is_convolution(param, places[0]):
+        return "convolution"
+    if param.ndim == 3:
+        return "experts" if places[0].has_experts else None
+    return "linear" if any(each.is_matrix for each in places) else None
+
+
+def _of_muon(
+    name: str,
+    param: torch.Tensor,
+    reason: str,
+    place: _Place,
+    splits: Mapping[str, SplitSizes],
+) -> Choice:
+    """Choose Muon, with sizes that the user gives, or the layout that the module states."""
+    layout = Layout(None, False, False)
+    is_convolution = _is_convolution(param, place)
+    if not is_convolution and partition_dim(param) is None:
+        is_weight = place.leaf == "weight" and place.parents
+        container = place.parents[0] if is_weight else place.module
+        key = place.name.split(".")[-2] if is_weight else place.leaf
+        layout = layout_of(container, key, place.module, param)
     for pattern, sizes in splits.items():
-        if choice.algorithm == "muon" and re.search(pattern, choice.name):
+        if re.search(pattern, name):
             sizes = tuple(sizes) if isinstance(sizes, list) else sizes
-            return replace(choice, split_sizes=sizes, is_unclear=False)
-    return choice
+            layout = Layout(sizes, layout.is_transposed, False)
+            break
+    reason += ", fused, in one matrix" * layout.is_unclear
+    sizes, is_transposed, is_unclear = layout
+    return Choice(name, param, "muon", reason, is_unclear, sizes, is_transposed, is_convolution)
 
 
 def parameter_groups(
@@ -342,47 +340,40 @@ def parameter_groups(
         flatten=flatten,
         splits=splits,
     )
-    log_choices(choices)
+    log(choices)
     return groups_of(choices, elementwise_options or {})
 
 
 def groups_of(choices: Iterable[Choice], elementwise_options: Mapping[str, Any]) -> list[Any]:
     """Return the groups of parameters; see :func:`parameter_groups`."""
-    kinds: dict[tuple[Any, ...], list[Choice]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for each in choices:
-        is_of_muon = each.algorithm == "muon"
-        mesh = each.param.device_mesh if isinstance(each.param, DTensor) else None
-        layout = (each.split_sizes, each.is_transposed, each.is_flattened)
-        kinds[each.algorithm, layout if is_of_muon else mesh].append(each)
-    groups = []
-    # Muon's first, as a checkpoint of Muon and AdamW, two optimizers, most often has them.
-    for (algorithm, _), of_kind in sorted(kinds.items(), key=lambda item: item[0][0] != "muon"):
-        options = dict(elementwise_options)
-        if algorithm == "muon":
-            first = of_kind[0]
-            options = {} if first.split_sizes is None else {"split_sizes": first.split_sizes}
-            options |= {"transposed": True} if first.is_transposed else {}
-            options |= {"flatten": True} if first.is_flattened else {}
-        groups.append(
-            {
-                "params": [each.param for each in of_kind],
-                "param_names": [each.name for each in of_kind],
-                "algorithm": algorithm,
-                **options,
-            }
+        is_muon = each.algorithm == "muon"
+        mesh = None if is_muon else getattr(each.param, "device_mesh", None)
+        options: dict[str, Any] = {} if is_muon else dict(elementwise_options)
+        if each.split_sizes is not None:
+            options["split_sizes"] = each.split_sizes
+        options |= {"transposed": True} if each.is_transposed else {}
+        options |= {"flatten": True} if each.is_flattened else {}
+        group = groups.setdefault(
+            (each.algorithm, mesh, each.split_sizes, each.is_transposed, each.is_flattened),
+            {"params": [], "param_names": [], "algorithm": each.algorithm, **options},
         )
-    return groups
+        group["params"].append(each.param)
+        group["param_names"].append(each.name)
+    # Muon's first, as a checkpoint of Muon and AdamW, two optimizers, most often has them.
+    return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
 
 
-def log_choices(choices: Sequence[Choice]) -> None:
+def log(choices: Sequence[Choice]) -> None:
     """Log a line for each kind of choice, and the names of those that are unclear."""
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if own_rank() != 0:
         return
     kinds: dict[str, list[Choice]] = defaultdict(list)
-    for each in choices:
+    for each in sorted(choices, key=lambda each: each.algorithm != "muon"):
         kinds[each.kind].append(each)
     lines = []
-    for kind, of_kind in sorted(kinds.items(), key=lambda item: item[1][0].algorithm != "muon"):
+    for kind, of_kind in kinds.items():
         num_elements = sum(each.param.numel() for each in of_kind)
         names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", each.name) for each in of_kind))
         text = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

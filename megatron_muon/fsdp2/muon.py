@@ -19,7 +19,7 @@ from megatron_muon.fsdp2.gradients import (
     refuse_grad_scaler,
 )
 from megatron_muon.fsdp2.loading import load_together
-from megatron_muon.fsdp2.parameters import PlainGroups, devices_of, named_parameters
+from megatron_muon.fsdp2.parameters import named_parameters, view_parameters
 from megatron_muon.fsdp2.problems import (
     muon_settings,
     parameter_problem,
@@ -31,11 +31,9 @@ from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import INTERRUPTED, first_line
 from megatron_muon.runtime.arena import NOTHING, OtherBytes
-from megatron_muon.runtime.engine import Engine
 from megatron_muon.step.dependencies import dependency_problems, environment_problems
 from megatron_muon.step.metrics import StepMetrics
-from megatron_muon.step.muon_step import MuonSettings, MuonStep
-from megatron_muon.step.second_moments import SecondMoments
+from megatron_muon.step.muon_step import MuonStep
 
 
 class Muon(WholeMatrixMuon):
@@ -152,7 +150,6 @@ class Muon(WholeMatrixMuon):
         offload_momentum: bool = False,
         others: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._others = list(named_parameters(others))
         settings, moments, problems = muon_settings(
             {
                 "nesterov": nesterov,
@@ -190,22 +187,12 @@ class Muon(WholeMatrixMuon):
         except (TypeError, ValueError) as error:
             problems.append(first_line(error))
             self.param_groups: list[dict[str, Any]] = []
-        self._build(settings, moments, group, PlainGroups(process_group, tensor_group), problems)
-        self._is_built = True
-
-    def _build(
-        self,
-        settings: MuonSettings,
-        moments: SecondMoments,
-        group: dist.ProcessGroup | None,
-        plain: PlainGroups,
-        problems: list[str],
-    ) -> None:
-        """Check parameters on all ranks, and plan their exchange."""
-        device, rows_device = devices_of(self.param_groups)
-        parameters, unseen = plain.viewed(list(named_parameters(self.param_groups)), device)
-        problems = problems + unseen + subclass_problems(self) + repeated_problems(parameters)
+        parameters, unseen, device, rows_device = view_parameters(
+            list(named_parameters(self.param_groups)), process_group, tensor_group
+        )
+        problems += unseen + subclass_problems(self) + repeated_problems(parameters)
         problems += filter(None, (parameter_problem(each, rows_device) for each in parameters))
+        other_parameters = list(named_parameters(others))
         self.muon_step = MuonStep(
             [self],
             parameters,
@@ -215,14 +202,13 @@ class Muon(WholeMatrixMuon):
             rows_device,
             problems=problems,
             group=group,
-            has_others=bool(self._others),
+            has_others=bool(other_parameters),
         )
-        self._holders = by_holders(self.muon_step.plan_inputs, self._others, plain)
-
-    @property
-    def compute(self) -> Engine:
-        """Plans, and orthogonalizes matrices."""
-        return self.muon_step.compute
+        # Plans, and orthogonalizes matrices.
+        self.compute = self.muon_step.compute
+        copies = process_group or tensor_group
+        self._holders = by_holders(self.muon_step.plan_inputs, other_parameters, copies)
+        self._is_built = True
 
     def record_metrics(self, is_on: bool = True) -> None:
         """Record metrics of every step for :meth:`last_metrics`, by a pass over its tensors."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import refuse_grad_scaler
-from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, choose, groups_of, log_choices
+from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, choose, groups_of, log
 from megatron_muon.fsdp2.loading import PLANNED, arranged, load_together
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.parameters import named_parameters
@@ -142,7 +142,7 @@ class MuonAdamW(torch.optim.Optimizer):
             flatten=flatten,
             splits=splits,
         )
-        log_choices(choices)
+        log(choices)
         optimizer = cls(groups_of(choices, elementwise_options or {}), lr, **options)
         optimizer._reasons = {each.name: each.reason for each in choices}
         return optimizer

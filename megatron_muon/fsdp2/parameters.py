@@ -12,8 +12,8 @@ copies, which are replicas.
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,11 @@ from megatron_muon.rows.parameters import (
     as_dtensor,
     over_tensor_ranks,
     ranks_of_mesh,
+    sharded_dim,
     tensor_shard_of,
     whole_box,
 )
-from megatron_muon.rows.placements import sharded_dim
-from megatron_muon.runtime.agreement import raise_where_any_rank_fails
+from megatron_muon.runtime.agreement import gather_objects, own_rank, raise_where_any_rank_fails
 from megatron_muon.runtime.tensors import local_tensor
 
 
@@ -55,182 +55,177 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[Plan
             )
 
 
-def devices_of(param_groups: Sequence[Mapping[str, Any]]) -> tuple[torch.device, torch.device]:
-    """Return where matrices are orthogonalized, the device of meshes, and where shards are.
-
-    They differ with FSDP2's ``CPUOffloadPolicy``. A rank may have no parameters: ranks agree on the
-    first by a gather of objects.
-    """
-    params = [param for group in param_groups for param in group["params"]]
-    types = [
-        param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
-        for param in params[:1]
-    ]
-    if not dist.is_initialized():
-        device = params[0].device if params else torch.device("cpu")
-    else:
-        of_ranks = [types] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, types)
-        device = torch.device(next((each[0] for each in of_ranks if each), "cpu"))
-        if device.type != "cpu":
-            device = torch.device(
-                device.type, torch.get_device_module(device.type).current_device()
-            )
-    is_in_cpu_memory = any(local_tensor(param).device.type == "cpu" for param in params[:1])
-    return device, torch.device("cpu") if is_in_cpu_memory else device
-
-
-@dataclass(frozen=True)
-class PlainGroups:
-    """Process groups of plain tensors: replicas, and tensor-parallel shards.
+class Views(NamedTuple):
+    """Parameters as they are planned, and where they are.
 
     Args:
-        replicas: Ranks with copies of this rank's tensors; None for no others.
-        tensor_ranks: Ranks with the other shards of tensors that have a ``partition_dim``, in the
-            order of the shards; None for no others.
+        parameters: The parameters that can be viewed.
+        problems: Errors of the others, as sentences.
+        device: Where matrices are orthogonalized: the device of meshes.
+        rows_device: Where shards are, another one with FSDP2's ``CPUOffloadPolicy``.
     """
 
-    replicas: dist.ProcessGroup | None
-    tensor_ranks: dist.ProcessGroup | None
+    parameters: list[PlannedParameter]
+    problems: list[str]
+    device: torch.device
+    rows_device: torch.device
 
-    def viewed(
-        self, parameters: Sequence[PlannedParameter], device: torch.device
-    ) -> tuple[list[PlannedParameter], list[str]]:
-        """View parameters as they are planned; called by all ranks of the job together.
 
-        Returns:
-            The parameters, and what is wrong with those that cannot be viewed, as sentences.
+class _Facts(NamedTuple):
+    """Facts that a rank sends to all others.
 
-        Raises:
-            RuntimeError: On all ranks, when the groups of one do not fit those of others.
+    Args:
+        device_type: Of the mesh of its first parameter; None without parameters.
+        has_groups: Whether it was given a group of plain tensors.
+        replicas: Ranks with copies of its tensors.
+        tensor_ranks: Ranks with the other shards of tensors that have a ``partition_dim``.
+        sizes: Size of that dimension, by position of the parameter.
+    """
 
-        Communication: a gather of objects over the job; where a rank has groups a flag, and another
-            gather over the tensor-parallel ranks.
-        """
-        mesh = self._agreed_mesh(device)
-        problems: list[str] = []
-        sizes = self._shard_sizes(parameters) if mesh is not None else {}
-        viewed = []
-        for number, each in enumerate(parameters):
-            try:
-                view = _megatron_view(each)
-                if mesh is not None:
-                    view = self._plain_view(each, mesh, sizes.get(number))
-                if each.flattens is True and view.view.ndim > 2:
-                    view = _flattened(view)
-                viewed.append(view)
-            except ValueError as error:
-                problems.append(f"{each.name}: {error}")
-        return viewed, problems
+    device_type: str | None
+    has_groups: bool
+    replicas: tuple[int, ...]
+    tensor_ranks: tuple[int, ...]
+    sizes: dict[int, int]
 
-    def _agreed_mesh(self, device: torch.device) -> DeviceMesh | None:
-        """Return the mesh of both groups, None without groups, or raise on all ranks."""
-        if not dist.is_initialized():
-            return None
-        own = dist.get_rank()
-        mine = [
-            (own,) if group is None else tuple(dist.get_process_group_ranks(group))
-            for group in (self.replicas, self.tensor_ranks)
-        ]
-        has_groups = self.replicas is not None or self.tensor_ranks is not None
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        # By all ranks: those that have no groups learn here that others have.
-        dist.all_gather_object(of_ranks, [has_groups, *mine])
-        if not any(each[0] for each in of_ranks):
-            return None
-        mesh: DeviceMesh | None = None
-        problems: list[str] = []
-        if has_groups:
-            mesh, problems = self._mesh([each[1:] for each in of_ranks], device)
+
+def view_parameters(
+    parameters: Sequence[PlannedParameter],
+    replicas: dist.ProcessGroup | None,
+    tensor_ranks: dist.ProcessGroup | None,
+) -> Views:
+    """View parameters as they are planned; called by all ranks of the job together.
+
+    Args:
+        parameters: Viewed as they are; a rank may have none.
+        replicas: Ranks with copies of this rank's plain tensors; None for no others.
+        tensor_ranks: Ranks with the other shards of plain tensors that have a ``partition_dim``, in
+            the order of the shards; None for no others.
+
+    Raises:
+        RuntimeError: On all ranks, when the groups of one do not fit those of others.
+
+    Communication: a gather of objects over the job; where a rank has groups, a flag.
+    """
+    params = [each.param for each in parameters]
+    types = (
+        param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+        for param in params
+    )
+    mine = _Facts(
+        next(types, None),
+        replicas is not None or tensor_ranks is not None,
+        _ranks(replicas),
+        _ranks(tensor_ranks),
+        {
+            number: local_tensor(param).shape[dim]
+            for number, param in enumerate(params)
+            if (dim := partition_dim(param)) is not None and dim < param.ndim
+        },
+    )
+    facts = gather_objects(mine)
+    device = torch.device(next((each.device_type for each in facts if each.device_type), "cpu"))
+    if params and not dist.is_initialized():
+        device = params[0].device
+    elif device.type != "cpu":
+        device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+    is_in_cpu_memory = any(local_tensor(param).device.type == "cpu" for param in params[:1])
+    mesh: DeviceMesh | None = None
+    problems: list[str] = []
+    if mine.has_groups:
+        mesh, problems = _plain_mesh(facts, replicas, tensor_ranks, device)
+    # By all ranks: a rank that has no groups knows from the others.
+    if any(each.has_groups for each in facts):
         raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
-        return mesh
+    viewed = []
+    for number, each in enumerate(parameters):
+        try:
+            if mesh is None:
+                view = _megatron_view(each)
+            else:
+                # A rank that lacks a size makes the tiling fail, which is an error on all.
+                sizes = [facts[rank].sizes.get(number, 0) for rank in mine.tensor_ranks]
+                is_cut = number in mine.sizes
+                if is_cut and tensor_ranks is None:
+                    raise ValueError(
+                        "expected tensor_group with a partition_dim of "
+                        f"{partition_dim(each.param)}, got none. Pass the ranks that hold the "
+                        "other shards, or a group of this rank alone"
+                    )
+                view = _plain_view(each, mesh, sizes if is_cut else None)
+            viewed.append(_flattened(view) if each.flattens is True else view)
+        except ValueError as error:
+            problems.append(f"{each.name}: {error}")
+    rows_device = torch.device("cpu") if is_in_cpu_memory else device
+    return Views(viewed, problems, device, rows_device)
 
-    def _mesh(
-        self, of_ranks: Sequence[Sequence[tuple[int, ...]]], device: torch.device
-    ) -> tuple[DeviceMesh | None, list[str]]:
-        """Return the mesh of both groups, or a sentence that says why there is none.
 
-        Args:
-            of_ranks: By rank, the ranks of both groups.
-            device: Of the mesh.
-        """
-        own = dist.get_rank()
-        mine = of_ranks[own]
-        replicas, _ = mine
-        grid = [of_ranks[rank][1] for rank in replicas]
-        columns = list(zip(*grid, strict=False))
-        is_grid = len({len(row) for row in grid}) == 1 and all(
-            list(of_ranks[rank]) == [columns[column], row]
-            for row in grid
-            for column, rank in enumerate(row)
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return (own_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
+
+
+def _plain_mesh(
+    facts: Sequence[_Facts],
+    replicas: dist.ProcessGroup | None,
+    tensor_ranks: dist.ProcessGroup | None,
+    device: torch.device,
+) -> tuple[DeviceMesh | None, list[str]]:
+    """Return the mesh of both groups, or a sentence that says why there is none."""
+    mine = facts[own_rank()]
+    grid = [facts[rank].tensor_ranks for rank in mine.replicas]
+    columns = list(zip(*grid, strict=False))
+    if len({len(row) for row in grid}) > 1 or any(
+        (facts[rank].replicas, facts[rank].tensor_ranks) != (column, row)
+        for row in grid
+        for column, rank in zip(columns, row, strict=True)
+    ):
+        return None, [
+            "process_group, tensor_group: expected ranks in a grid, whose rows are tensor groups "
+            f"and whose columns are process groups, got {mine.tensor_ranks} and {mine.replicas} on "
+            f"rank {own_rank()}. Pass both groups of one model"
+        ]
+    groups = [group for group in (replicas, tensor_ranks) if group is not None]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device.type), []
+    mesh = DeviceMesh.from_group(
+        groups,
+        device.type,
+        mesh=torch.tensor(grid, device="cpu"),
+        mesh_dim_names=("replicas", "tensor"),
+    )
+    return mesh, []
+
+
+def _plain_view(
+    each: PlannedParameter, mesh: DeviceMesh, sizes: Sequence[int] | None
+) -> PlannedParameter:
+    """View a plain tensor on the mesh, given the sizes of its tensor-parallel shards."""
+    if isinstance(each.param, DTensor):
+        raise ValueError(
+            "expected plain tensors with process_group or tensor_group, got a DTensor, which "
+            "knows its ranks. Step DTensors with an optimizer of their own"
         )
-        if not is_grid:
-            return None, [
-                "process_group, tensor_group: expected ranks in a grid, whose rows are tensor "
-                f"groups and whose columns are process groups, got {mine[1]} and {mine[0]} on rank "
-                f"{own}. Pass both groups of one model"
-            ]
-        if self.replicas is None or self.tensor_ranks is None:
-            group = self.tensor_ranks if self.replicas is None else self.replicas
-            assert group is not None
-            return DeviceMesh.from_group(group, device.type), []
-        mesh = DeviceMesh.from_group(
-            [self.replicas, self.tensor_ranks],
-            device.type,
-            mesh=torch.tensor(grid, device="cpu"),
-            mesh_dim_names=("replicas", "tensor"),
-        )
-        return mesh, []
-
-    def _shard_sizes(self, parameters: Sequence[PlannedParameter]) -> dict[int, list[int]]:
-        """Return the sizes of all shards, by parameter with a ``partition_dim``."""
-        mine = {
-            number: local_tensor(each.param).shape[dim]
-            for number, each in enumerate(parameters)
-            if (dim := partition_dim(each.param)) is not None and dim < each.param.ndim
-        }
-        if self.tensor_ranks is None:
-            return {number: [size] for number, size in mine.items()}
-        of_ranks: list[Any] = [mine] * dist.get_world_size(self.tensor_ranks)
-        dist.all_gather_object(of_ranks, mine, group=self.tensor_ranks)
-        # A rank that lacks one makes the tiling fail, which is an error on all.
-        return {number: [sizes.get(number, 0) for sizes in of_ranks] for number in mine}
-
-    def _plain_view(
-        self, each: PlannedParameter, mesh: DeviceMesh, sizes: list[int] | None
-    ) -> PlannedParameter:
-        """View a plain tensor on the mesh."""
-        if isinstance(each.param, DTensor):
+    shape = list(each.param.shape)
+    boxes: list[Box] = [whole_box(shape)] * mesh.size(mesh.ndim - 1)
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    dim = partition_dim(each.param)
+    if dim is not None and sizes is not None:
+        stride = getattr(each.param, "partition_stride", 1)
+        if each.split_sizes is not None and stride > 1:
             raise ValueError(
-                "expected plain tensors with process_group or tensor_group, got a DTensor, which "
-                "knows its ranks. Step DTensors with an optimizer of their own"
+                f"split_sizes: expected none with a partition_stride of {stride}: its shards are "
+                "not consecutive rows. Leave them out"
             )
-        shape = list(each.param.shape)
-        boxes: list[Box] = [whole_box(shape)] * mesh.size(mesh.ndim - 1)
-        placements: list[Placement] = [Replicate()] * mesh.ndim
-        dim = partition_dim(each.param)
-        if dim is not None and sizes is not None:
-            if self.tensor_ranks is None:
-                raise ValueError(
-                    f"expected tensor_group with a partition_dim of {dim}, got none. Pass the "
-                    "ranks that hold the other shards, or a group of this rank alone"
-                )
-            if each.split_sizes is not None and getattr(each.param, "partition_stride", 1) > 1:
-                raise ValueError(
-                    f"split_sizes: expected none with a partition_stride of "
-                    f"{each.param.partition_stride}: its shards are not consecutive rows. Leave "  # type: ignore[attr-defined]
-                    "them out"
-                )
-            placements[-1] = Shard(dim)
-            ends = list(itertools.accumulate(sizes, initial=0))
-            boxes = [
-                (*boxes[0][:dim], shard, *boxes[0][dim + 1 :]) for shard in itertools.pairwise(ends)
-            ]
-            shape[dim] = ends[-1]
-        # Tensor parallelism is the last axis of the mesh.
-        of_ranks = dict(zip(ranks_of_mesh(mesh), itertools.cycle(boxes), strict=False))
-        view = as_dtensor(each.param, mesh, placements, shape)
-        return replace(each, view=view, known_boxes=of_ranks)
+        placements[-1] = Shard(dim)
+        ends = list(itertools.accumulate(sizes, initial=0))
+        boxes = [
+            (*boxes[0][:dim], shard, *boxes[0][dim + 1 :]) for shard in itertools.pairwise(ends)
+        ]
+        shape[dim] = ends[-1]
+    # Tensor parallelism is the last axis of the mesh.
+    of_ranks = dict(zip(ranks_of_mesh(mesh), itertools.cycle(boxes), strict=False))
+    view = as_dtensor(each.param, mesh, placements, shape)
+    return replace(each, view=view, known_boxes=of_ranks)
 
 
 def partition_dim(param: torch.Tensor) -> int | None:
@@ -274,6 +269,8 @@ def _megatron_view(each: PlannedParameter) -> PlannedParameter:
 def _flattened(each: PlannedParameter) -> PlannedParameter:
     """View a tensor as a matrix of its first dimension and all others."""
     view, local = each.view, local_tensor(each.param)
+    if view.ndim <= 2:
+        return each
     if not local.is_contiguous():
         raise ValueError(
             f"flatten: expected a contiguous tensor, got strides {local.stride()}. Call "

@@ -16,8 +16,13 @@ from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficie
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.matrices import output_slices
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
-from megatron_muon.rows.parameters import PlannedParameter
-from megatron_muon.rows.placements import is_strided, own_box, placement_problem, sharded_dim
+from megatron_muon.rows.parameters import (
+    PlannedParameter,
+    is_strided,
+    own_box,
+    placement_problem,
+    sharded_dim,
+)
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.elementwise import WEIGHT_DECAY_METHODS
@@ -168,7 +173,7 @@ def parameter_problem(parameter: PlannedParameter, device: torch.device) -> str 
         problem = _tensor_problem(parameter, device) or _layout_problem(parameter)
         if problem is None:
             output_slices(
-                parameter.view.shape[-2:][parameter.output_dim],
+                parameter.view.shape[-2:][int(parameter.is_transposed)],
                 parameter.split_sizes,
                 is_transposed=parameter.is_transposed,
             )

@@ -14,9 +14,8 @@ ranks exchange a matrix, and their replicas, follow from mesh and placements of 
 
 Files, each importing only those above it::
 
-    placements     the boxes of a DTensor that torch has sharded
     megatron_fsdp  the rows of a parameter in the buffer of Megatron-FSDP, versions 1 and 2
-    parameters     parameters as they are planned, and their boxes
+    parameters     parameters as they are planned, and their boxes, from placements or a buffer
     matrices       the matrices of a parameter, and this rank's rows of them
     plan_inputs    parameters that share a plan, and their process groups
 """

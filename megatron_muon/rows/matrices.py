@@ -65,33 +65,30 @@ def output_slices(
             "with int()"
         )
     if isinstance(split_sizes, int):
-        if split_sizes < 1 or num_rows % split_sizes:
-            raise ValueError(
-                f"split_sizes: expected a number of blocks that divides {num_rows} rows, got "
-                f"{split_sizes}. Give the rows of each block as a tuple"
-            )
-        split_sizes = (num_rows // split_sizes,) * split_sizes
-    if split_sizes[-1:] == (-1,) and len(split_sizes) > 1 and sum(split_sizes) + 1 < num_rows:
-        split_sizes = (*split_sizes[:-1], num_rows - sum(split_sizes) - 1)
-    if not split_sizes or min(split_sizes) < 1 or num_rows % sum(split_sizes):
+        sizes = (num_rows // split_sizes,) * split_sizes if split_sizes > 0 else ()
+    elif sizes[-1:] == (-1,) and len(sizes) > 1 and sum(sizes) + 1 < num_rows:
+        sizes = (*sizes[:-1], num_rows - sum(sizes) - 1)
+    if not sizes or min(sizes) < 1 or num_rows % sum(sizes):
         raise ValueError(
-            f"split_sizes: expected rows of blocks that add up to {num_rows}, or to a divisor of "
-            f"it for groups that repeat, got {split_sizes}. Count the rows of the parameter"
+            f"split_sizes: expected a number of blocks that divides {num_rows} rows, or rows of "
+            "blocks that add up to them, or to a divisor for groups that repeat, got "
+            f"{split_sizes}. Count the rows of the parameter"
         )
-    if sum(split_sizes) < num_rows:
-        if len(split_sizes) == 1:
-            return output_slices(num_rows, num_rows // split_sizes[0])
-        if max(split_sizes) == 1:
-            step = len(split_sizes)
-            return [OutputSlice(RowRange(start, num_rows), None, step) for start in range(step)]
-        if is_transposed:
-            raise ValueError(
-                f"split_sizes: expected all columns of a transposed matrix, or interleaved ones "
-                f"(1, 1), got groups of {split_sizes}. Store it as (outputs, inputs)"
-            )
-        return [OutputSlice(whole, split_sizes)]
-    ends = list(itertools.accumulate(split_sizes, initial=0))
-    return [OutputSlice(RowRange(*ends[i : i + 2]), None) for i in range(len(split_sizes))]
+    num_groups = num_rows // sum(sizes)
+    if len(sizes) == 1:
+        sizes, num_groups = sizes * num_groups, 1
+    if num_groups == 1:
+        ends = itertools.accumulate(sizes, initial=0)
+        return [OutputSlice(RowRange(*ends), None) for ends in itertools.pairwise(ends)]
+    if max(sizes) == 1:
+        step = len(sizes)
+        return [OutputSlice(RowRange(start, num_rows), None, step) for start in range(step)]
+    if is_transposed:
+        raise ValueError(
+            "split_sizes: expected all columns of a transposed matrix, or interleaved ones (1, 1), "
+            f"got groups of {split_sizes}. Store it as (outputs, inputs)"
+        )
+    return [OutputSlice(whole, sizes)]
 
 
 def matrices_of(
@@ -106,52 +103,36 @@ def matrices_of(
     """
     boxes, is_batch = parameter.boxes, parameter.view.ndim == 3
     shape: tuple[int, int] = tuple(parameter.view.shape[-2:])  # type: ignore[assignment]
+    dim = int(parameter.is_transposed)
     slices = [OutputSlice(RowRange(0, shape[0]), parameter.blocks)]
     if parameter.blocks is None:
         slices = output_slices(
-            shape[parameter.output_dim],
-            parameter.split_sizes,
-            is_transposed=parameter.is_transposed,
+            shape[dim], parameter.split_sizes, is_transposed=parameter.is_transposed
         )
-    # By matrices of the batch: the ranks that hold them, with their rows and columns. Matrices that
-    # the same ranks hold share one tiling, computed once.
-    held: dict[tuple[int, int], dict[int, Box]] = defaultdict(dict)
-    if is_batch:
-        for each in boxes.keys() & domain:
-            held[boxes[each][0]][each] = boxes[each][1:]
-    else:
-        held[0, 1] = dict(boxes)
+    # Matrices of the batch that the same ranks hold share one tiling.
+    boxes_of: dict[tuple[int, int], dict[int, Box]] = defaultdict(dict)
+    for holder in boxes.keys() & domain:
+        box = boxes[holder]
+        boxes_of[box[0] if is_batch else (0, 1)][holder] = box[-2:]
     tilings = {
-        of_batch: [tile(shape, each, ranks, parameter.output_dim) for each in slices]
-        for of_batch, ranks in held.items()
+        part: [tile(shape, outputs, held, dim) for outputs in slices]
+        for part, held in boxes_of.items()
     }
     # In the order of the batch. Matrices that only other domains hold are left to them.
-    found = sorted((number, held_by) for held_by in held for number in range(*held_by))
-    for number, held_by in found:
+    order = sorted((number, held_by) for held_by in boxes_of for number in range(*held_by))
+    for number, part in order:
         index = number if is_batch else None
-        holds = rank in held[held_by]
-        for outputs, (blocks, regions) in zip(slices, tilings[held_by], strict=True):
-            yield (
-                MatrixLayout(
-                    _name(parameter, index, outputs, len(slices)),
-                    blocks,
-                    regions,
-                    domain,
-                    is_transposed=parameter.is_transposed,
-                ),
-                _own_rows(parameter, boxes[rank], index, outputs) if holds else None,
+        for outputs, (blocks, regions) in zip(slices, tilings[part], strict=True):
+            name = parameter.name if index is None else f"{parameter.name}[{index}]"
+            if len(slices) > 1:
+                step = f" by {outputs.stride}" if outputs.stride > 1 else ""
+                first, last = outputs.outputs.start, outputs.outputs.stop - 1
+                name += f" {'columns' if dim else 'rows'} {first} to {last}{step}"
+            matrix = MatrixLayout(
+                name, blocks, regions, domain, is_transposed=parameter.is_transposed
             )
-
-
-def _name(
-    parameter: PlannedParameter, index: int | None, outputs: OutputSlice, num_slices: int
-) -> str:
-    name = parameter.name if index is None else f"{parameter.name}[{index}]"
-    if num_slices > 1:
-        dim = "columns" if parameter.output_dim else "rows"
-        step = f" by {outputs.stride}" if outputs.stride > 1 else ""
-        name = f"{name} {dim} {outputs.outputs.start} to {outputs.outputs.stop - 1}{step}"
-    return name
+            holds = rank in boxes_of[part]
+            yield matrix, _own_rows(parameter, boxes[rank], index, outputs) if holds else None
 
 
 def _own_rows(
@@ -160,7 +141,8 @@ def _own_rows(
     """Return this rank's rows of a slice, or None if it holds none."""
     ranges = [slice(0, stop - start) for start, stop in own[-2:]]
     # A slice may begin or end inside a shard, or miss it.
-    _, ranges[parameter.output_dim], count = outputs.within(*own[-2:][parameter.output_dim])
+    dim = int(parameter.is_transposed)
+    _, ranges[dim], count = outputs.within(*own[-2:][dim])
     if not count or any(each.start >= each.stop for each in ranges):
         return None
     position = None if index is None else index - own[0][0]

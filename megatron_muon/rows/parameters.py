@@ -1,15 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters as they are planned, and their boxes by rank."""
+"""Parameters as they are planned, and their boxes by rank.
+
+Boxes follow from placements where torch has sharded a parameter, and from Megatron-FSDP's buffer
+otherwise: integers, without communication.
+"""
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_muon.plan.layout import Box, holders_of_segments
 from megatron_muon.rows.megatron_fsdp import (
@@ -17,10 +22,97 @@ from megatron_muon.rows.megatron_fsdp import (
     tensor_shard_rows,
     tensor_shard_shape,
 )
-from megatron_muon.rows.placements import boxes_of_placements
 from megatron_muon.runtime.agreement import own_rank
 
 type SplitSizes = int | tuple[int, ...] | None
+
+
+def is_strided(placement: Placement) -> bool:
+    """Return whether FSDP2 has sharded a dimension that tensor parallelism had sharded before."""
+    # No subclass of Shard: in torch 2.11 is_shard() is False for it.
+    return isinstance(placement, _StridedShard)
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """Return the dimension of the tensor that an axis of the mesh shards, or None."""
+    return placement.dim if is_strided(placement) or placement.is_shard() else None  # type: ignore[attr-defined]
+
+
+def placement_problem(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> str | None:
+    """Describe a placement that FSDP2 does not make, or return None."""
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            return f"expected a reduced tensor, got placements {placements}. Reduce it first"
+        if not is_strided(placement):
+            continue
+        # Axes further right were sharded first; the factor is the product of their sizes.
+        first = math.prod(
+            mesh.size(other)
+            for other in range(axis + 1, len(placements))
+            if sharded_dim(placements[other]) == sharded_dim(placement)
+            and not is_strided(placements[other])
+        )
+        same_dim = [p for p in placements if is_strided(p) and p.dim == placement.dim]  # type: ignore[attr-defined]
+        if placement.split_factor != first or len(same_dim) > 1:  # type: ignore[attr-defined]
+            return (
+                f"expected a strided shard as fully_shard makes it, of split factor {first}, got "
+                f"placements {placements}. Report them"
+            )
+    return None
+
+
+def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
+    """Return the axes of the mesh that torch shards a dimension over, in the order of sharding.
+
+    Plain axes shard from left to right. A strided axis, left of them, shards the resulting shards:
+    FSDP2 shards after tensor parallelism.
+    """
+    cutting = [axis for axis, each in enumerate(placements) if sharded_dim(each) == dim]
+    return sorted(cutting, key=lambda axis: (is_strided(placements[axis]), axis))
+
+
+# Layers have parameters of the same shapes: the ranks of a large mesh are visited once per shape.
+@functools.lru_cache(maxsize=256)
+def boxes_of_placements(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+) -> dict[int, Box]:
+    """Return the box of each rank of a mesh, for placements that FSDP2 makes."""
+    axes = [cutting_axes(placements, dim) for dim in range(len(shape))]
+    boxes: dict[int, Box] = {}
+    # Read once: it is a property that makes a tensor.
+    ranks_of_mesh = mesh.mesh
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        boxes[int(ranks_of_mesh[coordinate])] = tuple(
+            _cut(size, [(mesh.size(axis), coordinate[axis]) for axis in axes[dim]])
+            for dim, size in enumerate(shape)
+        )
+    return boxes
+
+
+def _cut(size: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
+    """Return one part of a range that is cut repeatedly.
+
+    Args:
+        size: Of the range, which starts at 0.
+        cuts: Number of parts and index of the part, one cut after the other.
+    """
+    start, stop = 0, size
+    for num_parts, index in cuts:
+        # As torch.chunk: all parts but the last are of the same size, and last ones may be empty.
+        step = -(-(stop - start) // num_parts)
+        start, stop = min(stop, start + index * step), min(stop, start + (index + 1) * step)
+    return start, stop
+
+
+def own_box(param: DTensor) -> Box | None:
+    """Return what this rank holds according to torch's checkpoints; None for nothing."""
+    for chunk in param.__create_chunk_list__():
+        if 0 not in chunk.sizes:
+            return tuple(
+                (start, start + size)
+                for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
+    return None
 
 
 @dataclass(frozen=True)
@@ -49,11 +141,6 @@ class PlannedParameter:
     flattens: bool = False
     blocks: tuple[int, ...] | None = None
     known_boxes: Mapping[int, Box] | None = None
-
-    @property
-    def output_dim(self) -> int:
-        """Dimension of outputs of a matrix, which ``split_sizes`` split."""
-        return int(self.is_transposed)
 
     @property
     def boxes(self) -> Mapping[int, Box]:
@@ -99,15 +186,11 @@ def as_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """Describe a local tensor as a DTensor without memory."""
-    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    whole = torch.empty(*shape, device="meta")
+    # On "meta": torch would copy what is in CPU memory to the device of the mesh.
+    local = local.detach().to("meta")
     return DTensor.from_local(
-        # torch would copy what is in CPU memory to the device of the mesh.
-        local.detach().to("meta"),
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 

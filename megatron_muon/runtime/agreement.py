@@ -23,6 +23,15 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of a group; None is the job."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def raise_where_any_rank_fails(
     problems: Sequence[str],
     group: dist.ProcessGroup | None,

@@ -15,8 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.newton_schulz.methods import Namo, NorMuon, StackMethod
-from megatron_muon.rows.parameters import PlannedParameter
-from megatron_muon.rows.placements import cutting_axes
+from megatron_muon.rows.parameters import PlannedParameter, cutting_axes
 from megatron_muon.rows.plan_inputs import PlanInputs
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.norms import Moments

@@ -19,7 +19,7 @@ from megatron_muon.fsdp2.parameters import PlannedParameter
 from megatron_muon.plan.layout import OutputSlice, RowRange
 from megatron_muon.rows.matrices import matrices_of, output_slices
 from megatron_muon.rows.megatron_fsdp import tensor_shard_layout
-from megatron_muon.rows.placements import boxes_of_placements, placement_problem
+from megatron_muon.rows.parameters import boxes_of_placements, placement_problem
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
