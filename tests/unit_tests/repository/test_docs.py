@@ -59,8 +59,8 @@ COVERED = {
     "launcher.py::test_command_of_the_flags_page_trains_without_a_checkout",
     "torchrun --nproc-per-node ? scripts/cpu_ranks benchmarks/optimizer_step.py *": "repository/"
     "test_benchmarks.py::test_optimizer_step_measures_every_peer_and_writes_json",
-    ".venv/bin/python benchmarks/checkpoint.py *": "repository/test_benchmarks.py"
-    "::test_checkpoint_measures_muon_beside_adam",
+    ".venv/bin/python benchmarks/training_step.py --saves *": "repository/test_benchmarks.py"
+    "::test_saves_measure_muon_beside_adam",
     ".venv/bin/python benchmarks/newton_schulz.py*": "repository/test_benchmarks.py"
     "::test_newton_schulz_times_each_backend_beside_its_operations",
     ".venv/bin/python benchmarks/fsdp2_step.py *": "repository/test_benchmarks.py"
