@@ -39,23 +39,6 @@ def test_small_matrices_run_at_a_lower_rate():
         assert rate == pytest.approx(900 * side / (side + 1350), rel=1e-4)
 
 
-def test_launches_are_counted_of_stacks_that_exist():
-    """They were counted as if every stack were full: buckets break stacks up.
-
-    Qwen3-30B on 64 ranks in two instances: 6.6 ms of launches on a rank, 1.2 ms in the estimate.
-    """
-    cost = CostModel()
-    assert cost.stack_size(512, 512) == 32
-    launches_ns = cost.work(512, 512).num_products * 5000
-    assert cost.stack_ns(8, 512, 512) - launches_ns == 8 * (
-        cost.stack_ns(1, 512, 512) - launches_ns
-    )
-    in_buckets, full = 4 * cost.stack_ns(8, 512, 512), cost.stack_ns(32, 512, 512)
-    assert in_buckets - full == 3 * launches_ns
-    # Who owns what is decided before there are stacks.
-    assert 32 * cost.newton_schulz_ns(512, 512) == pytest.approx(full, abs=32)
-
-
 def test_stacks_fill_a_gpu_and_are_powers_of_two():
     """About 1024 tiles of 128 x 128; the longer side does not count."""
     sides = {64: 32, 512: 32, 1024: 16, 1536: 8, 2048: 4, 3072: 2, 4096: 1, 8192: 1}
