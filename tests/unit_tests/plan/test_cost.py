@@ -55,11 +55,7 @@ def test_links_within_a_node_are_those_of_consecutive_ranks():
     assert cost.share_a_node([0, 3, 7]) and not cost.share_a_node([7, 8])
     assert cost.messages_ns(450_000, 45_000) == 1000 + 1000
     assert [cost.collective_ns(ranks) for ranks in ([0, 7], [7, 8])] == [170_000, 190_000]
-
-
-def test_all_gather_enters_a_node_once_over_all_of_its_links():
-    """Fewest ranks of a node: they have the fewest links."""
-    cost = CostModel(gbps=450, gbps_between_nodes=45)
+    # An all-gather enters a node once, over the links of the fewest ranks of a node.
     assert cost.all_gather_ns([0, 1], 900) == round(450 / 450)
     assert cost.all_gather_ns([0, 8], 90_000) == round(45_000 / 45)
     assert cost.all_gather_ns([0, 1, 8, 9], 120_000) == round(90_000 / 90)
