@@ -4,14 +4,8 @@
 
     .venv/bin/python benchmarks/fsdp2_step.py --ranks 4 --hidden 128 --layers 4 --peers DIR
 
-Needs no megatron. Three peers are packages of PyPI, which this project does not depend on::
-
-    pip install --no-deps --target DIR muon-fsdp2==0.3.0 dtensor-muon==0.1.0 muonium==0.2.0
-
-Others are in no registry. Copy into DIR, under the same paths: ``dion/`` (microsoft/dion),
-``torchtitan/distributed/flex_shard/`` (pytorch/torchtitan, DistMuon), ``veomni/optim/muon.py``,
-``veomni/utils/{logging,device,import_utils}.py`` (ByteDance-Seed/VeOmni), and
-``xtuner/v1/{optim/muon,utils/dtensor}.py`` (InternLM/xtuner).
+Needs no megatron. Two peers are in no registry. Copy into DIR, under the same paths: ``dion/``
+(microsoft/dion) and ``torchtitan/distributed/flex_shard/`` (pytorch/torchtitan, DistMuon).
 
 Every peer has the same parameters, sharded by ``fully_shard``, and the same gradients. Layouts:
 
@@ -35,49 +29,135 @@ fp32 messages, relative to its norm, for the worst parameter: bf16 Newton-Schulz
 rounding is off by up to 0.05.
 
 The same for all: ``torch.compile`` is off, and where the CPU has no bf16 instructions, products of
-bf16 matrices are computed in fp32. dtensor-muon and muonium choose Triton kernels, which need a
-GPU: ``ns_loop_triton`` is replaced by the packages' own ``ns_loop``. Their batched classes need one
-too: matrices are stepped one by one. fsdp2_peers.py says what lets others run on gloo. No peer is
-tuned. AdamW stands for the time that Muon should come near.
+bf16 matrices are computed in fp32. No peer is tuned. AdamW stands for the time that Muon should
+come near.
 """
 
 import argparse
 import datetime
 import importlib
+import importlib.util
 import json
-import math
 import multiprocessing
 import os
 import platform
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsdp2_peers import (
-    OURS,
-    OURS_FP32,
-    PACKAGES,
-    PEERS,
-    Params,
-    installed_version,
-    is_there,
-)
-from measure import CollectiveCounter, median, step_seconds
+from measure import CollectiveCounter, step_seconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.95, 0.1
+OURS, OURS_FP32 = "megatron_muon", "megatron_muon, fp32 messages"
+# Modules of the peers that may not be installed.
+PACKAGES = {"dion": "dion", "DistMuon": "torchtitan.distributed.flex_shard.dist_muon"}
 LAYOUTS = "even", "remainders", "experts", "whole experts", "tiny", "small", "HSDP", "TP x FSDP"
 # How long the other ranks may go on when one has failed: they usually lose a connection.
 GRACE_S = 5.0
 Shapes = Sequence[tuple[int, ...]]
+Params = list[torch.nn.Parameter]
+Builder = Callable[[Params], torch.optim.Optimizer]
+
+
+def _ours(comm_dtype: Any) -> Builder:
+    def build(params: Params) -> torch.optim.Optimizer:
+        """Build this package's optimizer, with torch's coefficients and scale."""
+        from megatron_muon.fsdp2 import ExchangeSettings, Muon
+
+        exchange = ExchangeSettings(comm_dtype=comm_dtype)
+        keys: Any = {"coefficient_type": "simple", "scale_mode": "shape_scaling", "nesterov": True}
+        return Muon(params, LR, MOMENTUM, WEIGHT_DECAY, exchange=exchange, **keys)
+
+    return build
+
+
+def _dion(params: Params) -> torch.optim.Optimizer:
+    """Build dion's Muon over the axis that shards, as its documentation asks for."""
+    from torch.distributed.tensor import DTensor
+
+    first = params[0]
+    assert isinstance(first, DTensor)
+    mesh: Any = first.device_mesh
+    if mesh.ndim > 1:
+        # Of hybrid sharding; it has no tensor parallelism.
+        mesh = mesh[mesh.mesh_dim_names[1]]
+    return importlib.import_module("dion").Muon(
+        params,
+        distributed_mesh=mesh,
+        lr=LR,
+        mu=MOMENTUM,
+        weight_decay=WEIGHT_DECAY,
+        nesterov=True,
+        adjust_lr="spectral_norm",
+        use_polar_express=False,
+    )
+
+
+def _dist_muon(params: Params) -> torch.optim.Optimizer:
+    """Build torchtitan's: whole matrices on one rank each, experts where they are, one bucket.
+
+    It refuses other devices than CUDA in one check.
+    """
+    module: Any = importlib.import_module(PACKAGES["DistMuon"])
+    reshard: Any = importlib.import_module("torchtitan.distributed.flex_shard")
+    from torch.distributed.tensor import Shard
+
+    if params[0].device.type == "cpu":
+        device = params[0].device
+        module.DistMuon._validate_parameter_storage = lambda self: device
+        # Nothing is asynchronous there: torch has streams that do nothing.
+        torch.cpu.Stream = _Stream  # type: ignore[misc]
+    names = [str(number) for number, _ in enumerate(params)]
+    layouts = {
+        name: reshard.ComputeLayout(
+            shardings_by_mesh_axis={"shard": Shard(0) if param.ndim == 3 else reshard.Owned()}
+        )
+        for name, param in zip(names, params, strict=True)
+    }
+    return reshard.build_dist_muon(
+        [{"params": params, "param_names": names}],
+        compute_sharding_by_fqn=layouts,
+        bucket_configs=[reshard.BucketConfig(patterns=("*",), name="all")],
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        momentum=MOMENTUM,
+        nesterov=True,
+    )
+
+
+class _Stream(torch.cpu.Stream):
+    """torch's stream of a CPU, which takes no device."""
+
+    def __init__(self, device: object = None, priority: int = -1) -> None:
+        super().__init__(priority)
+
+
+PEERS: Mapping[str, Builder] = {
+    OURS: _ours("bf16"),
+    OURS_FP32: _ours("fp32"),
+    "AdamW": lambda params: torch.optim.AdamW(params, LR, weight_decay=WEIGHT_DECAY, foreach=True),
+    "torch.optim.Muon": lambda params: torch.optim.Muon(params, LR, WEIGHT_DECAY, MOMENTUM),
+    "dion": _dion,
+    "DistMuon": _dist_muon,
+}
+
+
+def is_there(module: str) -> bool:
+    """Return whether a module can be imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that has it
+        return False
 
 
 def shapes_of(layout: str, options: argparse.Namespace) -> Shapes:
@@ -131,7 +211,7 @@ class Stepped:
         self.optimizer = PEERS[peer](self.params)
 
     def set_gradients(self) -> None:
-        """Bring the gradients back, which muon-fsdp2 overwrites."""
+        """Bring the gradients back: a peer may overwrite them."""
         for param, grad in zip(self.params, self._grads, strict=True):
             param.grad = grad.clone()
 
@@ -160,10 +240,6 @@ def probe(peer: str, layout: str, options: argparse.Namespace) -> dict[str, Any]
         plans = stepped.optimizer.compute.plans  # type: ignore[attr-defined]
         report = build_report(range(options.ranks), plans)
         found["plan_bytes"] = report.ranks[dist.get_rank()].bytes_sent
-        dtypes = plans[0].dtypes
-        # All of a matrix but the owner's share is sent there and comes back.
-        moved = sum(map(math.prod, shapes)) * (options.ranks - 1) // options.ranks
-        found["even_all_to_all_bytes"] = moved * (dtypes.gather_bytes + dtypes.scatter_bytes)
     return found
 
 
@@ -192,13 +268,8 @@ def _difference(update: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -
     return float((sums[:, 0] / sums[:, 1]).sqrt().max())
 
 
-def _run_rank(
-    rank: int, folder: Path, function: Callable[..., Any], args: Sequence[Any], limit_s: float
-) -> None:
+def _run_rank(rank: int, folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
     """Run a function on a rank, and leave its result or its error in a file."""
-    with (folder / f"{rank}.log").open("w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
     options = args[-1]
     if options.device == "cuda":
@@ -208,14 +279,13 @@ def _run_rank(
 
     if not bf16_products.has_bf16_instructions():
         _kernels = bf16_products.install()  # they are restored when it is collected
-    store, timeout = dist.FileStore(str(folder / "store")), datetime.timedelta(seconds=limit_s)
     try:
         dist.init_process_group(
             "nccl" if options.device == "cuda" else "gloo",
-            store=store,
+            store=dist.FileStore(str(folder / "store")),
             rank=rank,
             world_size=options.ranks,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=options.timeout),
         )
         found = {"result": function(*args)}
         dist.barrier()
@@ -241,40 +311,30 @@ def run_ranks(
         Results by rank, and the error of the rank that failed first; None where all went well.
     """
     process_of = multiprocessing.get_context("fork").Process
-    size = args[-1].ranks
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ranks = [
-            process_of(target=_run_rank, args=(rank, folder, function, args, limit_s))
-            for rank in range(size)
+            process_of(target=_run_rank, args=(rank, folder, function, args))
+            for rank in range(args[-1].ranks)
         ]
         for process in ranks:
             process.start()
         deadline = time.monotonic() + limit_s
-        failed: dict[int, int] = {}  # the first rank, or those that ended with it
         while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
             time.sleep(0.01)
-            if not failed:
-                failed = {rank: p.exitcode for rank, p in enumerate(ranks) if p.exitcode}
-                deadline = min(deadline, time.monotonic() + GRACE_S) if failed else deadline
-        is_late = any(process.is_alive() for process in ranks)
+            if any(process.exitcode for process in ranks):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
         for process in ranks:
             process.kill()
             process.join()
-        files = [folder / f"{rank}.json" for rank in range(size)]
+        files = [folder / f"{rank}.json" for rank, _ in enumerate(ranks)]
         found = [json.loads(file.read_text()) for file in files if file.exists()]
-        logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(size)]
-    # Of the others, some raise because a connection is lost, or abort.
-    if failed and max(failed.values()) < 0:
-        rank, code = next(iter(failed.items()))
-        # Of an exception of C++ that nobody caught.
-        what = logs[rank].partition("what():")[2].strip().partition("\n")[0]
-        return [], f"{signal.Signals(-code).name} on rank {rank}: {what or 'no message'}"
+    # Others raise because a connection is lost.
     errors = [each for each in found if "error" in each]
     if errors:
         return [], min(errors, key=lambda each: each["time"])["error"]
-    if is_late:
-        return [], f"no end after {limit_s:.0f} s"
+    if len(found) < len(ranks):
+        return [], f"exit codes {[process.exitcode for process in ranks]}"
     return [each["result"] for each in found], None
 
 
@@ -282,7 +342,7 @@ def compare(layout: str, options: argparse.Namespace) -> dict[str, dict[str, Any
     """Return a row for each peer: what it does in this layout, or how it fails."""
     rows: dict[str, dict[str, Any]] = {}
     for peer in PEERS:
-        if peer in PACKAGES and not installed_version(peer):
+        if peer in PACKAGES and not is_there(PACKAGES[peer]):
             rows[peer] = {"error": "not installed"}
             continue
         found, error = run_ranks(probe, peer, layout, options, limit_s=options.timeout)
@@ -297,7 +357,6 @@ def compare(layout: str, options: argparse.Namespace) -> dict[str, dict[str, Any
         }
         if "plan_bytes" in found[0]:
             rows[peer]["plan_bytes"] = sum(each["plan_bytes"] for each in found)
-            rows[peer]["even_all_to_all_bytes"] = found[0]["even_all_to_all_bytes"]
     able = {peer: row for peer, row in rows.items() if "error" not in row}
     for peer in (OURS, OURS_FP32, "AdamW"):
         # All others are held against them.
@@ -317,7 +376,7 @@ def compare(layout: str, options: argparse.Namespace) -> dict[str, dict[str, Any
 
 
 def _lines(layouts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """Return the tables: of steps, and of the bytes of this package's plans."""
+    """Return the table."""
     lines = [
         "| layout | peer | step ms | / AdamW | / ours | calls | kB a rank | update |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -333,23 +392,6 @@ def _lines(layouts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
                 f"{row['over_ours']:.2f} | {row['calls']} | {row['bytes_a_rank'] / 1e3:.1f} | "
                 f"{error} |"
             )
-    lines += [
-        "",
-        "Bytes of all ranks: flags and norms are all-reduced, the others are rows and results.",
-        "",
-        "| layout | peer | even all-to-all | plan | rows and results | all collectives |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for layout, rows in layouts.items():
-        for peer, row in rows.items():
-            if "plan_bytes" in row:
-                found = row["bytes_by_collective"]
-                total = sum(found.values())
-                even = f"{row['even_all_to_all_bytes']:,}" if layout == "even" else "-"
-                lines.append(
-                    f"| {layout} | {peer} | {even} | "
-                    f"{row['plan_bytes']:,} | {total - found.get('allreduce', 0):,} | {total:,} |"
-                )
     return lines
 
 
@@ -387,7 +429,6 @@ def main() -> int:
         "cpus": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{package: installed_version(package) for package in PACKAGES},
     }
     print(", ".join(f"{key} {value}" for key, value in setup.items()))
     print("\n".join(_lines(layouts)))

@@ -3,7 +3,6 @@
 """Time the host in an optimizer step of large jobs, without their GPUs.
 
     .venv/bin/python benchmarks/host_time.py
-    .venv/bin/python benchmarks/host_time.py --against DIR    # beside another commit's package
 
 One process is one rank of the job. Its process groups are torch's "fake" ones, which send nothing.
 Two parts of a step are timed apart:
@@ -40,7 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt_under_fsdp import build_gpt, build_muon, norms_as_on_a_gpu
-from launches import Launches, count_launches, replace_arithmetic
+from step_cost import Launches, count_launches, replace_arithmetic
 
 
 class Job(NamedTuple):
@@ -103,11 +102,9 @@ def least_us(step: Callable[[], Any], before: Callable[[], Any] = lambda: None) 
 
 
 def move_rows_as_on_a_gpu() -> None:
-    """Let the kernel move rows, and one call orthogonalize a stack, in a package that has them."""
-    try:
-        from megatron_muon.runtime import local_rows, row_moves
-    except ImportError:
-        return
+    """Let the kernel move rows, and one call orthogonalize a stack."""
+    from megatron_muon.runtime import local_rows, row_moves
+
     row_moves.uses_kernel = lambda device: True
     # CPU ranks orthogonalize few matrices at once.
     local_rows.batch_on_cpu = lambda num_matrices, rows, cols: num_matrices
@@ -322,79 +319,55 @@ def outer_figures(job: Job) -> dict[str, float]:
         }
 
 
-def measure(names: Sequence[str], tree: Path) -> dict[str, dict[str, float]]:
-    """Return the figures of jobs with the package of a tree, each part in a process of its own."""
-    script = str(Path(__file__).resolve())
-    results: dict[str, dict[str, float]] = {}
+def measure(names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the figures of jobs, each part in a process of its own."""
+    root = Path(__file__).resolve().parents[1]
+    launcher = [sys.executable, str(root / "scripts" / "cpu_ranks"), str(Path(__file__).resolve())]
+    results: dict[str, dict[str, float]] = {name: {} for name in names}
     for name in names:
-        results[name] = {}
         for part in ("engine", "outer"):
             done = subprocess.run(
-                [
-                    *(sys.executable, str(tree / "scripts" / "cpu_ranks"), script),
-                    *("--part", part, "--jobs", name),
-                ],
+                [*launcher, "--part", part, "--jobs", name],
                 stdout=subprocess.PIPE,
                 text=True,
-                # Where Python looks first for the package.
-                cwd=tree,
-                env={
-                    "OMP_NUM_THREADS": "1",
-                    **os.environ,
-                    "PYTHONPATH": str(tree),
-                },
+                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(root)},
                 check=True,
             )
             results[name] |= json.loads(done.stdout.splitlines()[-1])
     return results
 
 
-HEADER = [
-    "job",
-    "parameters / with rows",
-    "own, a parameter (us)",
-    "matrices held",
-    "engine, a matrix (us)",
-    "the same if rows move (us)",
-    "launches of ours",
-    "stacks",
-    "own + engine (ms)",
-    "clipping and AdamW (ms)",
-    "ratio",
-    "finish_grad_sync, a parameter (us)",
-    "install, a parameter (us)",
-]
-
-
 def table(results: dict[str, dict[str, float]]) -> Iterator[str]:
     """Yield the lines of a table."""
-    yield f"| {' | '.join(HEADER)} |"
-    yield f"| {' | '.join(['---'] * len(HEADER))} |"
+    rows = []
     for name, of in results.items():
         whole = of["own_us"] + of["engine_us"]
-        cells = [
-            name,
-            f"{of['parameters']} / {of['held']}",
-            f"{of['own_us'] / of['parameters']:.1f}",
-            f"{of['matrices']}",
-            f"{of['engine_us'] / of['matrices']:.1f}",
-            f"{of['moved_us'] / of['matrices']:.1f}",
-            f"{of['own_launches'] + of['engine_launches']}",
-            f"{of['stacks']}",
-            f"{whole / 1e3:.2f}",
-            f"{of['adamw_us'] / 1e3:.2f}",
-            f"{whole / of['adamw_us']:.2f}",
-            f"{of['finish_grad_sync_us'] / of['parameters']:.0f}",
-            f"{of['install_us'] / of['parameters']:.0f}",
-        ]
-        yield f"| {' | '.join(cells)} |"
+        row = {
+            "job": name,
+            "parameters / with rows": f"{of['parameters']} / {of['held']}",
+            "own, a parameter (us)": f"{of['own_us'] / of['parameters']:.1f}",
+            "matrices held": f"{of['matrices']}",
+            "engine, a matrix (us)": f"{of['engine_us'] / of['matrices']:.1f}",
+            "the same if rows move (us)": f"{of['moved_us'] / of['matrices']:.1f}",
+            "launches of ours": f"{of['own_launches'] + of['engine_launches']}",
+            "stacks": f"{of['stacks']}",
+            "own + engine (ms)": f"{whole / 1e3:.2f}",
+            "clipping and AdamW (ms)": f"{of['adamw_us'] / 1e3:.2f}",
+            "ratio": f"{whole / of['adamw_us']:.2f}",
+            "finish_grad_sync, a parameter": f"{of['finish_grad_sync_us'] / of['parameters']:.0f}",
+            "install, a parameter (us)": f"{of['install_us'] / of['parameters']:.0f}",
+        }
+        rows.append(row)
+    yield f"| {' | '.join(rows[0])} |"
+    yield f"| {' | '.join(['---'] * len(rows[0]))} |"
+    for row in rows:
+        yield f"| {' | '.join(row.values())} |"
 
 
 def main() -> int:
-    """Measure, and print a table; with ``--against`` one for the other commit too."""
+    """Measure, print a table, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
-    parser.add_argument("--against", type=Path, metavar="DIR", help="another working tree")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--part", choices=["engine", "outer"], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -402,14 +375,10 @@ def main() -> int:
         figures = {"engine": engine_figures, "outer": outer_figures}[options.part]
         print(json.dumps(figures(JOBS[options.jobs[0]])))
         return 0
-    both = {}
-    trees = [Path(__file__).resolve().parents[1], *([options.against] if options.against else [])]
-    for tree in trees:
-        both[str(tree)] = measure(options.jobs, tree.resolve())
-        print(f"\n{tree}\n")
-        print("\n".join(table(both[str(tree)])), flush=True)
+    results = measure(options.jobs)
+    print("\n".join(table(results)))
     if options.json is not None:
-        options.json.write_text(json.dumps(both, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a step: time of the slowest rank, Newton-Schulz time, bytes, memory."""
 
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,16 +113,10 @@ def _bytes_sent(kind: str, given: Mapping[str, Any]) -> float:
         return num_bytes * (size - 1)
     if kind == "allreduce":
         return num_bytes * 2 * (size - 1) / size
-    if kind == "alltoall":
-        return num_bytes - given["input_tensors"][rank].nbytes
     if kind in ("alltoallbase", "alltoallsingle"):
         splits = given["input_split_sizes"]
         stays = splits[rank] / max(1, sum(splits)) if splits else 1 / size
         return num_bytes * (1 - stays)
-    if kind == "gather":
-        return num_bytes * (rank != given["root_rank"])
-    if kind == "scatter":
-        return num_bytes * (size - 1) / size  # only the root has an input
     raise NotImplementedError(f"{kind}: expected a collective whose bytes are known here")
 
 
@@ -184,8 +177,3 @@ def num_kernels(step: Callable[[], Any]) -> int:
         and not event.name.startswith(("Optimizer.", "ProfilerStep", "nccl:"))
         for event in profiled.events()
     )
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median."""
-    return statistics.median(values)

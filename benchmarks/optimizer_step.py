@@ -20,6 +20,7 @@ import platform
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from measure import (
     CollectiveCounter,
     FunctionTimer,
     host_seconds,
-    median,
     num_kernels,
     peak_memory,
     slowest,

@@ -183,36 +183,10 @@ def layer_wise(model: Model, precision: str) -> Peer:
     )
 
 
-def torch_muon(model: Model, precision: str) -> Peer:
-    """torch.optim.Muon on matrices gathered to every rank."""
-    from torch.optim import _muon
-
-    from megatron_muon.runtime.exchange import all_gather_rows
-
-    params = [torch.nn.Parameter(model.whole(i, 0)) for i in range(len(model.shapes))]
-    grads = model.shards(1000)
-    optimizer = torch.optim.Muon(params, **MUON)
-    group = model.mesh.get_group()
-
-    def step() -> None:
-        """Gather every gradient, then step all matrices."""
-        for index, param in enumerate(params):
-            param.grad = all_gather_rows(grads[index], model.rows_of_ranks[index], group)
-        optimizer.step()
-
-    return Peer(
-        step,
-        [(_muon, "_zeropower_via_newtonschulz")],
-        has_whole_parameters=True,
-        note="other coefficients; gathers gradients in fp32; bf16 whatever the precision",
-    )
-
-
 PEERS: dict[str, Callable[[Model, str], Peer]] = {
     "adam": adam,
     "owner": sharded_muon,
     "owner, fp32 messages": lambda m, p: sharded_muon(m, p, comm_dtype="fp32"),
     "all_gather": all_gather,
     "layer_wise": layer_wise,
-    "torch.optim.Muon": torch_muon,
 }

@@ -1,25 +1,32 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Time whole training iterations of Megatron-LM with each optimizer, on the same ranks and model.
+"""Time training iterations of Megatron-LM, or saves, with each optimizer on the same model.
 
     .venv/bin/python benchmarks/training_step.py --ranks 2 --hidden 256 --layers 4
+    .venv/bin/python benchmarks/training_step.py --saves --runs "FSDP, adam" "FSDP, muon, owner"
 
 Everything runs in bf16: upstream's layer-wise optimizer fails in fp32 (megatron-core 0.19.2:
 ``'TensorParallelMuon' object has no attribute 'get_loss_scale'``). Every run goes through the
 launcher: GPUs where there are any, gloo ranks else. The runs take turns, ``--passes`` times, and a
 figure is the median over passes of a run's median iteration, so that what else the machine does
-meets all of them.
+meets all of them. Times of saves and loads are Megatron's own timers, of the slowest rank; of a
+run's saves the median of all but the first.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from gpt_flags import FSDP, MUON, SMALL_GPT
 from launched_run import TrainingLog, train
+
+from megatron_muon.checkpoint.folders import find_checkpoint
+from megatron_muon.checkpoint.reading import read_checkpoint
 
 COMMON = (
     f"{SMALL_GPT} --seq-length 64 --max-position-embeddings 64 --lr 2e-3 --min-lr 1e-4"
@@ -35,14 +42,45 @@ RUNS = {
 }
 
 
-def run(options: argparse.Namespace, flags: str) -> TrainingLog:
+NUM_SAVES = 4
+
+
+def run(options: argparse.Namespace, flags: str, iterations: int) -> TrainingLog:
     """Train a model of the asked size with the flags of one run."""
     sizes = (
         f"--num-layers {options.layers} --hidden-size {options.hidden}"
         f" --ffn-hidden-size {3 * options.hidden} --global-batch-size {options.ranks}"
-        f" --train-iters {options.iterations} --eval-interval 100000"
+        f" --train-iters {iterations} --eval-interval 100000"
     )
     return train(options.ranks, f"{COMMON} {flags} {sizes}".split())
+
+
+def measure_steps(options: argparse.Namespace, flags: str) -> dict[str, float]:
+    """Train; return milliseconds of an iteration and its parts, and the last loss."""
+    log = run(options, flags, options.iterations)
+    return {
+        "iteration_ms": log.median_step_ms(),
+        "optimizer_ms": log.median_optimizer_ms(),
+        "inner_step_ms": log.median_inner_step_ms(),
+        "last_loss": log.losses[options.iterations],
+    }
+
+
+def measure_saves(options: argparse.Namespace, flags: str) -> dict[str, float]:
+    """Save several times and load in a new folder; return milliseconds and bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        saves = f"--save {folder} --save-interval 1 --exit-interval {NUM_SAVES}"
+        saved = run(options, f"{flags} {saves}", NUM_SAVES + 1)
+        loaded = run(options, f"{flags} --load {folder}", NUM_SAVES + 1)
+        checkpoint = read_checkpoint(find_checkpoint(Path(folder)))
+        files = [path for path in checkpoint.folder.iterdir() if path.is_file()]
+        state = [t for key, t in checkpoint.tensors.items() if key.startswith("optimizer.state.")]
+        return {
+            "save_ms": statistics.median(list(saved.save_ms.values())[1:]),
+            "load_ms": loaded.load_ms,
+            "MB": sum(path.stat().st_size for path in files) / 1e6,
+            "state_MB": sum(math.prod(t.shape) * t.dtype.itemsize for t in state) / 1e6,
+        }
 
 
 def main() -> int:
@@ -53,32 +91,24 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=15)
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--saves", action="store_true", help="time saves and loads instead")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    logs: dict[str, list[TrainingLog]] = {name: [] for name in options.runs}
+    measure = measure_saves if options.saves else measure_steps
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in options.runs}
     for _ in range(options.passes):
         for name in options.runs:
-            logs[name].append(run(options, RUNS[name]))
+            found[name].append(measure(options, RUNS[name]))
     results = {
-        name: {
-            "iteration_ms": statistics.median(log.median_step_ms() for log in found),
-            "optimizer_ms": statistics.median(log.median_optimizer_ms() for log in found),
-            "inner_step_ms": statistics.median(log.median_inner_step_ms() for log in found),
-            "last_loss": found[0].losses[options.iterations],
-        }
-        for name, found in logs.items()
+        name: {key: statistics.median(each[key] for each in passes) for key in passes[0]}
+        for name, passes in found.items()
     }
-    reference = results[options.runs[0]]["iteration_ms"]
-    print(
-        f"| run | iteration ms | / {options.runs[0]} | optimizer ms | inner step ms | last loss |"
-    )
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, r in results.items():
-        print(
-            f"| {name} | {r['iteration_ms']:.1f} | {r['iteration_ms'] / reference:.2f} | "
-            f"{r['optimizer_ms']:.1f} | {r['inner_step_ms']:.1f} | {r['last_loss']:.4f} |"
-        )
+    names = list(next(iter(results.values())))
+    print(f"| run | {' | '.join(name.replace('_', ' ') for name in names)} |")
+    print(f"| --- |{' --- |' * len(names)}")
+    for name, result in results.items():
+        print(f"| {name} | {' | '.join(f'{value:.4g}' for value in result.values())} |")
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

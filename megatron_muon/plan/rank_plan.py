@@ -289,6 +289,8 @@ def _rank_scatters(
             shard = scatters[number]
             own = shard if rank in shard.holders else own
             for share in shard.shares:
+                if rank not in (share.owner, *shard.holders):
+                    continue
                 routes = list(routes_of_share(by_owner[share.owner], share))
                 if share.owner == rank:
                     sends[share.holder] += routes

@@ -29,6 +29,8 @@ from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes
 
 # Parts of one shape that one call of Newton-Schulz orthogonalizes.
 type Stack = tuple[Part, ...]
+# Ranks that hold a shard, position of a part among the owners, elements of the shard in the part.
+type Overlap = tuple[tuple[int, ...], int, int]
 # Elements of results, by the ranks that hold a shard and by owner.
 type Results = dict[tuple[int, ...], Counter[int]]
 
@@ -36,20 +38,6 @@ type Results = dict[tuple[int, ...], Counter[int]]
 def num_elements(stack: Stack) -> int:
     """Count the elements of a stack."""
     return sum(part.num_rows * part.num_cols for part in stack)
-
-
-class _Overlap(NamedTuple):
-    """Elements of a shard in one part of a matrix.
-
-    Args:
-        holders: Ranks that hold the shard.
-        part: Position of the part among the owners.
-        num_elements: Elements.
-    """
-
-    holders: tuple[int, ...]
-    part: int
-    num_elements: int
 
 
 class Traffic(NamedTuple):
@@ -102,7 +90,7 @@ class SizeCounter:
         # Equal layers share their regions.
         regions = {id(matrix.regions): matrix.regions for matrix in matrices}.values()
         self.has_replicas = any(len(each.holders) > 1 for tiling in regions for each in tiling)
-        self._overlaps: dict[tuple[int, int], list[_Overlap]] = {}
+        self._overlaps: dict[tuple[int, int], list[Overlap]] = {}
 
     def stacks(self, indices: Iterable[int]) -> dict[int, list[Stack]]:
         """Return the stacks of some matrices by owner, in the order in which it comes to them."""
@@ -240,7 +228,7 @@ class SizeCounter:
                     received[owner, False] += of_part[part] - near
         return rows
 
-    def _overlaps_of(self, index: int) -> list[_Overlap]:
+    def _overlaps_of(self, index: int) -> list[Overlap]:
         matrix, num_parts = self.matrices[index], len(self.owners[index])
         key = id(matrix.elements_by_rank), num_parts
         if key not in self._overlaps:
@@ -248,5 +236,5 @@ class SizeCounter:
             # Parts by position, as if the first ranks owned the matrix.
             for route in routes_of(index, matrix, tuple(range(num_parts)), self.cost):
                 elements[route.holders, route.owner] += route.num_elements
-            self._overlaps[key] = [_Overlap(*cell, count) for cell, count in elements.items()]
+            self._overlaps[key] = [(*cell, count) for cell, count in elements.items()]
         return self._overlaps[key]

@@ -227,12 +227,8 @@ def table(report: Report) -> Iterator[str]:
     yield f"step: {report.min_step_ns / 1e6:.3f} ms at least, in {report.num_buckets} buckets"
     yield "rank  matrices  Newton-Schulz ms  traffic ms  sent MB  received MB  staging MB"
     # Of many ranks only the busiest matter: they decide the step.
-    shown = ranks
-    if len(ranks) > _MAX_RANKS_SHOWN:
-        shown = sorted(ranks, key=lambda rank: (-rank.newton_schulz_ns, rank.rank))[
-            :_MAX_RANKS_SHOWN
-        ]
-    for rank in shown:
+    shown = sorted(ranks, key=lambda rank: (-rank.newton_schulz_ns, rank.rank))[:_MAX_RANKS_SHOWN]
+    for rank in ranks if len(ranks) <= _MAX_RANKS_SHOWN else shown:
         yield (
             f"{rank.rank:4d}  {rank.num_matrices:8d}  {rank.newton_schulz_ns / 1e6:16.3f}  "
             f"{rank.traffic_ns / 1e6:10.3f}  {rank.bytes_sent / 1e6:7.1f}  "

@@ -350,7 +350,7 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
     from megatron_muon.runtime import local_rows
 
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from operation_counts import OperationCounter
+    from step_cost import OperationCounter
 
     # As on a GPU: a CPU cuts stacks for their bits, and moves rows without the kernel.
     local_rows.batch_on_cpu = lambda number, rows, cols: number
@@ -366,10 +366,10 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
         batch.param.grad = batch.like_param(batch.own(drawn(batch.whole.shape, 1)))
         counter = OperationCounter()
         counter.count_row_kernel()
-        with counter.counting():
+        with counter:
             muon.step()
-        reads = counter.now.host_reads + counter.now.unseen_reads
-        found.append([counter.now.operations.total(), counter.now.matrix_products, reads.total()])
+        counts = counter.operations, counter.matrix_products, counter.host_reads
+        found.append([each.total() for each in counts])
     return found
 
 

@@ -130,7 +130,6 @@ def test_owners_send_to_the_replica_of_their_node():
         (3, 1, 16),
         (6, 5, 40),
     ]
-    (shard,) = scatters_of((1, 5), {0: 24, 6: 56}, 1, _COST)
     # What is left goes to others of the node first: rank 5 is full with 16.
     (shard,) = scatters_of((0, 1, 4, 5), {5: 40}, 1, _COST)
     assert [(each.holder, each.num_elements) for each in shard.shares] == [(0, 8), (4, 16), (5, 16)]

@@ -38,28 +38,21 @@ def test_settings_that_cannot_work_are_refused(settings, message):
         ExchangeSettings(**settings)
 
 
-def test_wire_follows_the_precision_of_newton_schulz():
-    """Rounding fp32 input to bf16 would lose what the precision asks for."""
-    assert ExchangeSettings().comm_dtypes(is_bf16=True) == CommDtypes("bfloat16", "bfloat16")
-    assert ExchangeSettings().comm_dtypes(is_bf16=False) == CommDtypes("float32", "float32")
-    assert ExchangeSettings(comm_dtype="fp32").comm_dtypes(is_bf16=True) == CommDtypes(
-        "float32", "bfloat16"
-    )
-    with pytest.raises(
-        ValueError, match="comm_dtype: expected fp32 for Newton-Schulz in fp32, got bf16"
-    ):
-        ExchangeSettings(comm_dtype="bf16").comm_dtypes(is_bf16=False)
-
-
 @pytest.mark.parametrize(
-    ("comm_dtype", "is_bf16", "expected"),
-    [("bf16", True, (2, 2, 8)), ("fp32", True, (4, 2, 0)), ("fp32", False, (4, 4, 0))],
+    ("comm_dtype", "is_bf16", "dtypes", "num_bytes"),
+    [
+        ("auto", True, ("bfloat16", "bfloat16"), (2, 2, 8)),
+        ("auto", False, ("float32", "float32"), (4, 4, 0)),
+        ("fp32", True, ("float32", "bfloat16"), (4, 2, 0)),
+        ("bf16", True, ("bfloat16", "bfloat16"), (2, 2, 8)),
+    ],
 )
-def test_bytes_of_an_element_on_each_wire(comm_dtype, is_bf16, expected):
-    """bf16-valued results go back as bf16 on either comm_dtype, without losing a bit."""
+def test_messages_follow_the_precision_of_newton_schulz(comm_dtype, is_bf16, dtypes, num_bytes):
+    """bf16-valued results go back as bf16 with either dtype, without losing a bit."""
     found = ExchangeSettings(comm_dtype=comm_dtype).comm_dtypes(is_bf16)
-    assert (found.gather_bytes, found.scatter_bytes, found.norm_bytes) == expected
-    assert found.normalizes == (comm_dtype == "bf16")
+    assert found == CommDtypes(*dtypes)
+    assert (found.gather_bytes, found.scatter_bytes, found.norm_bytes) == num_bytes
+    assert found.normalizes == (dtypes[0] == "bfloat16")
 
 
 @pytest.mark.parametrize(
