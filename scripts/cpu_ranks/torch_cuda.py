@@ -266,14 +266,12 @@ _CUDA: dict[str, Any] = {
     "set_device": constant(None),
     "device": nullcontext,
     "get_device_properties": constant(_PROPERTIES),
-    "get_device_capability": constant((_PROPERTIES.major, _PROPERTIES.minor)),
     "_lazy_call": lambda function, **_: function(),
     # A CPU runs in program order.
     "Stream": CpuStream,
     "Event": CpuEvent,
     "stream": nullcontext,
     "current_stream": constant(DEFAULT_STREAM),
-    "default_stream": constant(DEFAULT_STREAM),
     "synchronize": constant(None),
     # The device draws from the CPU's generator. torch.manual_seed calls manual_seed_all after
     # seeding the CPU's generator, which is harmless.
@@ -290,9 +288,7 @@ _CUDA: dict[str, Any] = {
     "memory_reserved": constant(0),
     "max_memory_allocated": constant(0),
     "max_memory_reserved": constant(0),
-    "reset_peak_memory_stats": constant(None),
     "memory_stats": constant(Counter()),
-    "mem_get_info": constant((_PROPERTIES.total_memory,) * 2),
     "nvtx.range_push": constant(None),
     "nvtx.range_pop": constant(None),
 }
@@ -302,8 +298,6 @@ VALUES: dict[str, Any] = {
     # torch.optim asks an accelerator's stream, which needs a driver, from torch 2.15 on.
     "torch.accelerator.is_available": constant(False),
     "torch.Tensor.cuda": lambda tensor, *_, **__: tensor,
-    "torch.Tensor.pin_memory": lambda tensor, *_, **__: tensor,
-    "torch.Tensor.record_stream": constant(None),
 }
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
