@@ -131,8 +131,7 @@ def version_of(package: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         raise SystemExit(
             f"{package}: expected it to be installed, found none. Install it with "
-            f"pip install -r {Path(__file__).parent / 'requirements.txt'}, or run "
-            "scripts/check_recipes.py, which makes an environment of its own."
+            f"pip install -r {Path(__file__).parent / 'requirements.txt'}."
         ) from None
 
 
