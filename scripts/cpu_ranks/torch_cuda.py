@@ -52,6 +52,12 @@ class CpuStream(torch.cpu.Stream, nullcontext[None]):
     def synchronize(self) -> None:
         """Return at once."""
 
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:  # type: ignore[override]
+        """Record ``event``, or a new one, and return it."""
+        event = CpuEvent() if event is None else event
+        event.record()
+        return event
+
 
 DEFAULT_STREAM = CpuStream()
 # The capability is that of Hopper: Megatron then asks for its CUDA_DEVICE_MAX_CONNECTIONS.
