@@ -7,112 +7,171 @@
     .venv/bin/python scripts/check_compat.py --here           # the environment it runs in
     .venv/bin/python scripts/check_compat.py --megatron DIR   # that, with a Megatron-LM checkout
 
-A case: enable() and disable(); a few test files, and those of Megatron-FSDP's version 2; five steps
-of a toy GPT on two CPU ranks with Muon under ZeRO-3 Megatron-FSDP; the same under DDP, with the
-same losses; five steps that save after two, and a run that loads and repeats the last three; where
-Megatron's flags have version 2, the tests of that. Below the table are the repairs that a checkout
-does not need. The exit status is 1 if any result differs from the table. A checkout needs pybind11,
+Below the row of an environment are the repairs that its megatron-core does not need. The exit
+status is 1 if a result differs from the accepted ranges of versions. A checkout needs pybind11,
 make and g++ for Megatron's dataset helpers.
 """
 
 import argparse
-import dataclasses
+import functools
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from compat_steps import (  # noqa: E402
-    STEP_FUNCTIONS,
-    Environment,
-    Outcome,
-    differences,
-    mended_upstream,
-    run_steps,
-)
+from gpt_flags import FSDP, MUON, SMALL_GPT  # noqa: E402
+from launched_run import TrainingLog  # noqa: E402
 
 from megatron_muon.mcore import versions  # noqa: E402
 
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Packages to install together.
-
-    Args:
-        megatron_core: Release of megatron-core.
-        emerging_optimizers: Release of emerging-optimizers.
-        torch: Release of torch.
-        transformer_engine: What to install of Transformer Engine; empty for nothing.
-    """
-
-    megatron_core: str
-    emerging_optimizers: str
-    torch: str
-    transformer_engine: str = ""
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """Version by package name."""
-        found = (self.megatron_core, self.emerging_optimizers, self.torch)
-        return dict(zip(versions.ACCEPTED_VERSIONS, found, strict=True))
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The first cells of its row of the printed table."""
-        return (*self.versions.values(), self.transformer_engine or "none")
-
-    @property
-    def claim(self) -> str:
-        """Expected outcome by the accepted ranges: ``ok`` or ``refused``."""
-        found = {name: None if v == "none" else v for name, v in self.versions.items()}
-        return "refused" if versions.version_problems(found) else "ok"
-
-
-# Source trees (docs/support.md) cannot be installed: --here runs them, with the tree on PYTHONPATH.
-CASES: tuple[Case, ...] = (
-    Case("0.19.2", "0.3.0", "2.15.0"),
-    Case("0.19.2", "0.3.0", "2.14.1"),
-    Case("0.19.2", "0.3.0", "2.13.0"),
-    Case("0.19.2", "0.3.0", "2.12.0"),
-    Case("0.19.2", "0.3.0", "2.11.0"),
-    Case("0.19.2", "0.3.0", "2.10.0"),
-    Case("0.19.2", "0.3.0", "2.9.1"),
-    Case("0.19.0", "0.3.0", "2.11.0"),
+# megatron-core, emerging-optimizers and torch. Source trees (docs/support.md) cannot be installed:
+# --here runs them, with the tree on PYTHONPATH.
+CASES = (
+    ("0.19.2", "0.3.0", "2.15.0"),
+    ("0.19.2", "0.3.0", "2.14.1"),
+    ("0.19.2", "0.3.0", "2.13.0"),
+    ("0.19.2", "0.3.0", "2.12.0"),
+    ("0.19.2", "0.3.0", "2.11.0"),
+    ("0.19.2", "0.3.0", "2.10.0"),
+    ("0.19.2", "0.3.0", "2.9.1"),
+    ("0.19.0", "0.3.0", "2.11.0"),
     # Refused: its fsdp_dtensor checkpoints and its Muon of fused QKV are other code.
-    Case("0.18.2", "0.3.0", "2.11.0"),
+    ("0.18.2", "0.3.0", "2.11.0"),
 )
-
-# Its extension is compiled at installation, which takes minutes and needs the headers of CUDA 13.
-WHOLE_TRANSFORMER_ENGINE = dataclasses.replace(
-    CASES[0], transformer_engine="transformer-engine[core_cu13,pytorch]"
+# Files that run without hypothesis, which the environments lack.
+SMOKE_TESTS = (
+    "mcore/test_patching",
+    "newton_schulz/test_standard",
+    "mcore/test_arguments",
+    "mcore/test_factory",
 )
+# Of the generation of Megatron-FSDP's version 2 that is there; main's has more layouts.
+FSDP_V2_TESTS = (
+    "runtime/test_fsdp_v2_layout",
+    "fsdp2/test_megatron_fsdp_v2",
+    "mcore/test_moved_adapters",
+)
+# Skipped by a release whose arguments lack the flag.
+V2_TESTS = ("mcore/test_fsdp_v2",)
+STEPS, SAVED_AT = 5, 2
+_FLAGS = (
+    f"{SMALL_GPT} --num-layers 2 --hidden-size 32 --ffn-hidden-size 56 --group-query-attention"
+    " --num-query-groups 2 --seq-length 16 --max-position-embeddings 16 --global-batch-size 4"
+    f" --train-iters {STEPS} --lr-decay-iters 20 --lr 1e-2 --lr-decay-style constant"
+    f" --eval-interval 1000 --optimizer muon {MUON} --muon-fp32-matmul-prec high"
+)
+_SHARDED = f"{FSDP} --data-parallel-sharding-strategy optim_grads_params"
+# Relative, of every loss; docs/numerics.md says why losses differ at all.
+_TOLERANCE = 5e-7
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """A case, the outcome of its steps, and what its packages do without this one.
+# Repairs whose place upstream has mended.
+_MENDED = """
+from megatron_muon.mcore.patches import PATCHES, V2_PATCHES
+for patch in (*PATCHES, *V2_PATCHES):
+    if patch.is_repaired():
+        print(f"- {patch.symbol}: mended upstream, so that this is skipped: {patch.purpose}")
+"""
 
-    Args:
-        case: The case.
-        outcomes: By step.
-        findings: What a refused megatron-core lacks, how its import fails, or which repairs it does
-            not need.
-    """
 
-    case: Case
-    outcomes: dict[str, Outcome]
-    findings: tuple[str, ...] = ()
+class Failed(Exception):
+    """A step that did not end well; the message is a word for the table, and the reason."""
 
-    @property
-    def is_as_claimed(self) -> bool:
-        """Whether every step that was run had the expected outcome."""
-        words = {outcome.word for outcome in self.outcomes.values()} - {"-"}
-        return words == {self.case.claim}
+
+class Environment(NamedTuple):
+    """Interpreter, folder for checkpoints, and environment variables of the steps."""
+
+    python: Path
+    folder: Path
+    variables: Mapping[str, str]
+
+    def run(self, *arguments: str) -> str:
+        """Run Python, and return what it prints.
+
+        Raises:
+            Failed: With ``refused`` if ``IncompatibleMegatronError`` was raised, else ``failed``.
+        """
+        done = subprocess.run(
+            [str(self.python), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+            env={**self.variables, "OMP_NUM_THREADS": "1"},
+            timeout=3600.0,
+        )
+        if done.returncode == 0:
+            return done.stdout
+        # The launcher prints the text of the error alone.
+        refusal = r"megatron-muon cannot be enabled, nothing was changed:\n(.+)"
+        if match := re.search(refusal, done.stdout):
+            raise Failed("refused", match[1].strip())
+        print(done.stdout[-6000:], file=sys.stderr)
+        raise Failed("failed", (done.stdout.strip().splitlines() or ["no output"])[-1])
+
+    def train(self, *flags: str) -> dict[int, float]:
+        """Train on two ranks through the launcher; return the loss of each iteration."""
+        arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        arguments += [str(ROOT / "scripts" / name) for name in ("cpu_ranks", "pretrain_gpt.py")]
+        log = TrainingLog()
+        for line in self.run(*arguments, *_FLAGS.split(), *flags).splitlines():
+            log.feed(line)
+        return log.losses
+
+
+def enable(environment: Environment) -> None:
+    """Enable and disable the patches."""
+    code = "import megatron_muon as m; m.enable(); assert m.is_enabled(); m.disable()"
+    environment.run("-c", f"{code}; assert not m.is_enabled()")
+
+
+def run_tests(names: Sequence[str], environment: Environment) -> None:
+    """Run files of the unit tests."""
+    files = [str(ROOT / "tests" / "unit_tests" / f"{name}.py") for name in names]
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    output = environment.run("-m", "pytest", *options, *files)
+    if not re.search(r"\d+ passed", output):
+        raise Failed("-", "all tests are skipped")
+
+
+def parity(environment: Environment) -> None:
+    """Compare every loss under ZeRO-3 Megatron-FSDP with that of upstream's Muon under DDP."""
+    sharded, whole = environment.train(*_SHARDED.split()), environment.train()
+    if len(sharded) != STEPS or sharded.keys() != whole.keys():
+        raise Failed("failed", f"expected {STEPS} losses, got {len(sharded)} and {len(whole)}")
+    worst = max(abs(sharded[step] - loss) / abs(loss) for step, loss in whole.items())
+    if worst > _TOLERANCE:
+        raise Failed("failed", f"expected losses of DDP within {_TOLERANCE}, got {worst:.1e}")
+
+
+def resume(environment: Environment) -> None:
+    """Save during a run, load in another, and compare with the run that never stopped."""
+    folder = str(environment.folder / "checkpoints")
+    saves = ("--save", folder, "--save-interval", str(SAVED_AT))
+    whole = environment.train(*_SHARDED.split(), *saves)
+    loads = ("--load", folder, "--ckpt-step", str(SAVED_AT))
+    resumed = environment.train(*_SHARDED.split(), *loads)
+    # Megatron logs the second iteration of a process as the mean of its first two.
+    compared = {step: whole.get(step) for step in (SAVED_AT + 1, STEPS)}
+    if compared != {step: resumed.get(step) for step in compared} or min(resumed) <= SAVED_AT:
+        raise Failed("failed", f"expected the losses {compared} after loading, got {resumed}")
+
+
+CHECKS: dict[str, Callable[[Environment], None]] = {
+    "enable": enable,
+    "smoke": functools.partial(run_tests, SMOKE_TESTS),
+    "fsdp_v2": functools.partial(run_tests, FSDP_V2_TESTS),
+    "parity": parity,
+    "resume": resume,
+    "v2_flags": functools.partial(run_tests, V2_TESTS),
+}
 
 
 def find_uv() -> list[str]:
@@ -133,144 +192,84 @@ def find_uv() -> list[str]:
     )
 
 
-def build_environment(case: Case, folder: Path, uv: Sequence[str]) -> Environment:
+def build_environment(case: Sequence[str], folder: Path) -> Environment:
     """Install the packages of a case and this checkout into a new virtual environment.
 
-    Args:
-        case: What to install.
-        folder: New folder, which will hold ``venv`` and the output of the steps.
-        uv: Command that runs uv.
-
     Raises:
-        subprocess.CalledProcessError: An installation failed; its ``stderr`` says why.
+        subprocess.CalledProcessError: An installation failed; its output says why.
     """
-    python = folder / "venv" / "bin" / "python"
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-
-    def install(*arguments: str) -> None:
-        """Run uv's pip."""
-        command = [*uv, "pip", "install", "--quiet", "--python", str(python), *arguments]
-        subprocess.run(command, check=True, capture_output=True, text=True, env=env)
-
-    wanted = sys.executable if sys.version_info[:2] == (3, 12) else "3.12"
-    folder.mkdir(parents=True)
-    command = [*uv, "venv", "--quiet", "--python", wanted, str(folder / "venv")]
-    subprocess.run(command, check=True, capture_output=True, text=True, env=env)
-    pins = [f"{name}=={version}" for name, version in case.versions.items()]
-    install(*pins, "einops", "pytest", "pyyaml", "setuptools", "wheel", "ninja", "pybind11")
-    if case.transformer_engine:
-        site = folder / "venv" / "lib" / "python3.12" / "site-packages"
-        includes = [str(path) for path in site.glob("nvidia/*/include")]
-        env["CPLUS_INCLUDE_PATH"] = os.pathsep.join(includes)
-        install("--no-build-isolation", case.transformer_engine, *pins)
-    # Without its dependencies, which would refuse a row that is there to be refused.
-    install("--no-deps", "--no-build-isolation", "--editable", str(ROOT))
-    return Environment(python, folder, env)
+    uv, python = find_uv(), folder / "venv" / "bin" / "python"
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    install = [*uv, "pip", "install", "--quiet", "--python", str(python)]
+    pins = [f"{name}=={v}" for name, v in zip(versions.ACCEPTED_VERSIONS, case, strict=True)]
+    tools = ["einops", "pytest", "pyyaml", "setuptools", "wheel", "ninja", "pybind11"]
+    for command in (
+        [*uv, "venv", "--quiet", "--python", sys.executable, str(folder / "venv")],
+        [*install, *pins, *tools],
+        # Without its dependencies, which would refuse a row that is there to be refused.
+        [*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
+    ):
+        subprocess.run(command, check=True, env=variables)
+    return Environment(python, folder, variables)
 
 
-def check(case: Case, folder: Path, uv: Sequence[str], steps: Sequence[str]) -> Result:
-    """Run the steps of a case in an environment built for it."""
-    try:
-        environment = build_environment(case, folder, uv)
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return Result(case, {"install": Outcome("failed", reason)})
-    outcomes = run_steps(environment, steps)
-    findings: Sequence[str] = ()
-    if versions.version_problems(case.versions):
-        findings = differences(environment)
-    return Result(case, outcomes, tuple(findings))
+def check(case: Sequence[str | None], environment: Environment, names: Sequence[str]) -> bool:
+    """Run checks, print a row of the table, and return whether it is as the ranges claim.
 
-
-def check_here(folder: Path, steps: Sequence[str], megatron: Path | None = None) -> Result:
-    """Run the steps in the environment of this process.
-
-    Args:
-        folder: Existing folder for output and checkpoints.
-        steps: Steps of ``STEP_FUNCTIONS``.
-        megatron: Megatron-LM checkout to import instead of the installed megatron-core.
+    Where ``enable()`` refuses, the launcher must too: a training is tried, and nothing else.
     """
-    env = dict(os.environ)
-    if megatron is not None:
-        sys.path.insert(0, str(megatron))
-        paths = (str(megatron), str(ROOT), env.get("PYTHONPATH"))
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    found = versions.installed_versions()
-    if absent := [name for name, version in found.items() if version is None]:
-        reason = f"{', '.join(absent)}: expected to be installed, found none"
-        case = Case(*(version or "none" for version in found.values()), transformer_engine="-")
-        return Result(case, {"install": Outcome("failed", reason)})
-    case = Case(*map(str, found.values()), transformer_engine="as it is")
-    environment = Environment(Path(sys.executable), folder, env)
-    return Result(case, run_steps(environment, steps), tuple(mended_upstream(environment)))
+    installed = dict(zip(versions.ACCEPTED_VERSIONS, case, strict=True))
+    claim = "refused" if versions.version_problems(installed) else "ok"
+    words, reasons = [], []
+    for name in names:
+        if claim == "refused" and name not in ("enable", "parity"):
+            words.append("-")
+            continue
+        try:
+            CHECKS[name](environment)
+            words.append("ok")
+        except Failed as failure:
+            word, reason = failure.args
+            words.append(word)
+            reasons.append(f"{name}: {reason}")
+    is_right = set(words) - {"-"} <= {claim}
+    cells = [*(str(version) for version in case), *words, "yes" if is_right else "NO"]
+    print(f"| {' | '.join(cells)} | {'; '.join(reasons)} |", flush=True)
+    return is_right
 
 
-def markdown(results: Sequence[Result], steps: Sequence[str]) -> str:
-    """Lay the results out as a table, with the reasons and the differences below it."""
-    head = (*versions.ACCEPTED_VERSIONS, "transformer-engine", *steps, "as claimed")
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    notes = []
-    for result in results:
-        words = [result.outcomes.get(step, Outcome("-")).word for step in steps]
-        cells = (*result.case.cells, *words, "yes" if result.is_as_claimed else "NO")
-        lines.append(f"| {' | '.join(cells)} |")
-        steps_by_outcome: dict[Outcome, list[str]] = {}
-        for step, outcome in result.outcomes.items():
-            steps_by_outcome.setdefault(outcome, []).append(step)
-        for outcome, names in steps_by_outcome.items():
-            if outcome.reason:
-                title = f"{' / '.join(result.case.cells)}, {', '.join(names)}"
-                notes.append(f"- {title} {outcome.word}: {outcome.reason}")
-        notes += [f"  - {finding}" for finding in result.findings]
-    return "\n".join([*lines, "", *notes]).rstrip()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the requested cases and print the table; return 0 if all had the expected outcome."""
+def main() -> int:
+    """Check the requested cases and print the table; return 0 if all had the expected outcome."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", metavar="TEXT", help="only cases whose row contains TEXT")
-    parser.add_argument("--here", action="store_true", help="check this environment and build none")
-    parser.add_argument(
-        "--megatron",
-        metavar="DIR",
-        type=Path,
-        help="check this environment with a Megatron-LM checkout in place of megatron-core",
-    )
-    parser.add_argument(
-        "--keep", metavar="DIR", type=Path, help="keep environments and logs in DIR"
-    )
-    parser.add_argument("--steps", nargs="+", choices=STEP_FUNCTIONS, default=list(STEP_FUNCTIONS))
-    parser.add_argument(
-        "--with-transformer-engine",
-        action="store_true",
-        help="also compile all of Transformer Engine, which takes minutes",
-    )
-    options = parser.parse_args(argv)
-    if options.keep is not None and options.keep.exists():
-        parser.error(f"--keep: expected a new folder, got {options.keep}, which exists")
-    if options.megatron is not None:
-        options.megatron = options.megatron.resolve()
-        if not (options.megatron / "megatron" / "core").is_dir():
-            parser.error(
-                f"--megatron: expected a folder with megatron/core, got {options.megatron}"
-            )
-    cases = (*CASES, *([WHOLE_TRANSFORMER_ENGINE] if options.with_transformer_engine else []))
-    cases = tuple(c for c in cases if not options.only or options.only in " ".join(c.cells))
+    add = parser.add_argument
+    add("--only", metavar="TEXT", default="", help="only cases whose versions contain TEXT")
+    add("--here", action="store_true", help="check this environment and build none")
+    add("--megatron", metavar="DIR", type=Path, help="that, with a Megatron-LM checkout")
+    add("--steps", nargs="+", choices=CHECKS, default=list(CHECKS))
+    options = parser.parse_args()
+    cases = [case for case in CASES if options.only in " ".join(case)]
     if not cases:
         parser.error(f"--only: expected text of a case, got {options.only}")
+    head = [*versions.ACCEPTED_VERSIONS, *options.steps, "as claimed", "reasons"]
+    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}", flush=True)
     results = []
     with tempfile.TemporaryDirectory(prefix="megatron-muon-compat-") as temporary:
-        folder = Path(temporary) if options.keep is None else options.keep.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        if options.here or options.megatron is not None:
-            results.append(check_here(folder, options.steps, options.megatron))
+        if options.here or options.megatron:
+            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            if options.megatron:
+                paths.insert(0, str(options.megatron.resolve()))
+                sys.path.insert(0, paths[0])
+            variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+            environment = Environment(Path(sys.executable), Path(temporary), variables)
+            installed = list(versions.installed_versions().values())
+            results.append(check(installed, environment, options.steps))
+            # Imports warn on the same stream.
+            print(*re.findall(r"^- .*", environment.run("-c", _MENDED), re.MULTILINE), sep="\n")
         else:
-            uv = find_uv()
-            for index, case in enumerate(cases):
-                print(f"{index + 1} of {len(cases)}: {', '.join(case.cells)}", file=sys.stderr)
-                results.append(check(case, folder / str(index + 1), uv, options.steps))
-    print(markdown(results, options.steps))
-    return 0 if all(result.is_as_claimed for result in results) else 1
+            for number, case in enumerate(cases):
+                environment = build_environment(case, Path(temporary) / str(number))
+                results.append(check(case, environment, options.steps))
+    return 0 if all(results) else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ what ``cpu_ranks.enable`` replaces.
 
 import copy
 import functools
-import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cpu_ranks.torch_cuda import DEFAULT_STREAM, constant
-from megatron_muon.user_errors import SettingsError
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -197,30 +195,10 @@ def silence_warning_of_shared_generator() -> None:
     )
 
 
-def model_parallel_without_context_from(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``initialize_model_parallel`` that refuses context parallelism."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def initialize_model_parallel(*args: object, **kwargs: object) -> None:
-        """Refuse context parallelism."""
-        size = signature.bind(*args, **kwargs).arguments.get("context_parallel_size", 1)
-        if size > 1:
-            raise SettingsError(
-                f"--context-parallel-size: expected 1 on CPU ranks, got {size}. "
-                "Context parallelism needs Transformer Engine's attention: run on GPUs."
-            )
-        original(*args, **kwargs)
-
-    return initialize_model_parallel
-
-
 _FSDP = "megatron.core.distributed.fsdp"
 _V2 = f"{_FSDP}.src.megatron_fsdp.experimental"
 
 VALUES: dict[str, Any] = {
-    # The wheel ships the helpers compiled, and no Makefile.
-    "megatron.core.datasets.utils.compile_helpers": constant(None),
     # Gloo has no such options.
     "megatron.core.parallel_state.get_nccl_options": constant(None),
     # The original returns CPU tensors as they are, and its callers expect arrays.
@@ -228,7 +206,6 @@ VALUES: dict[str, Any] = {
 }
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "megatron.core.parallel_state.initialize_model_parallel": model_parallel_without_context_from,
     # Only Transformer Engine's attention accepts the dimensions of multi-latent attention, and
     # records the logits that QK-clip reads; QK-clip asserts a release of it.
     "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__": attention_from,

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,24 +43,14 @@ class CpuEvent(torch.cpu.Event):
 class CpuStream(torch.cpu.Stream, nullcontext[None]):
     """Stands in for ``torch.cuda.Stream``; everything runs in program order."""
 
-    cuda_stream = 0
     device = CPU
     enter_result = None
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         """Accept and ignore ``device`` and ``priority``."""
 
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        """Return the only priority there is, as (least, greatest)."""
-        return 0, 0
-
     def synchronize(self) -> None:
         """Return at once."""
-
-    def query(self) -> bool:
-        """Return True: the stream is idle."""
-        return True
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:  # type: ignore[override]
         """Record ``event``, or a new one, and return it."""
@@ -69,16 +60,8 @@ class CpuStream(torch.cpu.Stream, nullcontext[None]):
 
 
 DEFAULT_STREAM = CpuStream()
-
-
-class CpuDeviceProperties:
-    """Stands in for the result of ``torch.cuda.get_device_properties``."""
-
-    name = "cpu"
-    # Hopper's, so that Megatron asks for the same CUDA_DEVICE_MAX_CONNECTIONS as on most GPUs.
-    major, minor = 9, 0
-    total_memory = 1 << 34
-    multi_processor_count = 1
+# The capability is that of Hopper: Megatron then asks for its CUDA_DEVICE_MAX_CONNECTIONS.
+PROPERTIES = SimpleNamespace(name="cpu", major=9, minor=0, total_memory=1 << 34)
 
 
 def constant[T](value: T) -> Callable[..., T]:
@@ -253,11 +236,6 @@ def waiting_coalescing_manager(original: Callable[..., Any]) -> Callable[..., An
     return functools.wraps(original)(_coalescing_manager)
 
 
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-_PROPERTIES = CpuDeviceProperties
 _CUDA: dict[str, Any] = {
     # One device per rank, the CPU, always present; there is no driver to initialise.
     "is_available": constant(True),
@@ -265,21 +243,19 @@ _CUDA: dict[str, Any] = {
     "current_device": constant(0),
     "set_device": constant(None),
     "device": nullcontext,
-    "get_device_properties": constant(_PROPERTIES),
-    "get_device_capability": constant((_PROPERTIES.major, _PROPERTIES.minor)),
+    "get_device_properties": constant(PROPERTIES),
     "_lazy_call": lambda function, **_: function(),
     # A CPU runs in program order.
     "Stream": CpuStream,
     "Event": CpuEvent,
     "stream": nullcontext,
     "current_stream": constant(DEFAULT_STREAM),
-    "default_stream": constant(DEFAULT_STREAM),
     "synchronize": constant(None),
     # The device draws from the CPU's generator. torch.manual_seed calls manual_seed_all after
     # seeding the CPU's generator, which is harmless.
     "default_generators": (torch.default_generator,),
-    "manual_seed": _seed,
-    "manual_seed_all": _seed,
+    "manual_seed": torch.default_generator.manual_seed,
+    "manual_seed_all": torch.default_generator.manual_seed,
     "get_rng_state": lambda *_, **__: torch.get_rng_state(),
     "random.get_rng_state": lambda *_, **__: torch.get_rng_state(),
     # The original would wait for a driver and leave the generator as it is.
@@ -290,9 +266,7 @@ _CUDA: dict[str, Any] = {
     "memory_reserved": constant(0),
     "max_memory_allocated": constant(0),
     "max_memory_reserved": constant(0),
-    "reset_peak_memory_stats": constant(None),
     "memory_stats": constant(Counter()),
-    "mem_get_info": constant((_PROPERTIES.total_memory,) * 2),
     "nvtx.range_push": constant(None),
     "nvtx.range_pop": constant(None),
 }
@@ -302,8 +276,6 @@ VALUES: dict[str, Any] = {
     # torch.optim asks an accelerator's stream, which needs a driver, from torch 2.15 on.
     "torch.accelerator.is_available": constant(False),
     "torch.Tensor.cuda": lambda tensor, *_, **__: tensor,
-    "torch.Tensor.pin_memory": lambda tensor, *_, **__: tensor,
-    "torch.Tensor.record_stream": constant(None),
 }
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {

@@ -131,49 +131,8 @@ def version_of(package: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         raise SystemExit(
             f"{package}: expected it to be installed, found none. Install it with "
-            f"pip install -r {Path(__file__).parent / 'requirements.txt'}, or run "
-            "scripts/check_recipes.py, which makes an environment of its own."
+            f"pip install -r {Path(__file__).parent / 'requirements.txt'}."
         ) from None
-
-
-def start_ranks() -> None:
-    """Start the process group, over NCCL where there are GPUs."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-
-
-def end_ranks() -> None:
-    """Leave the process group; CPU ranks end here."""
-    dist.destroy_process_group()
-    if not torch.cuda.is_available():
-        # A thread of gloo that waits for the GIL when the interpreter ends aborts the process.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **other: Any) -> None:
-    """Save model, optimizer and other states as torch's checkpoints of several ranks."""
-    of_model, of_optimizer = get_state_dict(model, optimizer, options=FLAT)
-    dcp.save({"model": of_model, "optimizer": of_optimizer, **other}, checkpoint_id=folder)
-
-
-def load(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **other: Any
-) -> dict[str, Any]:
-    """Load what :func:`save` has saved, and return the other states."""
-    of_model, of_optimizer = get_state_dict(model, optimizer, options=FLAT)
-    state = {"model": of_model, "optimizer": of_optimizer, **other}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state.pop("model"),
-        optim_state_dict=state.pop("optimizer"),
-        options=FLAT,
-    )
-    return state
 
 
 def check_is_sharded(model: nn.Module) -> None:
@@ -182,29 +141,91 @@ def check_is_sharded(model: nn.Module) -> None:
     assert not plain, f"expected DTensors, got plain tensors: {plain}"
 
 
-def log_metrics(optimizer: Any, step: int, write: Callable[[str, float], object]) -> None:
-    """Hand the figures of a step to a logger.
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Save all three as torch's checkpoints of several ranks."""
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=FLAT)
+    state = {"model": of_model, "optimizer": of_optimizer, "scheduler": scheduler.state_dict()}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Load what :func:`save` has saved."""
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=FLAT)
+    state = {"model": of_model, "optimizer": of_optimizer, "scheduler": scheduler.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=FLAT,
+    )
+    scheduler.load_state_dict(state["scheduler"])
+
+
+def fit(
+    folder: Path,
+    first: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    *,
+    increment: tuple[int, ...] = (),
+    save: Callable[..., None] = save,
+    load: Callable[..., None] = load,
+) -> list[float]:
+    """Train in a loop of one's own, and return the losses.
 
     Args:
-        optimizer: After the step; one of torch's has no figures.
-        step: Counted from 0 in this run: the first one is not recorded yet.
-        write: Called on rank 0 with a name and a number, such as
-            ``lambda name, value: writer.add_scalar(name, value, step)`` for TensorBoard and
-            ``lambda name, value: wandb.log({name: value}, step=step)`` for W&B.
+        folder: Of the checkpoint, which is loaded before a step ``first`` above 0, and otherwise
+            saved after ``SAVED_AT`` steps.
+        first: The first step.
+        model: A sharded model.
+        optimizer: Of its parameters.
+        scheduler: Of the optimizer.
+        increment: Arguments of the scheduler's step.
+        save: Called with folder, model, optimizer and scheduler.
+        load: Called alike.
     """
-    muon = getattr(optimizer, "muon", None)
-    if muon is None:
-        return
-    if step == 0:
-        muon.record_metrics()
-        return
-    # By all ranks: it gathers their sums.
-    figures = muon.last_metrics()
-    if dist.get_rank() == 0:
-        for name in ("gradient_norms", "momentum_norms", "update_rms"):
-            for number, value in enumerate(getattr(figures, name)):
-                write(f"muon/{name}/{number}", value)
-        write("muon/orthogonality_error", figures.orthogonality_error)
+    check_is_sharded(model)
+    if first:
+        load(folder, model, optimizer, scheduler)
+    losses = []
+    for step in range(first, STEPS):
+        loss = model(batch_of(step, DEVICE))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(*increment)
+        losses.append(mean_over_ranks(loss))
+        if step + 1 == SAVED_AT and not first:
+            save(folder, model, optimizer, scheduler)
+    return losses
+
+
+def train_twice(
+    title: str, description: str | None, train: Callable[[Any, int, int], list[float]]
+) -> None:
+    """Train, train the last steps again from the checkpoint, and compare the losses.
+
+    Args:
+        title: Library and version.
+        description: Of the command line.
+        train: Called with options, the first step and the seed of the weights.
+    """
+    options = parser_of(description).parse_args()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    losses = train(options, 0, 0)
+    resumed = train(options, SAVED_AT, 1)
+    report(f"{title}, {options.optimizer}", losses, resumed)
+    dist.destroy_process_group()
+    if not torch.cuda.is_available():
+        # A thread of gloo that waits for the GIL when the interpreter ends aborts the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def report(title: str, losses: Sequence[float], resumed: Sequence[float]) -> None:

@@ -15,22 +15,7 @@ from typing import Any
 
 import torch
 import yaml
-from _model import (
-    DEVICE,
-    SAVED_AT,
-    STEPS,
-    Decoder,
-    batch_of,
-    check_is_sharded,
-    end_ranks,
-    load,
-    mean_over_ranks,
-    parser_of,
-    report,
-    save,
-    start_ranks,
-    version_of,
-)
+from _model import DEVICE, Decoder, fit, train_twice, version_of
 from torch.distributed.fsdp import fully_shard
 
 VERSION = version_of("nemo-automodel")
@@ -66,13 +51,12 @@ class MuonAdamWConfig(OptimizerConfig):
         return [MuonAdamW.from_model(part, **self._constructor_kwargs()) for part in parts]
 
 
-def train(options: Any, first: int = 0, seed: int = 0) -> list[float]:
-    """Train from a step on, and return the losses; load before it, or save after ``SAVED_AT``."""
+def train(options: Any, first: int, seed: int) -> list[float]:
+    """Train from a step on, and return the losses."""
     model = Decoder(seed).to(DEVICE)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    check_is_sharded(model)
     fields = yaml.safe_load(YAML[options.optimizer])
     (optimizer,) = build_optimizer(model, (fields.pop("_target_"), fields))
     scheduler = OptimizerParamScheduler(
@@ -88,34 +72,10 @@ def train(options: Any, first: int = 0, seed: int = 0) -> list[float]:
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-    if first:
-        loaded = load(options.folder, model, optimizer, scheduler=scheduler.state_dict())
-        scheduler.load_state_dict(loaded["scheduler"])
-    losses = []
-    for step in range(first, STEPS):
-        loss = model(batch_of(step, DEVICE))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step(1)
-        losses.append(mean_over_ranks(loss))
-        if step + 1 == SAVED_AT and not first:
-            save(options.folder, model, optimizer, scheduler=scheduler.state_dict())
-    return losses
-
-
-def main() -> None:
-    """Train, and train the last steps again from the checkpoint."""
-    # The YAML names this module, which runs as __main__.
-    sys.modules["with_automodel"] = sys.modules["__main__"]
-    options = parser_of(__doc__).parse_args()
-    start_ranks()
-    losses = train(options)
-    resumed = train(options, first=SAVED_AT, seed=1)
-    report(f"nemo-automodel {VERSION}, {options.optimizer}", losses, resumed)
-    end_ranks()
+    return fit(options.folder, first, model, optimizer, scheduler, increment=(1,))
 
 
 if __name__ == "__main__":
-    main()
+    # The YAML names this module, which runs as __main__.
+    sys.modules["with_automodel"] = sys.modules["__main__"]
+    train_twice(f"nemo-automodel {VERSION}", __doc__, train)

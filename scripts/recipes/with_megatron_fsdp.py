@@ -19,20 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _model import (
-    DEVICE,
-    SAVED_AT,
-    STEPS,
-    Decoder,
-    Layer,
-    batch_of,
-    check_is_sharded,
-    mean_over_ranks,
-    parser_of,
-    report,
-    start_ranks,
-    version_of,
-)
+from _model import DEVICE, Decoder, Layer, fit, train_twice, version_of
 from torch.distributed.device_mesh import init_device_mesh
 
 VERSION = version_of("megatron-fsdp")
@@ -69,7 +56,6 @@ def build(name: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]
         fsdp_unit_modules=[Layer],
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
     )
-    check_is_sharded(model)
     optimizer: torch.optim.Optimizer
     if name == "adamw":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -81,35 +67,26 @@ def build(name: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]
     return model, optimizer
 
 
-def train(options: Any, first: int = 0, seed: int = 0) -> list[float]:
-    """Train from a step on, and return the losses; load before it, or save after ``SAVED_AT``."""
+def save(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Save the model and the optimizer."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Load the model and the optimizer."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def train(options: Any, first: int, seed: int) -> list[float]:
+    """Train from a step on, at a constant learning rate, and return the losses."""
     model, optimizer = build(options.optimizer, seed)
-    if first:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        dcp.load(state, checkpoint_id=options.folder)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    losses = []
-    for step in range(first, STEPS):
-        loss = model(batch_of(step, DEVICE))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss))
-        if step + 1 == SAVED_AT and not first:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            dcp.save(state, checkpoint_id=options.folder)
-    return losses
-
-
-def main() -> None:
-    """Train, and train the last steps again from the checkpoint."""
-    options = parser_of(__doc__).parse_args()
-    start_ranks()
-    losses = train(options)
-    resumed = train(options, first=SAVED_AT, seed=1)
-    report(f"megatron-fsdp {VERSION}, {options.optimizer}", losses, resumed)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return fit(options.folder, first, model, optimizer, scheduler, save=save, load=load)
 
 
 if __name__ == "__main__":
-    main()
+    train_twice(f"megatron-fsdp {VERSION}", __doc__, train)

@@ -13,30 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _model import (
-    DEVICE,
-    SAVED_AT,
-    STEPS,
-    VOCAB,
-    WIDTH,
-    batch_of,
-    check_is_sharded,
-    end_ranks,
-    load,
-    log_metrics,
-    mean_over_ranks,
-    parser_of,
-    report,
-    save,
-    start_ranks,
-)
+from _model import DEVICE, VOCAB, WIDTH, fit, train_twice
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_muon.fsdp2 import MuonAdamW
 
-NUM_EXPERTS, FIGURES_EVERY = 4, 4
+NUM_EXPERTS = 4
 
 
 class Language(nn.Module):
@@ -95,14 +79,13 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def train(options: Any, first: int = 0, seed: int = 0) -> list[float]:
-    """Train from a step on, and return the losses; load before it, or save after ``SAVED_AT``."""
+def train(options: Any, first: int, seed: int) -> list[float]:
+    """Train from a step on, and return the losses."""
     model, num_ranks = VisionLanguage(seed).to(DEVICE), dist.get_world_size()
     fully_shard(model.vision, mesh=init_device_mesh(DEVICE, (num_ranks,)))
     axes = ("replicate", "shard")
     mesh = init_device_mesh(DEVICE, (1, num_ranks), mesh_dim_names=axes)
     fully_shard(model.language, mesh=mesh)
-    check_is_sharded(model)
     optimizer: torch.optim.Optimizer
     if options.optimizer == "adamw":
         # torch steps the parameters of one mesh at a time.
@@ -111,33 +94,8 @@ def train(options: Any, first: int = 0, seed: int = 0) -> list[float]:
     else:
         optimizer = MuonAdamW(groups_of(model), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 20))
-    if first:
-        loaded = load(options.folder, model, optimizer, scheduler=scheduler.state_dict())
-        scheduler.load_state_dict(loaded["scheduler"])
-    losses = []
-    for step in range(first, STEPS):
-        loss = model(batch_of(step, DEVICE))
-        loss.backward()
-        optimizer.step()
-        if (step - first) % FIGURES_EVERY == 0:
-            log_metrics(optimizer, step - first, lambda name, value: print(f"{name}: {value:.4f}"))
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(mean_over_ranks(loss))
-        if step + 1 == SAVED_AT and not first:
-            save(options.folder, model, optimizer, scheduler=scheduler.state_dict())
-    return losses
-
-
-def main() -> None:
-    """Train, and train the last steps again from the checkpoint."""
-    options = parser_of(__doc__).parse_args()
-    start_ranks()
-    losses = train(options)
-    resumed = train(options, first=SAVED_AT, seed=1)
-    report(f"torch {torch.__version__}, {options.optimizer}", losses, resumed)
-    end_ranks()
+    return fit(options.folder, first, model, optimizer, scheduler)
 
 
 if __name__ == "__main__":
-    main()
+    train_twice(f"torch {torch.__version__}", __doc__, train)
