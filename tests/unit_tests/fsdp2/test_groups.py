@@ -389,13 +389,9 @@ def test_splits_of_the_user_come_first():
 
 
 def test_what_was_chosen_is_shown():
-    """Groups did not say whose they are, nor with which settings."""
+    """A line for each parameter, with the reason."""
     model = modules(embed=nn.Embedding(24, 8), attention=nn.MultiheadAttention(8, 2, bias=False))
     optimizer = MuonAdamW.from_model(model, lr=0.1)
-    text = repr(optimizer)
-    assert "muon, 1 parameters: split_sizes=3, lr=0.1" in text
-    assert "nesterov=True, scale_mode='match_adamw'" in text
-    assert "adamw, 1 parameters: lr=0.1" in text
     assert optimizer.summary().splitlines() == [
         "attention.in_proj_weight  (24, 8)  muon  split_sizes 3  linear",
         "attention.out_proj.weight  (8, 8)  muon  linear",
