@@ -375,14 +375,13 @@ def log(choices: Sequence[Choice]) -> None:
     lines = []
     for kind, of_kind in kinds.items():
         num_elements = sum(each.param.numel() for each in of_kind)
-        names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", each.name) for each in of_kind))
-        text = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        lines.append(f"{kind}: {len(of_kind)} parameters, {num_elements:,} elements: {text}")
+        names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", each.name) for each in of_kind))
+        lines.append(f"{kind}: {len(of_kind)} parameters, {num_elements:,} elements: {names}")
         if of_kind[0].is_unclear:
             logger.warning(
                 "%s: unclear whether they are matrices of their own, so %s. Set use_muon on a "
                 "parameter or its module, or pass elementwise_names or splits, to choose otherwise",
-                ", ".join(names),
+                names,
                 kind,
             )
     logger.warning("the optimizer of each parameter:\n  %s", "\n  ".join(lines))

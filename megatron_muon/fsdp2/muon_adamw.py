@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from megatron_muon.fsdp2.gradients import refuse_grad_scaler
@@ -293,13 +294,12 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles need, until the exchange is planned."""
-        groups = ("group", "process_group", "tensor_group")
-        given = [name for name in groups if self._options.get(name) is not None]
-        if self.muon is not None or given:
+        if self.muon is not None or any(
+            isinstance(value, dist.ProcessGroup) for value in self._options.values()
+        ):
             raise TypeError(
-                "MuonAdamW: expected no copy after the first step, or with process groups "
-                f"({', '.join(given) or 'those of its plan'}), which cannot be copied. Build "
-                "another one, and load the state of this one."
+                "MuonAdamW: expected no copy after the first step, or with process groups, which "
+                "cannot be copied. Build another one, and load the state of this one."
             )
         names = ("_defaults", "_options", "algorithms", "muon", "_planned", "_reasons")
         own = {name: getattr(self, name) for name in names}
@@ -317,12 +317,7 @@ def _state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         (param, param.grad)
         for group in optimizer.param_groups
         for param in group["params"]
-        if not local_tensor(param).numel()
-        and (
-            is_of_fsdp_v1(param)
-            if param.grad is None
-            else local_tensor(param.grad).shape != local_tensor(param).shape
-        )
+        if not local_tensor(param).numel() and (param.grad is not None or is_of_fsdp_v1(param))
     ]
     for param, _ in empty:
         param.grad = torch.zeros_like(param)

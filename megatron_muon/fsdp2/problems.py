@@ -20,7 +20,6 @@ from megatron_muon.rows.parameters import (
     PlannedParameter,
     is_strided,
     own_box,
-    placement_problem,
     sharded_dim,
 )
 from megatron_muon.runtime.agreement import own_rank
@@ -204,9 +203,8 @@ def _layout_problem(parameter: PlannedParameter) -> str | None:
     if not isinstance(param, DTensor):
         return None
     mesh, placements = param.device_mesh, param.placements
-    problem = placement_problem(mesh, placements)
-    if problem is not None:
-        return problem
+    if any(placement.is_partial() for placement in placements):
+        return f"expected a reduced tensor, got placements {placements}. Reduce it first"
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return f"expected a mesh with rank {own_rank()}, got {mesh}. Leave it out here"
@@ -238,7 +236,8 @@ def _layout_problem(parameter: PlannedParameter) -> str | None:
             "expected a parameter of the model on a mesh of Megatron-FSDP, got a copy, which does "
             f"not say in which order the axes of {placements} have cut it. Pass the parameter"
         )
-    # Twice: by the shard that is there, and by what torch writes into checkpoints.
+    # Twice: by the shard that is there, and by what torch writes into checkpoints, which knows the
+    # split factors of strided shards.
     if shape != sizes or own_box(param) != box:
         return (
             f"expected a shard of ranges {box}, as fully_shard cuts {tuple(param.shape)}, got "
