@@ -95,13 +95,10 @@ def _gated_shapes(
     for up, down in _GATED.items():
         if key in (up, down):
             # Parameters of the module, or of linear layers in it; its own may be in a wrapper.
-            others = [getattr(container, name, None) for name in (up, down)]
-            both = [
-                param if name == key else getattr(each, "weight", each)
-                for name, each in zip((up, down), others, strict=True)
-            ]
-            if all(isinstance(each, torch.Tensor) for each in both):
-                return tuple(both[0].shape[-2:]), tuple(both[1].shape[-2:])  # type: ignore[union-attr]
+            both = [param if name == key else getattr(container, name, None) for name in (up, down)]
+            weights = [getattr(each, "weight", each) for each in both]
+            if all(isinstance(each, torch.Tensor) for each in weights):
+                return tuple(weights[0].shape[-2:]), tuple(weights[1].shape[-2:])  # type: ignore[union-attr]
     return None
 
 
@@ -111,26 +108,24 @@ def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs:
     said = _number(container, ("head_dim", "head_size"))
     # Falcon and GPT-BigCode name the attribute; the name is that of Megatron's own layout: query,
     # key and value of one group follow one another, then the next group.
-    if key == "query_key_value" or hasattr(container, "multi_query"):
+    is_by_group = key == "query_key_value" or hasattr(container, "multi_query")
+    if is_by_group:
         groups = groups or heads
-        if not heads or not groups or heads % groups:
-            return None
-        dim = outputs // (heads + 2 * groups)
-        sizes: tuple[int, ...] = (heads // groups * dim, dim, dim)
-        return sizes if outputs == groups * sum(sizes) and said in (None, dim) else None
     # CodeGen's and MiniMax's are neither, and have heads alone.
-    if key == "qkv_proj" and not groups:
-        return None
-    widths = (3 * inputs, 3 * (heads or 0) * (said or 0))
-    if groups in (None, heads) and (outputs in widths or (groups and outputs % (3 * groups) == 0)):
-        return 3
-    # GPT-2's cross-attention has no query in it.
-    if key == "c_attn" and outputs == 2 * inputs:
-        return 2
+    elif groups or key != "qkv_proj":
+        widths = (3 * inputs, 3 * (heads or 0) * (said or 0))
+        has_equal_blocks = outputs in widths or (groups and outputs % (3 * groups) == 0)
+        if groups in (None, heads) and has_equal_blocks:
+            return 3
+        # GPT-2's cross-attention has no query in it.
+        if key == "c_attn" and outputs == 2 * inputs:
+            return 2
     if not heads or not groups or outputs % (heads + 2 * groups):
         return None
     dim = outputs // (heads + 2 * groups)
-    return (heads * dim, groups * dim, groups * dim) if said in (None, dim) else None
+    if said not in (None, dim) or (is_by_group and heads % groups):
+        return None
+    return (heads // groups * dim, dim, dim) if is_by_group else (heads * dim, *2 * (groups * dim,))
 
 
 def _number(module: torch.nn.Module, names: tuple[str, ...]) -> int | None:

@@ -227,11 +227,11 @@ def choose(
         raise ValueError("model: expected trainable parameters, got none. Set requires_grad")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     of_muon = [each.name for each in choices if each.algorithm == "muon"]
-    for argument, given, searched in (
+    for argument, expressions, searched in (
         ("elementwise_names", set(elementwise_names).difference(ELEMENTWISE_NAMES), names),
         ("splits", set(splits), of_muon),
     ):
-        unused = [each for each in given if not any(re.search(each, name) for name in searched)]
+        unused = [e for e in expressions if not any(re.search(e, name) for name in searched)]
         if unused:
             raise ValueError(
                 f"{argument}: expected patterns that find parameters"
@@ -259,8 +259,10 @@ def _evidence_against(
     if any(each.is_embedding for each in places):
         return "embedding"
     names = [name, *(each.name for each in places)]
-    found = (reason for p, reason in patterns.items() if any(re.search(p, each) for each in names))
-    return next(found, None)
+    for pattern, reason in patterns.items():
+        if any(re.search(pattern, each) for each in names):
+            return reason
+    return None
 
 
 def _evidence(param: torch.Tensor, places: Sequence[_Place]) -> str | None:
@@ -375,14 +377,13 @@ def log(choices: Sequence[Choice]) -> None:
     lines = []
     for kind, of_kind in kinds.items():
         num_elements = sum(each.param.numel() for each in of_kind)
-        names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", each.name) for each in of_kind))
-        text = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        lines.append(f"{kind}: {len(of_kind)} parameters, {num_elements:,} elements: {text}")
+        names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", each.name) for each in of_kind))
+        lines.append(f"{kind}: {len(of_kind)} parameters, {num_elements:,} elements: {names}")
         if of_kind[0].is_unclear:
             logger.warning(
                 "%s: unclear whether they are matrices of their own, so %s. Set use_muon on a "
                 "parameter or its module, or pass elementwise_names or splits, to choose otherwise",
-                ", ".join(names),
+                names,
                 kind,
             )
     logger.warning("the optimizer of each parameter:\n  %s", "\n  ".join(lines))

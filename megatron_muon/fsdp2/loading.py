@@ -20,7 +20,7 @@ from megatron_muon.step.stored_state import MAIN_PARAM
 PLANNED = {"split_sizes": None, "transposed": False, "flatten": False}
 # In the state of a parameter; that of Muon has the second only if it is adaptive.
 _MUON_KEYS = {"momentum_buffer", KEY}
-_KEYS = {"muon": {"momentum_buffer"}, "adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
+_KEYS = {"adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
 _ADVICE = (
     "Nothing was loaded. Choose algorithms and groups as the run that saved did, or load the "
     "weights alone, or set fresh_if_moved of the optimizer to True: parameters that have moved get "
@@ -48,29 +48,30 @@ def arranged(
     """
     named = list(named_parameters(optimizer.param_groups))
     places = _places(state_dict["param_groups"], [each.name for each in named])
-    found: list[str] = []
+    problems: list[str] = []
     state: dict[str, Any] = {}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        values, num_found, first = group, len(found), len(state)
+        values, num_problems, first = group, len(problems), len(state)
         for each in named[first : first + len(group["params"])]:
             key, values = places.get(each.name, (None, {}))
             saved = state_dict["state"].get(key, {})
+            own = {k: v for k, v in fresh.get(each.param, {}).items() if k in _MUON_KEYS}
             # From a flat state torch makes empty dictionaries of what is not there.
             state[each.name] = {k: v for k, v in saved.items() if v != {}}
-            own = fresh.get(each.param, {})
-            problem = _problem(each.param, algorithms[number], state[each.name], own)
-            is_muon = algorithms[number] == "muon"
+            problem = _problem(each.param, algorithms[number], own, state[each.name])
             # Without a gradient a parameter of AdamW has no state.
-            if problem and (saved or key is None or is_muon):
-                found.append(f"{each.name}: {problem}")
-                keys = own.keys() & _MUON_KEYS if is_muon else ()
-                state[each.name] = {key: torch.zeros_like(own[key]) for key in keys}
+            if problem and (saved or key is None or own):
+                problems.append(f"{each.name}: {problem}")
+                state[each.name] = {key: torch.zeros_like(value) for key, value in own.items()}
         if "lr" not in values:
-            found.append(f"group {number}: expected parameters of one group, got those of several")
+            problems.append(f"group {number}: expected parameters of one group, got several")
         for key, default in PLANNED.items():
             loaded, kept = values.get(key, default), group.get(key, default)
-            if _as_tuple(loaded) != _as_tuple(kept):
+            # A checkpoint may have made a list of a tuple.
+            if (tuple(loaded) if isinstance(loaded, list) else loaded) != (
+                tuple(kept) if isinstance(kept, list) else kept
+            ):
                 warnings.warn(
                     f"group {number}: the checkpoint has {key} {loaded}, this run {kept}, which it "
                     "keeps.",
@@ -78,13 +79,13 @@ def arranged(
                 )
         # What a checkpoint of an earlier torch lacks is that of this run, and so are names.
         taken = {k: v for k, v in values.items() if k not in (*PLANNED, "param_names")}
-        groups.append(
-            {**group, **(taken if len(found) == num_found else {}), "params": [*state][first:]}
-        )
-    if optimizer.fresh_if_moved and found:
-        warnings.warn("fresh state, or values of this run:\n" + "\n".join(found), stacklevel=4)
-        found = []
-    return {**state_dict, "state": state, "param_groups": groups}, found
+        if len(problems) > num_problems:
+            taken = {}
+        groups.append({**group, **taken, "params": [*state][first:]})
+    if optimizer.fresh_if_moved and problems:
+        warnings.warn("fresh state, or values of this run:\n" + "\n".join(problems), stacklevel=4)
+        problems = []
+    return {**state_dict, "state": state, "param_groups": groups}, problems
 
 
 def _places(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
@@ -108,14 +109,13 @@ def _places(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tupl
 
 
 def _problem(
-    param: torch.Tensor, algorithm: str, saved: Mapping[str, Any], own: Mapping[str, Any]
+    param: torch.Tensor, algorithm: str, own: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> str | None:
     """Describe why a state is not that of a parameter, or return None."""
-    expected, got = _KEYS[algorithm], saved.keys() & set.union(_MUON_KEYS, *_KEYS.values())
-    if algorithm == "muon":
-        expected = own.keys() & _MUON_KEYS
-    if got != expected:
-        return f"expected {sorted(expected)} of {algorithm}, got {sorted(got)}"
+    keys = saved.keys() & set.union(_MUON_KEYS, *_KEYS.values())
+    expected = _KEYS.get(algorithm, own.keys())
+    if keys != expected:
+        return f"expected {sorted(expected)} of {algorithm}, got {sorted(keys)}"
     sharding = _sharding(saved.get("momentum_buffer", param))
     if sharding != _sharding(param):
         return (
@@ -172,8 +172,3 @@ def _sharding(tensor: torch.Tensor) -> str:
     """Describe how a tensor is sharded."""
     text = f"local shape {tuple(local_tensor(tensor).shape)}"
     return f"{text}, {tensor.placements}" if isinstance(tensor, DTensor) else text
-
-
-def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - whatever a checkpoint holds
-    """Return lists as tuples: a checkpoint may have made one of the other."""
-    return tuple(value) if isinstance(value, list) else value

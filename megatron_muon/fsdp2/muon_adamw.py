@@ -18,11 +18,15 @@ from megatron_muon.fsdp2.parameters import named_parameters
 from megatron_muon.fsdp2.problems import muon_settings
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
+from megatron_muon.runtime.agreement import gather_objects
 from megatron_muon.runtime.arena import elementwise_bytes
 from megatron_muon.runtime.ranges import in_range
 from megatron_muon.runtime.tensors import local_tensor
 
 _ALGORITHMS = ("muon", "adamw", "lion")
+_CHANGED = (
+    "param_groups: expected the parameters of the first step, got others. Build a new optimizer"
+)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -54,6 +58,8 @@ class MuonAdamW(torch.optim.Optimizer):
             tensors, ``process_group`` and ``tensor_group``.
 
     Attributes:
+        algorithms: Algorithm of each group.
+        muon: The optimizer of matrices; None before their exchange is planned.
         fresh_if_moved: See :class:`Muon`.
 
     Raises:
@@ -85,15 +91,13 @@ class MuonAdamW(torch.optim.Optimizer):
         fused: bool | None = None,
         **muon_options: Any,  # noqa: ANN401 - of Muon, by name
     ) -> None:
-        known = {**(Muon.__init__.__kwdefaults__ or {})}
-        del known["others"]
-        unknown = sorted(muon_options.keys() - known.keys())
+        known = Muon.__init__.__kwdefaults__ or {}
+        unknown = sorted(muon_options.keys() - (known.keys() - {"others"}))
         if unknown:
             raise TypeError(f"MuonAdamW: expected arguments of Muon, got {unknown}. Leave them out")
-        self._muon_options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
-        known |= self._muon_options
+        self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
         # On each rank alone: there may be no process group yet. Arguments are those of all ranks.
-        *_, problems = muon_settings(known)
+        *_, problems = muon_settings(known | self._options)
         if problems:
             raise ValueError("; ".join(problems))
         common = {"lr": lr, "weight_decay": weight_decay}
@@ -102,10 +106,10 @@ class MuonAdamW(torch.optim.Optimizer):
             "adamw": {**common, "betas": betas, "eps": eps, "foreach": foreach, "fused": fused},
             "lion": {**common, "betas": betas},
         }
-        self._algorithms: list[str] = []
+        self.algorithms: tuple[str, ...] = ()
         self._inner: dict[str, torch.optim.Optimizer] = {}
-        self._muon: Muon | None = None
-        self._planned: list[torch.Tensor] = []
+        self.muon: Muon | None = None
+        self._planned: list[int] = []
         self._reasons: dict[str, str] = {}
         # torch refuses an empty list, which a pipeline stage may have.
         super().__init__(list(params) or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
@@ -147,31 +151,10 @@ class MuonAdamW(torch.optim.Optimizer):
         optimizer._reasons = {each.name: each.reason for each in choices}
         return optimizer
 
-    @property
-    def algorithms(self) -> tuple[str, ...]:
-        """Algorithm of each group."""
-        return tuple(self._algorithms)
-
-    @property
-    def muon(self) -> Muon | None:
-        """The optimizer of matrices; None before their exchange is planned."""
-        return self._muon
-
-    def __repr__(self) -> str:
-        """Return a line for each group: its algorithm and settings."""
-        lines = []
-        for algorithm, group in zip(self._algorithms, self.param_groups, strict=True):
-            keys = {key: group[key] for key in group if key not in ("params", "param_names")}
-            if algorithm == "muon":
-                keys |= {key: self._muon_options[key] for key in ("nesterov", "scale_mode")}
-            text = ", ".join(f"{key}={value!r}" for key, value in keys.items())
-            lines.append(f"  {algorithm}, {len(group['params'])} parameters: {text}\n")
-        return f"{type(self).__name__}(\n{''.join(lines)})"
-
     def summary(self) -> str:
         """Return a line for each parameter: name, shape, algorithm, layout, and the reason."""
         lines = []
-        for algorithm, group in zip(self._algorithms, self.param_groups, strict=True):
+        for algorithm, group in zip(self.algorithms, self.param_groups, strict=True):
             layout = [f"{key} {group[key]}" for key in PLANNED if group.get(key)]
             for each in named_parameters([group]):
                 reason = self._reasons.get(each.name, "given")
@@ -186,7 +169,7 @@ class MuonAdamW(torch.optim.Optimizer):
             RuntimeError: The exchange of matrices has been planned.
             ValueError: The algorithm is unknown.
         """
-        if self._muon is not None:
+        if self.muon is not None:
             raise RuntimeError(
                 "add_param_group: expected all parameters before the first step, which plans their "
                 "exchange, got more. Build a new optimizer with all of them."
@@ -202,13 +185,13 @@ class MuonAdamW(torch.optim.Optimizer):
         if algorithm != "muon":
             # A default that is there for schedules, see _elementwise().
             del param_group["momentum"]
-        self._algorithms.append(algorithm)
+        self.algorithms += (algorithm,)
         # It checks their values, and adds its other keys.
         self._inner.pop(algorithm, None)
         self._elementwise(algorithm)
 
     def _groups(self, algorithm: str) -> list[dict[str, Any]]:
-        pairs = zip(self._algorithms, self.param_groups, strict=True)
+        pairs = zip(self.algorithms, self.param_groups, strict=True)
         return [group for of_group, group in pairs if of_group == algorithm]
 
     def _elementwise(self, algorithm: str) -> torch.optim.Optimizer | None:
@@ -234,32 +217,21 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _plan(self) -> Muon:
         """Plan the exchange of matrices if it is not planned; called by all ranks together."""
-        if self._muon is None:
+        if self.muon is None:
             others = self._groups("adamw") + self._groups("lion")
-            muon = Muon(self._groups("muon"), others=others, **self._muon_options)
+            muon = Muon(self._groups("muon"), others=others, **self._options)
             # A state that was loaded before has momentum already.
             for param, state in muon.state.items():
                 state.update(self.state.get(param, {}))
             muon.muon_step.complete_state(muon.state)
-            self._planned = self._params()
-            self._muon = muon
-        self._muon.param_groups = self._groups("muon")
-        return self._muon
+            self._planned = self._ids()
+            self.muon = muon
+        self.muon.param_groups = self._groups("muon")
+        return self.muon
 
-    def _params(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _changes(self) -> list[str]:
-        """List what has changed since the plan was made, as sentences."""
-        now = self._params()
-        if len(now) == len(self._planned) and all(
-            a is b for a, b in zip(now, self._planned, strict=True)
-        ):
-            return []
-        return [
-            f"param_groups: expected the {len(self._planned)} parameters of the first step, got "
-            f"{len(now)}, or others. Build a new optimizer"
-        ]
+    def _ids(self) -> list[int]:
+        """Identify all parameters, which the plan keeps alive."""
+        return [id(param) for group in self.param_groups for param in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -291,7 +263,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
         others = [other for each in _ALGORITHMS if (other := self._elementwise(each)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)
-        muon._step_overlapped(step_others, self._changes(), memory)
+        problems = [] if self._ids() == self._planned else [_CHANGED]
+        muon._step_overlapped(step_others, problems, memory)
         # With AdamW's, not before: torch's checkpoints make state by a step where there is none.
         if muon.state is not self.state:
             self.state.update(muon.state)
@@ -311,13 +284,9 @@ class MuonAdamW(torch.optim.Optimizer):
         Communication: a flag over the ranks that step together; at first also a gather of objects
             over the job, and that of the construction of :class:`Muon`.
         """
-        has_state = [bool(state_dict.get("state", True))]
-        if self._muon is None and dist.is_initialized():
-            # A rank may have no parameters, and no state of its own: it plans with the others.
-            has_state *= dist.get_world_size()
-            dist.all_gather_object(has_state, has_state[0])
-        if self._muon is not None or any(has_state):
-            load_together(self._plan(), self, self._algorithms, state_dict)
+        # A rank may have no parameters, and no state of its own: it plans with the others.
+        if self.muon is not None or any(gather_objects(bool(state_dict.get("state", True)))):
+            load_together(self._plan(), self, self.algorithms, state_dict)
             return
         # Without state none is that of another algorithm.
         of_none = ["adamw"] * len(self.param_groups)
@@ -325,15 +294,14 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles need, until the exchange is planned."""
-        groups = ("group", "process_group", "tensor_group")
-        given = [name for name in groups if self._muon_options.get(name) is not None]
-        if self._muon is not None or given:
+        if self.muon is not None or any(
+            isinstance(value, dist.ProcessGroup) for value in self._options.values()
+        ):
             raise TypeError(
-                "MuonAdamW: expected no copy after the first step, or with process groups "
-                f"({', '.join(given) or 'those of its plan'}), which cannot be copied. Build "
-                "another one, and load the state of this one."
+                "MuonAdamW: expected no copy after the first step, or with process groups, which "
+                "cannot be copied. Build another one, and load the state of this one."
             )
-        names = ("_defaults", "_muon_options", "_algorithms", "_muon", "_planned", "_reasons")
+        names = ("_defaults", "_options", "algorithms", "muon", "_planned", "_reasons")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own, "_inner": {}}
 
@@ -349,12 +317,7 @@ def _state_of_empty_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         (param, param.grad)
         for group in optimizer.param_groups
         for param in group["params"]
-        if not local_tensor(param).numel()
-        and (
-            is_of_fsdp_v1(param)
-            if param.grad is None
-            else local_tensor(param.grad).shape != local_tensor(param).shape
-        )
+        if not local_tensor(param).numel() and (param.grad is not None or is_of_fsdp_v1(param))
     ]
     for param, _ in empty:
         param.grad = torch.zeros_like(param)

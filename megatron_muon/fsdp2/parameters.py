@@ -31,7 +31,7 @@ from megatron_muon.rows.parameters import (
     tensor_shard_of,
     whole_box,
 )
-from megatron_muon.runtime.agreement import gather_objects, own_rank, raise_where_any_rank_fails
+from megatron_muon.runtime.agreement import gather_objects, own_rank
 from megatron_muon.runtime.tensors import local_tensor
 
 
@@ -60,7 +60,8 @@ class Views(NamedTuple):
 
     Args:
         parameters: The parameters that can be viewed.
-        problems: Errors of the others, as sentences.
+        problems: Errors of the others, and of groups that do not fit those of other ranks, as
+            sentences.
         device: Where matrices are orthogonalized: the device of meshes.
         rows_device: Where shards are, another one with FSDP2's ``CPUOffloadPolicy``.
     """
@@ -76,14 +77,12 @@ class _Facts(NamedTuple):
 
     Args:
         device_type: Of the mesh of its first parameter; None without parameters.
-        has_groups: Whether it was given a group of plain tensors.
         replicas: Ranks with copies of its tensors.
         tensor_ranks: Ranks with the other shards of tensors that have a ``partition_dim``.
         sizes: Size of that dimension, by position of the parameter.
     """
 
     device_type: str | None
-    has_groups: bool
     replicas: tuple[int, ...]
     tensor_ranks: tuple[int, ...]
     sizes: dict[int, int]
@@ -102,10 +101,7 @@ def view_parameters(
         tensor_ranks: Ranks with the other shards of plain tensors that have a ``partition_dim``, in
             the order of the shards; None for no others.
 
-    Raises:
-        RuntimeError: On all ranks, when the groups of one do not fit those of others.
-
-    Communication: a gather of objects over the job; where a rank has groups, a flag.
+    Communication: a gather of objects over the job.
     """
     params = [each.param for each in parameters]
     types = (
@@ -114,7 +110,6 @@ def view_parameters(
     )
     mine = _Facts(
         next(types, None),
-        replicas is not None or tensor_ranks is not None,
         _ranks(replicas),
         _ranks(tensor_ranks),
         {
@@ -132,11 +127,8 @@ def view_parameters(
     is_in_cpu_memory = any(local_tensor(param).device.type == "cpu" for param in params[:1])
     mesh: DeviceMesh | None = None
     problems: list[str] = []
-    if mine.has_groups:
+    if replicas is not None or tensor_ranks is not None:
         mesh, problems = _plain_mesh(facts, replicas, tensor_ranks, device)
-    # By all ranks: a rank that has no groups knows from the others.
-    if any(each.has_groups for each in facts):
-        raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
     viewed = []
     for number, each in enumerate(parameters):
         try:

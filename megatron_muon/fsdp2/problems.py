@@ -12,7 +12,7 @@ from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuo
 from emerging_optimizers.utils import FP32MatmulPrecT
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.matrices import output_slices
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
@@ -20,7 +20,6 @@ from megatron_muon.rows.parameters import (
     PlannedParameter,
     is_strided,
     own_box,
-    placement_problem,
     sharded_dim,
 )
 from megatron_muon.runtime.agreement import own_rank
@@ -84,47 +83,40 @@ def _settings_problems(settings: MuonSettings, options: Mapping[str, Any]) -> li
     Emerging-optimizers finds unknown names in a step, when weights are decayed and other ranks
     wait.
     """
-    step, given, exchange = settings.step, settings.newton_schulz, settings.exchange
-    found = [
-        f"{name}: expected one of {sorted(choices)}, got {options[name]!r}. Choose one"
+    newton_schulz, exchange = settings.newton_schulz, settings.exchange
+    function = newton_schulz.function
+    problems = [
+        f"{name}: expected one of {choices}, got {options[name]!r}. Choose one"
         for name, choices in (
-            ("weight_decay_method", WEIGHT_DECAY_METHODS),
-            ("fp32_matmul_prec", get_args(FP32MatmulPrecT)),
-            ("scale_mode", SCALE_MODES),
+            ("weight_decay_method", sorted(WEIGHT_DECAY_METHODS)),
+            ("fp32_matmul_prec", sorted(get_args(FP32MatmulPrecT))),
+            ("scale_mode", sorted(SCALE_MODES)),
+            ("momentum_dtype", [torch.float32, torch.bfloat16]),
         )
         if options[name] not in choices
     ]
-    if given.steps < 1:
-        found.append(f"num_ns_steps: expected at least 1, got {given.steps}. Pass more")
+    if newton_schulz.steps < 1:
+        problems.append(f"num_ns_steps: expected at least 1, got {newton_schulz.steps}. Pass more")
     if options["use_syrk"]:
-        found.append(
+        problems.append(
             "use_syrk: expected False, got True. Pass "
             'exchange=ExchangeSettings(newton_schulz="symmetric") for such kernels'
         )
-    if step.momentum_dtype not in (torch.float32, torch.bfloat16):
-        found.append(
-            f"momentum_dtype: expected float32 or bfloat16, got {step.momentum_dtype}. Choose one"
+    if function is not None and (not callable(function) or exchange.newton_schulz != "standard"):
+        problems.append(
+            f"newton_schulz: expected a function of a stack, got {function!r} and "
+            f"exchange.newton_schulz {exchange.newton_schulz}. Pass a function, or a name there"
         )
-    if given.function is not None and not callable(given.function):
-        found.append(
-            f"newton_schulz: expected a function of a stack, got {given.function!r}. To choose a "
-            "form by name, use exchange.newton_schulz"
-        )
-    if given.function is not None and exchange.newton_schulz != "standard":
-        found.append(
-            "exchange.newton_schulz: expected standard with a newton_schulz function, got "
-            f"{exchange.newton_schulz}. Pass one of them"
-        )
-    found += method_problems(options["adaptive"], step.weight_decay_method)
+    problems += method_problems(options["adaptive"], options["weight_decay_method"])
     for check in (
-        lambda: exchange.comm_dtypes(given.is_bf16),
-        lambda: coefficients_of(given.steps, given.coefficient_type),
+        lambda: exchange.comm_dtypes(newton_schulz.is_bf16),
+        lambda: newton_schulz.coefficients,
     ):
         try:
             check()
         except ValueError as error:
-            found.append(str(error).removesuffix("."))
-    return found
+            problems.append(str(error).removesuffix("."))
+    return problems
 
 
 def subclass_problems(optimizer: WholeMatrixMuon) -> list[str]:
@@ -139,16 +131,12 @@ def subclass_problems(optimizer: WholeMatrixMuon) -> list[str]:
 
 def repeated_problems(parameters: Sequence[PlannedParameter]) -> list[str]:
     """List parameters and names that occur twice: errors identify parameters by name."""
-    params = Counter(each.param for each in parameters)
-    names = Counter(each.name for each in parameters)
-    twice = {each.name for each in parameters if params[each.param] > 1}
+    params, names = Counter(p.param for p in parameters), Counter(p.name for p in parameters)
+    repeated = [p.name for p in parameters if params[p.param] > 1 or names[p.name] > 1]
     return [
-        *(f"{name}: expected each parameter once, got it twice. Leave one out" for name in twice),
-        *(
-            f"{name}: expected a name for each parameter, got it {number} times. Rename one"
-            for name, number in names.items()
-            if number > 1 and name not in twice
-        ),
+        f"{name}: expected each parameter and each name once, got one twice. Leave it out, or "
+        "rename it"
+        for name in dict.fromkeys(repeated)
     ]
 
 
@@ -159,16 +147,9 @@ def parameter_problem(parameter: PlannedParameter, device: torch.device) -> str 
         parameter: What the user gave.
         device: Where shards are.
     """
-    if type(parameter.is_transposed) is not bool:
-        return (
-            f"{parameter.name}: transposed: expected True or False, got "
-            f"{parameter.is_transposed!r}. Set it in the group"
-        )
-    if type(parameter.flattens) is not bool:
-        return (
-            f"{parameter.name}: flatten: expected True or False, got {parameter.flattens!r}. Set "
-            "it in the group"
-        )
+    for key, value in (("transposed", parameter.is_transposed), ("flatten", parameter.flattens)):
+        if type(value) is not bool:
+            return f"{parameter.name}: {key}: expected True or False, got {value!r}. Set it so"
     try:
         problem = _tensor_problem(parameter, device) or _layout_problem(parameter)
         if problem is None:
@@ -222,9 +203,8 @@ def _layout_problem(parameter: PlannedParameter) -> str | None:
     if not isinstance(param, DTensor):
         return None
     mesh, placements = param.device_mesh, param.placements
-    problem = placement_problem(mesh, placements)
-    if problem is not None:
-        return problem
+    if any(placement.is_partial() for placement in placements):
+        return f"expected a reduced tensor, got placements {placements}. Reduce it first"
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return f"expected a mesh with rank {own_rank()}, got {mesh}. Leave it out here"
@@ -256,7 +236,8 @@ def _layout_problem(parameter: PlannedParameter) -> str | None:
             "expected a parameter of the model on a mesh of Megatron-FSDP, got a copy, which does "
             f"not say in which order the axes of {placements} have cut it. Pass the parameter"
         )
-    # Twice: by the shard that is there, and by what torch writes into checkpoints.
+    # Twice: by the shard that is there, and by what torch writes into checkpoints, which knows the
+    # split factors of strided shards.
     if shape != sizes or own_box(param) != box:
         return (
             f"expected a shard of ranges {box}, as fully_shard cuts {tuple(param.shape)}, got "

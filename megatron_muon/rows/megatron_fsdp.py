@@ -47,14 +47,14 @@ def place_of(param: DTensor) -> tuple[Any, int]:
         ValueError: The model is gone, or the parameter is a copy.
     """
     group = _group_of(param)
-    # By identity: == of DTensors compares values.
-    found = [i for i, each in enumerate(_parameters(group)) if each.sharded is param]
-    if not found:
-        raise ValueError(
-            "expected a parameter of a model that exists, got one of none. Keep the model, and "
-            "pass its parameters"
-        )
-    return group, found[0]
+    for index, each in enumerate(_parameters(group)):
+        # == of DTensors compares values.
+        if each.sharded is param:
+            return group, index
+    raise ValueError(
+        "expected a parameter of a model that exists, got one of none. Keep the model, and pass "
+        "its parameters"
+    )
 
 
 def unsharded_of(param: DTensor) -> torch.Tensor:
@@ -154,7 +154,12 @@ def tensor_shard_rows(param: DTensor) -> dict[int, tuple[int, int]]:
     holders, shape = _holders(mesh, axes), tensor_shard_shape(param)
     if not axes:
         return dict.fromkeys(holders[0], (0, shape[0]))
-    size, begin = _place_in_v2(param) if is_of_fsdp_v2(param) else _place_in_v1(param, holders)
+    if is_of_fsdp_v2(param):
+        group, index = place_of(param)
+        layout = group.main_weight.layout
+        size, begin = layout.size, layout.tensor_to_offset[index]
+    else:
+        size, begin = _place_in_v1(param, holders)
     return rows_in_buffer(holders, size, begin, shape[0], shape[1:].numel())
 
 
@@ -206,9 +211,3 @@ def _place_in_v1(param: Any, holders: list[tuple[int, ...]]) -> tuple[int, int]:
         )
     begin = buffer.item_index_map[buffer.param_idx[param.orig_param]].global_data_index
     return buffer.bucket_index.size, begin
-
-
-def _place_in_v2(param: DTensor) -> tuple[int, int]:
-    group, index = place_of(param)
-    layout = group.main_weight.layout
-    return layout.size, layout.tensor_to_offset[index]

@@ -8,12 +8,11 @@ otherwise: integers, without communication.
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_muon.plan.layout import Box, holders_of_segments
@@ -38,29 +37,6 @@ def sharded_dim(placement: Placement) -> int | None:
     return placement.dim if is_strided(placement) or placement.is_shard() else None  # type: ignore[attr-defined]
 
 
-def placement_problem(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> str | None:
-    """Describe a placement that FSDP2 does not make, or return None."""
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Partial):
-            return f"expected a reduced tensor, got placements {placements}. Reduce it first"
-        if not is_strided(placement):
-            continue
-        # Axes further right were sharded first; the factor is the product of their sizes.
-        first = math.prod(
-            mesh.size(other)
-            for other in range(axis + 1, len(placements))
-            if sharded_dim(placements[other]) == sharded_dim(placement)
-            and not is_strided(placements[other])
-        )
-        same_dim = [p for p in placements if is_strided(p) and p.dim == placement.dim]  # type: ignore[attr-defined]
-        if placement.split_factor != first or len(same_dim) > 1:  # type: ignore[attr-defined]
-            return (
-                f"expected a strided shard as fully_shard makes it, of split factor {first}, got "
-                f"placements {placements}. Report them"
-            )
-    return None
-
-
 def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
     """Return the axes of the mesh that torch shards a dimension over, in the order of sharding.
 
@@ -77,31 +53,18 @@ def boxes_of_placements(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> dict[int, Box]:
     """Return the box of each rank of a mesh, for placements that FSDP2 makes."""
-    axes = [cutting_axes(placements, dim) for dim in range(len(shape))]
+    cuts = [(dim, axis) for dim in range(len(shape)) for axis in cutting_axes(placements, dim)]
     boxes: dict[int, Box] = {}
-    # Read once: it is a property that makes a tensor.
-    ranks_of_mesh = mesh.mesh
-    for coordinate in itertools.product(*map(range, mesh.shape)):
-        boxes[int(ranks_of_mesh[coordinate])] = tuple(
-            _cut(size, [(mesh.size(axis), coordinate[axis]) for axis in axes[dim]])
-            for dim, size in enumerate(shape)
-        )
+    coordinates = itertools.product(*map(range, mesh.shape))
+    for rank, coordinate in zip(mesh.mesh.flatten().tolist(), coordinates, strict=True):
+        box = [(0, size) for size in shape]
+        for dim, axis in cuts:
+            (start, stop), index = box[dim], coordinate[axis]
+            # As torch.chunk: all parts but the last have the same size, and last ones may be empty.
+            size = -(-(stop - start) // mesh.size(axis))
+            box[dim] = (min(stop, start + index * size), min(stop, start + (index + 1) * size))
+        boxes[rank] = tuple(box)
     return boxes
-
-
-def _cut(size: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return one part of a range that is cut repeatedly.
-
-    Args:
-        size: Of the range, which starts at 0.
-        cuts: Number of parts and index of the part, one cut after the other.
-    """
-    start, stop = 0, size
-    for num_parts, index in cuts:
-        # As torch.chunk: all parts but the last are of the same size, and last ones may be empty.
-        step = -(-(stop - start) // num_parts)
-        start, stop = min(stop, start + index * step), min(stop, start + (index + 1) * step)
-    return start, stop
 
 
 def own_box(param: DTensor) -> Box | None:
@@ -222,16 +185,16 @@ def over_tensor_ranks(
     """
     assert isinstance(tensor_shard.view, DTensor)
     columns = mesh.mesh.flatten(0, -2).T.tolist()
-    like = columns[mesh.get_local_rank(mesh.ndim - 1)]
+    own = columns[mesh.get_local_rank(mesh.ndim - 1)]
     shape, placement = list(tensor_shard.view.shape), Replicate() if dim is None else Shard(dim)
     boxes: dict[int, Box] = {}
     for number, ranks in enumerate(columns):
-        for rank, other in zip(ranks, like, strict=True):
-            if other in tensor_shard.boxes:
-                box = list(tensor_shard.boxes[other])
-                if dim is not None:
-                    first = number * shape[dim]
-                    box[dim] = (first + box[dim][0], first + box[dim][1])
+        for rank, like in zip(ranks, own, strict=True):
+            box = list(tensor_shard.boxes.get(like, ()))
+            if box and dim is not None:
+                start, stop = box[dim]
+                box[dim] = (number * shape[dim] + start, number * shape[dim] + stop)
+            if box:
                 boxes[rank] = tuple(box)
     if dim is not None:
         shape[dim] *= len(columns)

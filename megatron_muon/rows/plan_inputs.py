@@ -148,9 +148,9 @@ def _problems(key: _Key, name: str, facts: Sequence[_Facts]) -> list[str]:
         name: Its first parameter.
         facts: Of all ranks.
     """
-    first, last = key.ranks[0], key.ranks[-1]
+    first, last, of_key = key.ranks[0], key.ranks[-1], hash(key)
     problems = []
-    lacking = [rank for rank in key.ranks if hash(key) not in facts[rank].keys]
+    lacking = [rank for rank in key.ranks if of_key not in facts[rank].keys]
     if lacking:
         problems.append(
             f"{name}: expected a parameter of its mesh and placements on all of ranks {first} to "
@@ -235,8 +235,8 @@ def _groups(
         # Two meshes may have a group each of the same ranks, and a rank may know one of them alone:
         # all take the first by name of those that all know.
         by_name = {str(each.group_name): each for each in known if ranks_of(each) == ranks}
-        key = hash(ranks)
-        shared = [n for n in by_name if all((key, n) in facts[rank].groups for rank in ranks)]
+        of_ranks = hash(ranks)
+        shared = [n for n in by_name if all((of_ranks, n) in facts[rank].groups for rank in ranks)]
         if shared:
             chosen[ranks] = by_name[min(shared)]
     # A collective of the job: called once per plan it would hang if ranks have different numbers of

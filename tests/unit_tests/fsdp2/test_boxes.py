@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -19,7 +19,7 @@ from megatron_muon.fsdp2.parameters import PlannedParameter
 from megatron_muon.plan.layout import OutputSlice, RowRange
 from megatron_muon.rows.matrices import matrices_of, output_slices
 from megatron_muon.rows.megatron_fsdp import tensor_shard_layout
-from megatron_muon.rows.parameters import boxes_of_placements, placement_problem
+from megatron_muon.rows.parameters import boxes_of_placements
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
@@ -75,7 +75,6 @@ def test_rectangles_are_what_fsdp2_cuts(layout):
     """On every rank of the mesh, not on this one alone; empty shards included."""
     mesh_shape, placements, shape = layout
     mesh = _mesh(mesh_shape)
-    assert placement_problem(mesh, placements) is None
     boxes = boxes_of_placements.__wrapped__(mesh, placements, shape)
     assert sorted(boxes) == list(range(math.prod(mesh_shape)))
     whole = torch.arange(math.prod(shape)).view(shape)
@@ -152,23 +151,6 @@ def test_matrices_tile_a_parameter_and_rows_are_where_they_are_said_to_be(layout
                     region.col : region.col + region.num_cols,
                 ] = part
         assert torch.equal(built, block)
-
-
-@pytest.mark.parametrize(
-    ("placements", "said"),
-    [
-        ((Partial(), Shard(0)), "expected a reduced tensor"),
-        ((_StridedShard(0, split_factor=3), Shard(0)), "of split factor 2, got"),
-        ((_StridedShard(0, split_factor=2), Shard(1)), "of split factor 1, got"),
-        (
-            (_StridedShard(0, split_factor=1), _StridedShard(0, split_factor=1)),
-            "expected a strided shard as fully_shard makes it",
-        ),
-    ],
-)
-def test_placements_of_others_are_refused(placements, said):
-    """Read as FSDP2's they would give other rows."""
-    assert said in placement_problem(_mesh((2, 2)), placements)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,14 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import device, init_group, kind
 from helpers.ranks import run_ranks
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW
 
@@ -32,9 +41,6 @@ class Model(torch.nn.Module):
 
 
 def _model(*, is_sharded: bool) -> Model:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     model = Model().to(device())
     if is_sharded:
@@ -52,8 +58,6 @@ def _optimizer(model: Model, elementwise: Sequence[str], lr: float = 0.1) -> Muo
 
 
 def _step(model: Model, optimizer: Any, seed: int) -> None:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
         grad = torch.randn(param.shape, generator=generator).to(device())
@@ -84,8 +88,6 @@ def _router_stepped_alone(weight: Any, grad: Any, *, is_muon: bool) -> Any:
 
 
 def _get(model: Model, optimizer: Any, form: str) -> Any:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
     if form == "plain":
         return copy.deepcopy(optimizer.state_dict())
     options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
@@ -93,8 +95,6 @@ def _get(model: Model, optimizer: Any, form: str) -> Any:
 
 
 def _set(model: Model, optimizer: Any, state: Any, form: str) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
     if form == "plain":
         optimizer.load_state_dict(state)
         return
@@ -104,8 +104,6 @@ def _set(model: Model, optimizer: Any, state: Any, form: str) -> None:
 
 def _load_moved(form: str, to_muon: bool, is_sharded: bool) -> dict[str, Any]:
     """Load where the router has another algorithm; return errors, and what differs afterwards."""
-    if is_sharded:
-        init_group()
     saved_by, loaded_by = (MORE, FEW) if to_muon else (FEW, MORE)
     model = _model(is_sharded=is_sharded)
     optimizer = _optimizer(model, saved_by)
@@ -161,18 +159,16 @@ def _check_moved(found: dict[str, Any], to_muon: bool) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("to_muon", [True, False])
-@pytest.mark.parametrize("form", ["nested", "flat"])
-def test_state_of_another_algorithm_is_refused_or_left_out(form, to_muon):
-    """A matrix had moved between Muon and AdamW: zip(), AttributeError, or KeyError in a step."""
-    for found in run_ranks(2, _load_moved, form, to_muon, True).check().results:
-        _check_moved(found, to_muon)
+def test_state_of_another_algorithm_is_refused_or_left_out():
+    """A matrix had moved between Muon and AdamW: zip(), AttributeError, or KeyError in a step.
 
-
-@pytest.mark.parametrize("to_muon", [True, False])
-def test_plain_state_of_another_algorithm_is_refused_or_left_out(to_muon):
-    """Positions say nothing where groups have other sizes: names do."""
-    _check_moved(_load_moved("plain", to_muon, False), to_muon)
+    Positions say nothing in a plain state, where groups have other sizes: names do.
+    """
+    for moved, _, _ in on_two_ranks():
+        for (_, to_muon), found in moved:
+            _check_moved(found, to_muon)
+    for to_muon in (True, False):
+        _check_moved(_load_moved("plain", to_muon, False), to_muon)
 
 
 def _two(names: Sequence[str], lr: float = 0.1) -> tuple[dict[str, Any], MuonAdamW]:
@@ -238,7 +234,6 @@ FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 def _load_faulty() -> list[list[Any]]:
     """Spoil the state on rank 1, load it, and step beside a run that has not."""
-    init_group()
     found = []
     for make in (_optimizer, _muon):
         for spoil in FAULTS.values():
@@ -267,28 +262,8 @@ def _muon(model: Model, elementwise: Sequence[str]) -> Muon:
     return Muon([("up", model.up.weight), ("router", model.router.weight)])
 
 
-@functools.cache
-def faulty_loads() -> list[list[list[Any]]]:
-    """Return the error and whether the next step is undisturbed, by rank and case."""
-    return run_ranks(2, _load_faulty).check().results
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("number", range(2 * len(FAULTS)))
-def test_load_that_fails_on_one_rank_changes_nothing_on_any(number):
-    """Rank 1 raised alone, and rank 0 waited; or both kept half of the refused state."""
-    for found in faulty_loads():
-        error, is_undisturbed = found[number]
-        assert error.startswith("Stopping on all ranks:") and "rank 1: " in error
-        assert is_undisturbed
-
-
 def _load_with_an_idle_rank() -> list[Any]:
     """Load the first state where rank 1, as some pipeline stages, has no parameters."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    init_group()
     is_idle = torch.distributed.get_rank() == 1
     meshes = [DeviceMesh(kind(), [rank]) for rank in range(2)]
     param = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), meshes[0], [Replicate()]))
@@ -300,31 +275,47 @@ def _load_with_an_idle_rank() -> list[Any]:
     return [float(each["momentum_buffer"].to_local().sum()) for each in optimizer.state.values()]
 
 
+def _two_ranks() -> tuple[list[Any], list[list[Any]], list[Any]]:
+    init_group()
+    cases = list(itertools.product(("nested", "flat"), (True, False)))
+    moved = [(case, _load_moved(*case, True)) for case in cases]
+    return moved, _load_faulty(), _load_with_an_idle_rank()
+
+
+@functools.cache
+def on_two_ranks() -> list[Any]:
+    """Return the results of all three functions, by rank."""
+    return run_ranks(2, _two_ranks).check().results
+
+
+@pytest.mark.ranks
+def test_load_that_fails_on_one_rank_changes_nothing_on_any():
+    """Rank 1 raised alone, and rank 0 waited; or both kept half of the refused state."""
+    for _, found, _ in on_two_ranks():
+        assert len(found) == 2 * len(FAULTS)
+        for error, is_undisturbed in found:
+            assert error.startswith("Stopping on all ranks:") and "rank 1: " in error
+            assert is_undisturbed
+
+
 @pytest.mark.ranks
 def test_rank_without_parameters_joins_a_load():
     """It had no state to load, planned nothing, and the others waited."""
-    assert run_ranks(2, _load_with_an_idle_rank).check().results == [[16.0], []]
+    assert [idle for _, _, idle in on_two_ranks()] == [[16.0], []]
 
 
-def _momentum_of_torch() -> list[float]:
-    init_group()
+def test_state_of_torchs_muon_loads_as_it_is():
+    """Its momentum is the same average under the same key."""
     model = _model(is_sharded=False)
     weight = model.up.weight
     # The same coefficients and scale: states alone differ.
     theirs = torch.optim.Muon([weight], 0.1, weight_decay=0.1, nesterov=False)
     _step(model, theirs, 0)
-    state = copy.deepcopy(theirs.state_dict())
     ours = Muon([weight], 0.1, weight_decay=0.1, momentum=0.95, fp32_matmul_prec="high")
-    ours.load_state_dict(state)
-    gradients = []
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    momentum = []
     for optimizer in (theirs, ours):
         _step(model, optimizer, 1)
-        gradients.append(optimizer.state[weight]["momentum_buffer"].clone())
-    return [float(gradients[0].norm()), float((gradients[0] - gradients[1]).abs().max())]
-
-
-@pytest.mark.ranks
-def test_state_of_torchs_muon_loads_as_it_is():
-    """Its momentum is the same average under the same key."""
-    ((norm, difference),) = run_ranks(1, _momentum_of_torch).check().results
-    assert norm > 0.1 and difference < 1e-6 * norm
+        momentum.append(optimizer.state[weight]["momentum_buffer"].clone())
+    assert momentum[0].norm() > 0.1
+    torch.testing.assert_close(momentum[0], momentum[1], rtol=0, atol=1e-6)

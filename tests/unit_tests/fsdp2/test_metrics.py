@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures and ranges of a step."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ def _orthogonal(stack: Any) -> Any:
 
 def _step(case: str, is_exact: bool) -> list[Any]:
     """Return the figures of two steps, and what they should be by whole tensors."""
-    init_group()
     parameters = getattr(fsdp2_models, case)()
     muon = Muon(
         [{"params": [each.param], **each.keys} for each in parameters],
@@ -53,13 +53,19 @@ def _step(case: str, is_exact: bool) -> list[Any]:
     return found
 
 
+def _steps() -> list[list[Any]]:
+    init_group()
+    cases = [("hybrid", False), ("hybrid_tensor_parallel", False), ("hybrid", True)]
+    return [_step(*case) for case in cases]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", ["hybrid", "hybrid_tensor_parallel"])
-def test_figures_are_those_of_whole_tensors(case):
+def test_figures_are_those_of_whole_tensors():
     """Rows that several ranks hold count once; ranks see the same figures."""
-    (first, *others) = run_ranks(4, _step, case, False).check().results
+    (first, *others) = run_ranks(4, _steps).check().results
     assert all(other == first for other in others)
-    for (gradients, momenta, updates, error), expected in first:
+    *newton_schulz, exact = first
+    for (gradients, momenta, updates, error), expected in itertools.chain(*newton_schulz):
         # Sums in float32, in another order; updates are differences of weights of about 1.
         for figures, of_whole in zip((gradients, momenta, updates), expected, strict=True):
             torch.testing.assert_close(
@@ -67,14 +73,9 @@ def test_figures_are_those_of_whole_tensors(case):
             )
         # Newton-Schulz leaves singular values between 0.7 and 1.2.
         assert 0.01 < error < 0.6
-
-
-@pytest.mark.ranks
-def test_orthogonality_error_of_orthogonal_matrices_is_zero():
-    """By singular values in place of Newton-Schulz."""
-    for steps in run_ranks(4, _step, "hybrid", True).check().results:
-        for figures, _ in steps:
-            assert figures[3] < 1e-4
+    # By singular values in place of Newton-Schulz.
+    for figures, _ in exact:
+        assert figures[3] < 1e-4
 
 
 def test_figures_that_were_not_asked_for_are_refused():

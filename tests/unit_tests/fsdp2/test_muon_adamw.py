@@ -5,16 +5,22 @@
 import copy
 import functools
 import io
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers import fsdp2_models
 from helpers.device import device, init_group
 from helpers.fsdp2_models import CASES, mixed_model
 from helpers.ranks import run_ranks
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW, parameter_groups
 
@@ -102,8 +108,6 @@ def _grads(model: torch.nn.Module, step: int) -> None:
     for param in model.parameters():
         grad = torch.randn(param.shape, generator=generator).to(param.device)
         if hasattr(param, "device_mesh"):
-            from torch.distributed.tensor import distribute_tensor
-
             grad = distribute_tensor(grad, param.device_mesh, param.placements)
         param.grad = grad
 
@@ -191,27 +195,8 @@ def test_groups_may_be_added_until_the_first_step():
         optimizer.add_param_group({"params": [model["down"].weight]})
 
 
-def test_state_dict_of_one_rank_resumes():
-    """The bits of the run that went on, through torch.save's form."""
-    models = [mixed_model(), mixed_model()]
-    optimizers = [MuonAdamW.from_model(each, lr=0.1) for each in models]
-    for step in range(2):
-        _grads(models[0], step)
-        optimizers[0].step()
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    for model, optimizer in zip(models, optimizers, strict=True):
-        _grads(model, 2)
-        optimizer.step()
-    for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(own, other)
-
-
 def _late() -> list[Any]:
     """Build it over plain parameters, swap them as accelerate does, and step; list what differs."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     init_group()
     mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
     late, early = mixed_model(), mixed_model()
@@ -236,50 +221,33 @@ def _late() -> list[Any]:
         group = optimizer.param_groups[optimizer.algorithms.index("muon")]
         group["params"] = list(reversed(group["params"]))
     _grads(late, 0)
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        found.append(str(error))
+    optimizers = [optimizer]
+    # Parameters that cannot be stepped.
+    for shape in ((4, 4), (4,)):
+        param = torch.nn.Parameter(torch.ones(shape, device=device()))
+        param.grad = torch.ones_like(param)
+        optimizers.append(MuonAdamW([("w", param)]))
+    for each in optimizers:
+        with pytest.raises(RuntimeError) as error:
+            each.step()
+        found.append(str(error.value))
     return found
 
 
 @pytest.mark.ranks
 def test_parameters_may_become_shards_before_the_first_step():
-    """As accelerate swaps them; a change after that is an error on all ranks."""
-    for equal, error in run_ranks(2, _late).check().results:
+    """As accelerate swaps them. The first step names those that cannot be stepped.
+
+    A change after that is an error on all ranks, and a vector is not given to AdamW in silence.
+    """
+    for equal, changed, plain, vector in run_ranks(2, _late).check().results:
         assert all(equal) and len(equal) == 10
-        assert "rank 1: param_groups: expected the 10 parameters of the first step" in error
-
-
-def _refused() -> list[str]:
-    """Return what a first step says of parameters that cannot be stepped."""
-    init_group()
-    errors = []
-    plain = torch.nn.Parameter(torch.ones(4, 4, device=device()))
-    vector = torch.nn.Parameter(torch.ones(4, device=device()))
-    for params in ([("plain", plain)], [("vector", vector)]):
-        optimizer = MuonAdamW(params)
-        for _, param in params:
-            param.grad = torch.ones_like(param)
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors
-
-
-@pytest.mark.ranks
-def test_first_step_names_parameters_as_construction_does():
-    """A vector without algorithm is not given to AdamW in silence."""
-    for plain, vector in run_ranks(2, _refused).check().results:
-        assert "plain: expected a DTensor in a job of 2 ranks" in plain
-        assert "vector: expected a matrix" in vector
+        assert "rank 1: param_groups: expected the parameters of the first step" in changed
+        assert "w: expected a DTensor in a job of 2 ranks" in plain
+        assert "w: expected a matrix" in vector
 
 
 def _sharded(shape: list[int]) -> torch.nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = mixed_model()
     names = ("replicate", "shard")[-len(shape) :]
     fully_shard(model, mesh=init_device_mesh(device().type, tuple(shape), mesh_dim_names=names))
@@ -300,9 +268,6 @@ def _optimizers(model: torch.nn.Module, *, is_one: bool) -> list[Any]:
 
 def _save(folder: str) -> None:
     """Train two steps with one optimizer and with two; save, and save the step after."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
     init_group()
     for is_one in (True, False):
         model = _sharded([torch.distributed.get_world_size()])
@@ -321,49 +286,45 @@ def _save(folder: str) -> None:
                     )
 
 
-def _load(folder: str, shape: list[int]) -> dict[str, list[bool]]:
-    """Load into one optimizer on other ranks, go on, and compare with the run that did."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_state_dict,
-        set_state_dict,
-    )
+# By one optimizer or by two: how states are saved, and how they are loaded.
+WAYS = [(True, True), (False, True), (False, False)]
 
+
+def _load(folder: str, shape: list[int]) -> dict[str, list[bool]]:
+    """Load on other ranks, go on, and compare with the run that did."""
     init_group()
     found = {}
-    for is_one in (True, False):
-        for is_flat in (False, True):
-            models = []
-            for step in (1, 2):
-                model = _sharded(shape)
-                for param in model.parameters():
-                    torch.nn.init.constant_(param, 7.0)
-                optimizers = _optimizers(model, is_one=True)
-                options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
-                weights, state = get_state_dict(model, optimizers, options=options)
-                loaded = {"model": weights, "optim": state}
-                dcp.load(loaded, checkpoint_id=f"{folder}/{is_one}_{is_flat}_{step}")
-                set_state_dict(
-                    model,
-                    optimizers,
-                    model_state_dict=loaded["model"],
-                    optim_state_dict=loaded["optim"],
-                    options=options,
-                )
-                if step == 1:
-                    _grads(model, 2)
-                    optimizers[0].step()
-                models.append((model, optimizers[0]))
-            (went_on, first), (read, second) = models
-            found[f"{is_one} {is_flat}"] = [
-                torch.equal(_local(a), _local(b))
-                for a, b in zip(went_on.parameters(), read.parameters(), strict=True)
-            ] + [
-                torch.equal(_local(first.state[a][key]), _local(second.state[b][key]))
-                for a, b in zip(went_on.parameters(), read.parameters(), strict=True)
-                for key in second.state[b]
-            ]
+    for (is_saved_as_one, is_one), is_flat in itertools.product(WAYS, (False, True)):
+        runs = []
+        for step in (1, 2):
+            model = _sharded(shape)
+            for param in model.parameters():
+                torch.nn.init.constant_(param, 7.0)
+            optimizers = _optimizers(model, is_one=is_one)
+            options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+            weights, state = get_state_dict(model, optimizers, options=options)
+            loaded = {"model": weights, "optim": state}
+            dcp.load(loaded, checkpoint_id=f"{folder}/{is_saved_as_one}_{is_flat}_{step}")
+            set_state_dict(
+                model,
+                optimizers,
+                model_state_dict=loaded["model"],
+                optim_state_dict=loaded["optim"],
+                options=options,
+            )
+            if step == 1:
+                _grads(model, 2)
+                for each in optimizers:
+                    each.step()
+            tensors = list(model.parameters())
+            for param in model.parameters():
+                states = (each.state[param] for each in optimizers if param in each.state)
+                tensors += [value for of_param in states for value in of_param.values()]
+            runs.append(tensors)
+        pairs = zip(*runs, strict=True)
+        found[f"{is_saved_as_one} {is_one} {is_flat}"] = [
+            torch.equal(_local(a), _local(b)) for a, b in pairs
+        ]
     return found
 
 
@@ -373,6 +334,6 @@ def test_state_of_one_optimizer_or_two_loads_on_other_ranks(tmp_path: Path):
     run_ranks(2, _save, str(tmp_path)).check()
     for ranks, shape in ((3, [3]), (4, [2, 2])):
         for found in run_ranks(ranks, _load, str(tmp_path), shape).check().results:
-            assert len(found) == 4
+            assert len(found) == 6
             for equal in found.values():
                 assert all(equal) and len(equal) > 25

@@ -2,43 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon for FSDP2 among other optimizers: closures, schedulers, clipping, missing gradients."""
 
-import subprocess
+import os
 import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import device, init_group, kind
+from helpers.fsdp2_models import drawn, shard
 from helpers.ranks import ROOT, run_ranks
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
 
-@pytest.mark.slow
-def test_import_and_step_need_no_megatron():
-    """Who uses plain FSDP2 installs neither megatron-core nor einops."""
-    program = """
-import sys
-class Barred:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("megatron", "einops"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Barred())
-import torch
-from megatron_muon.fsdp2 import Muon
-param = torch.nn.Parameter(torch.ones(3, 4))
-param.grad = torch.eye(3, 4)
-Muon([param], lr=1.0, fp32_matmul_prec="highest").step()
-assert not torch.equal(param, torch.ones(3, 4))
-assert not any(name.startswith("megatron_muon.mcore.patches") for name in sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
-
-
 def _pair(**settings: Any) -> tuple[Any, Any, Any, Any]:
     """Return two equal parameters of one rank, and our Muon and the whole-matrix one over them."""
-    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-
     ours, theirs = (
         torch.nn.Parameter(torch.arange(12.0, device=device()).view(3, 4)) for _ in range(2)
     )
@@ -155,8 +137,6 @@ def test_schedulers_and_clipping_work_as_with_any_optimizer():
 
 def test_groups_have_settings_of_their_own():
     """Learning rate, weight decay and momentum of each group; splits beside whole matrices."""
-    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-
     torch.manual_seed(0)
     values = [torch.randn(4, 6, device=device()), torch.randn(6, 3, device=device())]
     ours = [torch.nn.Parameter(value.clone()) for value in values]
@@ -209,40 +189,32 @@ def test_state_that_lacks_momentum_is_refused():
         muon.load_state_dict({**saved, "state": wrong})
 
 
-def _step_without_gradients() -> list[Any]:
+def _step_without_gradients() -> list[bool]:
     """Step where a parameter has no gradient on any rank, and one is frozen."""
-    from helpers.fsdp2_models import drawn, shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     init_group()
     mesh = init_device_mesh(kind(), (2,))
-    sharded = [shard((5, 4), seed, mesh) for seed in range(3)]
+    used, unused, frozen = (shard((5, 4), seed, mesh) for seed in range(3))
     alone = shard((5, 4), 0, mesh)
-    muons = [Muon([each.param for each in sharded]), Muon([alone.param])]
-    sharded[2].param.requires_grad_(False)
+    muons = [Muon([each.param for each in (used, unused, frozen)]), Muon([alone.param])]
+    frozen.param.requires_grad_(False)
+
+    def state() -> list[Any]:
+        momentum = muons[0].state[unused.param]["momentum_buffer"]
+        return [each.to_local().detach().clone() for each in (unused.param, momentum)]
+
     for step in range(2):
-        for each in (sharded[0], alone):
+        for each in (used, alone):
             each.param.grad = each.like_param(each.own(drawn((5, 4), step)))
-        # It has momentum by then, which must stay too.
-        if step == 0:
-            sharded[1].param.grad = sharded[0].param.grad
-            before = None
-        else:
-            sharded[1].param.grad = None
-            momentum = muons[0].state[sharded[1].param]["momentum_buffer"].to_local()
-            before = [sharded[1].param.to_local().detach().clone(), momentum.clone()]
+        # In the second step it has momentum, which must stay too.
+        unused.param.grad = None if step else used.param.grad
+        before = state()
         for muon in muons:
             muon.step()
-    after = [
-        sharded[1].param.to_local(),
-        muons[0].state[sharded[1].param]["momentum_buffer"].to_local(),
-    ]
-    frozen = sharded[2]
     return [
-        all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
-        bool(after[1].abs().max() > 0),
+        all(map(torch.equal, before, state())),
+        bool(before[1].abs().max() > 0),
         torch.equal(frozen.param.to_local(), frozen.own(frozen.whole)),
-        torch.equal(sharded[0].param.to_local(), alone.param.to_local()),
+        torch.equal(used.param.to_local(), alone.param.to_local()),
     ]
 
 
@@ -252,43 +224,14 @@ def test_parameter_that_nobody_has_a_gradient_of_stays():
     assert run_ranks(2, _step_without_gradients).check().results == [[True] * 4] * 2
 
 
-def _step_in_other_order() -> bool:
-    """Step two kinds of parameters, which the ranks list in opposite orders."""
-    import torch.distributed as dist
-    from helpers.fsdp2_models import drawn, shard
-    from torch.distributed.device_mesh import init_device_mesh
+def _stages_and_meshes() -> list[Any]:
+    """Build, step and save where the last two ranks have no matrices, with a limit of memory.
 
-    init_group()
-    mesh = init_device_mesh(kind(), (2, 1), mesh_dim_names=("replica", "shard"))
-    flat = init_device_mesh(kind(), (2,))
-    results = []
-    for is_turned in (False, dist.get_rank() == 1):
-        kinds = [shard((6, 5), 0, flat), shard((4, 6), 1, mesh)]
-        named = [(f"w{i}", each.param) for i, each in enumerate(kinds)]
-        muon = Muon(named[::-1] if is_turned else named)
-        for i, each in enumerate(kinds):
-            each.param.grad = each.like_param(each.own(drawn(each.whole.shape, 10 + i)))
-        muon.step()
-        results.append([each.param.to_local() for each in kinds])
-    return all(map(torch.equal, *results))
-
-
-@pytest.mark.ranks
-def test_ranks_may_list_kinds_of_parameters_in_any_order():
-    """Collectives of kinds would meet those of others; they are run in an order of their own."""
-    assert run_ranks(2, _step_in_other_order, timeout_s=60.0).check().results == [True] * 2
-
-
-def _stage_without_matrices() -> list[Any]:
-    """Build, step and save where the last rank has no matrices, with a limit of memory."""
-    import torch.distributed as dist
-    from helpers.fsdp2_models import drawn, shard
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-
+    Then step parameters of two meshes of the same ranks, in one order and in opposite orders.
+    """
     init_group()
     rank = dist.get_rank()
-    mesh = init_device_mesh(kind(), (3, 1), mesh_dim_names=("stage", "shard"))["shard"]
+    mesh = init_device_mesh(kind(), (4, 1), mesh_dim_names=("stage", "shard"))["shard"]
     pair = dist.new_group([0, 1])
     model = torch.nn.Module()
     sharded = []
@@ -297,56 +240,40 @@ def _stage_without_matrices() -> list[Any]:
         model.weight = each.param
         each.param.grad = each.like_param(each.own(drawn(each.whole.shape, 9)))
         sharded = [("weight", each.param)]
-    found = []
+    saved = []
     for group in (None, pair if rank < 2 else None):
         muon = Muon(sharded, group=group, exchange=ExchangeSettings(staging_bytes=10**6))
         muon.step()
         # It makes a step of its own where an optimizer has no state.
-        saved = get_optimizer_state_dict(model, muon)
+        saved.append(sorted(get_optimizer_state_dict(model, muon)["state"]))
         muon.load_state_dict(muon.state_dict())
-        found.append(sorted(saved["state"]))
-    return found
-
-
-@pytest.mark.ranks
-def test_rank_without_matrices_steps_and_saves_alone():
-    """Torch calls step() on a rank without state as it saves: the others do not come to it."""
-    run = run_ranks(3, _stage_without_matrices, timeout_s=60.0)
-    assert run.check().results == [[["weight"]] * 2, [["weight"]] * 2, [[], []]]
-
-
-def _step_over_two_meshes() -> bool:
-    """Step parameters of two meshes of the same ranks, which ranks list in opposite orders."""
-    import torch.distributed as dist
-    from helpers.fsdp2_models import drawn, shard
-    from torch.distributed.device_mesh import init_device_mesh
-
-    init_group()
     first = init_device_mesh(kind(), (2, 2), mesh_dim_names=("a", "s"))
     second = init_device_mesh(kind(), (2, 2), mesh_dim_names=("b", "t"))
-    both = [shard((6, 5), 0, first["s"]), shard((4, 6), 1, second["b", "t"])]
-    named = [(f"w{i}", each.param) for i, each in enumerate(both)]
-    muon = Muon(named[::-1] if dist.get_rank() % 2 else named)
-    for i, each in enumerate(both):
-        each.param.grad = each.like_param(each.own(drawn(each.whole.shape, 10 + i)))
-    muon.step()
-    return True
+    results = []
+    for is_turned in (False, rank % 2 == 1):
+        both = [shard((6, 5), 0, first["s"]), shard((4, 6), 1, second["b", "t"])]
+        named = [(f"w{i}", each.param) for i, each in enumerate(both)]
+        muon = Muon(named[::-1] if is_turned else named)
+        for i, each in enumerate(both):
+            each.param.grad = each.like_param(each.own(drawn(each.whole.shape, 10 + i)))
+        muon.step()
+        results.append([each.param.to_local() for each in both])
+    return [saved, all(map(torch.equal, *results))]
 
 
 @pytest.mark.ranks
-def test_ranks_choose_one_of_two_groups_of_the_same_ranks():
-    """One took the first mesh's, another the second's, and each waited in its own."""
-    assert run_ranks(4, _step_over_two_meshes, timeout_s=60.0).check().results == [True] * 4
+def test_ranks_may_have_no_matrices_or_list_them_in_any_order():
+    """Torch calls step() on a rank without state as it saves: the others do not come to it.
+
+    Of two groups of the same ranks, one took the first mesh's, another the second's, and waited.
+    """
+    results = run_ranks(4, _stages_and_meshes, timeout_s=60.0).check().results
+    weights = [["weight"]] * 2
+    assert results == [[weights, True], [weights, True], [[[], []], True], [[[], []], True]]
 
 
 def _operations(num_experts: list[int]) -> list[list[int]]:
     """Count operations, matrix products and host reads of a step, by number of experts."""
-    import os
-    import sys
-
-    from helpers.fsdp2_models import drawn, shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     from megatron_muon.runtime import local_rows
 
     sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -7,9 +7,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import device, init_group
 from helpers.fsdp2_models import drawn
 from helpers.ranks import run_ranks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
@@ -20,8 +26,6 @@ NUM_STEPS = 3
 @pytest.mark.parametrize("has_bf16_gradients", [False, True])
 def test_momentum_in_bfloat16_is_rounded_once_a_step(nesterov, has_bf16_gradients):
     """The bits of emerging-optimizers' Muon, whose momentum is rounded after each step."""
-    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-
     if has_bf16_gradients and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("from torch 2.10 on")
     ours, theirs, skipped = (torch.nn.Parameter(drawn((6, 9), 1)) for _ in range(3))
@@ -95,15 +99,16 @@ def test_memory_that_cannot_be_pinned_is_an_error():
     )
 
 
+def save_and_load(folder: str, saved: tuple[Any, Any], loading: tuple[Any, Any]) -> None:
+    """Save a model with its optimizer, and load them into others."""
+    dcp.save(dict(zip("mo", get_state_dict(*saved), strict=True)), checkpoint_id=folder)
+    state = dict(zip("mo", get_state_dict(*loading), strict=True))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(*loading, model_state_dict=state["m"], optim_state_dict=state["o"])
+
+
 def _step_bf16(folder: str) -> list[str]:
     """Step sharded parameters in bfloat16, save and load them; list what differs from float32."""
-    import torch.distributed.checkpoint as dcp
-    from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
-
     init_group()
     mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
     shapes = [(10, 6), (3, 8)]
@@ -132,15 +137,9 @@ def _step_bf16(folder: str) -> list[str]:
     model, muon = build()
     for number in range(4):
         if number == 2:
-            weights, state = get_state_dict(model, muon)
-            dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
+            saved = model, muon
             model, muon = build()
-            weights, state = get_state_dict(model, muon)
-            loaded = {"model": weights, "optim": state}
-            dcp.load(loaded, checkpoint_id=folder)
-            set_state_dict(
-                model, muon, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"]
-            )
+            save_and_load(folder, saved, (model, muon))
         step(model, muon, number)
         reference.step()
         for i, param in enumerate(model.parameters()):
@@ -249,11 +248,6 @@ def _train_in_cpu_memory(folder: str) -> list[str]:
     """Train with and without CPUOffloadPolicy, with a checkpoint; list what differs."""
     import copy
 
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
     from megatron_muon.fsdp2 import MuonAdamW
 
     init_group()
@@ -275,15 +269,9 @@ def _train_in_cpu_memory(folder: str) -> list[str]:
     (model, muon), (plain, plain_muon) = build(offload), build(OffloadPolicy())
     for number in range(4):
         if number == 2:
-            weights, state = get_state_dict(model, muon)
-            dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
+            saved = model, muon
             model, muon = build(offload)
-            weights, state = get_state_dict(model, muon)
-            loaded = {"model": weights, "optim": state}
-            dcp.load(loaded, checkpoint_id=folder)
-            set_state_dict(
-                model, muon, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"]
-            )
+            save_and_load(folder, saved, (model, muon))
         batch = drawn((8, 6), 20 + number).to(device())
         for each, optimizer in ((model, muon), (plain, plain_muon)):
             optimizer.zero_grad()
@@ -305,16 +293,3 @@ def test_shards_in_cpu_memory_step_with_the_same_bits(tmp_path):
     """With CPUOffloadPolicy; test_rows_in_cpu_memory.py has what CPU ranks cannot show."""
     for different in run_ranks(2, _train_in_cpu_memory, str(tmp_path / "saved")).check().results:
         assert different == []
-
-
-def test_shards_of_which_some_are_in_cpu_memory_are_refused():
-    """A step runs where the first one is."""
-    from megatron_muon.fsdp2.parameters import named_parameters
-    from megatron_muon.fsdp2.problems import parameter_problem
-
-    (parameter,) = named_parameters([{"params": [torch.nn.Parameter(torch.ones(3, 4))]}])
-    problem = parameter_problem(parameter, torch.device("cuda", 0))
-    assert problem == (
-        "parameter 0: expected shards on cuda:0, as the mesh or the first parameter is, got cpu. "
-        "Shard all parameters with CPUOffloadPolicy, or none"
-    )

@@ -211,8 +211,8 @@ def test_plain_tensors_that_cannot_be_stepped_are_refused_on_all_ranks():
         "not_bool": "v: flatten: expected True or False, got 1",
         "function": "newton_schulz: expected a function of a stack, got 'fast'",
         "function_dtype": "exchange.comm_dtype: expected fp32 for Newton-Schulz in fp32",
-        "function_form": "exchange.newton_schulz: expected standard with a newton_schulz function",
-        "momentum": "momentum_dtype: expected float32 or bfloat16, got torch.float16",
+        "function_form": "newton_schulz: expected a function of a stack",
+        "momentum": "momentum_dtype: expected one of [torch.float32, torch.bfloat16]",
     }
     for said in run_ranks(2, _refusals).check().results:
         assert set(said) == set(expected)

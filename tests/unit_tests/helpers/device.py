@@ -66,7 +66,6 @@ PIECES: dict[str, tuple[str, ...]] = {
         "fsdp2/test_optimizer.py",
         "fsdp2/test_megatron_fsdp.py",
         "fsdp2/test_megatron_fsdp_v2.py",
-        "fsdp2/test_checkpoints.py",
         "fsdp2/test_script.py",
     ),
     "newton_schulz": (
