@@ -22,8 +22,7 @@ from training_step import COMMON, RUNS
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from launched_run import train
 
-from megatron_muon.checkpoint.folders import find_checkpoint
-from megatron_muon.checkpoint.reading import read_checkpoint
+from megatron_muon.checkpoint.reading import find_checkpoint, read_checkpoint
 
 NAMES = ("FSDP, adam", "FSDP, muon, owner")
 NUM_SAVES = 4

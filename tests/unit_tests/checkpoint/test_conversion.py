@@ -29,10 +29,15 @@ from helpers.toy_gpt import (
 )
 
 from megatron_muon.checkpoint import reading
-from megatron_muon.checkpoint.__main__ import main
-from megatron_muon.checkpoint.folders import TRACKER, CheckpointError
-from megatron_muon.checkpoint.reading import StoredCheckpoint, find_problems, read_checkpoint
-from megatron_muon.checkpoint.writing import LazyPlanner, replacing
+from megatron_muon.checkpoint.__main__ import main, replacing
+from megatron_muon.checkpoint.conversion import Conversion
+from megatron_muon.checkpoint.reading import (
+    TRACKER,
+    CheckpointError,
+    StoredCheckpoint,
+    find_problems,
+    read_checkpoint,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -269,7 +274,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no weight": ({**MUON, **ADAM, **_of_ddp()}, "b: expected a weight with momentum_buffer"),
     "unknown state": (
         {**MUON, "optimizer.distributed.dp_group_idx_0": MATRIX, **_of_ddp()},
-        "optimizer.distributed.dp_group_idx_0: expected optimizer.state.<name>.<parameter>",
+        "optimizer.distributed.dp_group_idx_0: expected a weight, but not of multi-token",
     ),
     "no arguments": ({**MUON, **_of_ddp({})}, "expected the arguments bf16, fp16"),
     "no step": ({**MUON, **_of_ddp(groups={0: GROUPS[0]})}, "expected one step count of Adam"),
@@ -283,6 +288,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "back, layers": (
         {**OTHER_LAYER, **LR},
         "expected parameters of one shape in all layers and experts, got ValueError",
+    ),
+    "back, a layer is missing": (
+        {**OF_MUON, **LR, "args": argparse.Namespace(**{**ARGS, "num_layers": 2})},
+        "expected parameters of one shape in all layers and experts, got ValueError: others for",
     ),
     "back, fp16": (
         {**OF_MUON, "args": argparse.Namespace(**{**ARGS, "fp16": True})},
@@ -340,7 +349,7 @@ def _meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> No
 
         return call
 
-    monkeypatch.setattr(LazyPlanner, "lookup_object", after(LazyPlanner.lookup_object))
+    monkeypatch.setattr(Conversion, "lookup_object", after(Conversion.lookup_object))
 
 
 def test_source_that_is_saved_again_meanwhile_is_refused(tmp_path, capsys, monkeypatch):

@@ -16,8 +16,7 @@ from helpers.commands import run_torchrun
 from helpers.ranks import PRETRAIN_GPT, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 
-from megatron_muon.checkpoint.folders import TRACKER
-from megatron_muon.checkpoint.reading import read_checkpoint
+from megatron_muon.checkpoint.reading import TRACKER, read_checkpoint
 
 pytestmark = pytest.mark.ranks
 

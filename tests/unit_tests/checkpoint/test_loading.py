@@ -15,7 +15,7 @@ from helpers.checkpoint_runs import SCHEDULE, assert_same, gathered, resumed_run
 from helpers.ranks import Run, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 
-from megatron_muon.checkpoint.folders import TRACKER
+from megatron_muon.checkpoint.reading import TRACKER
 
 pytestmark = pytest.mark.ranks
 

@@ -26,10 +26,11 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_muon.checkpoint.__main__ import main
-from megatron_muon.checkpoint.folders import CheckpointError, find_checkpoint
 from megatron_muon.checkpoint.reading import (
+    CheckpointError,
     _Inert,
     _Unpickler,
+    find_checkpoint,
     find_misfits,
     find_problems,
     is_tiled,
