@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _verify(options: argparse.Namespace) -> str:
     checkpoint = read_checkpoint(find_checkpoint(options.dir, options.ckpt_step))
-    if problems := [*find_problems(checkpoint)]:
+    if problems := find_problems(checkpoint):
         raise CheckpointError(*problems)
     files = checkpoint.items_by_file()
     num_bytes = sum(item.length for items in files.values() for item in items)
@@ -78,8 +78,8 @@ def _convert(options: argparse.Namespace) -> str:
     path = find_checkpoint(options.dir, options.ckpt_step, _SOURCES[options.to])
     with replacing(options.target) as folder, unchanged(path):
         checkpoint = read_checkpoint(path)
-        for problem in find_misfits(checkpoint):
-            raise CheckpointError(problem)
+        if problems := find_misfits(checkpoint):
+            raise CheckpointError(problems[0])
         conversion = Conversion(checkpoint)
         common = (from_ddp if options.to == "fsdp_dtensor" else to_ddp)(conversion)
         iteration = int(common["iteration"])

@@ -387,33 +387,34 @@ def _item(key: str, info: StoredObject, *chunk: tuple[int, ...]) -> Item:
     return Item(key, name, offset, length, *chunk)
 
 
-def find_problems(checkpoint: StoredCheckpoint) -> Iterator[str]:
+def find_problems(checkpoint: StoredCheckpoint) -> list[str]:
     """Compare a checkpoint with its table of contents, and every byte with its checksum.
 
     ``torch.save`` writes a CRC-32 of every record. Bytes without a checksum (alignment between
     records, time stamps of the archive) are never loaded.
 
-    Yields:
-        One sentence for each problem: those of :func:`find_misfits`, and items whose bytes have
-        changed or are not the expected chunk.
+    Returns:
+        One sentence for each problem: those of :func:`find_misfits` or, without any, items whose
+        bytes have changed or are not the expected chunk.
 
     Memory: twice the largest item.
     """
-    yield from find_misfits(checkpoint)
+    problems = find_misfits(checkpoint)
+    if problems:
+        return problems
     for item in itertools.chain.from_iterable(checkpoint.items_by_file().values()):
-        path = checkpoint.folder / item.file
         try:
-            if _is_regular(path) and item.key in checkpoint.tensors:
+            if item.key in checkpoint.tensors:
                 checkpoint.read_chunk(item)
-            elif _is_regular(path):
+            else:
                 checkpoint.read_object(item.key)
         except CheckpointError as error:
-            yield f"{path}, bytes {item.offset} to {item.offset + item.length}: {error}"
+            path = checkpoint.folder / item.file
+            problems.append(f"{path}, bytes {item.offset} to {item.offset + item.length}: {error}")
+    return problems
 
 
-def find_misfits(
-    checkpoint: StoredCheckpoint, share: int = 0, num_shares: int = 1
-) -> Iterator[str]:
+def find_misfits(checkpoint: StoredCheckpoint, share: int = 0, num_shares: int = 1) -> list[str]:
     """Compare a table of contents with itself and with the lengths of files.
 
     Args:
@@ -421,43 +422,42 @@ def find_misfits(
         share: Index of the share of tensors and files to compare.
         num_shares: Number of shares, which together are all of them.
 
-    Yields:
+    Returns:
         One sentence for each problem: chunks that do not tile their tensor, a file that is missing
         or of another length than its items.
     """
-    for key, tensor in [*checkpoint.tensors.items()][share::num_shares]:
-        if not is_tiled(tensor.shape, [(item.offsets, item.sizes) for item in tensor.chunks]):
-            yield f"{key}: expected chunks that tile the shape {tensor.shape}, got others"
+    problems = [
+        f"{key}: expected chunks that tile the shape {tensor.shape}, got others"
+        for key, tensor in [*checkpoint.tensors.items()][share::num_shares]
+        if not is_tiled(tensor.shape, [(item.offsets, item.sizes) for item in tensor.chunks])
+    ]
     for name, items in [*checkpoint.items_by_file().items()][share::num_shares]:
         path, end = checkpoint.folder / name, 0
-        if not _is_regular(path):
-            yield f"{path}: expected a file, got none, or a link or pipe in its place"
+        if not os.path.isfile(path) or path.is_symlink():
+            problems.append(f"{path}: expected a file, got none, or a link or pipe in its place")
             continue
         for item in items:
             if item.offset != end:
-                yield f"{path}: expected {item.key} at byte {end}, got it at {item.offset}"
+                problems.append(f"{path}: expected {item.key} at byte {end}, got {item.offset}")
             end = item.offset + item.length
         size = path.stat().st_size
         if size != end:
-            yield f"{path}: expected {end} bytes, got {size}"
-
-
-def _is_regular(path: Path) -> bool:
-    return os.path.isfile(path) and not os.path.islink(path)
+            problems.append(f"{path}: expected {end} bytes, got {size}")
+    return problems
 
 
 def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Return whether boxes are inside of a shape, fill it, and do not overlap."""
-    # Torch checks the same in a save, by a private function whose result differs by release.
     # Boxes fill another one exactly if the corners of all, with alternating signs, cancel.
     corners: Counter[tuple[int, ...]] = Counter()
     whole = ((0,) * len(shape), shape)
     for sign, (offsets, sizes) in [(-1, whole), *((1, box) for box in boxes)]:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False
-        for ends in itertools.product((0, 1), repeat=len(shape)):
-            corner = tuple(o + end * n for o, end, n in zip(offsets, ends, sizes, strict=True))
-            corners[corner] += sign * (-1) ** sum(ends)
+        ends = [(o, o + n) for o, n in zip(offsets, sizes, strict=True)]
+        for is_end in itertools.product((0, 1), repeat=len(shape)):
+            corner = tuple(pair[end] for pair, end in zip(ends, is_end, strict=True))
+            corners[corner] += sign * (-1) ** sum(is_end)
     return not any(corners.values())
 
 

@@ -5,7 +5,6 @@
 import functools
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,20 @@ from megatron_muon.checkpoint.reading import (
     finished_iterations,
     read_checkpoint,
 )
-from megatron_muon.mcore.checkpoint_state import rename_layers
+from megatron_muon.mcore.checkpoint_state import describe_differences, rename_layers
 from megatron_muon.mcore.fsdp_model import current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
-_PARTS = ("model", "optimizer")
+_PARTS = {"model", "optimizer"}
 # Entry of a state dict that is loaded, as upstream's own ``_model``; one that is saved has none.
 _STORED = "_megatron_muon_checkpoint"
 # Names of experts contain their global index.
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
 # Names of states that differ by tensor-parallel rank (FSDPBlockMuon).
 _TENSOR_RANK = re.compile(r"(_tensor_rank_)\d+(_of_\d+)$")
-_STATE = re.compile(r"^(optimizer\.state\..+)\.([^.]+)$")
 _GENERATOR = re.compile(r"rng_state\.(\([^)]*\))")
 
 
@@ -128,14 +126,7 @@ def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
             "holds it, and --ckpt-step for its iteration."
         )
     # As for upstream, iteration 0 means "not given".
-    if not iteration and not tracker.is_file():
-        finished = finished_iterations(folder)
-        if finished:
-            raise CheckpointError(
-                f"{tracker}: expected it beside the finished checkpoints "
-                f"{', '.join(map(str, finished))}, got no such file. Write the iteration to load "
-                f"into it, or pass --ckpt-step {finished[-1]}."
-            )
+    if not iteration and not tracker.is_file() and not finished_iterations(folder):
         return None
     if iteration and tracker.is_file() and tracker.read_text().strip() == "release":
         raise CheckpointError(
@@ -264,27 +255,23 @@ def find_differences(
         elsewhere: Names of tensors that other pipeline stages expect.
 
     Returns:
-        One sentence for each parameter or state that is missing, has another shape, or is stored
-        but not expected, so that loading would drop it.
+        One sentence for each module or parameter with weights or states that are missing, have
+        another shape, or are stored but not expected, so that loading would drop them.
     """
-    parts = [part for part in _PARTS if part in state_dict]
     wanted = _shapes(state_dict)
-    problems = [
-        f"{key}: expected shape {shape}, got {checkpoint.tensors[key].shape}"
-        for key, shape in wanted.items()
-        if key in checkpoint.tensors and checkpoint.tensors[key].shape != shape
-    ]
     # A rank expects only its own experts; names of the others differ in the index.
     patterns = {_pattern(key) for key in (*wanted, *elsewhere)}
-    unwanted = [
-        key
-        for key in checkpoint.tensors
-        if key.partition(".")[0] in parts
-        and (_pattern(key) not in patterns or not _is_expert_of(key, num_experts))
-    ]
+    stored = {
+        key: tensor.shape
+        for key, tensor in checkpoint.tensors.items()
+        if key in wanted
+        or (
+            key.partition(".")[0] in state_dict.keys() & _PARTS
+            and (_pattern(key) not in patterns or not _is_expert_of(key, num_experts))
+        )
+    }
     # DCP silently ignores both: missing tensors keep their random or zero values.
-    missing = [key for key in wanted if key not in checkpoint.tensors]
-    return problems + _group_states(missing, unwanted)
+    return describe_differences(wanted, stored)
 
 
 def _shapes(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -305,21 +292,6 @@ def _pattern(key: str) -> str:
 def _is_expert_of(key: str, num_experts: int | None) -> bool:
     expert = _EXPERT.search(key)
     return expert is None or int(expert[2]) < (num_experts or 0)
-
-
-def _group_states(missing: list[str], unwanted: list[str]) -> list[str]:
-    """Describe missing and unexpected tensors, the states of one parameter together."""
-    found: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for index, keys in enumerate((missing, unwanted)):
-        for key in keys:
-            match = _STATE.match(key)
-            parent, kind = (match[1], match[2]) if match else (key, "a tensor")
-            found[parent][index].append(kind)
-    return [
-        f"{parent}: expected {', '.join(sorted(expected)) or 'nothing'}, "
-        f"got {', '.join(sorted(got)) or 'nothing'}"
-        for parent, (expected, got) in found.items()
-    ]
 
 
 def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
@@ -343,10 +315,10 @@ def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
 def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
     """Compare the files of a checkpoint with its table of contents, a share on each rank."""
     # All files on every rank would overload the file system of a large job.
-    found, problems = _attempt(
-        lambda: list(find_misfits(checkpoint, dist.get_rank(), dist.get_world_size()))
+    misfits, problems = _attempt(
+        lambda: find_misfits(checkpoint, dist.get_rank(), dist.get_world_size())
     )
-    problems += found or []
+    problems += misfits or []
     _raise_together(
         problems,
         "The checkpoint is damaged; load an earlier one with --ckpt-step, or restore the files. "

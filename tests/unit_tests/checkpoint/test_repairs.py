@@ -58,7 +58,7 @@ def _split_by_a_stand_in() -> dict[str, Any]:
     from helpers.toy_fsdp import build_model
     from torch.distributed.tensor import DTensor
 
-    from megatron_muon.mcore.checkpoint_repairs import split_fused_latent_states
+    from megatron_muon.mcore.checkpoint_repairs import split_every_state
 
     asked = []
 
@@ -82,7 +82,7 @@ def _split_by_a_stand_in() -> dict[str, Any]:
     fused, plain = "layer.linear_qkv_down_proj.weight", {"momentum_buffer": momentum}
     # What is found of a parameter goes by its name: this stands for one that the toy has.
     state = {fused: {**plain, "step": 3}, "other": plain}
-    _, split = split_fused_latent_states(handler)(model, {}, {"state": state, "groups": 1})
+    _, split = split_every_state(handler)(model, {}, {"state": state, "groups": 1})
     return {
         "names": {name: sorted(states) for name, states in split["state"].items()},
         "parts": [split["state"][fused.replace("_qkv_", f"_{p}_")]["momentum_buffer"][0]
