@@ -273,26 +273,26 @@ class StoredCheckpoint:
         """Read the bytes of an item, and compare the checksums of its records."""
         path = self.folder / item.file
         with expecting("a regular file, no link or pipe", path), _open_regular(path) as file:
-            size, end = os.fstat(file.fileno()).st_size, item.offset + item.length
-            file.seek(min(item.offset, size))
-            # Before anything is allocated.
-            data = file.read(item.length) if end <= size else b""
-            if len(data) != item.length:
-                raise CheckpointError(
-                    f"{path}: expected {end} bytes or more, got {size}: the file is truncated."
-                )
-        with expecting("an archive of torch.save", item.key):
+            file.seek(item.offset)
+            # No more is allocated than the file has.
+            data = file.read(min(item.length, os.fstat(file.fileno()).st_size))
+        if len(data) != item.length:
+            raise CheckpointError(
+                f"{path}: expected {item.length} bytes at {item.offset}, got {len(data)}: the file "
+                "is truncated."
+            )
+        with (
+            expecting("an archive of torch.save", item.key),
+            zipfile.ZipFile(io.BytesIO(data)) as archive,
+        ):
             # zipfile skips leading bytes, which no checksum covers.
-            if not data.startswith(b"PK"):
-                raise zipfile.BadZipFile("bytes before the archive")
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                num_bytes = sum(record.file_size for record in archive.infolist())
-                if num_bytes > len(data):
-                    raise zipfile.BadZipFile(f"records of {num_bytes} bytes in a smaller archive")
-                if damaged := archive.testzip():
-                    raise CheckpointError(
-                        f"{item.key}: expected the checksum of its record {damaged}, got another"
-                    )
+            num_bytes = sum(record.file_size for record in archive.infolist())
+            if not data.startswith(b"PK") or num_bytes > len(data):
+                raise zipfile.BadZipFile("bytes before the archive, or records larger than it")
+            if damaged := archive.testzip():
+                raise CheckpointError(
+                    f"{item.key}: expected the checksum of its record {damaged}, got another"
+                )
         return data
 
 
@@ -454,10 +454,9 @@ def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     for sign, (offsets, sizes) in [(-1, whole), *((1, box) for box in boxes)]:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False
-        ends = [(o, o + n) for o, n in zip(offsets, sizes, strict=True)]
-        for is_end in itertools.product((0, 1), repeat=len(shape)):
-            corner = tuple(pair[end] for pair, end in zip(ends, is_end, strict=True))
-            corners[corner] += sign * (-1) ** sum(is_end)
+        for ends in itertools.product((0, 1), repeat=len(shape)):
+            corner = tuple(o + end * n for o, end, n in zip(offsets, ends, sizes, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
     return not any(corners.values())
 
 

@@ -32,7 +32,6 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_wh
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
-_PARTS = {"model", "optimizer"}
 # Entry of a state dict that is loaded, as upstream's own ``_model``; one that is saved has none.
 _STORED = "_megatron_muon_checkpoint"
 # Names of experts contain their global index.
@@ -215,19 +214,13 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         state_dict = original(args, {**raw_state_dict, "model": weights}, model)
         if checkpoint is None:
             return state_dict
-        shapes, problems = _attempt(functools.partial(_shapes, state_dict))
-        elsewhere: list[set[str]] = []
+        shapes, elsewhere = _shapes(state_dict), list[set[str]]()
         if args.pipeline_model_parallel_size > 1:
             # Other pipeline stages load what this one does not know.
             group = mpu.get_pipeline_model_parallel_group()
             elsewhere = [set()] * group.size()
-            dist.all_gather_object(elsewhere, {*(shapes or ())}, group=group)
-        differences, failures = _attempt(
-            lambda: find_differences(
-                checkpoint, state_dict, args.num_experts, set().union(*elsewhere)
-            )
-        )
-        problems += [*failures, *(differences or [])]
+            dist.all_gather_object(elsewhere, {*shapes}, group=group)
+        problems = find_differences(checkpoint, shapes, args.num_experts, set().union(*elsewhere))
         # Collective on all ranks or on none: the flag is the same everywhere.
         if args.strict_fsdp_dtensor_load:
             _raise_together(problems, _advice(checkpoint, args))
@@ -242,7 +235,7 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def find_differences(
     checkpoint: StoredCheckpoint,
-    state_dict: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
     num_experts: int | None,
     elsewhere: Iterable[str] = (),
 ) -> list[str]:
@@ -250,7 +243,7 @@ def find_differences(
 
     Args:
         checkpoint: The stored tensors.
-        state_dict: The expected tensors, nested, plain or DTensors.
+        shapes: Shapes of the expected tensors by their names in checkpoints.
         num_experts: Global number of experts of the model.
         elsewhere: Names of tensors that other pipeline stages expect.
 
@@ -258,27 +251,27 @@ def find_differences(
         One sentence for each module or parameter with weights or states that are missing, have
         another shape, or are stored but not expected, so that loading would drop them.
     """
-    wanted = _shapes(state_dict)
     # A rank expects only its own experts; names of the others differ in the index.
-    patterns = {_pattern(key) for key in (*wanted, *elsewhere)}
+    patterns = {_pattern(key) for key in (*shapes, *elsewhere)}
+    parts = {key.partition(".")[0] for key in (*shapes, *elsewhere)}
     stored = {
         key: tensor.shape
         for key, tensor in checkpoint.tensors.items()
-        if key in wanted
+        if key in shapes
         or (
-            key.partition(".")[0] in state_dict.keys() & _PARTS
+            key.partition(".")[0] in parts
             and (_pattern(key) not in patterns or not _is_expert_of(key, num_experts))
         )
     }
     # DCP silently ignores both: missing tensors keep their random or zero values.
-    return describe_differences(wanted, stored)
+    return describe_differences(shapes, stored)
 
 
 def _shapes(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the expected tensors by their names in checkpoints."""
     return {
         key: tuple(value.shape)
-        for part in _PARTS
+        for part in ("model", "optimizer")
         for key, value in flatten_state_dict({part: state_dict.get(part, {})}).items()
         if isinstance(value, torch.Tensor)
     }

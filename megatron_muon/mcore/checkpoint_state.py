@@ -278,18 +278,15 @@ def describe_differences(expected: Mapping[str, object], found: Mapping[str, obj
         expected: Shapes or layouts of tensors by name.
         found: The same of another state.
     """
-    by_parent: dict[str, list[str]] = defaultdict(list)
+    texts: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for key in sorted(expected.keys() | found.keys()):
         if expected.get(key) != found.get(key):
-            by_parent[key.rpartition(".")[0]].append(key)
-
-    def listed(layouts: Mapping[str, object], keys: Sequence[str]) -> str:
-        present = [f"{k.rpartition('.')[2]} {layouts[k]}" for k in keys if k in layouts]
-        return ", ".join(present) or "nothing"
-
+            parent, _, kind = key.rpartition(".")
+            for side, layouts in enumerate((expected, found)):
+                texts[parent][side].extend([f"{kind} {layouts[key]}"] if key in layouts else [])
     return [
-        f"{parent}: expected {listed(expected, keys)}, got {listed(found, keys)}"
-        for parent, keys in by_parent.items()
+        f"{parent}: expected {', '.join(wanted) or 'nothing'}, got {', '.join(got) or 'nothing'}"
+        for parent, (wanted, got) in texts.items()
     ]
 
 

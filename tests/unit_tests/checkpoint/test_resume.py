@@ -95,7 +95,6 @@ SAME_WORLD = [
     pytest.param(2, 1, BF16, id="zero1_bf16"),
     slow(2, 3, (*BF16, "--exp-avg-dtype", "bf16"), id="zero3_momentum_bf16"),
     slow(2, 2, MIXED, id="zero2_fp32_moe"),
-    slow(4, 3, BF16_ON[4], id="zero3_bf16"),
     slow(4, 3, (*HSDP, *BF16), id="hsdp_bf16"),
     slow(4, 3, (*HFSDP, *BF16), id="hfsdp_bf16"),
     slow(4, 3, ADAMUON_EP, id="hfsdp_fp32_adamuon_ep2"),
