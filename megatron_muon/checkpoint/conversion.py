@@ -243,7 +243,7 @@ def from_ddp(conversion: Conversion) -> dict[str, Any]:
     common = _common_of_ddp(checkpoint)
     args = common["args"]
     weights, states = _by_parameter(checkpoint, _DDP_WEIGHT, _DDP_STATE)
-    in_groups, in_state = _adam_steps(checkpoint, common)
+    num_steps, is_by_group = _adam_steps(checkpoint, common)
     prefix = "optimizer.{}.module.module." + "module." * (args.bf16 or args.fp16)
     state, setting = prefix.format("state"), prefix.format("param_to_group_meta")
     for name, key in weights.items():
@@ -263,13 +263,14 @@ def from_ddp(conversion: Conversion) -> dict[str, Any]:
             )
         if kinds.keys() != _ADAM:
             continue
-        # Torch's Adam counts the steps of a parameter, Transformer Engine's those of a group.
-        for part in parts if in_state else ():
-            counter = functools.partial(torch.tensor, in_state[0])
-            key = f"{state}{part.name}.{_STEP}"
-            conversion.add_chunk(key, (), _whole(()), torch.float32, counter)
-        for part in _parts(name, shape, args, has_halves=False) if in_groups else ():
-            conversion.add_object(f"{setting}{part.name}.{_STEP}", in_groups[0])
+        # Torch's Adam counts the steps of a parameter, Transformer Engine's those of a group, whose
+        # settings are not split.
+        for part in _parts(name, shape, args, has_halves=not is_by_group):
+            if is_by_group:
+                conversion.add_object(f"{setting}{part.name}.{_STEP}", num_steps)
+            else:
+                key, counter = f"{state}{part.name}.{_STEP}", torch.tensor(num_steps)
+                conversion.add_chunk(key, (), _whole(()), torch.float32, counter.clone)
     conversion.add_object("args", argparse.Namespace(**vars(args), ckpt_format="fsdp_dtensor"))
     for key in _COUNTERS:
         conversion.add_object(key, common.get(key, 0))
@@ -302,23 +303,19 @@ def to_ddp(conversion: Conversion) -> dict[str, Any]:
     for name, key in weights.items():
         part, stack = _part(name, args)
         kinds = {kind: source for kind, source in states.get(name, {}).items() if kind != _STEP}
-        dtype = params_dtype if kinds else checkpoint.tensors[key].dtype
-        targets = [(part.stacked, key, dtype)]
+        # Buffers keep their type.
+        own_dtype = params_dtype if kinds else checkpoint.tensors[key].dtype
         if args.bf16 and kinds:
             kinds[_MASTER] = key
-        for kind, source in kinds.items():
-            targets.append((f"optimizer.state.{kind}.{part.stacked}", source, torch.float32))
+        targets = [(part.stacked, key, own_dtype)] + [
+            (f"optimizer.state.{kind}.{part.stacked}", source, torch.float32)
+            for kind, source in kinds.items()
+        ]
         for target, source, dtype in targets:
             own_shape = checkpoint.tensors[source].shape
             shape = own_shape if part.half is None else (2 * own_shape[0], *own_shape[1:])
-            conversion.copy(
-                source,
-                _whole(own_shape),
-                target,
-                (*stack, *shape),
-                part.box(own_shape),
-                dtype,
-            )
+            whole, box = _whole(own_shape), part.box(own_shape)
+            conversion.copy(source, whole, target, (*stack, *shape), box, dtype)
         is_local = args.transformer_impl == "local" and part.half != 1
         if is_local and (match := _WITHOUT_STATE.match(part.stacked)):
             shard, num_shards = (
@@ -449,21 +446,19 @@ def _common_of_ddp(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     return {**common, "args": _plain_args(checkpoint, common["args"])}
 
 
-def _adam_steps(
-    checkpoint: StoredCheckpoint, common: Mapping[str, Any]
-) -> tuple[list[float], list[float]]:
-    """Return how often Adam has stepped, by groups and by parameters: one of the two is empty."""
+def _adam_steps(checkpoint: StoredCheckpoint, common: Mapping[str, Any]) -> tuple[float, bool]:
+    """Return how often Adam has stepped, and whether groups count it, or parameters."""
     optimizer = common["optimizer"]
     groups = itertools.chain(*_nested(optimizer, "param_groups"))
     in_groups = {float(group[_STEP]) for group in groups if _STEP in group}
     in_state = {_scalar(counter) for counter in _nested(optimizer, "common_step")}
-    if len(in_groups) + len(in_state) != 1:
+    counts = [*in_groups, *in_state]
+    if len(counts) != 1:
         raise CheckpointError(
             f"{checkpoint.folder}: expected one step count of Adam for all parameters, got "
-            f"{sorted(in_groups | in_state) or 'none'}. Save all parameters by one run of "
-            "--optimizer muon."
+            f"{sorted(counts) or 'none'}. Save all parameters by one run of --optimizer muon."
         )
-    return [*in_groups], [*in_state]
+    return counts[0], bool(in_groups)
 
 
 def _nested(values: object, name: str) -> Iterator[Any]:

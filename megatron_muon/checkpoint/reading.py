@@ -122,11 +122,13 @@ def find_checkpoint(
         raise CheckpointError(
             f"{checkpoint}: expected a checkpoint, got no such folder. {_what_to_load(folder)}"
         )
-    # Before the check of .metadata, as torch_dist has this file too.
-    found = found_format(checkpoint)
-    if found != expected:
+    # By Megatron's names: that of DCP is fsdp_dtensor. torch_dist has .metadata too.
+    stored = "torch" if any(checkpoint.glob("mp_rank_*")) else "fsdp_dtensor"
+    if (checkpoint / "metadata.json").exists():
+        stored = "torch_dist"
+    if stored != expected:
         raise CheckpointError(
-            f"{checkpoint}: expected the format {expected}, got {found}. {_WHAT_TO_DO[expected]}"
+            f"{checkpoint}: expected the format {expected}, got {stored}. {_WHAT_TO_DO[expected]}"
         )
     if not (checkpoint / METADATA).is_file():
         raise CheckpointError(
@@ -134,13 +136,6 @@ def find_checkpoint(
             f"was cut short. {_what_to_load(folder)}"
         )
     return checkpoint
-
-
-def found_format(checkpoint: Path) -> str:
-    """Return the format of a checkpoint, by Megatron's names: that of DCP is ``fsdp_dtensor``."""
-    if (checkpoint / "metadata.json").exists():
-        return "torch_dist"
-    return "torch" if any(checkpoint.glob("mp_rank_*")) else "fsdp_dtensor"
 
 
 def _tracked_folder(folder: Path) -> Path:

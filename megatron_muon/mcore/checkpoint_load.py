@@ -252,16 +252,13 @@ def find_differences(
         another shape, or are stored but not expected, so that loading would drop them.
     """
     # A rank expects only its own experts; names of the others differ in the index.
-    patterns = {_pattern(key) for key in (*shapes, *elsewhere)}
+    patterns = {_pattern(key, num_experts) for key in (*shapes, *elsewhere)}
     parts = {key.partition(".")[0] for key in (*shapes, *elsewhere)}
     stored = {
         key: tensor.shape
         for key, tensor in checkpoint.tensors.items()
         if key in shapes
-        or (
-            key.partition(".")[0] in parts
-            and (_pattern(key) not in patterns or not _is_expert_of(key, num_experts))
-        )
+        or (key.partition(".")[0] in parts and _pattern(key, num_experts) not in patterns)
     }
     # DCP silently ignores both: missing tensors keep their random or zero values.
     return describe_differences(shapes, stored)
@@ -277,14 +274,11 @@ def _shapes(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _pattern(key: str) -> str:
-    """Return a name without the indices that differ between ranks."""
-    return _TENSOR_RANK.sub(r"\1*\2", _EXPERT.sub(r"\1*", key))
-
-
-def _is_expert_of(key: str, num_experts: int | None) -> bool:
-    expert = _EXPERT.search(key)
-    return expert is None or int(expert[2]) < (num_experts or 0)
+def _pattern(key: str, num_experts: int | None) -> str:
+    """Return a name without the indices that differ between ranks: those of the model's experts."""
+    key, expert = _TENSOR_RANK.sub(r"\1*\2", key), _EXPERT.search(key)
+    is_of_model = expert is not None and int(expert[2]) < (num_experts or 0)
+    return _EXPERT.sub(r"\1*", key) if is_of_model else key
 
 
 def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:

@@ -17,7 +17,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local
 from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.checkpoint_state import LayerNames, agree_on_step, complete_state
+from megatron_muon.mcore.checkpoint_state import agree_on_step, complete_state, layer_names
 from megatron_muon.mcore.fsdp_model import (
     bare_name,
     current_device,
@@ -93,7 +93,7 @@ class _LocatedParameters:
         is_replicated = buffers.ddp_config.data_parallel_sharding_strategy == "no_shard"
         setattr(buffers.dist_index, _IS_REPLICATED, is_replicated)
         # Names are those of checkpoints, across pipeline stages.
-        self._layer_names = names = LayerNames(self._model)
+        self._layer_names = names = layer_names(self._model)
         self._parameters = {
             names(bare_name(name)): p for name, p in buffers.optimizer_named_parameters
         }
@@ -137,7 +137,7 @@ class _LocatedInV2(_LocatedParameters):
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._layer_names = names = LayerNames(model)
+        self._layer_names = names = layer_names(model)
         self._parameters = {names(n): param for n, param in sharded_parameters(model).items()}
         self._elements = {}
         for name, param in self._parameters.items():

@@ -40,36 +40,35 @@ _LAYER = re.compile(r"^((?:module\.)*)(.*?\blayers)\.(\d+)(?=\.|$)")
 _MOVING_SETTINGS = ("lr", "weight_decay", "step")
 
 
-class LayerNames:
-    """Rename the layers of a model chunk to their position in the whole model.
+def layer_names(chunk: Any) -> Callable[[str], str]:
+    """Return a function that gives parameters and modules their names in the whole model.
 
     Args:
         chunk: A model chunk. Without pipeline stages all names stay.
     """
+    positions: dict[tuple[str, str], int] = {}
+    has_stages = getattr(chunk.config, "pipeline_model_parallel_size", 1) > 1
+    for name, module in chunk.named_modules() if has_stages else ():
+        layer = _LAYER.fullmatch(name)
+        number = getattr(module, "layer_number", None)
+        # Layers of multi-token prediction are those of one stage, and count from 0.
+        if layer and number is not None and "mtp" not in name:
+            positions[layer[2], layer[3]] = number - 1
 
-    def __init__(self, chunk: Any) -> None:
-        self._positions: dict[tuple[str, str], int] = {}
-        has_stages = getattr(chunk.config, "pipeline_model_parallel_size", 1) > 1
-        for name, module in chunk.named_modules() if has_stages else ():
-            found = _LAYER.fullmatch(name)
-            number = getattr(module, "layer_number", None)
-            # Layers of multi-token prediction are those of one stage, and count from 0.
-            if found and number is not None and "mtp" not in name:
-                self._positions[found[2], found[3]] = number - 1
-
-    def __call__(self, name: str) -> str:
-        """Return the name of a parameter or module in the whole model."""
-        found = _LAYER.match(name)
-        position = self._positions.get((found[2], found[3])) if found else None
-        if found is None or position is None:
+    def rename(name: str) -> str:
+        layer = _LAYER.match(name)
+        if layer is None or (layer[2], layer[3]) not in positions:
             return name
-        return f"{found[1]}{found[2]}.{position}{name[found.end() :]}"
+        position = positions[layer[2], layer[3]]
+        return f"{layer[1]}{layer[2]}.{position}{name[layer.end() :]}"
+
+    return rename
 
 
 def rename_layers(chunk: torch.nn.Module, by_name: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dictionary by parameter name with the names of the whole model."""
-    names = LayerNames(chunk)
-    return {names(name): value for name, value in by_name.items()}
+    rename = layer_names(chunk)
+    return {rename(name): value for name, value in by_name.items()}
 
 
 def _names_of_all_ranks(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:

@@ -37,8 +37,6 @@ from megatron_muon.checkpoint.reading import (
     read_checkpoint,
 )
 
-NAME = "module.module.decoder.layers.0.mlp.linear_fc2.weight"
-
 
 class _Harmful:
     """Pickles as a call that would leave a file behind."""
@@ -50,34 +48,35 @@ class _Harmful:
         return os.system, (f"touch {self.path}",)
 
 
-def _state(folder: Path) -> dict:
-    generator = torch.Generator().manual_seed(0)
-    args = argparse.Namespace(
-        optimizer="muon", world_size=8, tensor_model_parallel_size=2, evil=_Harmful(folder / "ran")
-    )
-    return {
-        "args": args,
-        "iteration": 30,
-        "model": {NAME.removeprefix("module."): torch.randn(12, 5, generator=generator)},
-        "optimizer": {
-            "state": {
-                NAME: {"momentum_buffer": torch.full((12, 5), 2.0)},
-                "module.embedding.weight": {
-                    "exp_avg": torch.ones(3, dtype=torch.bfloat16),
-                    "exp_avg_sq": torch.ones(3),
-                    "step": torch.tensor(7.0),
-                },
-            },
-            "param_to_group_meta": {NAME: {"lr": 0.1, "betas": (0.9, 0.95)}},
-        },
-    }
+# Against hangs alone.
+_LIMIT_SECONDS = 120
+MATRIX = "module.module.decoder.layers.0.w"
+WEIGHT = f"model.{MATRIX[7:]}"
+ARGS = {
+    "bf16": False,
+    "fp16": False,
+    "swiglu": True,
+    "transformer_impl": "local",
+    "moe_grouped_gemm": False,
+    "num_layers": 1,
+    "num_experts": None,
+    "optimizer": "muon",
+}
+STATE = {
+    WEIGHT: torch.ones(4, 4),
+    f"optimizer.state.{MATRIX}.momentum_buffer": torch.ones(4, 4),
+    f"optimizer.param_to_group_meta.{MATRIX}.lr": 0.1,
+    "args": argparse.Namespace(**ARGS),
+    "iteration": 3,
+}
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A --save folder of one checkpoint, written by torch alone."""
-    dcp.save(_state(tmp_path), checkpoint_id=tmp_path / "iter_0000030", no_dist=True)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("30")
+    """A --save folder of one checkpoint, written by torch alone, with code in it."""
+    args = argparse.Namespace(**ARGS, evil=_Harmful(tmp_path / "ran"))
+    dcp.save(STATE | {"args": args}, checkpoint_id=tmp_path / "iter_0000003", no_dist=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     return tmp_path
 
 
@@ -85,7 +84,7 @@ def test_verify_runs_no_code_of_a_checkpoint(folder):
     """The fixture is what it claims: torch's own reader does run it."""
     assert main(["verify", str(folder)]) == 0
     assert not (folder / "ran").exists()
-    dcp.load({"args": None}, checkpoint_id=folder / "iter_0000030", no_dist=True)
+    dcp.load({"args": None}, checkpoint_id=folder / "iter_0000003", no_dist=True)
     assert (folder / "ran").exists()
 
 
@@ -116,17 +115,13 @@ def test_commands_need_neither_megatron_nor_a_process_group(folder):
 
 def test_flipped_byte_is_found_or_changes_nothing(folder):
     """80 flips at random: each is reported, or what is read stays the same bit for bit."""
-    checkpoint = read_checkpoint(folder / "iter_0000030")
+    checkpoint = read_checkpoint(folder / "iter_0000003")
     path = next(folder.glob("*/*.distcp"))
     sound = path.read_bytes()
 
     def contents() -> list:
-        tensors = [
-            checkpoint.read_chunk(chunk)
-            for tensor in checkpoint.tensors.values()
-            for chunk in tensor.chunks
-        ]
-        return [tensor.view(torch.uint8).tolist() if tensor.dim() else tensor for tensor in tensors]
+        chunks = [chunk for tensor in checkpoint.tensors.values() for chunk in tensor.chunks]
+        return [checkpoint.read_chunk(chunk).view(torch.uint8).tolist() for chunk in chunks]
 
     expected, found, rng = contents(), 0, random.Random(0)
     for _ in range(80):
@@ -160,18 +155,18 @@ def test_verify_names_the_damaged_file(damage, text, folder, capsys):
     damage(path)
     assert main(["verify", str(folder)]) == 1
     error = capsys.readouterr().err
-    assert text in error and str(folder / "iter_0000030") in error
+    assert text in error and str(folder / "iter_0000003") in error
 
 
 def test_shares_find_together_what_one_finds(folder):
     """Each problem once, by whichever rank's share it is."""
     path = next(folder.glob("*/*.distcp"))
     path.write_bytes(path.read_bytes()[:-10])
-    checkpoint = read_checkpoint(folder / "iter_0000030")
+    checkpoint = read_checkpoint(folder / "iter_0000003")
     tensors = {key: replace(tensor, chunks=()) for key, tensor in checkpoint.tensors.items()}
     checkpoint = replace(checkpoint, tensors=tensors)
     alone = sorted(find_misfits(checkpoint))
-    assert len(alone) > 3
+    assert len(alone) > 2
     for num_shares in (1, 2, 3, 50):
         shares = [find_misfits(checkpoint, share, num_shares) for share in range(num_shares)]
         assert sorted(problem for share in shares for problem in share) == alone
@@ -182,10 +177,10 @@ def test_find_checkpoint_says_what_could_be_loaded(folder):
     (folder / "iter_0000040").mkdir()
     for tracker in ("40", "40\n"):
         (folder / "latest_checkpointed_iteration.txt").write_text(tracker)
-        with pytest.raises(CheckpointError, match=r"Finished in .*: 30; load one with --ckpt-step"):
+        with pytest.raises(CheckpointError, match=r"Finished in .*: 3; load one with --ckpt-step"):
             find_checkpoint(folder)
-    assert find_checkpoint(folder, 30) == folder / "iter_0000030"
-    assert find_checkpoint(folder / "iter_0000030") == folder / "iter_0000030"
+    assert find_checkpoint(folder, 3) == folder / "iter_0000003"
+    assert find_checkpoint(folder / "iter_0000003") == folder / "iter_0000003"
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 4), st.data())
@@ -216,9 +211,7 @@ ODD = "model.a\n/x: sound; 5 tensors\x1b[2J\u202eb\ud800"
 
 def test_keys_are_printed_on_one_line_without_control_characters(tmp_path, capsys):
     """Control sequences of a key reached the terminal, and a line break began another line."""
-    state = _state(tmp_path) | {ODD: torch.ones(2, 2), f"{ODD}2": torch.ones(3)}
-    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
-    path = tmp_path / "saved" / ".metadata"
+    path = _save(tmp_path, **{ODD: torch.ones(2, 2), f"{ODD}2": torch.ones(3)}) / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     metadata.state_dict_metadata[f"{ODD}2"].size = torch.Size([4])
     path.write_bytes(pickle.dumps(metadata))
@@ -230,27 +223,6 @@ def test_keys_are_printed_on_one_line_without_control_characters(tmp_path, capsy
         assert all(line.isprintable() for line in text.splitlines())
 
 
-# Against hangs alone.
-_LIMIT_SECONDS = 120
-MATRIX = "module.module.decoder.layers.0.w"
-WEIGHT = f"model.{MATRIX[7:]}"
-ARGS = {
-    "bf16": False,
-    "fp16": False,
-    "swiglu": True,
-    "transformer_impl": "local",
-    "moe_grouped_gemm": False,
-    "num_layers": 1,
-    "num_experts": None,
-    "optimizer": "muon",
-}
-STATE = {
-    WEIGHT: torch.ones(4, 4),
-    f"optimizer.state.{MATRIX}.momentum_buffer": torch.ones(4, 4),
-    f"optimizer.param_to_group_meta.{MATRIX}.lr": 0.1,
-    "args": argparse.Namespace(**ARGS),
-    "iteration": 3,
-}
 SECRET = "a secret of this machine"
 
 
