@@ -4,22 +4,25 @@
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_muon.checkpoint.folders import (
+from megatron_muon.checkpoint.conversion import Conversion, from_ddp, to_ddp
+from megatron_muon.checkpoint.reading import (
     TRACKER,
     CheckpointError,
     escaped,
     expecting,
     find_checkpoint,
+    find_misfits,
+    find_problems,
     iteration_folder,
+    read_checkpoint,
 )
-from megatron_muon.checkpoint.from_ddp import from_ddp
-from megatron_muon.checkpoint.reading import find_misfits, find_problems, read_checkpoint
-from megatron_muon.checkpoint.to_ddp import to_ddp
-from megatron_muon.checkpoint.writing import LazyPlanner, replacing, unchanged
 
 # Formats to convert to, and from.
 _SOURCES = {"fsdp_dtensor": "torch_dist", "torch_dist": "fsdp_dtensor"}
@@ -60,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _verify(options: argparse.Namespace) -> str:
     checkpoint = read_checkpoint(find_checkpoint(options.dir, options.ckpt_step))
-    if problems := [*find_problems(checkpoint)]:
+    if problems := find_problems(checkpoint):
         raise CheckpointError(*problems)
     files = checkpoint.items_by_file()
     num_bytes = sum(item.length for items in files.values() for item in items)
@@ -75,14 +78,14 @@ def _convert(options: argparse.Namespace) -> str:
     path = find_checkpoint(options.dir, options.ckpt_step, _SOURCES[options.to])
     with replacing(options.target) as folder, unchanged(path):
         checkpoint = read_checkpoint(path)
-        for problem in find_misfits(checkpoint):
-            raise CheckpointError(problem)
-        planner = LazyPlanner()
-        common = (from_ddp if options.to == "fsdp_dtensor" else to_ddp)(checkpoint, planner)
+        if problems := find_misfits(checkpoint):
+            raise CheckpointError(problems[0])
+        conversion = Conversion(checkpoint)
+        common = (from_ddp if options.to == "fsdp_dtensor" else to_ddp)(conversion)
         iteration = int(common["iteration"])
         is_release = path.name == "release"
         inner = folder / "release" if is_release else iteration_folder(folder, iteration)
-        planner.write(inner)
+        conversion.write(inner)
         if options.to == "torch_dist":
             text = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
             (inner / "metadata.json").write_text(text)
@@ -91,6 +94,50 @@ def _convert(options: argparse.Namespace) -> str:
         f"{path}: iteration {iteration} converted; load it with --no-load-rng, as random states "
         "are left out"
     )
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a path of a folder beside ``target``, renamed to it unless there is an error.
+
+    Raises:
+        CheckpointError: ``target`` exists.
+        FileExistsError: It has come to exist meanwhile; it is not replaced.
+    """
+    if os.path.lexists(target):
+        raise CheckpointError(
+            f"{target}: expected a path to write to, got one that exists. Choose another one."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{target.name}.converting-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as folder:
+        temporary = Path(folder, target.name)
+        yield temporary
+        # A rename alone would replace an empty folder that has appeared meanwhile.
+        target.mkdir()
+        temporary.rename(target)
+
+
+@contextmanager
+def unchanged(folder: Path) -> Iterator[None]:
+    """Refuse a folder that is saved anew while it is read.
+
+    Raises:
+        CheckpointError: At the end, some file is not the same as at the beginning.
+    """
+    before = _stamps(folder)
+    yield
+    if _stamps(folder) != before:
+        raise CheckpointError(
+            f"{folder}: expected files that do not change while they are read, got new ones: "
+            "another process saves there. Wait until it has ended."
+        )
+
+
+def _stamps(folder: Path) -> set[tuple[Path, int, int, int]]:
+    """Return inode, size and time of change of every file."""
+    files = filter(Path.is_file, folder.iterdir())
+    return {(f, s.st_ino, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())}
 
 
 if __name__ == "__main__":

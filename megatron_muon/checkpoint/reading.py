@@ -1,8 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Read and verify the files of a finished checkpoint, without running code from them.
+"""Find, read and verify a finished checkpoint, without running code from its files.
 
 =========  =====================================================================================
+tracker    ``latest_checkpointed_iteration.txt`` of a ``--save`` folder: iteration that ``--load``
+           loads, or ``release``; written last
+finished   a checkpoint whose ``.metadata`` exists: it is written after all other files
 key        name of a value: the nested names of the saved dictionary, joined by dots
 tensor     a value stored as chunks, which are boxes of the whole
 object     any other value, pickled
@@ -34,7 +37,134 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from megatron_muon.checkpoint.folders import METADATA, CheckpointError, expecting
+TRACKER = "latest_checkpointed_iteration.txt"
+METADATA = ".metadata"
+_WHAT_TO_DO = {
+    "fsdp_dtensor": "Megatron-FSDP reads no other; load it in a run without --use-megatron-fsdp, "
+    "or convert torch_dist by python -m megatron_muon.checkpoint convert.",
+    "torch_dist": "Load a checkpoint of torch in the run that saved it, with "
+    "--ckpt-convert-format torch_dist --ckpt-convert-save DIR, which saves it anew.",
+}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read, or does not fit what it is loaded into.
+
+    Every argument is one line of the text, whatever names of keys and files contain.
+    """
+
+    def __str__(self) -> str:
+        """Return a line for each argument."""
+        return "\n".join(escaped(str(line)) for line in self.args)
+
+
+def escaped(text: str) -> str:
+    """Return a text with its control characters escaped, as ``repr`` does."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+@contextmanager
+def expecting(what: str, where: object) -> Iterator[None]:
+    """Turn any error raised inside into a CheckpointError.
+
+    Args:
+        what: The expectation.
+        where: Key or path to name.
+    """
+    try:
+        yield
+    except (CheckpointError, BrokenPipeError):
+        raise
+    except Exception as error:  # crafted or damaged files raise anything
+        # Torch adds paragraphs of advice.
+        text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        raise CheckpointError(f"{where}: expected {what}, got {text}.") from error
+
+
+def iteration_folder(folder: Path, iteration: int) -> Path:
+    """Return the folder of an iteration, as Megatron names it."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def finished_iterations(folder: Path) -> list[int]:
+    """List the iterations whose checkpoint is finished, in order."""
+    return sorted(
+        int(path.parent.name.removeprefix("iter_"))
+        for path in folder.glob(f"iter_*/{METADATA}")
+        if path.parent.name.removeprefix("iter_").isdecimal()
+    )
+
+
+def find_checkpoint(
+    folder: Path, iteration: int | None = None, expected: str = "fsdp_dtensor"
+) -> Path:
+    """Choose the checkpoint that ``--load`` would load, and check that it is finished.
+
+    Args:
+        folder: A ``--save`` folder of Megatron, or that of one checkpoint.
+        iteration: Iteration asked for (``--ckpt-step``); None for the tracker's.
+        expected: Format, ``fsdp_dtensor`` or ``torch_dist``.
+
+    Returns:
+        The folder that holds ``.metadata``.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is unfinished or of another format, or the
+            tracker cannot be read.
+    """
+    if iteration is not None:
+        checkpoint = iteration_folder(folder, iteration)
+    elif (folder / METADATA).is_file():
+        checkpoint = folder
+    else:
+        checkpoint = _tracked_folder(folder)
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint}: expected a checkpoint, got no such folder. {_what_to_load(folder)}"
+        )
+    # By Megatron's names: that of DCP is fsdp_dtensor. torch_dist has .metadata too.
+    stored = "torch" if any(checkpoint.glob("mp_rank_*")) else "fsdp_dtensor"
+    if (checkpoint / "metadata.json").exists():
+        stored = "torch_dist"
+    if stored != expected:
+        raise CheckpointError(
+            f"{checkpoint}: expected the format {expected}, got {stored}. {_WHAT_TO_DO[expected]}"
+        )
+    if not (checkpoint / METADATA).is_file():
+        raise CheckpointError(
+            f"{checkpoint}: expected a finished checkpoint, got one without {METADATA}: its save "
+            f"was cut short. {_what_to_load(folder)}"
+        )
+    return checkpoint
+
+
+def _tracked_folder(folder: Path) -> Path:
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        raise CheckpointError(
+            f"{tracker}: expected the tracker of a --save folder, got no such file. "
+            f"{_what_to_load(folder)}"
+        )
+    with open(tracker, errors="replace") as file:
+        text = file.read(99).strip()
+    if text == "release":
+        return folder / text
+    if not text.isdecimal():
+        raise CheckpointError(
+            f"{tracker}: expected an iteration or 'release', got {text!r}. {_what_to_load(folder)}"
+        )
+    return iteration_folder(folder, int(text))
+
+
+def _what_to_load(folder: Path) -> str:
+    finished = finished_iterations(folder)
+    if not finished:
+        return f"No checkpoint in {folder} is finished."
+    return (
+        f"Finished in {folder}: {', '.join(map(str, finished))}; load one with --ckpt-step "
+        f"{finished[-1]}."
+    )
+
 
 # Plain values, or inert stand-ins of other objects.
 type StoredObject = Any
@@ -138,26 +268,26 @@ class StoredCheckpoint:
         """Read the bytes of an item, and compare the checksums of its records."""
         path = self.folder / item.file
         with expecting("a regular file, no link or pipe", path), _open_regular(path) as file:
-            size, end = os.fstat(file.fileno()).st_size, item.offset + item.length
-            file.seek(min(item.offset, size))
-            # Before anything is allocated.
-            data = file.read(item.length) if end <= size else b""
-            if len(data) != item.length:
-                raise CheckpointError(
-                    f"{path}: expected {end} bytes or more, got {size}: the file is truncated."
-                )
-        with expecting("an archive of torch.save", item.key):
+            file.seek(item.offset)
+            # No more is allocated than the file has.
+            data = file.read(min(item.length, os.fstat(file.fileno()).st_size))
+        if len(data) != item.length:
+            raise CheckpointError(
+                f"{path}: expected {item.length} bytes at {item.offset}, got {len(data)}: the file "
+                "is truncated."
+            )
+        with (
+            expecting("an archive of torch.save", item.key),
+            zipfile.ZipFile(io.BytesIO(data)) as archive,
+        ):
             # zipfile skips leading bytes, which no checksum covers.
-            if not data.startswith(b"PK"):
-                raise zipfile.BadZipFile("bytes before the archive")
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                num_bytes = sum(record.file_size for record in archive.infolist())
-                if num_bytes > len(data):
-                    raise zipfile.BadZipFile(f"records of {num_bytes} bytes in a smaller archive")
-                if damaged := archive.testzip():
-                    raise CheckpointError(
-                        f"{item.key}: expected the checksum of its record {damaged}, got another"
-                    )
+            num_bytes = sum(record.file_size for record in archive.infolist())
+            if not data.startswith(b"PK") or num_bytes > len(data):
+                raise zipfile.BadZipFile("bytes before the archive, or records larger than it")
+            if damaged := archive.testzip():
+                raise CheckpointError(
+                    f"{item.key}: expected the checksum of its record {damaged}, got another"
+                )
         return data
 
 
@@ -252,33 +382,34 @@ def _item(key: str, info: StoredObject, *chunk: tuple[int, ...]) -> Item:
     return Item(key, name, offset, length, *chunk)
 
 
-def find_problems(checkpoint: StoredCheckpoint) -> Iterator[str]:
+def find_problems(checkpoint: StoredCheckpoint) -> list[str]:
     """Compare a checkpoint with its table of contents, and every byte with its checksum.
 
     ``torch.save`` writes a CRC-32 of every record. Bytes without a checksum (alignment between
     records, time stamps of the archive) are never loaded.
 
-    Yields:
-        One sentence for each problem: those of :func:`find_misfits`, and items whose bytes have
-        changed or are not the expected chunk.
+    Returns:
+        One sentence for each problem: those of :func:`find_misfits` or, without any, items whose
+        bytes have changed or are not the expected chunk.
 
     Memory: twice the largest item.
     """
-    yield from find_misfits(checkpoint)
+    problems = find_misfits(checkpoint)
+    if problems:
+        return problems
     for item in itertools.chain.from_iterable(checkpoint.items_by_file().values()):
-        path = checkpoint.folder / item.file
         try:
-            if _is_regular(path) and item.key in checkpoint.tensors:
+            if item.key in checkpoint.tensors:
                 checkpoint.read_chunk(item)
-            elif _is_regular(path):
+            else:
                 checkpoint.read_object(item.key)
         except CheckpointError as error:
-            yield f"{path}, bytes {item.offset} to {item.offset + item.length}: {error}"
+            path = checkpoint.folder / item.file
+            problems.append(f"{path}, bytes {item.offset} to {item.offset + item.length}: {error}")
+    return problems
 
 
-def find_misfits(
-    checkpoint: StoredCheckpoint, share: int = 0, num_shares: int = 1
-) -> Iterator[str]:
+def find_misfits(checkpoint: StoredCheckpoint, share: int = 0, num_shares: int = 1) -> list[str]:
     """Compare a table of contents with itself and with the lengths of files.
 
     Args:
@@ -286,34 +417,32 @@ def find_misfits(
         share: Index of the share of tensors and files to compare.
         num_shares: Number of shares, which together are all of them.
 
-    Yields:
+    Returns:
         One sentence for each problem: chunks that do not tile their tensor, a file that is missing
         or of another length than its items.
     """
-    for key, tensor in [*checkpoint.tensors.items()][share::num_shares]:
-        if not is_tiled(tensor.shape, [(item.offsets, item.sizes) for item in tensor.chunks]):
-            yield f"{key}: expected chunks that tile the shape {tensor.shape}, got others"
+    problems = [
+        f"{key}: expected chunks that tile the shape {tensor.shape}, got others"
+        for key, tensor in [*checkpoint.tensors.items()][share::num_shares]
+        if not is_tiled(tensor.shape, [(item.offsets, item.sizes) for item in tensor.chunks])
+    ]
     for name, items in [*checkpoint.items_by_file().items()][share::num_shares]:
         path, end = checkpoint.folder / name, 0
-        if not _is_regular(path):
-            yield f"{path}: expected a file, got none, or a link or pipe in its place"
+        if not os.path.isfile(path) or path.is_symlink():
+            problems.append(f"{path}: expected a file, got none, or a link or pipe in its place")
             continue
         for item in items:
             if item.offset != end:
-                yield f"{path}: expected {item.key} at byte {end}, got it at {item.offset}"
+                problems.append(f"{path}: expected {item.key} at byte {end}, got {item.offset}")
             end = item.offset + item.length
         size = path.stat().st_size
         if size != end:
-            yield f"{path}: expected {end} bytes, got {size}"
-
-
-def _is_regular(path: Path) -> bool:
-    return os.path.isfile(path) and not os.path.islink(path)
+            problems.append(f"{path}: expected {end} bytes, got {size}")
+    return problems
 
 
 def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Return whether boxes are inside of a shape, fill it, and do not overlap."""
-    # Torch checks the same in a save, by a private function whose result differs by release.
     # Boxes fill another one exactly if the corners of all, with alternating signs, cancel.
     corners: Counter[tuple[int, ...]] = Counter()
     whole = ((0,) * len(shape), shape)

@@ -5,7 +5,6 @@
 import functools
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,29 +15,29 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.fsdp_dtensor_checkpoint import flatten_state_dict
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.checkpoint.folders import (
+from megatron_muon.checkpoint.reading import (
     METADATA,
     TRACKER,
     CheckpointError,
+    StoredCheckpoint,
     find_checkpoint,
+    find_misfits,
     finished_iterations,
+    read_checkpoint,
 )
-from megatron_muon.checkpoint.reading import StoredCheckpoint, find_misfits, read_checkpoint
-from megatron_muon.mcore.checkpoint_state import rename_layers
+from megatron_muon.mcore.checkpoint_state import describe_differences, rename_layers
 from megatron_muon.mcore.fsdp_model import current_device, is_v2
 from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_where_ranks_differ
 
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
-_PARTS = ("model", "optimizer")
 # Entry of a state dict that is loaded, as upstream's own ``_model``; one that is saved has none.
 _STORED = "_megatron_muon_checkpoint"
 # Names of experts contain their global index.
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
 # Names of states that differ by tensor-parallel rank (FSDPBlockMuon).
 _TENSOR_RANK = re.compile(r"(_tensor_rank_)\d+(_of_\d+)$")
-_STATE = re.compile(r"^(optimizer\.state\..+)\.([^.]+)$")
 _GENERATOR = re.compile(r"rng_state\.(\([^)]*\))")
 
 
@@ -126,14 +125,7 @@ def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
             "holds it, and --ckpt-step for its iteration."
         )
     # As for upstream, iteration 0 means "not given".
-    if not iteration and not tracker.is_file():
-        finished = finished_iterations(folder)
-        if finished:
-            raise CheckpointError(
-                f"{tracker}: expected it beside the finished checkpoints "
-                f"{', '.join(map(str, finished))}, got no such file. Write the iteration to load "
-                f"into it, or pass --ckpt-step {finished[-1]}."
-            )
+    if not iteration and not tracker.is_file() and not finished_iterations(folder):
         return None
     if iteration and tracker.is_file() and tracker.read_text().strip() == "release":
         raise CheckpointError(
@@ -222,19 +214,13 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         state_dict = original(args, {**raw_state_dict, "model": weights}, model)
         if checkpoint is None:
             return state_dict
-        shapes, problems = _attempt(functools.partial(_shapes, state_dict))
-        elsewhere: list[set[str]] = []
+        shapes, elsewhere = _shapes(state_dict), list[set[str]]()
         if args.pipeline_model_parallel_size > 1:
             # Other pipeline stages load what this one does not know.
             group = mpu.get_pipeline_model_parallel_group()
             elsewhere = [set()] * group.size()
-            dist.all_gather_object(elsewhere, {*(shapes or ())}, group=group)
-        differences, failures = _attempt(
-            lambda: find_differences(
-                checkpoint, state_dict, args.num_experts, set().union(*elsewhere)
-            )
-        )
-        problems += [*failures, *(differences or [])]
+            dist.all_gather_object(elsewhere, {*shapes}, group=group)
+        problems = find_differences(checkpoint, shapes, args.num_experts, set().union(*elsewhere))
         # Collective on all ranks or on none: the flag is the same everywhere.
         if args.strict_fsdp_dtensor_load:
             _raise_together(problems, _advice(checkpoint, args))
@@ -249,7 +235,7 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def find_differences(
     checkpoint: StoredCheckpoint,
-    state_dict: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
     num_experts: int | None,
     elsewhere: Iterable[str] = (),
 ) -> list[str]:
@@ -257,67 +243,42 @@ def find_differences(
 
     Args:
         checkpoint: The stored tensors.
-        state_dict: The expected tensors, nested, plain or DTensors.
+        shapes: Shapes of the expected tensors by their names in checkpoints.
         num_experts: Global number of experts of the model.
         elsewhere: Names of tensors that other pipeline stages expect.
 
     Returns:
-        One sentence for each parameter or state that is missing, has another shape, or is stored
-        but not expected, so that loading would drop it.
+        One sentence for each module or parameter with weights or states that are missing, have
+        another shape, or are stored but not expected, so that loading would drop them.
     """
-    parts = [part for part in _PARTS if part in state_dict]
-    wanted = _shapes(state_dict)
-    problems = [
-        f"{key}: expected shape {shape}, got {checkpoint.tensors[key].shape}"
-        for key, shape in wanted.items()
-        if key in checkpoint.tensors and checkpoint.tensors[key].shape != shape
-    ]
     # A rank expects only its own experts; names of the others differ in the index.
-    patterns = {_pattern(key) for key in (*wanted, *elsewhere)}
-    unwanted = [
-        key
-        for key in checkpoint.tensors
-        if key.partition(".")[0] in parts
-        and (_pattern(key) not in patterns or not _is_expert_of(key, num_experts))
-    ]
+    patterns = {_pattern(key, num_experts) for key in (*shapes, *elsewhere)}
+    parts = {key.partition(".")[0] for key in (*shapes, *elsewhere)}
+    stored = {
+        key: tensor.shape
+        for key, tensor in checkpoint.tensors.items()
+        if key in shapes
+        or (key.partition(".")[0] in parts and _pattern(key, num_experts) not in patterns)
+    }
     # DCP silently ignores both: missing tensors keep their random or zero values.
-    missing = [key for key in wanted if key not in checkpoint.tensors]
-    return problems + _group_states(missing, unwanted)
+    return describe_differences(shapes, stored)
 
 
 def _shapes(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the expected tensors by their names in checkpoints."""
     return {
         key: tuple(value.shape)
-        for part in _PARTS
+        for part in ("model", "optimizer")
         for key, value in flatten_state_dict({part: state_dict.get(part, {})}).items()
         if isinstance(value, torch.Tensor)
     }
 
 
-def _pattern(key: str) -> str:
-    """Return a name without the indices that differ between ranks."""
-    return _TENSOR_RANK.sub(r"\1*\2", _EXPERT.sub(r"\1*", key))
-
-
-def _is_expert_of(key: str, num_experts: int | None) -> bool:
-    expert = _EXPERT.search(key)
-    return expert is None or int(expert[2]) < (num_experts or 0)
-
-
-def _group_states(missing: list[str], unwanted: list[str]) -> list[str]:
-    """Describe missing and unexpected tensors, the states of one parameter together."""
-    found: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for index, keys in enumerate((missing, unwanted)):
-        for key in keys:
-            match = _STATE.match(key)
-            parent, kind = (match[1], match[2]) if match else (key, "a tensor")
-            found[parent][index].append(kind)
-    return [
-        f"{parent}: expected {', '.join(sorted(expected)) or 'nothing'}, "
-        f"got {', '.join(sorted(got)) or 'nothing'}"
-        for parent, (expected, got) in found.items()
-    ]
+def _pattern(key: str, num_experts: int | None) -> str:
+    """Return a name without the indices that differ between ranks: those of the model's experts."""
+    key, expert = _TENSOR_RANK.sub(r"\1*\2", key), _EXPERT.search(key)
+    is_of_model = expert is not None and int(expert[2]) < (num_experts or 0)
+    return _EXPERT.sub(r"\1*", key) if is_of_model else key
 
 
 def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
@@ -341,10 +302,10 @@ def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
 def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
     """Compare the files of a checkpoint with its table of contents, a share on each rank."""
     # All files on every rank would overload the file system of a large job.
-    found, problems = _attempt(
-        lambda: list(find_misfits(checkpoint, dist.get_rank(), dist.get_world_size()))
+    misfits, problems = _attempt(
+        lambda: find_misfits(checkpoint, dist.get_rank(), dist.get_world_size())
     )
-    problems += found or []
+    problems += misfits or []
     _raise_together(
         problems,
         "The checkpoint is damaged; load an earlier one with --ckpt-step, or restore the files. "

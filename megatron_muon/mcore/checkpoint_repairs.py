@@ -17,7 +17,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import expert_param_local
 from megatron.core.utils import get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.mcore.checkpoint_state import LayerNames, agree_on_step, complete_state
+from megatron_muon.mcore.checkpoint_state import agree_on_step, complete_state, layer_names
 from megatron_muon.mcore.fsdp_model import (
     bare_name,
     current_device,
@@ -28,95 +28,25 @@ from megatron_muon.mcore.fsdp_model import (
 from megatron_muon.mcore.repairs_pipeline import check_within_stage
 from megatron_muon.rows.megatron_fsdp import own_rows
 
-# By parameter name, then by kind of state.
-type _States = dict[str, dict[str, Any]]
-
 _IS_REPLICATED = "_megatron_muon_is_replicated"
 
 
 def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``handle_swiglu_in_state_dict``, which only splits Adam's two states.
+    """Wrap a handler that splits parameters in what is saved, and only Adam's two states of them.
 
-    It splits a gated ``linear_fc1`` into its halves ``_w`` and ``_v``, so that tensor-parallel
-    ranks can reshard it, and reads the rows of this rank from an attribute. Without a buffer of
-    model weights (fp32, ``no_shard``) the attribute is missing; under HFSDP it describes another
-    buffer than that of main weights and optimizer state. So it is set anew, from the latter.
+    ``handle_swiglu_in_state_dict`` splits a gated ``linear_fc1`` into its halves ``_w`` and ``_v``,
+    so that tensor-parallel ranks can reshard it. ``handle_mla_down_proj_in_state_dict`` of later
+    releases splits the fused down-projection of latent attention into the two matrices it consists
+    of. Both read the rows of this rank from an attribute. Without a buffer of model weights (fp32,
+    ``no_shard``) the attribute is missing; under HFSDP it describes another buffer than that of
+    main weights and optimizer state. So it is set anew, from the latter.
 
     Communication: as the original: one collective or more for every tensor that is split, in the
         order of names, which is the same on all ranks.
     """
 
-    def split_states(model: Any, located: "_LocatedParameters", whole: _States) -> _States:
-        """Split the state of all optimizers' parameters."""
-        # The original accepts one tensor per name, so it is called once per kind of state.
-        num_experts = get_model_config(model).num_moe_experts
-        # Sorted: Adam's state is in the order of its creation, which differs between ranks if some
-        # have empty shards.
-        global_names = dict(sorted((expert_param_local_key(n, num_experts), n) for n in whole))
-        kinds = dict.fromkeys(
-            kind
-            for states in whole.values()
-            for kind, value in states.items()
-            if _is_sharded(value)
-        )
-        split: dict[str, dict[str, Any]] = {}
-        for kind in kinds:
-            of_kind = {
-                local: whole[name][kind]
-                for local, name in global_names.items()
-                if _is_sharded(whole[name].get(kind))
-            }
-            located.states = {bare_name(name): state for name, state in of_kind.items()}
-            for local, tensor in original(located, of_kind, None)[0].items():
-                parent, half = (local, "") if local in of_kind else (local[:-2], local[-2:])
-                name = global_names[parent]
-                split.setdefault(name + half, dict(whole[name]))[kind] = tensor
-        return split
-
-    return _handler(original, split_states)
-
-
-def split_fused_latent_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``handle_mla_down_proj_in_state_dict`` of later releases, for every state.
-
-    It writes the fused down-projection of latent attention as the two matrices it consists of, and
-    only handles Adam's states.
-
-    Communication: as :func:`split_every_state`.
-    """
-
-    def split_states(model: Any, located: "_LocatedParameters", whole: _States) -> _States:
-        """Split every state of latent attention's down-projections."""
-        split: dict[str, dict[str, Any]] = {}
-        # Sorted, as every split is collective.
-        for name, states in sorted(whole.items()):
-            if ".linear_qkv_down_proj." not in name:
-                split[name] = states
-                continue
-            others = {kind: value for kind, value in states.items() if not _is_sharded(value)}
-            for kind in sorted(states.keys() - others.keys()):
-                located.states = {bare_name(name): states[kind]}
-                for part, tensor in original(located, {name: states[kind]}, None)[0].items():
-                    split.setdefault(part, dict(others))[kind] = tensor
-        return split
-
-    return _handler(original, split_states)
-
-
-def _handler(
-    original: Callable[..., Any],
-    split_states: Callable[[Any, "_LocatedParameters", _States], _States],
-) -> Callable[..., Any]:
-    """Return a handler that splits the model by the original, and states by ``split_states``.
-
-    Args:
-        original: The handler of megatron-core.
-        split_states: Splits all states, given the model, its parameters for the original, and the
-            states by name of the parameter.
-    """
-
     @functools.wraps(original)
-    def handle(
+    def split_in_state_dict(
         model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Rename and split what is saved, or loaded."""
@@ -124,14 +54,26 @@ def _handler(
         model_state_dict, _ = original(located, model_state_dict, None)
         if optimizer_state_dict is None:
             return model_state_dict, None
-        states = split_states(model, located, optimizer_state_dict["state"])
-        return model_state_dict, {**optimizer_state_dict, "state": states}
+        num_experts = get_model_config(model).num_moe_experts
+        whole = optimizer_state_dict["state"]
+        local_names = {expert_param_local_key(name, num_experts): name for name in whole}
+        split: dict[str, dict[str, Any]] = {}
+        # Sorted: Adam's state is in the order of its creation, which differs between ranks if some
+        # have empty shards.
+        for local, name in sorted(local_names.items()):
+            states = whole[name]
+            kinds = sorted(k for k, value in states.items() if isinstance(value, DTensor))
+            others = {kind: value for kind, value in states.items() if kind not in kinds}
+            if not kinds:
+                split[name] = others
+            # The original splits one tensor per name, so it is called for each kind of state.
+            for kind in kinds:
+                located.state = states[kind]
+                for part, tensor in original(located, {local: states[kind]}, None)[0].items():
+                    split.setdefault(part.replace(local, name), dict(others))[kind] = tensor
+        return model_state_dict, {**optimizer_state_dict, "state": split}
 
-    return handle
-
-
-def _is_sharded(value: Any) -> bool:
-    return isinstance(value, DTensor)
+    return split_in_state_dict
 
 
 class _LocatedParameters:
@@ -143,16 +85,15 @@ class _LocatedParameters:
         model: A Megatron-FSDP model.
     """
 
-    states: dict[str, DTensor]  # the states to split, by parameter name; empty for weights
+    state: DTensor | None = None  # the state to split; None for weights
 
     def __init__(self, model: Any) -> None:
-        self.states = {}
         self._model = model.module if is_wrapped(model) else model
         buffers = self._model.param_and_grad_buffer
         is_replicated = buffers.ddp_config.data_parallel_sharding_strategy == "no_shard"
         setattr(buffers.dist_index, _IS_REPLICATED, is_replicated)
         # Names are those of checkpoints, across pipeline stages.
-        self._layer_names = names = LayerNames(self._model)
+        self._layer_names = names = layer_names(self._model)
         self._parameters = {
             names(bare_name(name)): p for name, p in buffers.optimizer_named_parameters
         }
@@ -171,19 +112,21 @@ class _LocatedParameters:
         return getattr(self._model, name)
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the modules of the model."""
-        for name, module in self._model.named_modules():
-            yield self._layer_names(name), module
+        """Yield the modules of the model, which the original asks for in every call."""
+        yield from self._modules
+
+    @functools.cached_property
+    def _modules(self) -> list[tuple[str, torch.nn.Module]]:
+        return [(self._layer_names(n), module) for n, module in self._model.named_modules()]
 
     def get_parameter(self, name: str) -> DTensor:
         """Return a parameter by its name, with or without the prefixes of wrappers."""
         param = self._parameters[bare_name(name)]
         start, stop = self._elements[bare_name(name)]
-        state = self.states.get(bare_name(name))
         # A state may have fewer columns, such as a moment per row. Shards hold whole rows.
-        if state is not None and state._local_tensor.shape != param._local_tensor.shape:
+        if self.state is not None and self.state._local_tensor.shape != param._local_tensor.shape:
             num_cols = param._local_tensor.shape[1]
-            state_cols = state._local_tensor.shape[1]
+            state_cols = self.state._local_tensor.shape[1]
             start, stop = start // num_cols * state_cols, stop // num_cols * state_cols
         param.megatron_fsdp_slice = slice(start, stop)
         return param
@@ -193,8 +136,8 @@ class _LocatedInV2(_LocatedParameters):
     """The parameters of a Megatron-FSDP v2 model, which has no index of meshes."""
 
     def __init__(self, model: Any) -> None:
-        self.states, self._model = {}, model
-        self._layer_names = names = LayerNames(model)
+        self._model = model
+        self._layer_names = names = layer_names(model)
         self._parameters = {names(n): param for n, param in sharded_parameters(model).items()}
         self._elements = {}
         for name, param in self._parameters.items():

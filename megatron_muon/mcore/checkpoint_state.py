@@ -15,6 +15,7 @@ writes the same layout, so its tools can read it.
 import functools
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,36 +40,47 @@ _LAYER = re.compile(r"^((?:module\.)*)(.*?\blayers)\.(\d+)(?=\.|$)")
 _MOVING_SETTINGS = ("lr", "weight_decay", "step")
 
 
-class LayerNames:
-    """Rename the layers of a model chunk to their position in the whole model.
+def layer_names(chunk: Any) -> Callable[[str], str]:
+    """Return a function that gives parameters and modules their names in the whole model.
 
     Args:
         chunk: A model chunk. Without pipeline stages all names stay.
     """
+    positions: dict[tuple[str, str], int] = {}
+    has_stages = getattr(chunk.config, "pipeline_model_parallel_size", 1) > 1
+    for name, module in chunk.named_modules() if has_stages else ():
+        layer = _LAYER.fullmatch(name)
+        number = getattr(module, "layer_number", None)
+        # Layers of multi-token prediction are those of one stage, and count from 0.
+        if layer and number is not None and "mtp" not in name:
+            positions[layer[2], layer[3]] = number - 1
 
-    def __init__(self, chunk: Any) -> None:
-        self._positions: dict[tuple[str, str], int] = {}
-        has_stages = getattr(chunk.config, "pipeline_model_parallel_size", 1) > 1
-        for name, module in chunk.named_modules() if has_stages else ():
-            found = _LAYER.fullmatch(name)
-            number = getattr(module, "layer_number", None)
-            # Layers of multi-token prediction are those of one stage, and count from 0.
-            if found and number is not None and "mtp" not in name:
-                self._positions[found[2], found[3]] = number - 1
-
-    def __call__(self, name: str) -> str:
-        """Return the name of a parameter or module in the whole model."""
-        found = _LAYER.match(name)
-        position = self._positions.get((found[2], found[3])) if found else None
-        if found is None or position is None:
+    def rename(name: str) -> str:
+        layer = _LAYER.match(name)
+        if layer is None or (layer[2], layer[3]) not in positions:
             return name
-        return f"{found[1]}{found[2]}.{position}{name[found.end() :]}"
+        position = positions[layer[2], layer[3]]
+        return f"{layer[1]}{layer[2]}.{position}{name[layer.end() :]}"
+
+    return rename
 
 
 def rename_layers(chunk: torch.nn.Module, by_name: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dictionary by parameter name with the names of the whole model."""
-    names = LayerNames(chunk)
-    return {names(name): value for name, value in by_name.items()}
+    rename = layer_names(chunk)
+    return {rename(name): value for name, value in by_name.items()}
+
+
+def _names_of_all_ranks(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
+    """Return the names of parameters, with the numbers of layers and experts in the model."""
+    num_experts = get_model_config(model_chunks[0]).num_moe_experts
+    return {
+        param: name
+        for chunk in model_chunks
+        for name, param in handle_experts_in_state_dict(
+            rename_layers(chunk, dict(chunk.named_parameters())), num_experts
+        ).items()
+    }
 
 
 def name_across_stages(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,15 +93,8 @@ def name_across_stages(original: Callable[..., Any]) -> Callable[..., Any]:
     def _param_name(self: Any, param: torch.Tensor) -> str:
         """Return the name of a parameter in the whole model."""
         if not hasattr(self, "param_to_name"):
-            num_experts = get_model_config(self.model_chunks[0]).num_moe_experts
             # Otherwise as the original does.
-            self.param_to_name = {
-                param: name
-                for chunk in self.model_chunks
-                for name, param in handle_experts_in_state_dict(
-                    rename_layers(chunk, dict(chunk.named_parameters())), num_experts
-                ).items()
-            }
+            self.param_to_name = _names_of_all_ranks(self.model_chunks)
         return original(self, param)
 
     return _param_name
@@ -99,21 +104,13 @@ def names_in_checkpoints(
     children: Sequence[MegatronOptimizer], model_chunks: Sequence[Any]
 ) -> dict[torch.Tensor, str]:
     """Return the names of parameters in checkpoints, which are the same for v1 and v2."""
-    if not is_v2(model_chunks[0]):
-        return {
-            param: child._param_name(param)
-            for child in children
-            for param in child.get_parameters()
-        }
-    # One wrapper is between the chunk and the model, where v1 has two.
-    params = {
-        f"module.{name}": param
-        for chunk in model_chunks
-        for name, param in rename_layers(chunk, dict(chunk.named_parameters())).items()
+    if is_v2(model_chunks[0]):
+        # One wrapper is between the chunk and the model, where v1 has two.
+        names = _names_of_all_ranks(model_chunks)
+        return {param: f"module.{name}" for param, name in names.items()}
+    return {
+        param: child._param_name(param) for child in children for param in child.get_parameters()
     }
-    num_experts = model_chunks[0].config.num_moe_experts
-    of_all_ranks = handle_experts_in_state_dict(params, num_experts)
-    return {param: name for name, param in of_all_ranks.items()}
 
 
 def main_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, DTensor]:
@@ -251,25 +248,19 @@ def raise_where_state_does_not_fit(
     Communication: one all-reduce of a single int32 over all ranks of the job.
     """
     # Before anything is copied: training would silently continue from half a loaded state.
-    problems = []
-    found_states = state_dict.get("state", {})
-    found_settings = state_dict.get("param_to_group_meta", {})
-    for child in children:
-        for param, expected in child.optimizer.state.items():
-            name = names[param]
-            found = found_states.get(name, {})
-            if found.keys() != expected.keys():
-                problems.append(
-                    f"state.{name}: expected {sorted(expected)}, got {sorted(found) or 'nothing'}"
-                )
-                continue
-            if name not in found_settings:
-                problems.append(f"param_to_group_meta.{name}: expected group settings, got nothing")
-            problems += [
-                f"state.{name}.{key}: expected {_describe(expected[key])}, got {_describe(value)}"
-                for key, value in found.items()
-                if _describe(value) != _describe(expected[key])
-            ]
+    own, states = pack(children, names)["state"], state_dict.get("state", {})
+    problems = describe_differences(
+        *(
+            {
+                f"state.{name}.{kind}": _describe(value)
+                for name in own
+                for kind, value in by_name.get(name, {}).items()
+            }
+            for by_name in (own, states)
+        )
+    )
+    lacking = own.keys() - state_dict.get("param_to_group_meta", {}).keys()
+    problems += [f"param_to_group_meta.{n}: expected group settings, got nothing" for n in lacking]
     raise_where_any_rank_fails(
         problems,
         None,
@@ -277,6 +268,25 @@ def raise_where_state_does_not_fit(
         "Load the state of the same optimizer and model, resharded by torch.distributed.checkpoint "
         "if the ranks differ. Nothing was loaded.",
     )
+
+
+def describe_differences(expected: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
+    """Describe the tensors of a state that differ, in a sentence for each parameter or module.
+
+    Args:
+        expected: Shapes or layouts of tensors by name.
+        found: The same of another state.
+    """
+    texts: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) != found.get(key):
+            parent, _, kind = key.rpartition(".")
+            for side, layouts in enumerate((expected, found)):
+                texts[parent][side].extend([f"{kind} {layouts[key]}"] if key in layouts else [])
+    return [
+        f"{parent}: expected {', '.join(wanted) or 'nothing'}, got {', '.join(got) or 'nothing'}"
+        for parent, (wanted, got) in texts.items()
+    ]
 
 
 def _describe(value: Any) -> str:

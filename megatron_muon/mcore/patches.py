@@ -312,7 +312,7 @@ LATER_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.checkpointing:handle_mla_down_proj_in_state_dict",
         "checkpoints: split every state of fused latent attention, not Adam's alone",
-        checkpoint_repairs.split_fused_latent_states,
+        checkpoint_repairs.split_every_state,
         parameters="model, model_state_dict, optimizer_state_dict",
         source_lines=(
             "model_state_dict[key], model.get_parameter(f'module.{key}'), split_sizes",

@@ -28,11 +28,14 @@ from helpers.toy_gpt import (
     toy_gpt,
 )
 
-from megatron_muon.checkpoint import reading
-from megatron_muon.checkpoint.__main__ import main
-from megatron_muon.checkpoint.folders import TRACKER, CheckpointError
-from megatron_muon.checkpoint.reading import StoredCheckpoint, find_problems, read_checkpoint
-from megatron_muon.checkpoint.writing import LazyPlanner, replacing
+from megatron_muon.checkpoint.__main__ import main, replacing
+from megatron_muon.checkpoint.conversion import Conversion
+from megatron_muon.checkpoint.reading import (
+    TRACKER,
+    StoredCheckpoint,
+    find_problems,
+    read_checkpoint,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -46,52 +49,30 @@ def _without_psutil() -> None:
     """Let Megatron save torch_dist without psutil, which it asks for its memory, for a log line."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    class Process:
-        """A process of unknown memory."""
-
-        def __init__(self, pid: int) -> None:
-            self.pid = pid
-
-        def memory_info(self) -> Any:
-            """Return no memory."""
-            return types.SimpleNamespace(rss=0)
-
+    process = types.SimpleNamespace(memory_info=lambda: types.SimpleNamespace(rss=0))
     filesystem_async.HAVE_PSUTIL = True
-    filesystem_async.psutil = types.SimpleNamespace(Process=Process)
+    filesystem_async.psutil = types.SimpleNamespace(Process=lambda pid: process)
 
 
-def _run_ddp(*flags: str) -> list[float]:
-    """Run Muon under DDP, and return the losses."""
-    # As tensor parallelism asks for it.
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    run = launch(NUM_RANKS, toy_gpt(*SCHEDULE, *flags), before=_without_psutil, env=env)
-    return run.check().losses
+def _run(checkpoints: str, *flags: str) -> list[float]:
+    """Run Muon under DDP or Megatron-FSDP, by the format of checkpoints; return the losses."""
+    if checkpoints == "fsdp_dtensor":
+        arguments, env = fsdp_toy_gpt("optim_grads_params", *SCHEDULE, *flags), {}
+    else:
+        arguments = toy_gpt(*SCHEDULE, "--ckpt-format", checkpoints, *flags)
+        # As tensor parallelism asks for it.
+        env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return launch(NUM_RANKS, arguments, before=_without_psutil, env=env).check().losses
 
 
-def _train_under_ddp(folder: Path, *flags: str) -> list[float]:
+def _train(folder: Path, checkpoints: str, *flags: str) -> list[float]:
     """Train without a stop, and return all losses."""
-    save = ("--save", str(folder), "--save-interval", str(SAVED_AT))
-    return _run_ddp(*save, "--ckpt-format", "torch_dist", *flags)
+    return _run(checkpoints, "--save", str(folder), "--save-interval", str(SAVED_AT), *flags)
 
 
-def _resume_under_fsdp(folder: Path, *flags: str) -> list[float]:
+def _resume(folder: Path, checkpoints: str, *flags: str) -> list[float]:
     """Go on from a checkpoint, and return the losses of the iterations that follow."""
-    load = ("--load", str(folder), "--no-load-rng")
-    run = launch(NUM_RANKS, fsdp_toy_gpt("optim_grads_params", *SCHEDULE, *load, *flags))
-    return run.check().losses
-
-
-def _train_under_fsdp(folder: Path, *flags: str) -> list[float]:
-    """Train without a stop, and return all losses."""
-    save = ("--save", str(folder), "--save-interval", str(SAVED_AT))
-    run = launch(NUM_RANKS, fsdp_toy_gpt("optim_grads_params", *SCHEDULE, *save, *flags))
-    return run.check().losses
-
-
-def _resume_under_ddp(folder: Path, *flags: str) -> list[float]:
-    """Go on from a checkpoint, and return the losses of the iterations that follow."""
-    load = ("--load", str(folder), "--no-load-rng", "--ckpt-format", "torch_dist")
-    return _run_ddp(*load, *flags)
+    return _run(checkpoints, "--load", str(folder), "--no-load-rng", *flags)
 
 
 def _convert(source: Path, target: Path, *flags: str, to: str = "fsdp_dtensor") -> int:
@@ -99,19 +80,15 @@ def _convert(source: Path, target: Path, *flags: str, to: str = "fsdp_dtensor") 
 
 
 def _whole(checkpoint: StoredCheckpoint, key: str) -> torch.Tensor:
-    stored = checkpoint.tensors[key]
-    whole = torch.full(stored.shape, float("nan"))
-    for item in stored.chunks:
-        place = tuple(slice(o, o + n) for o, n in zip(item.offsets, item.sizes, strict=True))
-        whole[place] = checkpoint.read_chunk(item).float()
-    return whole
+    shape = checkpoint.tensors[key].shape
+    return Conversion(checkpoint)._read(key, (0,) * len(shape), shape).float()
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, list[float]]:
     """A --save folder of DDP in fp32, converted beside it, and the losses of the whole run."""
     folder = tmp_path_factory.mktemp("ddp")
-    losses = _train_under_ddp(folder / "saved")
+    losses = _train(folder / "saved", "torch_dist")
     step = ("--ckpt-step", str(SAVED_AT))
     assert _convert(folder / "saved", folder / "converted", *step) == 0
     return folder, losses
@@ -121,9 +98,9 @@ def test_run_of_ddp_goes_on_under_megatron_fsdp(saved):
     """Losses of iterations 4 to 6; without momentum they differ by far more."""
     folder, losses = saved
     assert len(losses) == LAST
-    found = _resume_under_fsdp(folder / "converted")
+    found = _resume(folder / "converted", "fsdp_dtensor")
     assert max(relative_differences(found, losses[SAVED_AT:])) <= MEDIUM_TOLERANCE
-    without = _resume_under_fsdp(folder / "converted", "--no-load-optim")
+    without = _resume(folder / "converted", "fsdp_dtensor", "--no-load-optim")
     assert max(relative_differences(without, losses[SAVED_AT:])) > 10 * MEDIUM_TOLERANCE
 
 
@@ -133,7 +110,7 @@ def test_values_keep_their_bits(saved):
     iteration = f"iter_{SAVED_AT:07d}"
     before = read_checkpoint(folder / "saved" / iteration)
     after = read_checkpoint(folder / "converted" / iteration)
-    assert list(find_problems(after)) == []
+    assert find_problems(after) == []
     name = "decoder.layers.mlp.linear_fc1.weight"
     for key, target in (
         (name, "model.module.{}"),
@@ -158,28 +135,8 @@ def _sum(checkpoint: StoredCheckpoint, part: str) -> float:
 
 # Flags under DDP and under Megatron-FSDP, and the tolerance.
 IN_BF16 = (BF16, (*BF16, *FP32_GRADIENTS), BF16_TOLERANCE)
+LAYER_WISE = (*BF16, "--use-distributed-optimizer")
 IN_TP = (*TP, "--muon-tp-mode", "duplicated")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "fsdp_flags", "tolerance"),
-    [
-        pytest.param(*IN_BF16, id="bf16"),
-        # Upstream's layer-wise optimizer cannot train in fp32.
-        pytest.param((*BF16, "--use-distributed-optimizer"), *IN_BF16[1:], id="layer_wise"),
-        pytest.param(MOE, MOE, MEDIUM_TOLERANCE, id="experts"),
-        pytest.param(IN_TP, (), MEDIUM_TOLERANCE, id="tensor_parallel_to_one_rank"),
-    ],
-)
-def test_other_runs_go_on_under_megatron_fsdp(tmp_path, flags, fsdp_flags, tolerance):
-    """Main weights of bf16, owners of layers, experts, and tensor-parallel ranks."""
-    losses = _train_under_ddp(tmp_path / "saved", *flags)
-    # The tracker's checkpoint is the last one.
-    (tmp_path / "saved" / TRACKER).write_text(str(SAVED_AT))
-    assert _convert(tmp_path / "saved", tmp_path / "converted") == 0
-    found = _resume_under_fsdp(tmp_path / "converted", *fsdp_flags)
-    assert max(relative_differences(found, losses[SAVED_AT:])) <= tolerance
 
 
 def test_run_goes_on_under_ddp_after_the_way_there_and_back(saved, tmp_path):
@@ -187,12 +144,12 @@ def test_run_goes_on_under_ddp_after_the_way_there_and_back(saved, tmp_path):
     folder, losses = saved
     flags = ("--save", str(tmp_path / "fsdp"), "--use-checkpoint-opt_param-scheduler")
     flags += ("--train-iters", str(SAVED_AT), "--save-interval", "100")
-    assert _resume_under_fsdp(folder / "converted", *flags) == []
+    assert _resume(folder / "converted", "fsdp_dtensor", *flags) == []
     assert _convert(tmp_path / "fsdp", tmp_path / "back", to="torch_dist") == 0
     iteration = f"iter_{SAVED_AT:07d}"
     before = read_checkpoint(folder / "saved" / iteration)
     after = read_checkpoint(tmp_path / "back" / iteration)
-    assert list(find_problems(after)) == []
+    assert find_problems(after) == []
     assert after.tensors.keys() == before.tensors.keys()
     for key, tensor in before.tensors.items():
         assert after.tensors[key].dtype == tensor.dtype
@@ -201,37 +158,44 @@ def test_run_goes_on_under_ddp_after_the_way_there_and_back(saved, tmp_path):
     missing = before.objects.keys() - after.objects.keys()
     assert {key.partition("/")[0] for key in missing} == {"rng_state", "rerun_state_machine_state"}
     # Upstream's own step on the same values: the same bits.
-    assert _resume_under_ddp(tmp_path / "back") == losses[SAVED_AT:]
+    assert _resume(tmp_path / "back", "torch_dist") == losses[SAVED_AT:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "fsdp_flags", "tolerance"),
+    ("to", "ddp_flags", "fsdp_flags", "tolerance"),
     [
-        pytest.param((), (), MEDIUM_TOLERANCE, id="fp32"),
-        pytest.param(*IN_BF16, id="bf16"),
-        pytest.param(EP, EP, MEDIUM_TOLERANCE, id="experts"),
-        pytest.param((), IN_TP, MEDIUM_TOLERANCE, id="tensor_parallel_to_one_rank"),
+        pytest.param("fsdp_dtensor", *IN_BF16, id="bf16"),
+        # Upstream's layer-wise optimizer cannot train in fp32.
+        pytest.param("fsdp_dtensor", LAYER_WISE, *IN_BF16[1:], id="layer_wise"),
+        pytest.param("fsdp_dtensor", MOE, MOE, MEDIUM_TOLERANCE, id="experts"),
+        pytest.param("fsdp_dtensor", IN_TP, (), MEDIUM_TOLERANCE, id="two_tensor_ranks_to_one"),
+        pytest.param("torch_dist", *IN_BF16, id="back_bf16"),
+        pytest.param("torch_dist", EP, EP, MEDIUM_TOLERANCE, id="back_experts"),
+        pytest.param("torch_dist", (), IN_TP, MEDIUM_TOLERANCE, id="back_two_tensor_ranks_to_one"),
     ],
 )
-def test_run_of_megatron_fsdp_goes_on_under_ddp(tmp_path, flags, fsdp_flags, tolerance):
-    """Losses of iterations 4 to 6; tensor-parallel shards become whole matrices."""
-    losses = _train_under_fsdp(tmp_path / "saved", *fsdp_flags)
-    step = ("--ckpt-step", str(SAVED_AT))
-    assert _convert(tmp_path / "saved", tmp_path / "converted", *step, to="torch_dist") == 0
-    found = _resume_under_ddp(tmp_path / "converted", *flags)
+def test_other_runs_go_on(tmp_path, to, ddp_flags, fsdp_flags, tolerance):
+    """Losses after the conversion: main weights of bf16, experts, and tensor-parallel ranks."""
+    flags = {"torch_dist": ddp_flags, "fsdp_dtensor": fsdp_flags}
+    before = next(name for name in FORMATS if name != to)
+    losses = _train(tmp_path / "saved", before, *flags[before])
+    # The tracker's checkpoint is the last one.
+    (tmp_path / "saved" / TRACKER).write_text(str(SAVED_AT))
+    assert _convert(tmp_path / "saved", tmp_path / "converted", to=to) == 0
+    found = _resume(tmp_path / "converted", to, *flags[to])
     assert max(relative_differences(found, losses[SAVED_AT:])) <= tolerance
 
 
 @pytest.mark.slow
 def test_run_goes_on_from_the_format_torch_in_two_steps(tmp_path):
     """Upstream's own flags write torch_dist, on CPU ranks too."""
-    losses = _train_under_ddp(tmp_path / "saved", "--ckpt-format", "torch")
+    losses = _train(tmp_path / "saved", "torch")
     load = ("--load", str(tmp_path / "saved"), "--ckpt-step", str(SAVED_AT))
     to = ("--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path))
-    assert _run_ddp(*load, "--ckpt-format", "torch", *to) == []
+    assert _run("torch", *load, *to) == []
     assert _convert(tmp_path / "torch_dist", tmp_path / "converted") == 0
-    found = _resume_under_fsdp(tmp_path / "converted")
+    found = _resume(tmp_path / "converted", "fsdp_dtensor")
     assert max(relative_differences(found, losses[SAVED_AT:])) <= MEDIUM_TOLERANCE
 
 
@@ -269,7 +233,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no weight": ({**MUON, **ADAM, **_of_ddp()}, "b: expected a weight with momentum_buffer"),
     "unknown state": (
         {**MUON, "optimizer.distributed.dp_group_idx_0": MATRIX, **_of_ddp()},
-        "optimizer.distributed.dp_group_idx_0: expected optimizer.state.<name>.<parameter>",
+        "optimizer.distributed.dp_group_idx_0: expected a weight, but not of multi-token",
     ),
     "no arguments": ({**MUON, **_of_ddp({})}, "expected the arguments bf16, fp16"),
     "no step": ({**MUON, **_of_ddp(groups={0: GROUPS[0]})}, "expected one step count of Adam"),
@@ -283,6 +247,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "back, layers": (
         {**OTHER_LAYER, **LR},
         "expected parameters of one shape in all layers and experts, got ValueError",
+    ),
+    "back, a layer is missing": (
+        {**OF_MUON, **LR, "args": argparse.Namespace(**{**ARGS, "num_layers": 2})},
+        "expected parameters of one shape in all layers and experts, got ValueError: others for",
     ),
     "back, fp16": (
         {**OF_MUON, "args": argparse.Namespace(**{**ARGS, "fp16": True})},
@@ -316,31 +284,23 @@ def test_unknown_or_missing_values_are_refused(case, tmp_path, capsys):
 
 def _save(path: Path, value: float = 1.0) -> Path:
     """Save a checkpoint of Megatron-FSDP whose bytes have the same places for every value."""
-    state = {
-        f"model.{W[7:]}": torch.full((20, 30), value),
-        f"optimizer.state.{W}.momentum_buffer": torch.full((20, 30), value),
-        f"optimizer.param_to_group_meta.{W}.lr": 0.1,
-        "args": argparse.Namespace(**ARGS),
-        "iteration": 3,
-    }
+    state = OF_MUON | LR
+    state |= {k: torch.full((20, 30), value) for k, v in state.items() if v is MATRIX}
     dcp.save(state, checkpoint_id=path / "saved", no_dist=True)
     return path / "saved"
 
 
 def _meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Let another process act once, while the result is written."""
-    waiting = [act]
+    original, waiting = Conversion.lookup_object, [act]
 
-    def after(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if waiting:
-                waiting.pop()()
-            return result
+    def lookup_object(self: Conversion, index: Any) -> Any:
+        value = original(self, index)
+        while waiting:
+            waiting.pop()()
+        return value
 
-        return call
-
-    monkeypatch.setattr(LazyPlanner, "lookup_object", after(LazyPlanner.lookup_object))
+    monkeypatch.setattr(Conversion, "lookup_object", lookup_object)
 
 
 def test_source_that_is_saved_again_meanwhile_is_refused(tmp_path, capsys, monkeypatch):
@@ -417,20 +377,4 @@ def test_target_inside_of_the_source(tmp_path):
     source = _save(tmp_path)
     assert _convert(source, source / "new", to="torch_dist") == 0
     for folder in (source, source / "new" / "iter_0000003"):
-        assert not [*find_problems(read_checkpoint(folder))]
-
-
-def test_file_that_is_truncated_while_it_is_read(tmp_path, monkeypatch):
-    """Its length is known before, and is not that of what has been read."""
-    checkpoint = read_checkpoint(_save(tmp_path))
-    item = max(checkpoint.items_by_file()["__0_0.distcp"], key=lambda item: item.offset)
-    original = os.fstat
-
-    def fstat(descriptor: int) -> os.stat_result:
-        found = original(descriptor)
-        os.truncate(tmp_path / "saved" / "__0_0.distcp", item.offset + 10)
-        return found
-
-    monkeypatch.setattr(reading.os, "fstat", fstat)
-    with pytest.raises(CheckpointError, match="the file is truncated"):
-        checkpoint._read_item(item)
+        assert find_problems(read_checkpoint(folder)) == []

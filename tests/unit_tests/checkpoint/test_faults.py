@@ -16,8 +16,7 @@ from helpers.commands import run_torchrun
 from helpers.ranks import PRETRAIN_GPT, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 
-from megatron_muon.checkpoint.folders import TRACKER
-from megatron_muon.checkpoint.reading import read_checkpoint
+from megatron_muon.checkpoint.reading import TRACKER, read_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -196,12 +195,10 @@ def _run_out_of_memory() -> None:
 
 
 ENGINE = ("megatron_muon.runtime.exchange.Exchange", "start", 4)
-STEP = ("megatron_muon.step.muon_step.MuonStep", "step", 3)
 SAVE = ("megatron_muon.mcore.chained_optimizer.FSDPMuonChainedOptimizer", "sharded_state_dict", 2)
 FAULTS = [
     pytest.param(*ENGINE, die, -signal.SIGKILL, id="killed_in_the_gather", marks=pytest.mark.slow),
     pytest.param(*ENGINE, _run_out_of_memory, 1, id="raises_in_the_gather", marks=pytest.mark.slow),
-    pytest.param(*STEP, _run_out_of_memory, 1, id="raises_in_a_step", marks=pytest.mark.slow),
     pytest.param(*SAVE, _run_out_of_memory, 1, id="raises_in_a_save", marks=pytest.mark.slow),
     pytest.param(*SAVE, die, -signal.SIGKILL, id="killed_in_a_save"),
 ]

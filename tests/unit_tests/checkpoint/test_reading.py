@@ -26,17 +26,16 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_muon.checkpoint.__main__ import main
-from megatron_muon.checkpoint.folders import CheckpointError, find_checkpoint
 from megatron_muon.checkpoint.reading import (
+    CheckpointError,
     _Inert,
     _Unpickler,
+    find_checkpoint,
     find_misfits,
     find_problems,
     is_tiled,
     read_checkpoint,
 )
-
-NAME = "module.module.decoder.layers.0.mlp.linear_fc2.weight"
 
 
 class _Harmful:
@@ -49,34 +48,35 @@ class _Harmful:
         return os.system, (f"touch {self.path}",)
 
 
-def _state(folder: Path) -> dict:
-    generator = torch.Generator().manual_seed(0)
-    args = argparse.Namespace(
-        optimizer="muon", world_size=8, tensor_model_parallel_size=2, evil=_Harmful(folder / "ran")
-    )
-    return {
-        "args": args,
-        "iteration": 30,
-        "model": {NAME.removeprefix("module."): torch.randn(12, 5, generator=generator)},
-        "optimizer": {
-            "state": {
-                NAME: {"momentum_buffer": torch.full((12, 5), 2.0)},
-                "module.embedding.weight": {
-                    "exp_avg": torch.ones(3, dtype=torch.bfloat16),
-                    "exp_avg_sq": torch.ones(3),
-                    "step": torch.tensor(7.0),
-                },
-            },
-            "param_to_group_meta": {NAME: {"lr": 0.1, "betas": (0.9, 0.95)}},
-        },
-    }
+# Against hangs alone.
+_LIMIT_SECONDS = 120
+MATRIX = "module.module.decoder.layers.0.w"
+WEIGHT = f"model.{MATRIX[7:]}"
+ARGS = {
+    "bf16": False,
+    "fp16": False,
+    "swiglu": True,
+    "transformer_impl": "local",
+    "moe_grouped_gemm": False,
+    "num_layers": 1,
+    "num_experts": None,
+    "optimizer": "muon",
+}
+STATE = {
+    WEIGHT: torch.ones(4, 4),
+    f"optimizer.state.{MATRIX}.momentum_buffer": torch.ones(4, 4),
+    f"optimizer.param_to_group_meta.{MATRIX}.lr": 0.1,
+    "args": argparse.Namespace(**ARGS),
+    "iteration": 3,
+}
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A --save folder of one checkpoint, written by torch alone."""
-    dcp.save(_state(tmp_path), checkpoint_id=tmp_path / "iter_0000030", no_dist=True)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("30")
+    """A --save folder of one checkpoint, written by torch alone, with code in it."""
+    args = argparse.Namespace(**ARGS, evil=_Harmful(tmp_path / "ran"))
+    dcp.save(STATE | {"args": args}, checkpoint_id=tmp_path / "iter_0000003", no_dist=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     return tmp_path
 
 
@@ -84,7 +84,7 @@ def test_verify_runs_no_code_of_a_checkpoint(folder):
     """The fixture is what it claims: torch's own reader does run it."""
     assert main(["verify", str(folder)]) == 0
     assert not (folder / "ran").exists()
-    dcp.load({"args": None}, checkpoint_id=folder / "iter_0000030", no_dist=True)
+    dcp.load({"args": None}, checkpoint_id=folder / "iter_0000003", no_dist=True)
     assert (folder / "ran").exists()
 
 
@@ -114,35 +114,31 @@ def test_commands_need_neither_megatron_nor_a_process_group(folder):
 
 
 def test_flipped_byte_is_found_or_changes_nothing(folder):
-    """200 flips at random: each is reported, or what is read stays the same bit for bit."""
-    checkpoint = read_checkpoint(folder / "iter_0000030")
+    """80 flips at random: each is reported, or what is read stays the same bit for bit."""
+    checkpoint = read_checkpoint(folder / "iter_0000003")
     path = next(folder.glob("*/*.distcp"))
     sound = path.read_bytes()
 
     def contents() -> list:
-        tensors = [
-            checkpoint.read_chunk(chunk)
-            for tensor in checkpoint.tensors.values()
-            for chunk in tensor.chunks
-        ]
-        return [tensor.view(torch.uint8).tolist() if tensor.dim() else tensor for tensor in tensors]
+        chunks = [chunk for tensor in checkpoint.tensors.values() for chunk in tensor.chunks]
+        return [checkpoint.read_chunk(chunk).view(torch.uint8).tolist() for chunk in chunks]
 
     expected, found, rng = contents(), 0, random.Random(0)
-    for _ in range(200):
+    for _ in range(80):
         data = bytearray(sound)
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
-        if list(find_problems(checkpoint)):
+        if find_problems(checkpoint):
             found += 1
         else:
             assert contents() == expected
-    assert found > 20
+    assert found > 8
 
 
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda path: os.truncate(path, path.stat().st_size - 1), "the file is truncated"),
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes, got"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes, got"),
         (lambda path: path.unlink(), "expected a file, got none"),
         (lambda path: os.truncate(path.parent / ".metadata", 100), "expected the metadata of"),
@@ -159,21 +155,21 @@ def test_verify_names_the_damaged_file(damage, text, folder, capsys):
     damage(path)
     assert main(["verify", str(folder)]) == 1
     error = capsys.readouterr().err
-    assert text in error and str(folder / "iter_0000030") in error
+    assert text in error and str(folder / "iter_0000003") in error
 
 
-@pytest.mark.parametrize("num_shares", [1, 2, 3, 50])
-def test_shares_find_together_what_one_finds(num_shares, folder):
+def test_shares_find_together_what_one_finds(folder):
     """Each problem once, by whichever rank's share it is."""
     path = next(folder.glob("*/*.distcp"))
     path.write_bytes(path.read_bytes()[:-10])
-    checkpoint = read_checkpoint(folder / "iter_0000030")
-    tensors = {key: replace(each, chunks=()) for key, each in checkpoint.tensors.items()}
+    checkpoint = read_checkpoint(folder / "iter_0000003")
+    tensors = {key: replace(tensor, chunks=()) for key, tensor in checkpoint.tensors.items()}
     checkpoint = replace(checkpoint, tensors=tensors)
     alone = sorted(find_misfits(checkpoint))
-    shared = [find_misfits(checkpoint, share, num_shares) for share in range(num_shares)]
-    assert sorted(problem for problems in shared for problem in problems) == alone
-    assert len(alone) > 3
+    assert len(alone) > 2
+    for num_shares in (1, 2, 3, 50):
+        shares = [find_misfits(checkpoint, share, num_shares) for share in range(num_shares)]
+        assert sorted(problem for share in shares for problem in share) == alone
 
 
 def test_find_checkpoint_says_what_could_be_loaded(folder):
@@ -181,10 +177,10 @@ def test_find_checkpoint_says_what_could_be_loaded(folder):
     (folder / "iter_0000040").mkdir()
     for tracker in ("40", "40\n"):
         (folder / "latest_checkpointed_iteration.txt").write_text(tracker)
-        with pytest.raises(CheckpointError, match=r"Finished in .*: 30; load one with --ckpt-step"):
+        with pytest.raises(CheckpointError, match=r"Finished in .*: 3; load one with --ckpt-step"):
             find_checkpoint(folder)
-    assert find_checkpoint(folder, 30) == folder / "iter_0000030"
-    assert find_checkpoint(folder / "iter_0000030") == folder / "iter_0000030"
+    assert find_checkpoint(folder, 3) == folder / "iter_0000003"
+    assert find_checkpoint(folder / "iter_0000003") == folder / "iter_0000003"
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 4), st.data())
@@ -215,9 +211,7 @@ ODD = "model.a\n/x: sound; 5 tensors\x1b[2J\u202eb\ud800"
 
 def test_keys_are_printed_on_one_line_without_control_characters(tmp_path, capsys):
     """Control sequences of a key reached the terminal, and a line break began another line."""
-    state = _state(tmp_path) | {ODD: torch.ones(2, 2), f"{ODD}2": torch.ones(3)}
-    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
-    path = tmp_path / "saved" / ".metadata"
+    path = _save(tmp_path, **{ODD: torch.ones(2, 2), f"{ODD}2": torch.ones(3)}) / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     metadata.state_dict_metadata[f"{ODD}2"].size = torch.Size([4])
     path.write_bytes(pickle.dumps(metadata))
@@ -229,27 +223,6 @@ def test_keys_are_printed_on_one_line_without_control_characters(tmp_path, capsy
         assert all(line.isprintable() for line in text.splitlines())
 
 
-# Against hangs alone.
-_LIMIT_SECONDS = 120
-MATRIX = "module.module.decoder.layers.0.w"
-WEIGHT = f"model.{MATRIX[7:]}"
-ARGS = {
-    "bf16": False,
-    "fp16": False,
-    "swiglu": True,
-    "transformer_impl": "local",
-    "moe_grouped_gemm": False,
-    "num_layers": 1,
-    "num_experts": None,
-    "optimizer": "muon",
-}
-STATE = {
-    WEIGHT: torch.ones(4, 4),
-    f"optimizer.state.{MATRIX}.momentum_buffer": torch.ones(4, 4),
-    f"optimizer.param_to_group_meta.{MATRIX}.lr": 0.1,
-    "args": argparse.Namespace(**ARGS),
-    "iteration": 3,
-}
 SECRET = "a secret of this machine"
 
 
@@ -302,21 +275,7 @@ def test_the_checkpoint_itself_is_sound(tmp_path):
     to = ("--to", "torch_dist")
     status, text = _run("convert", tmp_path / "latest", tmp_path / "new", *to)
     assert status == 0, text
-    assert list(find_problems(read_checkpoint(tmp_path / "new" / "iter_0000003"))) == []
-
-
-def _data(saved: Path) -> Path:
-    return saved / "__0_0.distcp"
-
-
-def _replace(file: str, by: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Return a function that replaces a file of a checkpoint; the file itself goes outside."""
-
-    def act(saved: Path) -> None:
-        (saved / file).rename(saved.parent / "outside")
-        by(saved / file)
-
-    return act
+    assert find_problems(read_checkpoint(tmp_path / "new" / "iter_0000003")) == []
 
 
 def _link_to_secret(path: Path) -> None:
@@ -329,22 +288,25 @@ def _zeros(path: Path) -> None:
     os.truncate(path, 1 << 40)
 
 
-FILES = {
-    "link": _replace("__0_0.distcp", lambda path: path.symlink_to("../outside")),
-    "link to a secret": _replace("__0_0.distcp", _link_to_secret),
-    "device": _replace("__0_0.distcp", lambda path: path.symlink_to("/dev/zero")),
-    "pipe": _replace("__0_0.distcp", os.mkfifo),
-    "folder": _replace("__0_0.distcp", os.mkdir),
-    "metadata as link": _replace(".metadata", lambda path: path.symlink_to("../outside")),
-    "metadata as pipe": _replace(".metadata", os.mkfifo),
-    "metadata of zeros": _replace(".metadata", _zeros),
+DATA = "__0_0.distcp"
+# A file of the checkpoint, and what replaces it; the file itself goes outside.
+FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "link to a secret": (DATA, _link_to_secret),
+    "device": (DATA, lambda path: path.symlink_to("/dev/zero")),
+    "pipe": (DATA, os.mkfifo),
+    "folder": (DATA, os.mkdir),
+    "metadata as link": (".metadata", lambda path: path.symlink_to("../outside")),
+    "metadata of zeros": (".metadata", _zeros),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
 def test_only_regular_files_of_the_folder_are_read(case, tmp_path):
     """Convert copied a file outside through a link, and waited for ever for a named pipe."""
-    FILES[case](_save(tmp_path))
+    file, replace_by = FILES[case]
+    path = _save(tmp_path) / file
+    path.rename(tmp_path / "outside")
+    replace_by(path)
     _assert_refused(tmp_path)
 
 
@@ -359,95 +321,66 @@ def _index(metadata: Metadata, key: str = WEIGHT) -> MetadataIndex:
     return next(index for index in metadata.storage_data if index.fqn == key)
 
 
-def _place(**changes: Any) -> Callable[[Metadata], None]:
-    """Return what changes the place of the weight's one chunk."""
+def _set(entry: Callable[[Metadata], object], **changes: Any) -> Callable[[Metadata], None]:
+    """Return a function that sets attributes of an entry, frozen or not."""
 
     def change(metadata: Metadata) -> None:
-        index = _index(metadata)
-        place = metadata.storage_data[index]
         for name, value in changes.items():
-            object.__setattr__(place, name, value)
+            object.__setattr__(entry(metadata), name, value)
 
     return change
 
 
+def _place(**changes: Any) -> Callable[[Metadata], None]:
+    """Change the place of the weight's one chunk."""
+    return _set(lambda metadata: metadata.storage_data[_index(metadata)], **changes)
+
+
+def _shape(shape: Any) -> Callable[[Metadata], None]:
+    return _set(lambda metadata: metadata.state_dict_metadata[WEIGHT], size=shape)
+
+
 def _chunks(*boxes: tuple[Any, Any]) -> Callable[[Metadata], None]:
-    """Return what gives the weight other chunks, all with the same bytes."""
+    """Give the weight other chunks, all with the same bytes."""
 
     def change(metadata: Metadata) -> None:
         place = metadata.storage_data.pop(_index(metadata))
         chunk = metadata.state_dict_metadata[WEIGHT].chunks[0]
-        chunks = []
+        metadata.state_dict_metadata[WEIGHT].chunks = chunks = []
         for offsets, sizes in boxes:
-            metadata.storage_data[MetadataIndex(WEIGHT, torch.Size([len(chunks)]))] = place
-            chunks.append(replace(chunk))
-            object.__setattr__(chunks[-1], "offsets", offsets)
-            object.__setattr__(chunks[-1], "sizes", sizes)
+            chunks.append(replace(chunk, offsets=offsets, sizes=sizes))
             index = MetadataIndex(WEIGHT)
             object.__setattr__(index, "offset", offsets)
             metadata.storage_data[index] = place
-        metadata.state_dict_metadata[WEIGHT].chunks = chunks
-
-    return change
-
-
-def _shape(shape: Any) -> Callable[[Metadata], None]:
-    def change(metadata: Metadata) -> None:
-        metadata.state_dict_metadata[WEIGHT].size = shape
-
-    return change
-
-
-def _name(name: Any) -> Callable[[Metadata], None]:
-    def change(metadata: Metadata) -> None:
-        object.__setattr__(_index(metadata), "fqn", name)
 
     return change
 
 
 TABLES = {
     "length of 2**40": _place(length=2**40),
-    "length of 2**62": _place(length=2**62),
     "length of 2**64": _place(length=2**64),
     "length of -1": _place(length=-1),
-    "length of True": _place(length=True),
     "length of 1.5": _place(length=1.5),
     "no length": _place(length=None),
     "offset of 2**64": _place(offset=2**64),
-    "offset of 2**40": _place(offset=2**40),
-    "offset of -1": _place(offset=-1),
-    "offset of True": _place(offset=True),
     "offset of lists": _place(offset=_nested()),
-    "lists": _place(offset=_nested(), length=_nested(), relative_path=_nested()),
     "transformed": _place(transform_descriptors=_nested()),
     "parent": _place(relative_path=".."),
-    "folder": _place(relative_path="."),
-    "no name": _place(relative_path=""),
     "absolute": _place(relative_path="/etc/hostname"),
-    "folder in it": _place(relative_path="sub/__0_0.distcp"),
     "NUL": _place(relative_path="a\0b"),
     "long name": _place(relative_path="n" * 300),
     "number as name": _place(relative_path=3),
     "control sequence": _place(relative_path="\x1b[2J"),
     "lists as shape": _shape(_nested()),
-    "number as shape": _shape(4),
-    "name of lists": _name(_nested()),
-    "no text as name": _name(7),
+    "name of lists": _set(_index, fqn=_nested()),
     "outside": _chunks(((2, 0), (4, 4))),
-    "far outside": _chunks(((2**40, 0), (4, 4))),
-    "twice": _chunks(((0, 0), (4, 4)), ((0, 1), (4, 3))),
     "overlap": _chunks(((0, 0), (3, 4)), ((2, 0), (2, 4))),
     "hole": _chunks(((0, 0), (3, 4))),
-    "none": _chunks(),
     "negative": _chunks(((-1, 0), (5, 4))),
     "negative sizes": _chunks(((0, 0), (-4, -4))),
-    "truth as offset": _chunks(((False, 0), (4, 4))),
-    "one dimension": _chunks(((0,), (16,))),
     "three dimensions": _chunks(((0, 0, 0), (4, 4, 1))),
     "large": _chunks(((0, 0), (2**31, 2**31))),
-    "other shape": _shape((4, 5)),
     "large shape": _shape((2**40, 4)),
-    "negative shape": _shape((-4, -4)),
     "60 dimensions": _shape((1,) * 60),
 }
 
@@ -476,23 +409,6 @@ def _compressed(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def _repeated(num_records: int) -> bytes:
-    """Return an archive whose directory names one record many times."""
-    data = _archive(torch.ones(1 << 16))
-    start = data.index(b"PK\x01\x02")
-    end = data.index(b"PK\x05\x06") if b"PK\x06\x06" not in data else data.index(b"PK\x06\x06")
-    entry = next(
-        data[at:]
-        for at in range(start, end)
-        if data[at : at + 4] == b"PK\x01\x02" and b"data/0" in data[at : at + 80]
-    )
-    length = 46 + sum(int.from_bytes(entry[at : at + 2], "little") for at in (28, 30, 32))
-    directory = data[start:end] + entry[:length] * num_records
-    total = (data[start:end].count(b"PK\x01\x02") + num_records).to_bytes(2, "little")
-    sizes = len(directory).to_bytes(4, "little") + start.to_bytes(4, "little")
-    return data[:start] + directory + b"PK\x05\x06\0\0\0\0" + total * 2 + sizes + b"\0\0"
-
-
 def _cyclic() -> dict[str, Any]:
     cyclic: dict[str, Any] = {}
     cyclic["a"] = [cyclic]
@@ -507,55 +423,42 @@ def _deep(depth: int = 50_000) -> bytes:
     return buffer.getvalue()
 
 
-def _with_lists() -> argparse.Namespace:
-    return argparse.Namespace(**ARGS, more=_nested())
-
-
-# The key, its bytes, and the commands that read them.
-ITEMS: dict[str, tuple[str, Callable[[], bytes], tuple[str, ...]]] = {
-    "compressed": (WEIGHT, lambda: _compressed(torch.zeros(4, 1 << 20)), ()),
-    "repeated": (WEIGHT, lambda: _repeated(20_000), ()),
-    "view": (WEIGHT, lambda: _archive(torch.ones(1).expand(1 << 40)), ()),
-    "view of the shape": (WEIGHT, lambda: _archive(torch.ones(1).expand(1 << 20, 1 << 20)), ()),
-    "meta": (WEIGHT, lambda: _archive(torch.empty(1 << 20, 1 << 20, device="meta")), ()),
-    "list": (WEIGHT, lambda: _archive([1]), ()),
-    "text": (WEIGHT, lambda: _archive("\x1b[2J"), ()),
-    "nested": (WEIGHT, lambda: _archive(_nested()), ()),
-    "raw pickle": (WEIGHT, lambda: pickle.dumps(_nested()), ()),
-    "other shape": (WEIGHT, lambda: _archive(torch.ones(4, 5)), ()),
-    "lists as iteration": ("iteration", lambda: _archive(_nested()), ("convert",)),
-    "cyclic iteration": ("iteration", lambda: _archive(_cyclic()), ("convert",)),
-    "deep iteration": ("iteration", _deep, ("convert",)),
-    "lists in args": ("args", lambda: _archive(_with_lists()), ("convert",)),
-    "cyclic args": ("args", lambda: _archive(_cyclic()), ("convert",)),
-    "deep args": ("args", _deep, ("convert",)),
-    "number as args": ("args", lambda: _archive(3), ("convert",)),
-    "lists as setting": (
-        f"optimizer.param_to_group_meta.{MATRIX}.lr",
-        lambda: _archive(_nested()),
-        ("convert",),
-    ),
-    "deep setting": (f"optimizer.param_to_group_meta.{MATRIX}.lr", _deep, ("convert",)),
-    "text as iteration": ("iteration", lambda: _archive("\x1b[2J"), ("convert",)),
-    "long number": ("iteration", lambda: _archive(10**5000), ("convert",)),
+META = torch.empty(1 << 20, 1 << 20, device="meta")
+SETTING = f"optimizer.param_to_group_meta.{MATRIX}.lr"
+# The key, and its bytes. Objects are read by convert alone.
+ITEMS: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "compressed": (WEIGHT, lambda: _compressed(torch.zeros(4, 1 << 20))),
+    "view": (WEIGHT, lambda: _archive(torch.ones(1).expand(1 << 40))),
+    "meta": (WEIGHT, lambda: _archive(META)),
+    "list": (WEIGHT, lambda: _archive([1])),
+    "nested": (WEIGHT, lambda: _archive(_nested())),
+    "raw pickle": (WEIGHT, lambda: pickle.dumps(_nested())),
+    "other shape": (WEIGHT, lambda: _archive(torch.ones(4, 5))),
+    "lists as iteration": ("iteration", lambda: _archive(_nested())),
+    "text as iteration": ("iteration", lambda: _archive("\x1b[2J")),
+    "lists in args": ("args", lambda: _archive(argparse.Namespace(**ARGS, more=_nested()))),
+    "cyclic args": ("args", lambda: _archive(_cyclic())),
+    "deep args": ("args", _deep),
+    "number as args": ("args", lambda: _archive(3)),
+    "lists as setting": (SETTING, lambda: _archive(_nested())),
 }
 
 
 @pytest.mark.parametrize("case", ITEMS)
 def test_items_are_not_trusted(case, tmp_path):
     """Lists that share lists were read for ever, and a list for a number was a traceback."""
-    key, data, commands = ITEMS[case]
+    key, data = ITEMS[case]
     saved = _save(tmp_path)
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     (saved / "z.distcp").write_bytes(data())
     index, size = _index(metadata, key), (saved / "z.distcp").stat().st_size
     old = metadata.storage_data[index]
     # No hole is left, so that nothing else is wrong.
-    sound = _data(saved).read_bytes()
-    (saved / "__0_0.distcp").write_bytes(sound[: old.offset] + sound[old.offset + old.length :])
+    sound = (saved / DATA).read_bytes()
+    (saved / DATA).write_bytes(sound[: old.offset] + sound[old.offset + old.length :])
     for other, place in metadata.storage_data.items():
         if place.offset > old.offset:
             metadata.storage_data[other] = replace(place, offset=place.offset - old.length)
     metadata.storage_data[index] = replace(old, relative_path="z.distcp", offset=0, length=size)
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    _assert_refused(tmp_path, *commands)
+    _assert_refused(tmp_path, *(("verify", "convert") if key == WEIGHT else ("convert",)))

@@ -95,7 +95,6 @@ SAME_WORLD = [
     pytest.param(2, 1, BF16, id="zero1_bf16"),
     slow(2, 3, (*BF16, "--exp-avg-dtype", "bf16"), id="zero3_momentum_bf16"),
     slow(2, 2, MIXED, id="zero2_fp32_moe"),
-    slow(4, 3, BF16_ON[4], id="zero3_bf16"),
     slow(4, 3, (*HSDP, *BF16), id="hsdp_bf16"),
     slow(4, 3, (*HFSDP, *BF16), id="hfsdp_bf16"),
     slow(4, 3, ADAMUON_EP, id="hfsdp_fp32_adamuon_ep2"),
@@ -171,7 +170,7 @@ def test_moments_of_a_tensor_parallel_rank_are_refused_on_another_number_of_them
     _, folder = saved(4, 1, *NORMUON_TP)
     run = resumed_run(2, folder, tmp_path / "resumed", ZERO[1], *NORMUON)
     assert run.exit_codes == [1, 1]
-    assert "got moment2_cols_tensor_rank_0_of_2, moment2_cols_tensor_rank_1_of_2" in run.outputs[0]
+    assert "got moment2_cols_tensor_rank_0_of_2 (" in run.outputs[0]
     assert "Nothing was loaded." in run.outputs[0]
 
 
@@ -179,7 +178,7 @@ def test_moments_of_a_tensor_parallel_rank_are_refused_on_another_number_of_them
     ("before", "after", "said"),
     [
         pytest.param((4, (*PP, TIED)), (2, (TIED,)), "expected nothing, got", id="to_none"),
-        pytest.param((2, (TIED,)), (4, (*PP, TIED)), "expected a tensor, got nothing", id="to_two"),
+        pytest.param((2, (TIED,)), (4, (*PP, TIED)), "expected weight", id="to_two"),
     ],
 )
 @pytest.mark.slow
@@ -189,7 +188,7 @@ def test_tied_embeddings_are_refused_on_another_number_of_stages(before, after, 
     run = resumed_run(after[0], folder, tmp_path / "resumed", ZERO[3], *after[1])
     assert run.exit_codes == [1] * after[0]
     for output in run.outputs:
-        assert "output_layer.weight: " in output and said in output
+        assert f"output_layer: {said}" in output
         assert f"was saved with --pipeline-model-parallel-size {before[0] // 2}, this" in output
         assert "tied embeddings need the same. Nothing was loaded." in output
 

@@ -16,8 +16,12 @@ import torch
 
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
-from megatron_muon.checkpoint.folders import TRACKER, find_checkpoint
-from megatron_muon.checkpoint.reading import find_problems, read_checkpoint
+from megatron_muon.checkpoint.reading import (
+    TRACKER,
+    find_checkpoint,
+    find_problems,
+    read_checkpoint,
+)
 
 # Shape of the whole tensor, index at which the shard begins in it, and the shard.
 type Shard = tuple[torch.Size, torch.Size, torch.Tensor]

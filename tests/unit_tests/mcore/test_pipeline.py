@@ -127,7 +127,7 @@ def test_freed_outputs_give_up_their_memory_and_keep_their_graph():
 
 
 def _layer_names(num_stages: int) -> list[str]:
-    from megatron_muon.mcore.checkpoint_state import LayerNames
+    from megatron_muon.mcore.checkpoint_state import layer_names
 
     layers = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(2)])
     for number, layer in enumerate(layers):
@@ -137,7 +137,7 @@ def _layer_names(num_stages: int) -> list[str]:
     chunk.module = torch.nn.Module()
     chunk.module.decoder = torch.nn.Module()
     chunk.module.decoder.layers = layers
-    names = LayerNames(chunk)
+    names = layer_names(chunk)
     return [
         names(name)
         for name in (
