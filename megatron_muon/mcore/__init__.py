@@ -10,8 +10,7 @@ Files, each importing only those above it::
     unsupported         refused settings, with reasons
     fsdp_model          reads the parameters and groups of a model
     gradients           norm, clipping, and a check on all ranks
-    muon                FSDPZeROTensorParallelMuon, and its step
-    adaptive_muon       Muon whose results are divided by a second moment
+    muon                FSDPZeROTensorParallelMuon, its step, and its second moments
     qk_clip             clips main weights between step and installation
     chunks              operations of a step on a model chunk
     arguments           command-line flags, their checks, and settings read from them

@@ -239,34 +239,6 @@ def validate(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
-def refuse_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``load_yaml`` to refuse Muon with Megatron-FSDP from a YAML configuration.
-
-    Megatron reads the file instead of the command line, whose flags it drops, and validates it
-    without :func:`check`.
-    """
-
-    @functools.wraps(original)
-    def load_yaml(yaml_path: str) -> Any:
-        """Load the file; raise :class:`SettingsError` if file or command line ask for Muon."""
-        config = original(yaml_path)
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--optimizer", default=getattr(config, "optimizer", "adam"))
-        is_sharded = bool(getattr(config, "use_megatron_fsdp", False))
-        parser.add_argument("--use-megatron-fsdp", action="store_true", default=is_sharded)
-        # Megatron drops the command line, but the user meant it.
-        asked, _ = parser.parse_known_args(sys.argv[1:])
-        if asked.use_megatron_fsdp and asked.optimizer not in ("adam", "sgd"):
-            raise SettingsError(
-                f"--yaml-cfg: expected command-line flags for --optimizer {asked.optimizer} "
-                f"--use-megatron-fsdp, got {yaml_path}, for which Megatron drops them. "
-                "Pass the settings as flags."
-            )
-        return config
-
-    return load_yaml
-
-
 def takes_schedule_of_checkpoint() -> bool:
     """Return whether ``--use-checkpoint-opt_param-scheduler`` was given."""
     return bool(getattr(_global_args(), "use_checkpoint_opt_param_scheduler", False))

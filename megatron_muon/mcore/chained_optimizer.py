@@ -9,11 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import (
-    SEPARATE_GRAD_NORM_GROUPS,
-    ChainedOptimizer,
-    MegatronOptimizer,
-)
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.mcore import checkpoint_state as optimizer_state
 from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
@@ -25,12 +21,9 @@ from megatron_muon.mcore.fsdp_model import (
     gradients_stay,
 )
 from megatron_muon.mcore.gradients import (
-    GradientNorm,
-    LocalGradients,
-    clip,
     count_problems,
-    norm_on_host,
-    norm_stays_on_device,
+    gradients_beside_norm,
+    missing_gradients,
     raise_where_gradients_fail,
 )
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
@@ -79,7 +72,9 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
     """
 
     _problems: list[str]  # of this rank's gradients, in this step, as far as the host knows
-    _gradient_norm: GradientNorm | None  # of this step; None until it is known
+    _norm: float | torch.Tensor | None  # of this step's gradients; None until it is known
+    # Of all ranks, NaN where a norm is not finite. A tensor until the host reads it.
+    _num_problems: float | torch.Tensor
     # From the first change of a step to its end: if it does not come there, nobody knows which
     # weights and state have changed.
     _is_changing: bool = False
@@ -95,12 +90,11 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         super().__init__(list(chained_optimizers))
         self.model_chunks = list(model_chunks)
         self._fqns = fqns
-        self._problems, self._gradient_norm = [], None
+        self._problems, self._norm, self._num_problems = [], None, 0.0
         # Lion has no matrices.
         muons = [child.optimizer for child in self.chained_optimizers if _is_muon(child)]
         stay = all(map(gradients_stay, self.model_chunks))
         self.muon_step = build_muon_step(muons, exchange, gradients_stay=stay) if muons else None
-        self._gradients = LocalGradients(self.chained_optimizers, fqns, stay=stay)
         # Named while the model still holds its DTensor parameters.
         self._state_names = optimizer_state.names_in_checkpoints(
             self.chained_optimizers, self.model_chunks
@@ -130,9 +124,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             self._problems += self.muon_step.reserve(elementwise_bytes(others, current_device()))
         self._problems += alignment_problems(self.model_chunks[0].config)
         self._problems += [INTERRUPTED] * self._is_changing
-        self._gradient_norm = None
+        self._norm = None
         # Upstream would look for a main_grad of every parameter; those of Megatron-FSDP have none.
-        self._gradients.collect()
         return False
 
     @torch.no_grad()
@@ -142,50 +135,39 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         Raises:
             RuntimeError: As :meth:`step_with_ready_grads`, if the host reads the norm.
         """
-        counted, others = self._gradients.counted, self._gradients.others
-        num_problems = len(self._problems) + len(self._gradients.missing)
-        device = current_device()
-        if norm_stays_on_device():
-            norm = super().get_grad_norm()
-            if isinstance(norm, torch.Tensor):
-                # Clipping by NaN would turn all gradients into NaN, and hide which one was. By Inf
-                # it turns those that are finite into zero.
-                norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
-            norms = [torch.as_tensor(norm, device=device)]
-            all_problems = count_problems(norms, others, num_problems, device)
-            self._gradient_norm = GradientNorm(norm, all_problems)
-            return norm
-        if self.grads_states_parallel_group_is_shared():
-            group = self.get_grad_stats_parallel_group()
-            gradients = [(group, [grad for grads in counted for grad in grads])]
-        else:
-            groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
-            gradients = list(zip(groups, counted, strict=True))
-        self._gradient_norm = norm_on_host(gradients, others, num_problems, device)
-        self._raise_where_gradients_fail()
-        return self._gradient_norm.norm
+        norm = super().get_grad_norm()
+        is_on_host = not isinstance(norm, torch.Tensor)
+        if not is_on_host:
+            # Clipping by NaN would turn all gradients into NaN, and hide which one was. By Inf it
+            # turns those that are finite into zero.
+            norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
+        num_problems = len(self._problems) + len(missing_gradients(self._fqns))
+        others = gradients_beside_norm(self.chained_optimizers)
+        self._num_problems = count_problems(norm, others, num_problems, current_device())
+        self._norm = norm
+        if is_on_host:
+            self._raise_where_gradients_fail()
+        return norm
 
     def _raise_where_gradients_fail(self) -> None:
         """Raise on all ranks where one has a problem; see :meth:`step_with_ready_grads`."""
-        found = self._gradient_norm
-        if found is not None and float(found.num_problems) == 0.0:
-            return
-        if found is None:
-            # Nobody asked for the norm: gradients may have changed since they were listed.
-            self._gradients.collect()
-        device = current_device()
-        problems = [*self._problems, *self._gradients.missing]
-        raise_where_gradients_fail(self._fqns, problems, device)
-        if found is not None:
+        if self._norm is not None:
+            self._num_problems = float(self._num_problems)
+            if self._num_problems == 0.0:
+                return
+        # If nobody asked for the norm, gradients are checked here.
+        problems = [*self._problems, *missing_gradients(self._fqns)]
+        raise_where_gradients_fail(self._fqns, problems, current_device())
+        if self._norm is not None:
             raise RuntimeError(
-                f"gradient norm: expected a finite one, got {float(found.norm)}, though every "
+                f"gradient norm: expected a finite one, got {float(self._norm)}, though every "
                 "gradient is finite: they are so large that their squares overflow. Lower the "
                 "learning rate, or scale the loss down. Nothing was updated."
             )
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | torch.Tensor | None, int | None]:
-        """Clip gradients and step; upstream's step where its kernels need no read by the host.
+        """Clip gradients and step.
 
         Returns:
             Whether weights were updated, the gradient norm before clipping, and the number of zeros
@@ -195,28 +177,14 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             RuntimeError: As :meth:`step_with_ready_grads`.
         """
         try:
-            return self._step()
-        finally:
-            # Otherwise collectives may still use it.
-            if self.muon_step is not None and not self._is_changing:
-                self.muon_step.release()
-
-    def _step(self) -> tuple[bool, float | torch.Tensor | None, int | None]:
-        clips = self.config.clip_grad > 0.0
-        # Upstream clips such groups, those of multi-token prediction, by norms of their own.
-        has_groups = clips and any(map(self.has_grad_norm_group, SEPARATE_GRAD_NORM_GROUPS))
-        if norm_stays_on_device() or has_groups:
             return super().step()
-        self.prepare_grads()
-        norm = float(self.get_grad_norm())
-        if clips:
-            clip(self._gradients.joined, norm, self.config.clip_grad)
-        num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
-        if norm > self.config.grad_norm_skip_threshold:
-            logger.info("step skipped: gradient norm %s above its threshold", norm)
-            self._end()
-            return False, norm, num_zeros
-        return self.step_with_ready_grads(), norm, num_zeros
+        finally:
+            # Otherwise collectives may still use the memory.
+            if not self._is_changing:
+                # Upstream skips a step where the norm is above its threshold.
+                self._end()
+                if self.muon_step is not None:
+                    self.muon_step.release()
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -252,8 +220,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         return True
 
     def _end(self) -> None:
-        """Drop what is kept of the gradients of a step."""
-        self._gradients.end()
+        """Restore the gradients that were cast for a step."""
         for chunk in self._chunks:
             chunk.end()
 

@@ -14,17 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as mcore_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.emerging_optimizers import (
-    _EMERGING_OPTIMIZERS,
-    _adaptive_muon_config_to_kwargs,
-    _muon_config_to_kwargs,
-)
+from megatron.core.optimizer.emerging_optimizers import _EMERGING_OPTIMIZERS
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.mcore.adaptive_muon import FSDPAdaptiveMuon
 from megatron_muon.mcore.arguments import (
     requested_exchange,
     requested_momentum,
@@ -111,6 +106,14 @@ def build_megatron_fsdp_emerging_optimizer(
     if config.optimizer != "lion":
         children.read_tensor_shards(groups_by_child, fqns)
     _log_routing(config, groups_by_child, fqns)
+    if config.optimizer == "adaptive_muon" and config.adaptive_muon_moment2_method != "adamuon":
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            "%s: results are scaled once, as in emerging-optimizers 0.3.0; Megatron-LM main of "
+            "2026-08-22 scales them twice",
+            config.adaptive_muon_moment2_method,
+        )
     return FSDPMuonChainedOptimizer(
         [children.build(*key, groups) for key, groups in groups_by_child.items()],
         model_chunks,
@@ -239,17 +242,14 @@ class _Children:
         return child
 
     def _muon(self, param_groups: list[dict[str, Any]]) -> FSDPZeROTensorParallelMuon:
-        muon: type[FSDPZeROTensorParallelMuon] = FSDPZeROTensorParallelMuon
-        arguments = (self._config, self._model_chunks, self._groups)
-        kwargs = _muon_config_to_kwargs(*arguments)
-        if self._config.optimizer == "adaptive_muon":
-            kwargs = _adaptive_muon_config_to_kwargs(*arguments)
-            muon = FSDPAdaptiveMuon
+        config = self._config
+        to_kwargs = _EMERGING_OPTIMIZERS[config.optimizer].config_to_kwargs
+        kwargs = to_kwargs(config, self._model_chunks, self._groups)
         # Later releases pass on --muon-use-syrk, which has chosen a backend by now.
         kwargs.pop("use_syrk", None)
         # Only tags decide about splits: with --muon-no-split-qkv gate and up may still be.
         kwargs |= {"split_qkv": True, "device": current_device(), **requested_momentum()}
-        return muon(param_groups, tensor_shards=self._tensor_shards, **kwargs)
+        return FSDPZeROTensorParallelMuon(param_groups, tensor_shards=self._tensor_shards, **kwargs)
 
     def _lion(self, param_groups: list[dict[str, Any]]) -> FSDPLion:
         config = self._config

@@ -42,14 +42,6 @@ PATCHES: tuple[Patch, ...] = (
             "args.use_distributed_optimizer = True",
         ),
     ),
-    # Megatron reads this file in place of the command line, so the checks of flags never run.
-    Patch(
-        "megatron.training.yaml_arguments:load_yaml",
-        "refuse Muon with Megatron-FSDP from --yaml-cfg, which skips the checks of flags",
-        arguments.refuse_yaml,
-        parameters="yaml_path",
-        source_lines=("config_namespace.yaml_cfg = yaml_path",),
-    ),
     # Looked up by its module's global name at each call, so replacing the attribute is enough.
     Patch(
         "megatron.core.optimizer:_get_megatron_emerging_optimizer",

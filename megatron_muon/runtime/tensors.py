@@ -47,28 +47,6 @@ def join_adjacent(*lists: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return joined
 
 
-class AdjacentViews:
-    """The joined views of a list, made again only when its memory has moved.
-
-    A view keeps its memory: call :meth:`forget` where a list is allocated anew in every step.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: Sequence[torch.Tensor] = ()
-        self._views: list[torch.Tensor] = []
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return :func:`join_adjacent` of a list, which may be empty."""
-        if not is_same_memory(tensors, self._tensors):
-            (self._views,) = join_adjacent(tensors)
-        self._tensors = tensors
-        return self._views
-
-    def forget(self) -> None:
-        """Drop the views."""
-        self._tensors, self._views = (), []
-
-
 def is_same_memory(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:
     """Return whether a list is in the same memory; most are the same tensors."""
     if now is before or len(now) != len(before) or all(map(operator.is_, now, before)):

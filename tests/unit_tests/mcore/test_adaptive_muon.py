@@ -43,9 +43,9 @@ GRIDS: dict[int, list[tuple[int, dict[str, int]]]] = {
 
 def _adaptive(method: str, **options: Any) -> Any:
     """Return what builds ours with a method."""
-    from megatron_muon.mcore.adaptive_muon import FSDPAdaptiveMuon
+    from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon
 
-    return functools.partial(FSDPAdaptiveMuon, moment2_method=method, **options)
+    return functools.partial(FSDPZeROTensorParallelMuon, moment2_method=method, **options)
 
 
 def _step_adamuon(

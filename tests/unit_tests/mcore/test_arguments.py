@@ -240,15 +240,6 @@ def test_all_refusals_are_reported_together():
     assert "--fp16:" in refusals()[BOTH] and "--optimizer-cpu-offload:" in refusals()[BOTH]
 
 
-def test_yaml_configuration_is_refused(tmp_path):
-    """Megatron drops the command line for a YAML file, and Muon's checks with it."""
-    config = tmp_path / "config.yaml"
-    config.write_text("optimizer: adam\nuse_megatron_fsdp: false\n")
-    run = launch(1, fsdp_toy_gpt(ZERO_3, "--yaml-cfg", str(config)))
-    assert run.exit_codes == [1]
-    assert "--yaml-cfg: expected command-line flags for --optimizer muon" in run.outputs[0]
-
-
 def test_use_distributed_optimizer_is_accepted():
     """Megatron-FSDP turns the flag on itself; it does not mean the layer-wise optimizer here."""
     flags = ("--use-distributed-optimizer",)

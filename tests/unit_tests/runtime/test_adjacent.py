@@ -4,7 +4,7 @@
 
 import torch
 
-from megatron_muon.runtime.tensors import AdjacentViews, join_adjacent
+from megatron_muon.runtime.tensors import join_adjacent
 
 
 def test_only_what_is_adjacent_in_all_lists_is_joined():
@@ -28,15 +28,3 @@ def test_only_what_is_adjacent_in_all_lists_is_joined():
     assert len(join_adjacent(without_gaps[::-1])[0]) == 4
     assert len(join_adjacent([torch.ones(2), torch.ones(2)])[0]) == 2
     assert join_adjacent([], []) == [[], []]
-
-
-def test_views_are_kept_while_memory_stays():
-    """And made again where a tensor of the list is another one."""
-    memory = torch.arange(12.0)
-    views = AdjacentViews()
-    kept = views.of([memory[:6], memory[6:]])
-    assert views.of([memory[:6], memory[6:]]) is kept
-    moved = views.of([memory[:6], memory[6:].clone()])
-    assert [each.numel() for each in moved] == [6, 6]
-    views.forget()
-    assert [each.numel() for each in views.of([memory[:6], memory[6:]])] == [12]
