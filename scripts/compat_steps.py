@@ -29,7 +29,7 @@ FSDP_V2_TESTS = (
 )
 
 # Skipped by a release whose arguments lack the flag.
-V2_TESTS = ("mcore/test_fsdp_v2",)
+V2_TESTS = ("mcore/test_fsdp_v2", "mcore/test_parity", "mcore/test_pipeline")
 
 _ENABLE = """
 import megatron_muon
@@ -177,17 +177,21 @@ def _fsdp_v2(environment: Environment) -> Outcome:
 
 def _v2_flags(environment: Environment) -> Outcome:
     """Run what needs Megatron-FSDP v2 in Megatron's flags; "-" where the release lacks it."""
-    status, output = _run_tests(environment, "v2_flags", *V2_TESTS, timeout_s=3600.0)
+    status, output = _run_tests(environment, "v2_flags", *V2_TESTS, selected="v2", timeout_s=3600.0)
     if status == 0 and not re.search(r"\d+ passed", output):
         return Outcome("-")
     return outcome_of(status, output)
 
 
 def _run_tests(
-    environment: Environment, step: str, *names: str, timeout_s: float = 300.0
+    environment: Environment,
+    step: str,
+    *names: str,
+    selected: str = "",
+    timeout_s: float = 300.0,
 ) -> tuple[int, str]:
     tests = [str(ROOT / "tests" / "unit_tests" / f"{name}.py") for name in names]
-    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", selected]
     return environment.run(step, "-m", "pytest", *options, *tests, timeout_s=timeout_s)
 
 

@@ -30,8 +30,11 @@ TP = ("--tensor-model-parallel-size", "2")
 PP = ("--pipeline-model-parallel-size", "2")
 # The last stage has the output layer alone, which is no matrix of Muon's.
 NO_MATRIX = (*PP, "--pipeline-model-parallel-layout", "Ett|L")
-# No flag of Megatron's: embedding and output layer share a weight, see toy_gpt().
-TIED = "tied"
+# No flags of Megatron's: toy_gpt() leaves the flag out that follows. Embedding and output layer
+# share a weight; the momentum itself is orthogonalized.
+_WITHOUT = "without:"
+TIED = f"{_WITHOUT}--untie-embeddings-and-output-weights"
+NO_NESTEROV = f"{_WITHOUT}--muon-nesterov"
 # Two chunks of one layer on each rank.
 INTERLEAVED = (*PP, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 EP = (*MOE, "--expert-model-parallel-size", "2")
@@ -42,10 +45,10 @@ FP32_GRADIENTS = tuple(gpt_flags.FP32_GRADIENTS.split())
 
 
 def toy_gpt(*flags: str) -> list[str]:
-    """Return the flags of a toy GPT under DDP with Muon, then ``flags``; ``TIED`` drops one."""
-    given = [*_TOY_GPT.split(), *flags]
-    dropped = (TIED, "--untie-embeddings-and-output-weights") if TIED in flags else ()
-    return [flag for flag in given if flag not in dropped]
+    """Return the flags of a toy GPT under DDP with Muon, then ``flags``."""
+    left_out = {flag.removeprefix(_WITHOUT) for flag in flags if flag.startswith(_WITHOUT)}
+    every = [*_TOY_GPT.split(), *flags]
+    return [flag for flag in every if flag not in left_out and not flag.startswith(_WITHOUT)]
 
 
 # Multi-latent attention, whose values are of another width than its keys.
@@ -109,8 +112,10 @@ def reference(
         before: Called on every rank before the launcher.
     """
     _, num_samples, _, size = microbatches(num_microbatches, compared_with, flags)
-    # Even the first loss of a model with experts depends on how samples are cut.
-    return _reference(flags, int(num_samples), int(size) if MOE[0] in flags else None, before)
+    cut = int(size) if MOE[0] in flags else None
+    # Interleaved stages need as many microbatches.
+    least = num_microbatches if PP[0] in flags else 1
+    return _reference(flags, int(num_samples), cut, least, before)
 
 
 @functools.cache
@@ -118,6 +123,7 @@ def _reference(
     flags: tuple[str, ...],
     num_samples: int,
     size: int | None,
+    num_microbatches: int,
     before: Callable[[], None] | None,
 ) -> Run:
     num_tensor, num_expert_tensor, num_expert = (
@@ -128,8 +134,9 @@ def _reference(
     in_stage = max(num_tensor, num_expert * num_expert_tensor)
     # So do the layers of a stage.
     num_ranks = in_stage * _num_stages(flags)
+    size = size or num_samples * num_tensor // in_stage // num_microbatches
     batches = ("--global-batch-size", str(num_samples), "--micro-batch-size")
-    arguments = toy_gpt(*flags, *batches, str(size or num_samples * num_tensor // in_stage))
+    arguments = toy_gpt(*flags, *batches, str(size))
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if num_tensor > 1 else None
     return launch(num_ranks, without_query_groups(arguments), before=before, env=env).check()
 
