@@ -37,6 +37,13 @@ TIED = f"{_WITHOUT}--untie-embeddings-and-output-weights"
 NO_NESTEROV = f"{_WITHOUT}--muon-nesterov"
 # Two chunks of one layer on each rank.
 INTERLEAVED = (*PP, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
+# Multi-latent attention, whose values are of another width than its keys; without query groups.
+LATENT = (
+    *"--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 12 --qk-head-dim 8".split(),
+    *"--qk-pos-emb-head-dim 4 --v-head-dim 6 --rope-type rope".split(),
+    *"--position-embedding-type rope".split(),
+    f"{_WITHOUT}--group-query-attention",
+)
 EP = (*MOE, "--expert-model-parallel-size", "2")
 EXPERT_TP = "--expert-tensor-parallel-size"
 # A lower learning rate, because rounding of weights adds up with the way they go.
@@ -49,23 +56,6 @@ def toy_gpt(*flags: str) -> list[str]:
     left_out = {flag.removeprefix(_WITHOUT) for flag in flags if flag.startswith(_WITHOUT)}
     every = [*_TOY_GPT.split(), *flags]
     return [flag for flag in every if flag not in left_out and not flag.startswith(_WITHOUT)]
-
-
-# Multi-latent attention, whose values are of another width than its keys.
-LATENT = (
-    *"--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 12 --qk-head-dim 8".split(),
-    *"--qk-pos-emb-head-dim 4 --v-head-dim 6 --rope-type rope".split(),
-    *"--position-embedding-type rope".split(),
-)
-
-
-def without_query_groups(flags: Sequence[str]) -> list[str]:
-    """Return the flags for multi-latent attention, which has no query groups."""
-    if LATENT[0] not in flags:
-        return list(flags)
-    rest = [flag for flag in flags if flag != "--group-query-attention"]
-    groups = rest.index("--num-query-groups")
-    return rest[:groups] + rest[groups + 2 :]
 
 
 def microbatches(number: int, world_size: int, flags: Sequence[str]) -> list[str]:
@@ -92,7 +82,7 @@ def fsdp_toy_gpt(sharding: str, *flags: str) -> list[str]:
 def train(world_size: int, flags: Sequence[str], num_microbatches: int = 1, **options: Any) -> Run:
     """Train on the same samples on any number of ranks."""
     batches = microbatches(num_microbatches, world_size, flags)
-    return launch(world_size, without_query_groups([*flags, *batches]), **options).check()
+    return launch(world_size, [*flags, *batches], **options).check()
 
 
 def reference(
@@ -138,7 +128,7 @@ def _reference(
     batches = ("--global-batch-size", str(num_samples), "--micro-batch-size")
     arguments = toy_gpt(*flags, *batches, str(size))
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if num_tensor > 1 else None
-    return launch(num_ranks, without_query_groups(arguments), before=before, env=env).check()
+    return launch(num_ranks, arguments, before=before, env=env).check()
 
 
 def relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:
