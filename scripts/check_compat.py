@@ -59,7 +59,7 @@ FSDP_V2_TESTS = (
     "mcore/test_moved_adapters",
 )
 # Skipped by a release whose arguments lack the flag.
-V2_TESTS = ("mcore/test_fsdp_v2",)
+V2_TESTS = ("mcore/test_fsdp_v2", "mcore/test_parity", "mcore/test_pipeline")
 STEPS, SAVED_AT = 5, 2
 _FLAGS = (
     f"{SMALL_GPT} --num-layers 2 --hidden-size 32 --ffn-hidden-size 56 --group-query-attention"
@@ -132,10 +132,10 @@ def enable(environment: Environment) -> None:
     environment.run("-c", f"{code}; assert not m.is_enabled()")
 
 
-def run_tests(names: Sequence[str], environment: Environment) -> None:
-    """Run files of the unit tests."""
+def run_tests(names: Sequence[str], environment: Environment, selected: str = "") -> None:
+    """Run files of the unit tests, or the selected tests in them (``-k``)."""
     files = [str(ROOT / "tests" / "unit_tests" / f"{name}.py") for name in names]
-    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", selected]
     output = environment.run("-m", "pytest", *options, *files)
     if not re.search(r"\d+ passed", output):
         raise Failed("-", "all tests are skipped")
@@ -170,7 +170,7 @@ CHECKS: dict[str, Callable[[Environment], None]] = {
     "fsdp_v2": functools.partial(run_tests, FSDP_V2_TESTS),
     "parity": parity,
     "resume": resume,
-    "v2_flags": functools.partial(run_tests, V2_TESTS),
+    "v2_flags": functools.partial(run_tests, V2_TESTS, selected="v2"),
 }
 
 

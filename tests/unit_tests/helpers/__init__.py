@@ -6,7 +6,6 @@
 device              where ranks compute: CPU ranks, a GPU each, or one GPU for all
 ranks               runs a function, or a training script, on ranks forked from a server
 preloaded           what that server imports, once
-preloaded_megatron  megatron, imported by that server if it is installed
 layouts             random layouts and orders of a step for property tests
 sharded_muon        Muon on hand-made row shards, beside upstream's on whole matrices
 toy_fsdp            a tiny GPT under Megatron-FSDP, from megatron-core alone

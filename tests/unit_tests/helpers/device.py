@@ -57,7 +57,6 @@ PIECES: dict[str, tuple[str, ...]] = {
         "mcore/test_fsdp_model.py",
         "mcore/test_chained_optimizer.py",
         "mcore/test_gradient_faults.py",
-        "mcore/test_expert_parallel.py",
         "mcore/test_splits.py",
         "mcore/test_lion.py",
     ),

@@ -3,8 +3,6 @@
 """Runs of Megatron-FSDP v2 through Megatron's flags, which releases so far do not have."""
 
 import importlib.util
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,13 +27,3 @@ needs_flags = pytest.mark.skipif(
 def v2_toy_gpt(*flags: str) -> list[str]:
     """Return the flags of the toy GPT under v2."""
     return fsdp_toy_gpt(ZERO[3], *V2, *flags)
-
-
-def without(attributes: Sequence[str]) -> None:
-    """Take patches of later releases out of the list before the launcher enables them."""
-    from megatron_muon.mcore import patches
-
-    kept = tuple(p for p in patches.V2_PATCHES if p.symbol.partition(":")[2] not in attributes)
-    assert len(kept) == len(patches.V2_PATCHES) - len(attributes)
-    patches.V2_PATCHES = kept
-    assert "megatron_muon.mcore.patches" in sys.modules

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A linear layer that fuses gradient accumulation by Transformer Engine's rules, on a CPU."""
 
-import functools
 from typing import Any
 
 import torch
@@ -58,20 +57,6 @@ def fuse_linears_of_megatron(model: torch.nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "gradient_accumulation_fusion"):
             module.gradient_accumulation_fusion = True
-
-
-def fuse_linears_of_each_model() -> None:
-    """Do so for each GPT that this process builds."""
-    from megatron.core.models.gpt import GPTModel
-
-    original = GPTModel.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        fuse_linears_of_megatron(self)
-
-    GPTModel.__init__ = __init__
 
 
 def mark_as_grouped_experts(model: torch.nn.Module) -> None:

@@ -6,6 +6,7 @@ Without megatron-core the server loads torch alone, which is enough for tests of
 GPUs nothing stands in for them, and CUDA is not used: forked ranks could not use it then.
 """
 
+import argparse
 import contextlib
 import gc
 import os
@@ -16,11 +17,58 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 
-from helpers.device import has_megatron
+from helpers.device import has_megatron, kind
+
+
+def _import_megatron() -> None:
+    """Import megatron, on CPU ranks unless tests compute on GPUs.
+
+    What every rank of every world would compute anew, with the same result, is remembered: the help
+    texts that Megatron reads out of its sources, and the lines of them that patches rely on.
+    """
+    import cpu_ranks
+
+    if kind() == "cpu":
+        cpu_ranks.enable()
+
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.training
+
+    import megatron_muon
+    import megatron_muon.mcore.patches
+
+    with contextlib.suppress(ImportError):  # a run imports these when it needs them
+        import megatron.core.datasets.blended_megatron_dataset_builder
+        import megatron.core.datasets.helpers
+        import megatron.core.models.mimo
+        import megatron.core.tokenizers.text.libraries
+        import megatron.training.yaml_arguments  # noqa: F401
+    with contextlib.suppress(AttributeError):  # another release of megatron-core may have others
+        _remember_help_texts()
+    with contextlib.suppress(megatron_muon.IncompatibleMegatronError):
+        # Finds the source lines of all targets once.
+        megatron_muon.enable()
+        megatron_muon.disable()
+
+
+def _remember_help_texts() -> None:
+    from megatron.training import argument_utils, arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    original = factory._get_field_docstrings
+    texts: dict[type, dict[str, str]] = {}
+
+    def _get_field_docstrings(self: object, config: type) -> dict[str, str]:
+        if config not in texts:
+            texts[config] = original(self, config)
+        return dict(texts[config])
+
+    factory._get_field_docstrings = _get_field_docstrings
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
 
 if has_megatron():
-    import helpers.preloaded_megatron  # noqa: F401
-
+    _import_megatron()
 with contextlib.suppress(ImportError):  # where scripts/check_compat.py tests other versions
     import hypothesis.strategies  # noqa: F401
 

@@ -3,7 +3,6 @@
 """Runs that show a defect of upstream's gradients, with its repair and without it."""
 
 import functools
-import sys
 from typing import NamedTuple
 
 from helpers.ranks import launch
@@ -51,13 +50,16 @@ class Repair(NamedTuple):
 
 
 def without(name: str) -> None:
-    """Take one patch, by the end of its symbol, out of the list before the launcher enables it."""
+    """Leave out one patch, by the end of its symbol, before the launcher enables them."""
     from megatron_muon.mcore import patches
 
-    kept = tuple(p for p in patches.PATCHES if not p.symbol.replace(":", ".").endswith(f".{name}"))
-    assert len(kept) == len(patches.PATCHES) - 1
-    patches.PATCHES = kept
-    assert "megatron_muon.mcore.patches" in sys.modules
+    lists = patches.PATCHES, patches.V2_PATCHES
+    patches.PATCHES, patches.V2_PATCHES = (
+        tuple(p for p in each if not p.symbol.replace(":", ".").endswith(f".{name}"))
+        for each in lists
+    )
+    num_kept = len(patches.PATCHES) + len(patches.V2_PATCHES)
+    assert num_kept == sum(map(len, lists)) - 1
 
 
 def _grad_norms(world_size: int, flags: list[str], missing: str | None = None) -> list[float]:
@@ -69,6 +71,6 @@ def _grad_norms(world_size: int, flags: list[str], missing: str | None = None) -
 REPAIRS = (
     Repair("scaling_factor", "_create_hfsdp_helper_buffer", 4, (), HFSDP, 1e-5),
     Repair("instances", "_get_megatron_optimizer_based_on_param_groups", 4, (), HFSDP, 1e-5),
-    Repair("group_of_one_rank", "__init__", 2, EP, (), 1e-5),
-    Repair("added_to_itself", "__init__", 2, _PER_TOKEN, _BF16_REDUCTION, 1e-2),
+    Repair("group_of_one_rank", "DataParallelBuffer.__init__", 2, EP, (), 1e-5),
+    Repair("added_to_itself", "DataParallelBuffer.__init__", 2, _PER_TOKEN, _BF16_REDUCTION, 1e-2),
 )

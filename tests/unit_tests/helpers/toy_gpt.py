@@ -30,10 +30,20 @@ TP = ("--tensor-model-parallel-size", "2")
 PP = ("--pipeline-model-parallel-size", "2")
 # The last stage has the output layer alone, which is no matrix of Muon's.
 NO_MATRIX = (*PP, "--pipeline-model-parallel-layout", "Ett|L")
-# No flag of Megatron's: embedding and output layer share a weight, see toy_gpt().
-TIED = "tied"
+# No flags of Megatron's: toy_gpt() leaves the flag out that follows. Embedding and output layer
+# share a weight; the momentum itself is orthogonalized.
+_WITHOUT = "without:"
+TIED = f"{_WITHOUT}--untie-embeddings-and-output-weights"
+NO_NESTEROV = f"{_WITHOUT}--muon-nesterov"
 # Two chunks of one layer on each rank.
 INTERLEAVED = (*PP, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
+# Multi-latent attention, whose values are of another width than its keys; without query groups.
+LATENT = (
+    *"--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 12 --qk-head-dim 8".split(),
+    *"--qk-pos-emb-head-dim 4 --v-head-dim 6 --rope-type rope".split(),
+    *"--position-embedding-type rope".split(),
+    f"{_WITHOUT}--group-query-attention",
+)
 EP = (*MOE, "--expert-model-parallel-size", "2")
 EXPERT_TP = "--expert-tensor-parallel-size"
 # A lower learning rate, because rounding of weights adds up with the way they go.
@@ -42,27 +52,10 @@ FP32_GRADIENTS = tuple(gpt_flags.FP32_GRADIENTS.split())
 
 
 def toy_gpt(*flags: str) -> list[str]:
-    """Return the flags of a toy GPT under DDP with Muon, then ``flags``; ``TIED`` drops one."""
-    given = [*_TOY_GPT.split(), *flags]
-    dropped = (TIED, "--untie-embeddings-and-output-weights") if TIED in flags else ()
-    return [flag for flag in given if flag not in dropped]
-
-
-# Multi-latent attention, whose values are of another width than its keys.
-LATENT = (
-    *"--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 12 --qk-head-dim 8".split(),
-    *"--qk-pos-emb-head-dim 4 --v-head-dim 6 --rope-type rope".split(),
-    *"--position-embedding-type rope".split(),
-)
-
-
-def without_query_groups(flags: Sequence[str]) -> list[str]:
-    """Return the flags for multi-latent attention, which has no query groups."""
-    if LATENT[0] not in flags:
-        return list(flags)
-    rest = [flag for flag in flags if flag != "--group-query-attention"]
-    groups = rest.index("--num-query-groups")
-    return rest[:groups] + rest[groups + 2 :]
+    """Return the flags of a toy GPT under DDP with Muon, then ``flags``."""
+    left_out = {flag.removeprefix(_WITHOUT) for flag in flags if flag.startswith(_WITHOUT)}
+    every = [*_TOY_GPT.split(), *flags]
+    return [flag for flag in every if flag not in left_out and not flag.startswith(_WITHOUT)]
 
 
 def microbatches(number: int, world_size: int, flags: Sequence[str]) -> list[str]:
@@ -89,7 +82,7 @@ def fsdp_toy_gpt(sharding: str, *flags: str) -> list[str]:
 def train(world_size: int, flags: Sequence[str], num_microbatches: int = 1, **options: Any) -> Run:
     """Train on the same samples on any number of ranks."""
     batches = microbatches(num_microbatches, world_size, flags)
-    return launch(world_size, without_query_groups([*flags, *batches]), **options).check()
+    return launch(world_size, [*flags, *batches], **options).check()
 
 
 def reference(
@@ -109,8 +102,10 @@ def reference(
         before: Called on every rank before the launcher.
     """
     _, num_samples, _, size = microbatches(num_microbatches, compared_with, flags)
-    # Even the first loss of a model with experts depends on how samples are cut.
-    return _reference(flags, int(num_samples), int(size) if MOE[0] in flags else None, before)
+    cut = int(size) if MOE[0] in flags else None
+    # Interleaved stages need as many microbatches.
+    least = num_microbatches if PP[0] in flags else 1
+    return _reference(flags, int(num_samples), cut, least, before)
 
 
 @functools.cache
@@ -118,6 +113,7 @@ def _reference(
     flags: tuple[str, ...],
     num_samples: int,
     size: int | None,
+    num_microbatches: int,
     before: Callable[[], None] | None,
 ) -> Run:
     num_tensor, num_expert_tensor, num_expert = (
@@ -128,10 +124,11 @@ def _reference(
     in_stage = max(num_tensor, num_expert * num_expert_tensor)
     # So do the layers of a stage.
     num_ranks = in_stage * _num_stages(flags)
+    size = size or num_samples * num_tensor // in_stage // num_microbatches
     batches = ("--global-batch-size", str(num_samples), "--micro-batch-size")
-    arguments = toy_gpt(*flags, *batches, str(size or num_samples * num_tensor // in_stage))
+    arguments = toy_gpt(*flags, *batches, str(size))
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if num_tensor > 1 else None
-    return launch(num_ranks, without_query_groups(arguments), before=before, env=env).check()
+    return launch(num_ranks, arguments, before=before, env=env).check()
 
 
 def relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:

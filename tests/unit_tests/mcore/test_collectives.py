@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of a step, compared with docs/communication.md, and their number at construction."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,15 @@ def _logged(log: list[list[Any]]) -> Iterator[None]:
             setattr(dist, name, original)
 
 
+HSDP = {"num_distributed_optimizer_instances": 2}
+# Strategy and settings, number of ranks that the norm is summed over, and of replicas, by size of
+# the world.
+LAYOUTS: dict[int, list[tuple[str, dict[str, Any], int, int]]] = {
+    2: [("optim_grads_params", {}, 2, 0), ("no_shard", {}, 1, 2)],
+    4: [("optim_grads_params", HSDP, 2, 2)],
+}
+
+
 def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
     """Log construction, and the second step."""
     model = build_model(sharding, **settings)
@@ -62,33 +72,24 @@ def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
         optimizer.zero_grad()
         run_backward(model)
         model.finish_grad_sync()
-        if step == 1:
-            with _logged(log):
-                optimizer.step()
-        else:
+        with _logged(log if step == 1 else []):
             optimizer.step()
     (plan,) = optimizer.muon_step.compute.plans
     num_blocks = sum(len(matrix.blocks) for matrix in plan.matrices)
     return [construction, log, len(plan.buckets), plan.num_scatters, num_blocks]
 
 
-HSDP = {"num_distributed_optimizer_instances": 2}
+def _trace_all(world_size: int) -> list[Any]:
+    return [_trace(sharding, settings) for sharding, settings, *_ in LAYOUTS[world_size]]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sharding", "settings", "num_norm_ranks", "num_replicas"),
-    [
-        pytest.param(2, "optim_grads_params", {}, 2, 0, id="zero3"),
-        pytest.param(2, "no_shard", {}, 1, 2, id="zero0"),
-        pytest.param(4, "optim_grads_params", HSDP, 2, 2, id="hsdp"),
-    ],
-)
-def test_collectives_are_those_of_the_document(
-    world_size, sharding, settings, num_norm_ranks, num_replicas
-):
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_collectives_are_those_of_the_document(world_size):
     """One more in a step, or another group, is a change that docs/communication.md must say."""
-    run = run_ranks(world_size, _trace, sharding, settings).check()
-    for construction, step, num_buckets, num_scatters, num_blocks in run.results:
+    run = run_ranks(world_size, _trace_all, world_size).check()
+    for layout, trace in itertools.product(range(len(LAYOUTS[world_size])), run.results):
+        sharding, _, num_norm_ranks, num_replicas = LAYOUTS[world_size][layout]
+        construction, step, num_buckets, num_scatters, num_blocks = trace[layout]
         assert num_buckets > 0
         num_gathers = 0 if sharding == "no_shard" else num_buckets
         messages = [["all_to_all_single", "bfloat16", world_size]]

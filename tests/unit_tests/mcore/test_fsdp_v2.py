@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-FSDP v2 through Megatron's flags, on a checkout of Megatron-LM's main.
 
-``scripts/check_compat.py --megatron DIR`` runs this file. ``helpers/parity.py`` has the tolerances;
-gradients of bf16 weights are reduced in bf16 by v2, whatever their dtype in buffers.
+``scripts/check_compat.py --megatron DIR`` runs this file, and rows of v2 in test_parity.py and
+test_pipeline.py.
 """
 
 import functools
@@ -16,37 +16,22 @@ from helpers.checkpoint_runs import (
     assert_resumes,
     assert_same,
     gathered,
-    kill_in_save,
-    loadable,
     resumed_run,
     saved_run,
 )
-from helpers.fsdp_v2 import V2, needs_flags, v2_toy_gpt, without
-from helpers.parity import (
-    ADAM,
-    BF16_TOLERANCE,
-    HIGH,
-    HIGH_TOLERANCE,
-    TEN,
-    check_losses_and_norms,
-    norms,
-    slow,
-)
+from helpers.fsdp_v2 import V2, needs_flags, v2_toy_gpt
+from helpers.parity import HIGH, HIGH_TOLERANCE, norms
 from helpers.ranks import launch
+from helpers.repairs import without
 from helpers.toy_gpt import (
     BF16,
     EP,
     HSDP,
-    INTERLEAVED,
-    MOE,
-    NO_MATRIX,
     PP,
     TIED,
     TP,
     ZERO,
     fsdp_toy_gpt,
-    microbatches,
-    reference,
     relative_differences,
     toy_gpt,
     train,
@@ -54,95 +39,16 @@ from helpers.toy_gpt import (
 
 pytestmark = [pytest.mark.ranks, needs_flags]
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 V2_HIGH = (*V2, *HIGH)
 EP_BF16 = (*EP, *BF16)
 # Dense layers in the first stage, experts in the second.
 EP_IN_ONE = (*PP, *EP, "--moe-layer-freq", "[0,1]")
-# The root of the second stage has no parameter of its own.
-THREE = ("--pipeline-model-parallel-size", "3", "--num-layers", "3")
 # Iterations follow; the schedule is that of any number of them.
 SHORT = ("--lr-warmup-iters", "0", "--lr-decay-iters", "20", "--train-iters")
 # Of fp32 sums in another order, as in test_gradient_repairs.py.
 NORM_TOLERANCE = 1e-5
 THREE_OF_ADAM = ("--optimizer", "adam", "--lr", "1e-3", *SHORT, "3")
-COUNTED_TWICE = ("FullyShardedOptimizer.__init__",)
-REFUSED = [
-    (("--tensor-model-parallel-size", "2"), "MFSDP v2 does not currently support: tensor_model"),
-    (("--use-distributed-optimizer",), "not compatible with --use-distributed-optimizer"),
-    (("--data-parallel-sharding-strategy", "optim"), "MFSDP v2 requires data_parallel_sharding"),
-    (("--calculate-per-token-loss",), "MFSDP v2 does not currently support per-token loss"),
-    (("--fp16",), "emerging optimizers have no loss scaling"),
-]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "flags", "tolerance", "num_microbatches"),
-    [
-        pytest.param(2, HIGH, HIGH_TOLERANCE, 2, id="fp32"),
-        pytest.param(3, HIGH, HIGH_TOLERANCE, 1, id="fp32_three_ranks"),
-        pytest.param(2, (*HIGH, *EP), HIGH_TOLERANCE, 1, id="ep2"),
-        pytest.param(4, (*HIGH, *EP), HIGH_TOLERANCE, 1, id="ep2_dp4"),
-        pytest.param(2, BF16, BF16_TOLERANCE, 1, id="bf16"),
-        pytest.param(2, (*HIGH, "--muon-split-glu"), HIGH_TOLERANCE, 1, id="glu"),
-    ],
-)
-def test_muon_trains_like_ddp(world_size, flags, tolerance, num_microbatches):
-    """Losses and gradient norms of ten iterations, with clipping."""
-    run = train(world_size, v2_toy_gpt(*TEN[2:], *flags), num_microbatches)
-    expected = reference(
-        *TEN[2:], *flags, compared_with=world_size, num_microbatches=num_microbatches
-    )
-    differences = relative_differences(run.losses, expected.losses)
-    print(f"largest relative difference: {max(differences):.1e}")
-    assert len(differences) == 10 and run.losses[-1] < run.losses[0] - 0.2
-    assert max(differences) <= tolerance, differences
-    of_norms = relative_differences(norms(run), norms(expected))
-    print(f"of norms: {max(of_norms):.1e}")
-    # Norms follow weights, whose rounding grows with the iterations.
-    assert of_norms[0] <= (1e-3 if tolerance == BF16_TOLERANCE else NORM_TOLERANCE), of_norms
-    assert max(of_norms) <= 1e-2
-
-
-@pytest.mark.parametrize(
-    ("world_size", "flags"),
-    [
-        pytest.param(4, PP, id="two_stages"),
-        slow(6, (*THREE, TIED), id="three_stages_tied"),
-        slow(6, PP, id="three_ranks_per_stage"),
-        slow(2, (*PP, TIED), id="one_rank_per_stage_tied"),
-        pytest.param(4, (*PP, TIED), id="tied"),
-        pytest.param(4, (*PP, *EP), id="ep2"),
-        slow(4, EP_IN_ONE, id="experts_in_one_ep2"),
-        slow(4, NO_MATRIX, id="stage_without_matrix"),
-        pytest.param(4, (*INTERLEAVED, TIED), id="interleaved_tied"),
-        slow(4, (*INTERLEAVED, *MOE), id="interleaved_experts"),
-    ],
-)
-def test_stages_train_like_ddp(world_size, flags):
-    """Losses and norms of ten iterations of Muon."""
-    check_losses_and_norms(v2_toy_gpt, world_size, (*flags, *TEN))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "flags"),
-    [
-        slow(4, PP, id="two_stages"),
-        pytest.param(4, (*PP, TIED), id="tied"),
-        slow(4, EP_IN_ONE, id="experts_in_one_ep2"),
-        slow(4, INTERLEAVED, id="interleaved"),
-    ],
-)
-def test_stages_of_adam_train_like_ddp(world_size, flags):
-    """Its norm is that of all stages, in which a tied embedding counts once."""
-    check_losses_and_norms(v2_toy_gpt, world_size, (*flags, *ADAM))
-
-
-@pytest.mark.slow
-def test_stages_in_bf16_train_like_ddp():
-    """Gradients are in bf16, too, which norms show more than losses."""
-    flags = (*PP, TIED, *BF16, "--train-iters", "10")
-    tolerances = (BF16_TOLERANCE, 10 * BF16_TOLERANCE)
-    check_losses_and_norms(v2_toy_gpt, 4, flags, (), tolerances)
 
 
 def test_norm_is_that_of_all_shards_where_instances_hold_different_ones():
@@ -198,7 +104,11 @@ def test_norm_and_zeros_of_adam_are_counted_once(flags):
     assert norms(run) == pytest.approx(norms(expected), rel=NORM_TOLERANCE)
     counted = [record["num_zeros"] for record in run.history]
     assert counted == [record["num_zeros"] for record in expected.history]
-    broken = launch(2, v2_toy_gpt(*asked, *batch), before=functools.partial(without, COUNTED_TWICE))
+    broken = launch(
+        2,
+        v2_toy_gpt(*asked, *batch),
+        before=functools.partial(without, "FullyShardedOptimizer.__init__"),
+    )
     if flags:
         assert all(broken.exit_codes) and "AssertionError" in broken.outputs[0]
     else:
@@ -230,48 +140,21 @@ def test_unused_parameter_is_named_in_the_first_backward_pass(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("repair", "flags", "said"),
+    ("world_size", "flags", "message"),
     [
-        pytest.param(
-            *("FullyShardedDataParallelV2.__init__", PP, "BACKWARD -> Phase.BACKWARD"), id="count"
-        ),
-        slow(
-            *("FullyShardedDataParallelV2._validate_config", PP),
-            "MFSDP v2 does not currently support: tensor_model_parallel_size=1, pipeline_",
-            id="stages",
-        ),
-        slow(
-            *("FullyShardedOptimizer._validate_config", INTERLEAVED),
-            "MFSDP v2 currently supports exactly one model chunk.",
-            id="chunks",
-        ),
+        (2, TP, "MFSDP v2 does not currently support: tensor_model"),
+        (4, (*PP, *TP), "MFSDP v2 does not currently support: tensor_model"),
+        (2, ("--use-distributed-optimizer",), "not compatible with --use-distributed-optimizer"),
+        (2, ("--data-parallel-sharding-strategy", "optim"), "requires data_parallel_sharding"),
+        (2, ("--calculate-per-token-loss",), "MFSDP v2 does not currently support per-token loss"),
+        (2, ("--fp16",), "emerging optimizers have no loss scaling"),
     ],
 )
-def test_stages_fail_without_the_repair(repair, flags, said):
-    """What upstream does, with every optimizer."""
-    run = launch(
-        2,
-        v2_toy_gpt(*flags, *ADAM, *microbatches(2, 2, flags)),
-        before=functools.partial(without, (repair,)),
-        timeout_s=60.0,
-    )
-    assert any(run.exit_codes)
-    assert any(said in output for output in run.outputs)
-
-
-@pytest.mark.parametrize(("flags", "message"), REFUSED)
-def test_what_the_wrapper_of_v2_refuses_stays_refused(flags, message):
+def test_what_the_wrapper_of_v2_refuses_stays_refused(world_size, flags, message):
     """In upstream's words, or in those of this package where v1 is refused too."""
-    run = launch(2, v2_toy_gpt(*flags))
+    run = launch(world_size, v2_toy_gpt(*flags))
     assert all(run.exit_codes) and run.history == []
-    assert message in run.outputs[0]
-
-
-def test_tensor_parallelism_with_stages_stays_refused():
-    """In upstream's words, which count stages as one."""
-    run = launch(4, v2_toy_gpt(*PP, *TP))
-    assert all(run.exit_codes) and run.history == []
-    assert any("MFSDP v2 does not currently support: tensor_model" in out for out in run.outputs)
+    assert any(message in output for output in run.outputs)
 
 
 @pytest.mark.parametrize(
@@ -337,24 +220,3 @@ def test_weights_load_without_optimizer_state(tmp_path):
     assert resumed.losses[0] == first.losses[SAVED_AT]
     refused = launch(2, [*flags, *load[:-1]])
     assert refused.exit_codes == [1, 1] and "Nothing was loaded." in refused.outputs[0]
-
-
-def test_save_that_is_killed_leaves_a_checkpoint(tmp_path):
-    """SIGKILL in the second save: the tracker points to a sound checkpoint, and it loads."""
-    saves = (*SHORT, "8", "--save", str(tmp_path), "--save-interval", "3")
-    killed = launch(2, v2_toy_gpt(*saves), before=functools.partial(kill_in_save, 1, 0.5))
-    assert any(killed.exit_codes)
-    iteration = loadable(tmp_path)
-    assert iteration in (3, 6)
-    load = (*SHORT, "8", "--load", str(tmp_path))
-    assert len(launch(2, v2_toy_gpt(*load)).check().losses) == 8 - iteration
-
-
-def test_damaged_checkpoint_is_refused(tmp_path):
-    """Before anything is loaded, on all ranks."""
-    saves = (*SHORT, "2", "--save", str(tmp_path), "--save-interval", "2")
-    launch(2, v2_toy_gpt(*saves)).check()
-    damaged = max(tmp_path.glob("iter_*/__*.distcp"), key=lambda path: path.stat().st_size)
-    damaged.write_bytes(damaged.read_bytes()[:-100])
-    run = launch(2, v2_toy_gpt(*SHORT, "3", "--load", str(tmp_path)))
-    assert run.exit_codes == [1, 1] and "Nothing was loaded." in run.outputs[0]

@@ -6,6 +6,7 @@
 releases has one axis; two axes, HSDP and HFSDP, show that nothing else is counted on.
 """
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,56 +57,13 @@ def stand_in(mesh_shape: tuple[int, ...], is_shard: tuple[bool, ...]) -> tuple[l
     return params, group
 
 
-def _compare(name: str) -> list[Any]:
-    import torch
-    import torch.distributed as dist
-    from helpers.device import init_group
-
-    from megatron_muon.rows.megatron_fsdp import own_rows, tensor_shard_rows
-    from megatron_muon.rows.parameters import PlannedParameter, replicas_of, tensor_shard_of
-    from megatron_muon.runtime.exchange import all_gather_rows
-
-    init_group()
-    params, group = stand_in(*MESHES[name])
-    matrices = {i: param for i, param in enumerate(params) if param.dim() == 2}
-    wrong, num_shards, num_replicas = [], set(), set()
-    for i, param in matrices.items():
-        part = tensor_shard_of(PlannedParameter(str(i), param, param))
-        begin = group.main_weight.layout.tensor_to_offset[i]
-        whole = begin + torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
-        start, stop = part.own_box[0]
-        if not torch.equal(param._local_tensor, whole[start:stop]):
-            wrong.append(f"{i}: rows {start} to {stop}")
-        if own_rows(param) != (start, stop):
-            wrong.append(f"{i}: local rows")
-        replicas = replicas_of(param.device_mesh, tuple(param.placements))
-        # One rank of each set of replicas: the ranks that hold all rows together.
-        if len(replicas) == dist.get_world_size():
-            gathered = all_gather_rows(param.to_local(), tensor_shard_rows(param), dist.group.WORLD)
-            if not torch.equal(gathered, whole):
-                wrong.append(f"{i}: gathered")
-        num_shards.add(len(replicas))
-        num_replicas.update(map(len, replicas))
-    return [wrong, list(num_shards), list(num_replicas)]
-
-
-@pytest.mark.parametrize("name", MESHES)
-def test_rows_are_where_the_layout_put_them(name):
-    """Local rows and the gathered matrix, on one axis and on two, shards and replicas."""
-    run = run_ranks(4, _compare, name).check()
-    num_shards, num_replicas = (2, 2) if name == "hsdp" else (4, 1)
-    assert run.results == [[[], [num_shards], [num_replicas]]] * 4
-
-
 def _step(name: str) -> bool:
     import torch
-    from helpers.device import init_group
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
     from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
     from megatron_muon.rows.parameters import PlannedParameter, tensor_shard_of
 
-    init_group()
     params = [param for param in stand_in(*MESHES[name])[0] if param.dim() == 2]
     parts = {p: tensor_shard_of(PlannedParameter(str(i), p, p)) for i, p in enumerate(params)}
     settings = {"lr": 0.5, "momentum": 0.9, "fp32_matmul_prec": "high", "num_ns_steps": 5}
@@ -142,18 +100,9 @@ def _step(name: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_step_is_upstreams_on_whole_matrices(name):
-    """Momentum, blocks and updates of uneven rows, with shards on one axis and on two."""
-    assert run_ranks(4, _step, name).check().results == [True] * 4
-
-
 def _copy_attributes() -> list[Any]:
-    from helpers.device import init_group
-
     from megatron_muon.mcore.fsdp_model import copy_parameter_attributes
 
-    init_group()
     params, group = stand_in(*MESHES["one_axis"])
     group.unsharded_parameters[0].allreduce = False
     group.unsharded_parameters[0].partition_dim = 1
@@ -167,19 +116,12 @@ def _copy_attributes() -> list[Any]:
     ]
 
 
-def test_attributes_of_megatron_are_copied_to_shards():
-    """Upstream's rules read them of what optimizers see, and v2 leaves them on the other one."""
-    assert run_ranks(4, _copy_attributes).check().results == [[False, 1, False, True]] * 4
-
-
 def _cast() -> list[Any]:
     import torch
-    from helpers.device import init_group
     from torch.distributed.tensor import DTensor, Partial
 
     from megatron_muon.mcore.chunks import sharded_chunk
 
-    init_group()
     params, group = stand_in(*MESHES["hsdp"])
     synced: list[int] = []
     group.sync_model_weight_from_main_weight = lambda: synced.append(1)
@@ -206,9 +148,38 @@ def _cast() -> list[Any]:
     return [problems, dtypes, len(synced), params[0].grad is None]
 
 
+def _all_cases() -> dict[str, Any]:
+    """Run all in one world; a model's optimizer and chunk are its own."""
+    from helpers.device import init_group
+
+    init_group()
+    return {
+        "stepped": {name: _step(name) for name in MESHES},
+        "copied": _copy_attributes(),
+        "cast": _cast(),
+    }
+
+
+@functools.cache
+def results() -> list[dict[str, Any]]:
+    """Return what each rank found."""
+    return run_ranks(4, _all_cases).check().results
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_step_is_upstreams_on_whole_matrices(name):
+    """Momentum, blocks and updates of uneven rows, with shards on one axis and on two."""
+    assert all(of_rank["stepped"][name] for of_rank in results())
+
+
+def test_attributes_of_megatron_are_copied_to_shards():
+    """Upstream's rules read them of what optimizers see, and v2 leaves them on the other one."""
+    assert all(of_rank["copied"] == [False, 1, False, True] for of_rank in results())
+
+
 def test_gradients_are_cast_for_a_step_and_refused_where_replicas_have_others():
     """bf16 gradients of fp32 weights; one that HSDP did not reduce would let replicas drift."""
-    problems, dtypes, num_synced, is_dropped = run_ranks(4, _cast).check().results[0]
+    problems, dtypes, num_synced, is_dropped = results()[0]["cast"]
     assert len(problems) == 1 and problems[0].startswith("second: expected a gradient with placem")
     assert dtypes == ["torch.float32", "torch.bfloat16"]
     assert num_synced == 1 and is_dropped

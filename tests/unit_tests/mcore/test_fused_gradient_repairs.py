@@ -2,44 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused gradient accumulation under Megatron-FSDP, against the unsharded sum of microbatches."""
 
-import contextlib
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import pytest
 from helpers import fused_linear
 from helpers.ranks import run_ranks
+from helpers.repairs import without
 from helpers.toy_fsdp import build_gpt, run_backward, start_process_groups, wrap_gpt
 from helpers.toy_gpt import ZERO
 
 pytestmark = pytest.mark.ranks
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 NUM_RANKS, NUM_MICROBATCHES = 2, 3
 # Sums of 6 gradients in fp32, in another order: some ulp, of 6e-8 each. One that is lost, of 2 to
 # 6, changes a third of the norm or more.
 SAME, OTHER = 1e-5, 0.1
-TE, EXPERTS, MEGATRON = (
-    "all_gather_and_wait_parameters_ready",
-    "_ensure_main_grad",
-    "forward",
-)
-
-
-@contextlib.contextmanager
-def _patched(missing: str | None) -> Iterator[None]:
-    """Enable all patches, or all but one."""
-    import megatron_muon
-    from megatron_muon.mcore import patches
-
-    every = patches.PATCHES
-    patches.PATCHES = tuple(patch for patch in every if patch.attribute != missing)
-    assert len(every) - len(patches.PATCHES) == (missing is not None)
-    try:
-        megatron_muon.enable()
-        yield
-    finally:
-        megatron_muon.disable()
-        patches.PATCHES = every
+TE, EXPERTS, MEGATRON = "all_gather_and_wait_parameters_ready", "_ensure_main_grad", "forward"
 
 
 def _whole_gradients(settings: dict[str, Any]) -> dict[str, Any]:
@@ -74,16 +54,16 @@ def _difference(model: Any, whole: dict[str, Any]) -> float:
     return largest
 
 
-def _train(sharding: str, kind: str, settings: dict[str, Any], whole: Any, late: bool) -> float:
+def _train(
+    sharding: str, kind: str, settings: dict[str, Any], whole: Any, *, is_late: bool = False
+) -> float:
     """Run the microbatches of a step of one model, and compare."""
     import megatron_muon
 
-    if late:
-        megatron_muon.disable()
-    gpt = build_gpt(**settings)
-    model = wrap_gpt(gpt, sharding)
-    if late:
+    if not is_late:
         megatron_muon.enable()
+    model = wrap_gpt(build_gpt(**settings), sharding)
+    megatron_muon.enable()
     if kind == EXPERTS:
         fused_linear.mark_as_grouped_experts(model)
     elif kind == MEGATRON:
@@ -91,44 +71,32 @@ def _train(sharding: str, kind: str, settings: dict[str, Any], whole: Any, late:
     model.zero_grad_buffer()
     for microbatch in range(NUM_MICROBATCHES):
         run_backward(model, microbatch, is_last=microbatch == NUM_MICROBATCHES - 1)
-    return _difference(model, whole)
+    difference = _difference(model, whole)
+    megatron_muon.disable()
+    return difference
 
 
-def _differences(kind: str, settings: dict[str, Any]) -> dict[str, list[float]]:
-    """Compare for each strategy with all patches, without the one, and enabled after wrapping."""
+def _differences(kind: str, settings: dict[str, Any]) -> list[dict[str, float]]:
+    """Compare with all patches, with patches enabled after wrapping, and without the one."""
     start_process_groups()
     whole = _whole_gradients(settings)
     if kind != MEGATRON:
         fused_linear.replace_linears_of_megatron()
-    found: dict[str, list[float]] = {}
-    for sharding in ZERO.values():
-        for missing in (None, kind):
-            with _patched(missing):
-                found.setdefault(sharding, []).append(
-                    _train(sharding, kind, settings, whole, late=False)
-                )
-    for sharding in ("no_shard", "optim"):
-        with _patched(None):
-            found[sharding].append(_train(sharding, kind, settings, whole, late=True))
-    return found
+    args = (kind, settings, whole)
+    repaired = {sharding: _train(sharding, *args) for sharding in ZERO.values()}
+    late = {sharding: _train(sharding, *args, is_late=True) for sharding in ("no_shard", "optim")}
+    without(kind)
+    return [repaired, late, {sharding: _train(sharding, *args) for sharding in ZERO.values()}]
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "broken"),
     [
         pytest.param(TE, {}, {"optim"}, id="transformer_engine"),
-        pytest.param(EXPERTS, {}, {"optim"}, id="grouped_experts", marks=pytest.mark.slow),
-        pytest.param(MEGATRON, {}, {"no_shard", "optim"}, id="megatron", marks=pytest.mark.slow),
-        pytest.param(
-            *(MEGATRON, {"is_tied": True}, set(ZERO.values())),
-            id="tied_embedding",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(MEGATRON, {"mtp_num_layers": 1}, set(ZERO.values())),
-            id="multi_token",
-            marks=pytest.mark.slow,
-        ),
+        slow(EXPERTS, {}, {"optim"}, id="grouped_experts"),
+        slow(MEGATRON, {}, {"no_shard", "optim"}, id="megatron"),
+        slow(MEGATRON, {"is_tied": True}, set(ZERO.values()), id="tied_embedding"),
+        slow(MEGATRON, {"mtp_num_layers": 1}, set(ZERO.values()), id="multi_token"),
     ],
 )
 def test_fused_gradients_are_the_unsharded_sum_and_are_not_without_the_repair(
@@ -142,11 +110,12 @@ def test_fused_gradients_are_the_unsharded_sum_and_are_not_without_the_repair(
     predicts several tokens, lost gradients under every strategy.
     """
     run = run_ranks(NUM_RANKS, _differences, kind, settings).check()
-    for sharding in ZERO.values():
-        # The matrix that is wrong may lie on one rank alone.
-        by_rank = [found[sharding] for found in run.results]
-        repaired, without, *late = (max(differences) for differences in zip(*by_rank, strict=True))
-        assert repaired < SAME, sharding
-        # The patches are looked up at each call, so a model may have been wrapped before.
-        assert all(difference < SAME for difference in late), sharding
-        assert without > OTHER if sharding in broken else without < SAME, sharding
+    # The matrix that is wrong may lie on one rank alone.
+    repaired, late, unrepaired = (
+        {sharding: max(found[sharding] for found in by_rank) for sharding in by_rank[0]}
+        for by_rank in zip(*run.results, strict=True)
+    )
+    # The patches are looked up at each call, so a model may have been wrapped before.
+    assert max(*repaired.values(), *late.values()) < SAME, (repaired, late)
+    assert {sharding for sharding, error in unrepaired.items() if error > OTHER} == broken
+    assert all(unrepaired[sharding] < SAME for sharding in unrepaired.keys() - broken)

@@ -4,7 +4,9 @@
 
 import contextlib
 import functools
+import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -22,9 +24,17 @@ from helpers.toy_fsdp import (
 
 pytestmark = pytest.mark.ranks
 
-MATRIX = ("FSDPZeROTensorParallelMuon", "embedding.position_embeddings.weight")
-OUTPUT_LAYER = ("AdamW", "output_layer.weight")
-FAULTS = ("missing", "frozen", "nan", "inf")
+# A gradient of Muon, and one of Adam, by optimizer and name.
+OWNERS = {
+    "embedding.position_embeddings.weight": "FSDPZeROTensorParallelMuon",
+    "output_layer.weight": "AdamW",
+}
+FAULTS = {
+    "missing": "expected a gradient on a shard",
+    "frozen": "expected a gradient on a shard",
+    "nan": "expected a finite gradient, got NaN",
+    "inf": "expected a finite gradient, got NaN or Inf",
+}
 
 
 def _keep_norm_on_device() -> None:
@@ -38,31 +48,16 @@ def _keep_norm_on_device() -> None:
     clip_grads.multi_tensor_scale_tensor_impl = scale
 
 
-def _break_gradients(norm_is_on_device: bool) -> dict[str, Any]:
-    """Step with each fault in a gradient of rank 1, then once without."""
-    if norm_is_on_device:
-        _keep_norm_on_device()
-    model = build_model()
-    optimizer = build_optimizer(model)
-    found: dict[str, Any] = {}
-    for fault in FAULTS:
-        for kind, name in (MATRIX, OUTPUT_LAYER):
-            optimizer.zero_grad()
-            run_backward(model)
-            model.finish_grad_sync()
-            found[f"{fault} {name}"] = _step_with(fault, kind, name, model, optimizer)
-    optimizer.zero_grad()
-    run_backward(model)
-    found["success"], *_ = optimizer.step()
-    return found
-
-
-def _step_with(fault: str, kind: str, name: str, model: Any, optimizer: Any) -> list[Any]:
+def _step_with(fault: str, name: str, model: Any, optimizer: Any) -> list[Any]:
+    """Step with a fault in a gradient of rank 1."""
     import torch
     import torch.distributed as dist
 
+    model.finish_grad_sync()
     owner = next(
-        child for child in optimizer.chained_optimizers if type(child.optimizer).__name__ == kind
+        child
+        for child in optimizer.chained_optimizers
+        if type(child.optimizer).__name__ == OWNERS[name]
     )
     for param in owner.get_parameters():
         if dist.get_rank() == 1 and optimizer._fqns[param] == name:
@@ -72,18 +67,14 @@ def _step_with(fault: str, kind: str, name: str, model: Any, optimizer: Any) -> 
                 param.grad = None
             else:
                 param.grad._local_tensor[-1, -1] = float(fault)
-    before, installed = main_weights(model), model_weights(model)
-    state = _states(optimizer)
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return [
-            str(error),
-            all(are_equal(before, main_weights(model)))
-            and all(map(torch.equal, state, _states(optimizer))),
-            all(map(torch.equal, installed, model_weights(model))),
-        ]
-    return ["no error", False, False]
+    installed, state = model_weights(model), _states(optimizer)
+    text, is_same = _refused(optimizer.step, model)
+    return [
+        text,
+        is_same
+        and all(map(torch.equal, state, _states(optimizer)))
+        and all(map(torch.equal, installed, model_weights(model))),
+    ]
 
 
 def _states(optimizer: Any) -> list[Any]:
@@ -96,43 +87,6 @@ def _states(optimizer: Any) -> list[Any]:
         for state in child.optimizer.state.values()
         for value in state.values()
     ]
-
-
-@functools.cache
-def steps_with_faults(norm_is_on_device: bool) -> list[dict[str, Any]]:
-    """Run all faults in one world."""
-    return run_ranks(2, _break_gradients, norm_is_on_device).check().results
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("missing", "expected a gradient on a shard"),
-        ("frozen", "expected a gradient on a shard"),
-        ("nan", "expected a finite gradient, got NaN"),
-        ("inf", "expected a finite gradient, got NaN or Inf"),
-    ],
-)
-@pytest.mark.parametrize("name", [MATRIX[1], OUTPUT_LAYER[1]])
-@pytest.mark.parametrize("norm_is_on_device", [False, True])
-def test_faulty_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(
-    norm_is_on_device, fault, message, name
-):
-    """Neither Muon nor Adam moves when one rank lost a gradient of either, or has a NaN in it.
-
-    Clipping by a norm that is NaN would carry it into every parameter. Where it is launched before
-    the host knows, the message still names the gradient that was at fault.
-    """
-    for found in steps_with_faults(norm_is_on_device):
-        text, same, unchanged = found[f"{fault} {name}"]
-        assert f"rank 1: {name}: {message}" in text
-        assert same and unchanged
-
-
-def test_step_after_faults_trains():
-    """Whoever drops the faulty gradients may go on with the same optimizer."""
-    for norm_is_on_device in (False, True):
-        assert all(found["success"] for found in steps_with_faults(norm_is_on_device))
 
 
 def _refused(step: Callable[[], Any], model: Any) -> list[Any]:
@@ -166,7 +120,8 @@ def _lack_memory(model: Any, optimizer: Any) -> list[Any]:
         if dist.get_rank() == 1:
             stack.enter_context(mock.patch.object(Arena, "allocate", side_effect=error))
         found = _refused(optimizer.step, model)
-    return [*found, optimizer.step()[0]]
+    is_same = found[1] and optimizer.step()[0]
+    return [found[0], is_same]
 
 
 def _exceed_float32(model: Any, optimizer: Any) -> list[Any]:
@@ -193,55 +148,71 @@ def _lose_parameter(model: Any, optimizer: Any) -> list[Any]:
     return _refused(optimizer.step, model)
 
 
-def _steps_of_one_model() -> list[list[Any]]:
-    """Run backward before each case; the last one leaves the optimizer broken."""
+# What is said, by case; the last one leaves the optimizer broken.
+REFUSED: list[tuple[Callable[..., list[Any]], str]] = [
+    # If nobody asks for the norm, gradients are checked once more before the step.
+    (_lose_gradient_after_they_were_listed, r"rank 1: .*expected a gradient on a shard of shape"),
+    # Before anything is sent, where the others would wait for it; the next step may go on.
+    (_lack_memory, r"rank 1: expected .* for messages, stacks .*OutOfMemoryError: CUDA out of mem"),
+    # Each gradient is finite, and so is its own norm; the square of the norm of all is not.
+    (_exceed_float32, r"gradient norm: expected a finite one, got inf"),
+    # The exchange was planned for the parameters of construction.
+    (_lose_parameter, r"rank 1: param_groups: expected the 9 parameters .*Nothing was updated"),
+]
+
+
+def _step_with_all_faults() -> dict[str, list[Any]]:
+    """Run backward before each step of one model, with faults and without."""
     model = build_model()
     optimizer = build_optimizer(model)
-    found = []
-    for case in (
-        _lose_gradient_after_they_were_listed,
-        _lack_memory,
-        _exceed_float32,
-        _lose_parameter,
-    ):
+    found = {}
+
+    def run(name: str, step: Callable[..., list[Any]]) -> None:
         optimizer.zero_grad()
         run_backward(model)
-        found.append(case(model, optimizer))
+        found[name] = step(model, optimizer)
+
+    for place in ("host", "device"):
+        if place == "device":
+            _keep_norm_on_device()
+        for fault, name in itertools.product(FAULTS, OWNERS):
+            run(f"{fault} {name} {place}", functools.partial(_step_with, fault, name))
+        run(f"after {place}", lambda model, optimizer: [optimizer.step()[0]])
+        if place == "host":
+            for case, _ in REFUSED[:-1]:
+                run(case.__name__, case)
+    run(REFUSED[-1][0].__name__, REFUSED[-1][0])
     return found
 
 
 @functools.cache
-def steps_of_one_model() -> list[tuple[Any, ...]]:
+def steps() -> list[dict[str, list[Any]]]:
     """Return what each rank found, by case."""
-    return list(
-        zip(*run_ranks(2, _steps_of_one_model, timeout_s=60.0).check().results, strict=True)
-    )
+    return run_ranks(2, _step_with_all_faults, timeout_s=120.0).check().results
 
 
-def test_gradient_that_is_lost_after_they_were_listed_raises_on_all_ranks():
-    """If nobody asks for the norm, gradients are checked once more before the step."""
-    for text, is_same in steps_of_one_model()[0]:
-        assert "rank 1: " in text and "expected a gradient on a shard of shape" in text
-        assert is_same
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", OWNERS)
+@pytest.mark.parametrize("norm_is_on", ["host", "device"])
+def test_faulty_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(norm_is_on, name, fault):
+    """Neither Muon nor Adam moves when one rank lost a gradient of either, or has a NaN in it.
+
+    Clipping by a norm that is NaN would carry it into every parameter. Where it is launched before
+    the host knows, the message still names the gradient that was at fault.
+    """
+    for found in steps():
+        text, is_same = found[f"{fault} {name} {norm_is_on}"]
+        assert f"rank 1: {name}: {FAULTS[fault]}" in text and is_same
 
 
-def test_memory_that_one_rank_lacks_in_a_step_is_an_error_on_all():
-    """Before anything is sent, where the others would wait for it; the next step may go on."""
-    for text, is_same, success in steps_of_one_model()[1]:
-        assert "rank 1: expected " in text
-        assert "for messages, stacks and Newton-Schulz, got " in text
-        assert "OutOfMemoryError: CUDA out of memory" in text
-        assert is_same and success
+def test_step_after_faults_trains():
+    """Whoever drops the faulty gradients may go on with the same optimizer."""
+    assert all(found["after host"] == found["after device"] == [True] for found in steps())
 
 
-def test_norm_beyond_float32_raises_and_changes_nothing():
-    """Each gradient is finite, and so is its own norm; the square of the norm of all is not."""
-    for text, is_same in steps_of_one_model()[2]:
-        assert "gradient norm: expected a finite one, got inf" in text and is_same
-
-
-def test_parameters_that_changed_on_one_rank_raise_on_all():
-    """The exchange was planned for the parameters of construction."""
-    for text, is_same in steps_of_one_model()[3]:
-        assert "rank 1: param_groups: expected the 9 parameters of construction, got 8" in text
-        assert "Nothing was updated" in text and is_same
+@pytest.mark.parametrize(("case", "message"), REFUSED)
+def test_step_that_one_rank_cannot_take_raises_on_all_and_changes_nothing(case, message):
+    """The same error on every rank, and the same main weights."""
+    for found in steps():
+        text, is_same = found[case.__name__]
+        assert re.search(message, text, re.DOTALL) and is_same
