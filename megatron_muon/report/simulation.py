@@ -100,17 +100,6 @@ class Parallelism:
         """Data-parallel ranks of an expert."""
         return self.stage_size // (self.expert_tp * self.ep)
 
-    def holders(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-        """Group data-parallel ranks by the shard they hold.
-
-        Args:
-            ranks: Ranks of the job, by data-parallel rank.
-        """
-        axes = [0, 1] if self.shards_outer else [1]
-        if self.sharding == "no_shard":
-            axes = []
-        return holders_of_segments((self.hsdp, len(ranks) // self.hsdp), ranks, axes)
-
 
 def simulate(
     model: ModelShape,
@@ -203,7 +192,11 @@ def _matrices(
     is_expert: bool,
 ) -> Iterator[tuple[Cells, MatrixLayout]]:
     """Yield the matrices of some ranks, layer by layer, and the replicas of their shards."""
-    holders = [parallel.holders(ranks) for ranks in rank_grid]
+    axes = [0, 1] if parallel.shards_outer else [1]
+    if parallel.sharding == "no_shard":
+        axes = []
+    sizes = parallel.hsdp, len(rank_grid[0]) // parallel.hsdp
+    holders = [holders_of_segments(sizes, ranks, axes) for ranks in rank_grid]
     # What tensor parallelism joins, a part of each tensor rank, and copies, which are replicas.
     joined, parts = [_domain(holders)], [_domain([of_rank]) for of_rank in holders]
     copies = [

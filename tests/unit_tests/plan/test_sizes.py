@@ -34,15 +34,3 @@ def test_staging_bytes_of_a_plan_are_those_of_its_fullest_rank(plan):
         for rank in plan.ranks
     ]
     assert plan.staging_bytes == max(layout.num_bytes for layout in layouts)
-
-
-@settings(max_examples=50)
-@given(plans(max_matrices=12))
-def test_stacks_of_every_owner_are_those_that_it_orthogonalizes(plan):
-    """As many, of the same shapes, with as many matrices: each is one call of Newton-Schulz."""
-    for rank in plan.ranks:
-        rank_plan = RankPlan.build(plan, rank)
-        owned = [bucket.owned.stacks for bucket in rank_plan.buckets]
-        owned.append([stack for local in rank_plan.local for stack in local.stacks])
-        for indices, stacks in zip([*plan.buckets, plan.local], owned, strict=True):
-            assert tuple(plan.sizes.stacks(indices).get(rank, ())) == tuple(stacks)
