@@ -6,7 +6,7 @@ Files, each importing only those above it::
 
     reading     find a checkpoint; its table of contents, tensors and objects; verify
     conversion  Muon under DDP, as Megatron saves it, for Megatron-FSDP, and back
-    __main__  python -m megatron_muon.checkpoint verify|convert DIR
+    __main__    python -m megatron_muon.checkpoint verify|convert DIR
 
 The format is that of ``torch.distributed.checkpoint``. Megatron calls it ``fsdp_dtensor`` if
 Megatron-FSDP wrote it.

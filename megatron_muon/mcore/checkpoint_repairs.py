@@ -51,9 +51,10 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Rename and split what is saved, or loaded."""
         located = _LocatedInV2(model) if is_v2(model) else _LocatedParameters(model)
-        model_state_dict, _ = original(located, model_state_dict, None)
+        weights, _ = original(located, model_state_dict, None)
         if optimizer_state_dict is None:
-            return model_state_dict, None
+            return weights, None
+        split_names = {bare_name(name) for name in model_state_dict.keys() - weights.keys()}
         num_experts = get_model_config(model).num_moe_experts
         whole = optimizer_state_dict["state"]
         local_names = {expert_param_local_key(name, num_experts): name for name in whole}
@@ -62,16 +63,17 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
         # have empty shards.
         for local, name in sorted(local_names.items()):
             states = whole[name]
+            if bare_name(local) not in split_names:
+                split[name] = states
+                continue
             kinds = sorted(k for k, value in states.items() if isinstance(value, DTensor))
             others = {kind: value for kind, value in states.items() if kind not in kinds}
-            if not kinds:
-                split[name] = others
             # The original splits one tensor per name, so it is called for each kind of state.
             for kind in kinds:
                 located.state = states[kind]
                 for part, tensor in original(located, {local: states[kind]}, None)[0].items():
                     split.setdefault(part.replace(local, name), dict(others))[kind] = tensor
-        return model_state_dict, {**optimizer_state_dict, "state": split}
+        return weights, {**optimizer_state_dict, "state": split}
 
     return split_in_state_dict
 

@@ -94,8 +94,8 @@ def write_tracker_in_one_step(original: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(original)
     def __getattr__(self: Any, name: str) -> Any:
-        found = original(self, name)
-        return open_in_one_step if found is open else found
+        attribute = original(self, name)
+        return open_in_one_step if attribute is open else attribute
 
     return __getattr__
 
