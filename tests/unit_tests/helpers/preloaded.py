@@ -21,6 +21,9 @@ from helpers.device import has_megatron
 if has_megatron():
     import helpers.preloaded_megatron  # noqa: F401
 
+# After CPU ranks have replaced names of torch.
+import megatron_muon.fsdp2  # noqa: F401
+
 with contextlib.suppress(ImportError):  # where scripts/check_compat.py tests other versions
     import hypothesis.strategies  # noqa: F401
 
