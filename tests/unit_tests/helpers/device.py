@@ -22,6 +22,8 @@ _SHARED_BY_NCCL = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
+    # NCCL 2.30 and later ask for it.
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     # Kernels of several ranks wait for each other on one GPU: few multiprocessors are enough.
     "NCCL_MAX_CTAS": "2",
 }

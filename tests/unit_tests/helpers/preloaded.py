@@ -69,6 +69,10 @@ def _remember_help_texts() -> None:
 
 if has_megatron():
     _import_megatron()
+
+# After CPU ranks have replaced names of torch.
+import megatron_muon.fsdp2  # noqa: E402, F401
+
 with contextlib.suppress(ImportError):  # where scripts/check_compat.py tests other versions
     import hypothesis.strategies  # noqa: F401
 
