@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Change a package at run time: explicit, verified before anything is applied, reversible."""
+"""Patches of the installed megatron-core: verified before any is applied, and reversible."""
 
 import functools
 import inspect
@@ -8,6 +8,13 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from megatron_muon.mcore.versions import (
+    IncompatibleMegatronError,
+    check_versions,
+    installed_versions,
+    warn_where_untested,
+)
 
 # Marks our replacements, to notice if a target was replaced again.
 _MARK = "__megatron_muon_patch__"
@@ -21,11 +28,7 @@ class Patch:
         symbol: Function or class that is replaced, as "module:name"; looked up when it is called.
         purpose: Why, in a sentence.
         wrap: Takes the original, returns the replacement.
-        parameters: Names of the parameters that the original must have, in order, separated by
-            commas; empty where any will do.
         source_lines: Lines that its source must contain, without indentation.
-        later_parameter: Name of a parameter that a later release adds at the end, and that does
-            not matter.
         repaired_text: Text in the target's class or module, in a later release that needs no
             repair; empty if there is no such release.
     """
@@ -33,9 +36,7 @@ class Patch:
     symbol: str
     purpose: str
     wrap: Callable[[Any], Any] = field(repr=False)
-    parameters: str = ""
     source_lines: tuple[str, ...] = ()
-    later_parameter: str = ""
     repaired_text: str = ""
 
     @property
@@ -58,9 +59,7 @@ class Patch:
 
     def problems(self) -> list[str]:
         """Return one sentence for each difference between the target and the tested ones."""
-        return symbol_problems(
-            self.symbol, self.source_lines, self.parameters, self.later_parameter
-        )
+        return symbol_problems(self.symbol, self.source_lines)
 
 
 def exists(symbol: str) -> bool:
@@ -72,33 +71,24 @@ def exists(symbol: str) -> bool:
     return True
 
 
-def symbol_problems(
-    symbol: str, source_lines: Sequence[str] = (), parameters: str = "", later_parameter: str = ""
-) -> list[str]:
+def symbol_problems(symbol: str, source_lines: Sequence[str] = ()) -> list[str]:
     """Return one sentence for each difference between a symbol and the tested ones.
 
     Args:
         symbol: "module:name".
         source_lines: As in :class:`Patch`.
-        parameters: As in :class:`Patch`.
-        later_parameter: As in :class:`Patch`.
     """
     try:
         found = pkgutil.resolve_name(symbol)
+        lines = _lines(found) if source_lines else frozenset()
     except (ImportError, AttributeError) as error:
         return [f"{symbol}: expected it to exist, found {type(error).__name__}: {error}."]
-    problems = []
-    if parameters:
-        names = ", ".join(inspect.signature(found).parameters)
-        if names.removesuffix(f", {later_parameter}") != parameters:
-            problems.append(f"{symbol}: expected parameters ({parameters}), found ({names}).")
-    try:
-        lines = _lines(found) if source_lines else frozenset()
     except (OSError, TypeError) as error:
-        return [*problems, f"{symbol}: expected readable source, found {error}."]
-    missing = [line for line in source_lines if line not in lines]
-    return problems + [
-        f"{symbol}: expected the source line {line!r}, found none." for line in missing
+        return [f"{symbol}: expected readable source, found {error}."]
+    return [
+        f"{symbol}: expected the source line {line!r}, found none."
+        for line in source_lines
+        if line not in lines
     ]
 
 
@@ -145,3 +135,64 @@ def _replace(patch: Patch, function: Any) -> None:
     holder, name = patch.holder(), patch.attribute
     is_static = isinstance(inspect.getattr_static(holder, name, None), staticmethod)
     setattr(holder, name, staticmethod(function) if is_static else function)
+
+
+# Importing this module imports no megatron: ``megatron_muon`` exports its functions.
+_applied: list[Patch] = []
+
+
+def enable() -> None:
+    """Patch the installed megatron-core so that Muon runs under Megatron-FSDP.
+
+    Calling it again does nothing. All targets are verified before the first is changed.
+
+    Raises:
+        IncompatibleMegatronError: A version or target differs from the tested ones; nothing was
+            changed.
+    """
+    if is_enabled():
+        return
+    check_versions()
+    # Only now: it imports torch.
+    from megatron_muon.step.dependencies import dependency_problems
+
+    # Before megatron is imported, which may fail if they lack an API.
+    if problems := dependency_problems():
+        raise IncompatibleMegatronError(problems)
+    try:
+        from megatron_muon.mcore.patches import LATER_PATCHES, PATCHES, V2_PATCHES
+    except ImportError as error:
+        problem = f"megatron-core: expected the names that Muon imports, found {error}."
+        raise IncompatibleMegatronError([problem]) from error
+    from megatron_muon.mcore.relied_on import V2_FLAG, relied_on_problems
+
+    has_v2 = exists(V2_FLAG)
+    patches = [*PATCHES, *(patch for patch in LATER_PATCHES if exists(patch.symbol))]
+    patches += V2_PATCHES if has_v2 else ()
+    patches = [patch for patch in patches if not patch.is_repaired()]
+    problems = [problem for patch in patches for problem in patch.problems()]
+    if problems := problems + relied_on_problems(has_v2=has_v2):
+        raise IncompatibleMegatronError(problems)
+    apply_all(patches)
+    _applied.extend(patches)
+    warn_where_untested(installed_versions())
+
+
+def disable() -> None:
+    """Revert the patches of :func:`enable`; do nothing if it was not called.
+
+    Raises:
+        RuntimeError: A target was wrapped again since; nothing was restored.
+    """
+    revert_all(_applied)
+    _applied.clear()
+
+
+def is_enabled() -> bool:
+    """Return whether :func:`enable` was called."""
+    return bool(_applied)
+
+
+def num_patches() -> int:
+    """Return the number of patches that are applied."""
+    return len(_applied)

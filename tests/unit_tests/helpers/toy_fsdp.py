@@ -26,10 +26,12 @@ def build_model(sharding: str = "optim_grads_params", **ddp_settings: Any) -> An
 
 
 def start_process_groups(num_instances: int = 1) -> None:
-    """Start torch's and Megatron's process groups over all ranks."""
+    """Start torch's process group over all ranks, unless it runs, and Megatron's groups."""
+    import torch.distributed as dist
     from megatron.core import parallel_state
 
-    init_group()
+    if not dist.is_initialized():
+        init_group()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=1, num_distributed_optimizer_instances=num_instances
     )

@@ -54,7 +54,7 @@ COVERED = {
     ".venv/bin/torchrun --nproc-per-node 2 scripts/recipes/with_xtuner_groups.py": "repository/"
     "test_recipes.py::test_check_runs_the_recipe_that_needs_only_torch",
     "torchrun --nproc-per-node 8 -m megatron_muon pretrain_gpt.py *": "test_launcher.py"
-    "::test_run_logs_one_line_for_all_patches_on_rank_0",
+    "::test_command_of_the_flags_page_trains_without_a_checkout",
     ".venv/bin/torchrun --nproc-per-node 2 scripts/cpu_ranks scripts/pretrain_gpt.py *": "test_"
     "launcher.py::test_command_of_the_flags_page_trains_without_a_checkout",
     "torchrun --nproc-per-node ? scripts/cpu_ranks benchmarks/optimizer_step.py *": "repository/"
