@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.ranks import run_ranks
@@ -244,12 +245,10 @@ def _build_with_tunable_kernels() -> str:
     import torch.distributed as dist
 
     model = build_model()
-    os.environ["PYTORCH_TUNABLEOP_ENABLED"] = str(dist.get_rank())
-    try:
+    environment = {"PYTORCH_TUNABLEOP_ENABLED": str(dist.get_rank())}
+    with mock.patch.dict(os.environ, environment), pytest.raises(RuntimeError) as error:
         build_optimizer(model)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return str(error.value)
 
 
 def _cases_of_two_ranks() -> dict[str, Any]:
