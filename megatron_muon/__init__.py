@@ -24,7 +24,7 @@ Parts, each importing only those above it::
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megatron_muon.mcore.patching import disable, enable, is_enabled
+from megatron_muon.mcore.enable import disable, enable, is_enabled
 from megatron_muon.mcore.versions import IncompatibleMegatronError
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ def main(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None
     # of a Megatron-LM checkout has its megatron package beside it.
     sys.path.insert(0, str(script.resolve().parent))
     _log_to_stdout_on_rank_0()
-    from megatron_muon.mcore.patching import enable
+    from megatron_muon.mcore.enable import enable
     from megatron_muon.mcore.versions import check_versions
 
     # Before CPU ranks, which import megatron.
@@ -148,7 +148,7 @@ def _end_with(text: str) -> None:
 
 def _report(device: str) -> None:
     """Log one line for the versions and one for the patches."""
-    from megatron_muon.mcore.patching import num_patches
+    from megatron_muon.mcore.enable import num_patches
     from megatron_muon.mcore.versions import installed_versions
 
     versions = installed_versions()

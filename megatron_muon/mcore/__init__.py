@@ -5,7 +5,7 @@
 Files, each importing only those above it::
 
     versions            accepted and tested releases
-    patching            enable, disable: verifies, applies and reverts patches
+    patching            verifies, applies and reverts patches
     relied_on           symbols that are relied on and not replaced
     unsupported         refused settings, with reasons
     fsdp_model          reads the parameters and groups of a model
@@ -23,4 +23,5 @@ Files, each importing only those above it::
     factory             build_megatron_fsdp_emerging_optimizer
     repairs_gradients   upstream defects of gradients: scale, norm and fused accumulation
     patches             the patches of megatron
+    enable              applies the patches, and reverts them
 """

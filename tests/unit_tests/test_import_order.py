@@ -52,7 +52,7 @@ LAYERS = {
         frozenset({"user_errors", "newton_schulz", "plan", "runtime", "rows", "step", "checkpoint"})
     ),
     "launcher": Layer(frozenset({"user_errors", "mcore"})),
-    # What it exports. All but mcore.patching and mcore.versions is imported at first use.
+    # What it exports. All but mcore.enable and mcore.versions is imported at first use.
     "__init__": Layer(
         frozenset({"plan", "mcore"}),
         frozenset({TORCH, MEGATRON}),

@@ -14,7 +14,7 @@ import megatron.core
 import pytest
 from helpers.ranks import ROOT
 
-from megatron_muon.mcore import patching as enabling
+from megatron_muon.mcore import enable as enabling
 from megatron_muon.mcore import versions
 from megatron_muon.mcore.patching import Patch, apply_all, exists, revert_all
 from megatron_muon.mcore.versions import IncompatibleMegatronError
