@@ -22,51 +22,35 @@ _WITHOUT_GPU = (
     "Check the driver, or run on CPU ranks over gloo from a clone of megatron-muon: "
     "torchrun --nproc-per-node 2 scripts/cpu_ranks SCRIPT [SCRIPT ARGUMENTS]"
 )
-# How long ranks other than 0 wait after a user's error. torchrun ends all ranks as soon as one
-# ends, and rank 0, which alone prints the error, may have started later.
-_WAIT_FOR_RANK_0_S = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 def launch(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None) -> int:
-    """Run :func:`main` under torchrun, which then shows the error of the rank that failed first.
+    """Run :func:`main` under torchrun, whose summary shows the error of the rank that failed first.
 
     Args:
         argv: See :func:`main`.
         enable_cpu_ranks: See :func:`main`.
 
     Returns:
-        Exit status: that of :func:`run`, or 0 if the script exits without one, as Megatron does
-        after ``--exit-interval``. Other exits of the script propagate.
+        Exit status: that of :func:`main`, 0 if the script exits without one, as Megatron does after
+        ``--exit-interval``, or 1 after a :class:`UserError`, whose message is printed without its
+        traceback. Other errors, and other exits of the script, propagate.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
     try:
-        return record(run)(argv, enable_cpu_ranks) or 0
-    except SystemExit as error:
-        if error.code:
-            raise
-        return 0
-
-
-def run(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None) -> int:
-    """Run :func:`main`; print the message of a :class:`UserError` without its traceback.
-
-    Args:
-        argv: See :func:`main`.
-        enable_cpu_ranks: See :func:`main`.
-
-    Returns:
-        Exit status: that of :func:`main`, or 1 after a user's error. Other errors propagate.
-    """
-    try:
-        return main(argv, enable_cpu_ranks)
+        return record(main)(argv, enable_cpu_ranks) or 0
     except UserError as error:
         # As if nothing caught it: handlers at exit then do not wait for peers that may be gone.
         sys.last_exc = error
         _end_with(f"megatron_muon: {error}")
         return 1
+    except SystemExit as error:
+        if error.code:
+            raise
+        return 0
 
 
 def main(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None) -> int:
@@ -148,21 +132,18 @@ def _list_patches() -> int:
 def _end_with(text: str) -> None:
     """Print on rank 0 why the run ends, and write it to the file that torchrun's summary reads.
 
-    The other ranks wait for torchrun to end them. An error that rank 0 does not share is in
-    torchrun's summary only; without torchrun the rank prints it itself.
+    An error that rank 0 does not share, or has no time to print, is in that summary; without
+    torchrun the rank prints it itself.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    is_rank_0 = os.environ.get("RANK", "0") == "0"
-    if not is_rank_0:
-        time.sleep(_WAIT_FOR_RANK_0_S)
-    if is_rank_0 or error_file is None:
-        sys.stdout.flush()
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
     if error_file is not None:
         # The format of torch.distributed.elastic's ErrorHandler, without py_callstack.
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(error_file).write_text(json.dumps({"message": message}))
+    if error_file is None or os.environ.get("RANK", "0") == "0":
+        sys.stdout.flush()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def _report(device: str) -> None:

@@ -9,7 +9,6 @@ Files, each importing only those above it::
     relied_on           symbols that are relied on and not replaced
     unsupported         refused settings, with reasons
     fsdp_model          reads the parameters and groups of a model
-    gradients           norm, clipping, and a check on all ranks
     muon                FSDPZeROTensorParallelMuon, its step, and its second moments
     qk_clip             clips main weights between step and installation
     chunks              operations of a step on a model chunk
@@ -20,7 +19,7 @@ Files, each importing only those above it::
     checkpoint_load     finds a checkpoint, and compares it with the run
     checkpoint_save     an interrupted save leaves the checkpoint before it
     checkpoint_repairs  upstream defects of checkpoints
-    chained_optimizer   FSDPMuonChainedOptimizer
+    chained_optimizer   FSDPMuonChainedOptimizer, and its check of gradients
     factory             build_megatron_fsdp_emerging_optimizer
     repairs_gradients   upstream defects of gradients: scale, norm and fused accumulation
     patches             the patches of megatron

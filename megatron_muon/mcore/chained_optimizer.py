@@ -1,6 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The chained optimizer of a Megatron-FSDP model: Muon and scalar optimizers in one step."""
+"""The chained optimizer of a Megatron-FSDP model: Muon and scalar optimizers in one step.
+
+Gradients are checked on all ranks before anything is updated. Their norm is not finite if one of
+them is not, so the norm that clipping needs also finds NaN and Inf, without a second pass. Norm and
+clipping are upstream's. With Transformer Engine the norm stays on the device, and clipping is
+launched before the host reads the count of problems.
+"""
 
 import logging
 import math
@@ -9,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.mcore import checkpoint_state as optimizer_state
@@ -20,17 +27,12 @@ from megatron_muon.mcore.fsdp_model import (
     current_device,
     gradients_stay,
 )
-from megatron_muon.mcore.gradients import (
-    count_problems,
-    gradients_beside_norm,
-    missing_gradients,
-    raise_where_gradients_fail,
-)
 from megatron_muon.mcore.muon import FSDPZeROTensorParallelMuon, build_muon_step
 from megatron_muon.mcore.unsupported import alignment_problems
 from megatron_muon.plan.settings import ExchangeSettings
-from megatron_muon.runtime.agreement import INTERRUPTED
+from megatron_muon.runtime.agreement import INTERRUPTED, raise_where_any_rank_fails
 from megatron_muon.runtime.arena import elementwise_bytes
+from megatron_muon.runtime.tensors import find_not_finite
 from megatron_muon.step.lion import FSDPLion
 
 logger = logging.getLogger(__name__)
@@ -89,7 +91,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         check_model_chunks(model_chunks)
         super().__init__(list(chained_optimizers))
         self.model_chunks = list(model_chunks)
-        self._fqns = fqns
+        self._fqns: Mapping[Any, str] = fqns
         self._problems, self._norm, self._num_problems = [], None, 0.0
         # Lion has no matrices.
         muons = [child.optimizer for child in self.chained_optimizers if _is_muon(child)]
@@ -141,23 +143,42 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             # Clipping by NaN would turn all gradients into NaN, and hide which one was. By Inf it
             # turns those that are finite into zero.
             norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
-        num_problems = len(self._problems) + len(missing_gradients(self._fqns))
-        others = gradients_beside_norm(self.chained_optimizers)
-        self._num_problems = count_problems(norm, others, num_problems, current_device())
+        num_problems = len(self._problems) + len(_missing_gradients(self._fqns))
+        others = _gradients_beside_norm(self.chained_optimizers)
+        self._num_problems = _count_problems(norm, others, num_problems, current_device())
         self._norm = norm
         if is_on_host:
             self._raise_where_gradients_fail()
         return norm
 
     def _raise_where_gradients_fail(self) -> None:
-        """Raise on all ranks where one has a problem; see :meth:`step_with_ready_grads`."""
+        """Raise on all ranks where one has a problem; see :meth:`step_with_ready_grads`.
+
+        Communication: one all-reduce of a single int32 over all ranks of the job, if the norm is
+            unknown or found a problem.
+        """
         if self._norm is not None:
             self._num_problems = float(self._num_problems)
             if self._num_problems == 0.0:
                 return
         # If nobody asked for the norm, gradients are checked here.
-        problems = [*self._problems, *missing_gradients(self._fqns)]
-        raise_where_gradients_fail(self._fqns, problems, current_device())
+        device = current_device()
+        grads = [
+            (fqn, param.grad._local_tensor)
+            for param, fqn in self._fqns.items()
+            if param.grad is not None and param.grad._local_tensor.numel() > 0
+        ]
+        not_finite = find_not_finite(grads, device)
+        raise_where_any_rank_fails(
+            [*self._problems, *_missing_gradients(self._fqns)],
+            None,
+            device,
+            "Every trainable parameter needs a finite, reduced gradient before step(): call "
+            "finish_grad_sync() after the backward pass, and look for NaN or Inf in the loss. "
+            "Nothing was updated.",
+            suspects=not_finite.number,
+            explain=not_finite.explain,
+        )
         if self._norm is not None:
             raise RuntimeError(
                 f"gradient norm: expected a finite one, got {float(self._norm)}, though every "
@@ -319,6 +340,60 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 "--ckpt-format fsdp_dtensor."
             )
         return self.state_dict()
+
+
+def _count_problems(
+    norm: float | torch.Tensor,
+    others: Sequence[torch.Tensor],
+    num_problems: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Sum the problems of all ranks, without a read by the host.
+
+    Args:
+        norm: Norm of the gradients; one that is not finite is a problem.
+        others: Non-empty gradients that the norm leaves out, see :func:`_gradients_beside_norm`.
+        num_problems: Number of known problems of this rank.
+        device: Device of the result.
+
+    Returns:
+        float32 of one element on the device, NaN where a norm is not finite on any rank.
+
+    Communication: one all-reduce of a single float32 over all ranks of the job.
+    """
+    norms = [torch.as_tensor(norm, device=device)]
+    norms += torch._foreach_norm(list(others)) if others else []
+    # Zero times Inf or NaN is NaN, and so is every sum with it.
+    values = torch.cat([each.reshape(1) for each in norms]).mul_(0.0)
+    total = values.sum(dtype=torch.float32).reshape(1).add_(num_problems)
+    dist.all_reduce(total)
+    return total
+
+
+def _missing_gradients(fqns: Mapping[Any, str]) -> list[str]:
+    """Name the parameters that have rows on this rank and no gradient, as sentences."""
+    return [
+        f"{fqn}: expected a gradient on a shard of shape {tuple(param._local_tensor.shape)}, got "
+        "None"
+        for param, fqn in fqns.items()
+        if param.grad is None and param._local_tensor.numel() > 0
+    ]
+
+
+def _gradients_beside_norm(children: Sequence[MegatronOptimizer]) -> list[torch.Tensor]:
+    """List the local gradients that the norm leaves out, such as tensor-parallel duplicates.
+
+    Args:
+        children: The optimizers of a model.
+    """
+    grads = [
+        param.grad._local_tensor
+        for child in children
+        for param in child.get_parameters()
+        if param.grad is not None
+    ]
+    counted = {id(grad) for child in children for grad in child.get_grads_for_grad_norm()}
+    return [grad for grad in grads if grad.numel() > 0 and id(grad) not in counted]
 
 
 def _is_muon(child: MegatronOptimizer) -> bool:

@@ -34,7 +34,6 @@ from megatron_muon.mcore.fsdp_model import (
     current_device,
     grad_stats_group,
     is_megatron_fsdp,
-    is_sharded_over_instances,
     is_v2,
     named_optimizer_parameters,
 )
@@ -201,6 +200,8 @@ class _Children:
         self._model_chunks = list(model_chunks)
         self._groups = pg_collection
         self._is_v2 = is_v2(model_chunks[0])
+        has_instances = model_chunks[0].ddp_config.num_distributed_optimizer_instances > 1
+        self._instance_id = dist.get_rank(pg_collection.inter_dist_opt) if has_instances else 0
         self._tensor_shards: dict[torch.Tensor, PlannedParameter] = {}
 
     def read_tensor_shards(
@@ -234,10 +235,8 @@ class _Children:
             child = self._wrapped(self._muon(param_groups))
         else:
             child = self._scalar(name, param_groups)
-        chunk = self._model_chunks[0]
-        is_over = is_sharded_over_instances(chunk, chunk.ddp_config) if self._is_v2 else None
         child.grad_stats_parallel_group = grad_stats_group(
-            chunk.ddp_config, self._groups, is_expert=is_expert, is_over_instances=is_over
+            self._model_chunks[0], self._groups, is_expert=is_expert
         )
         return child
 
@@ -311,12 +310,6 @@ class _Children:
             for group in child.optimizer.param_groups:
                 group["params"].sort(key=lambda param: param._local_tensor.numel() > 0)
         return child
-
-    @property
-    def _instance_id(self) -> int:
-        if self._model_chunks[0].ddp_config.num_distributed_optimizer_instances == 1:
-            return 0
-        return dist.get_rank(self._groups.inter_dist_opt)
 
 
 def _log_routing(

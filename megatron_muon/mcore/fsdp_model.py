@@ -151,7 +151,11 @@ def copy_parameter_attributes(param: FSDPParameter) -> None:
     would be grouped, and their gradient norm reduced, as dense parameters.
     """
     if is_of_fsdp_v2(param):
-        _copy_attributes_of_v2(param)
+        # v2 leaves all of them on the parameter that modules see.
+        for name, value in vars(unsharded_of(param)).items():
+            if not name.startswith("_"):
+                setattr(param, name, value)
+        mark(param)
         return
     copy_optimizer_param_metadata(param, param.orig_param)
     # An attribute of later releases of Megatron-LM, which Megatron-FSDP does not copy either.
@@ -171,20 +175,21 @@ def sharded_parameters(module: Any) -> dict[str, FSDPParameter]:
     return {bare_name(name): param for name, param in named}
 
 
-def shards_over_outer_ranks(ddp_config: Any) -> bool:
-    """Return whether HFSDP is on: optimizer states sharded over inner and outer ranks."""
-    return (
-        ddp_config.num_distributed_optimizer_instances > 1
-        and ddp_config.outer_dp_sharding_strategy != "no_shard"
+def is_sharded_over_instances(chunk: FSDPModel) -> bool:
+    """Return whether all instances of the optimizer hold different shards, as under HFSDP."""
+    ddp_config = chunk.ddp_config
+    if ddp_config.num_distributed_optimizer_instances == 1:
+        return False
+    if not is_v2(chunk):
+        return bool(ddp_config.outer_dp_sharding_strategy != "no_shard")
+    # Their number does not tell: v2 may shard over all data-parallel ranks all the same.
+    return all(
+        placement.is_shard() for param in chunk.parameters() for placement in param.placements
     )
 
 
 def grad_stats_group(
-    ddp_config: Any,
-    groups: ProcessGroupCollection,
-    *,
-    is_expert: bool,
-    is_over_instances: bool | None = None,
+    chunk: FSDPModel, groups: ProcessGroupCollection, *, is_expert: bool
 ) -> dist.ProcessGroup:
     """Return the group over which gradient norm and zero count are reduced.
 
@@ -192,20 +197,16 @@ def grad_stats_group(
     gradients are whole on every rank; all instances under HFSDP; otherwise one instance.
 
     Args:
-        ddp_config: Configuration of the model's wrapper.
+        chunk: A chunk of the model.
         groups: Process groups of the model.
         is_expert: True for gradients of expert parameters.
-        is_over_instances: True if all instances hold different shards; None for the rule of v1, see
-            :func:`shards_over_outer_ranks`.
 
     Raises:
         RuntimeError: HFSDP does not span all ranks of the job.
     """
-    if ddp_config.data_parallel_sharding_strategy == "no_shard":
+    if chunk.ddp_config.data_parallel_sharding_strategy == "no_shard":
         return groups.tp_ep_pp if is_expert else groups.mp
-    if is_over_instances is None:
-        is_over_instances = shards_over_outer_ranks(ddp_config)
-    if not is_over_instances:
+    if not is_sharded_over_instances(chunk):
         return groups.intra_dist_opt
     num_ranks = dist.get_world_size(groups.intra_dist_opt) * dist.get_world_size(
         groups.inter_dist_opt
@@ -255,29 +256,6 @@ def is_v2(model: torch.nn.Module) -> bool:
     return any(map(is_of_fsdp_v2, model.parameters()))
 
 
-def _copy_attributes_of_v2(param: Any) -> None:
-    """Copy Megatron's attributes to a sharded parameter from the one that modules see.
-
-    Optimizers read them there. One more marks the parameter, see :func:`mark`.
-    """
-    for name, value in vars(unsharded_of(param)).items():
-        if not name.startswith("_"):
-            setattr(param, name, value)
-    mark(param)
-
-
 def mark(param: Any) -> None:
     """Mark a parameter as Megatron-FSDP v1 does: its gradient is a shard, to be counted once."""
     param.__fsdp_param__ = True
-
-
-def is_sharded_over_instances(model: torch.nn.Module, ddp_config: Any) -> bool:
-    """Return whether all instances of the optimizer hold different shards.
-
-    Their number does not tell: the wrapper may shard over all data-parallel ranks all the same.
-    """
-    return ddp_config.num_distributed_optimizer_instances > 1 and all(
-        placement.is_shard()
-        for param in model.parameters()
-        for placement in param.placements  # type: ignore[attr-defined]
-    )

@@ -180,14 +180,8 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         except ValueError as error:
             problems.append(in_flags(str(error)))
         for param in self._all_params():
-            shard = self.tensor_shards.get(param)
-            if shard is None:
-                problems.append(
-                    f"parameter of shape {tuple(param.shape)}: expected an entry in "
-                    "tensor_shards, got none. Build the optimizer through "
-                    "build_megatron_fsdp_emerging_optimizer"
-                )
-            elif not isinstance(param, DTensor) or param.dtype != torch.float32:
+            shard = self.tensor_shards[param]
+            if not isinstance(param, DTensor) or param.dtype != torch.float32:
                 problems.append(
                     f"{shard.name}: expected a float32 DTensor, got {type(param).__name__} of "
                     f"{param.dtype}. Wrap the model in Megatron-FSDP with fp32 main parameters "

@@ -25,7 +25,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.training.arguments:add_megatron_arguments",
         "add the flags of this package",
         arguments.add_arguments,
-        parameters="parser",
         # The flags stand beside Megatron's own Muon flags, which this line adds.
         source_lines=("parser = _add_regularization_args(parser)", "return parser"),
     ),
@@ -33,7 +32,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.training.arguments:validate_args",
         "accept --optimizer muon --use-megatron-fsdp, refuse what cannot work with it",
         arguments.validate,
-        parameters="args, defaults",
         source_lines=(
             "assert args.optimizer in ('sgd', 'adam'), \\",
             'assert not args.use_megatron_fsdp, "Emerging optimizer does not support '
@@ -47,7 +45,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.optimizer:_get_megatron_emerging_optimizer",
         "build Muon over row shards for Megatron-FSDP models; under DDP, honour flags for blocks",
         factory.route,
-        parameters="config, model_chunks, config_overrides, pg_collection",
         source_lines=(
             "config_overrides.update(default_param_overrides)",
             "if 'experts' in name and 'shared' not in name:",
@@ -59,7 +56,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params",
         "QK-clip: after a step of Adam clip main weights before they are installed",
         qk_clip.clip_before_install,
-        parameters="self",
         source_lines=("model_chunk.param_and_grad_buffer.copy_main_weights_to_model_weights()",),
     ),
     # The training loop imported the function by name: its copy has to be replaced as well.
@@ -68,7 +64,6 @@ PATCHES: tuple[Patch, ...] = (
             f"{module}:clip_qk",
             f"QK-clip: return the largest logit of a model whose step has clipped it{why}",
             qk_clip.max_attention_logit,
-            parameters="model, log_max_only",
             source_lines=(
                 "for transformer_layer in model_chunk.module.module.decoder.layers:",
                 "transformer_layer.self_attention.clip_qk()",
@@ -84,19 +79,12 @@ PATCHES: tuple[Patch, ...] = (
         f"{_FSDP}.param_and_grad_buffer:_create_hfsdp_helper_buffer",
         "HFSDP: keep the gradient scaling factor, without which gradients are dp times too large",
         repairs_gradients.keep_gradient_scaling_factor,
-        parameters="dp_buffer, inner_dp_group, is_data_distributed",
         source_lines=("helper_buffer = DataParallelBuffer(", "return helper_buffer"),
     ),
     Patch(
         f"{_FSDP}.param_and_grad_buffer:DataParallelBuffer.__init__",
         "gradients over a group of one rank: scale each microbatch once, not again with the next",
         repairs_gradients.scale_each_microbatch_once,
-        parameters=(
-            "self, ddp_config, params, is_data_distributed, bucket_id, dtype, device, "
-            "data_parallel_group, dp_rank, temporary_bucket_allocator, is_transpose_buffer, "
-            "gradient_scaling_factor, chunk_size_factor, mem_alloc_context, item_index_map, "
-            "bucket_index, shard_bucket_index"
-        ),
         # The patch above copies the attribute that this line sets.
         source_lines=("self.gradient_scaling_factor = gradient_scaling_factor",),
     ),
@@ -104,12 +92,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
         "HFSDP: reduce the gradient norm over all instances, which hold different shards",
         repairs_gradients.reduce_grad_norm_over_instances,
-        parameters=(
-            "config, model_chunks, param_groups, per_model_buffers, model_parallel_group, "
-            "data_parallel_group, data_parallel_group_gloo, data_parallel_group_idx, "
-            "intra_dist_opt_group, distributed_optimizer_instance_id, pg_collection, "
-            "skip_megatron_wrapping"
-        ),
         # Upstream's group is one instance; the wrapper replaces the group that this line sets.
         source_lines=("setattr(optimizer, 'grad_stats_parallel_group', intra_dist_opt_group)",),
     ),
@@ -117,7 +99,6 @@ PATCHES: tuple[Patch, ...] = (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
         "fused accumulation, optim: Transformer Engine adds microbatches, and overwrites none",
         repairs_gradients.overwrite_only_buckets,
-        parameters="self, params, prefetch, prefetch_order, wait_bucket_ready, bwd",
         source_lines=(
             'if self.data_parallel_sharding_strategy == "no_shard":',
             "param.overwrite_main_grad = True",
@@ -129,7 +110,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.transformer.moe.experts:TEGroupedMLP._ensure_main_grad",
         "fused accumulation, optim: grouped experts keep the mark that Megatron-FSDP sets",
         repairs_gradients.keep_mark_of_grouped_experts,
-        parameters="linear_module",
         source_lines=(
             'if hasattr(param, "overwrite_main_grad"):',
             "param.overwrite_main_grad = True",
@@ -140,13 +120,7 @@ PATCHES: tuple[Patch, ...] = (
         "fused accumulation in Megatron's own linear, as the output layer: only where main_grad "
         "holds nothing",
         repairs_gradients.fuse_only_into_buckets,
-        parameters=(
-            "ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, "
-            "sequence_parallel, grad_output_buffer, wgrad_deferral_limit, tp_group, "
-            "gtp_remat_size"
-        ),
         source_lines=("ctx.gradient_accumulation_fusion = gradient_accumulation_fusion",),
-        later_parameter="output_dtype",
     ),
     # Where a mesh of the job's ranks is made: a pipeline stage has some of them.
     *(
@@ -154,37 +128,20 @@ PATCHES: tuple[Patch, ...] = (
             f"{adapter_module(1)}:{name}",
             f"pipeline stages: a mesh has the ranks of one stage{why}",
             repairs_pipeline.mesh_of_stage,
-            parameters=parameters,
             source_lines=("torch.arange(world_size),", "return dp_tp_meshes[0]"),
         )
-        for name, parameters, why in (
-            (
-                "_get_dp_tp_mesh",
-                "dp_cp_group, tp_group, ep_size",
-                "",
-            ),
-            (
-                "_get_hsdp_tp_mesh",
-                "outer_fsdp_dp_group, dp_cp_group, tp_group, ep_size",
-                ", under HSDP too",
-            ),
-        )
+        for name, why in (("_get_dp_tp_mesh", ""), ("_get_hsdp_tp_mesh", ", under HSDP too"))
     ),
     Patch(
         f"{_FSDP}.param_and_grad_buffer:make_fsdp_dtensor",
         "pipeline stages with tensor parallelism: nothing is compared with ranks of other stages",
         repairs_pipeline.check_within_stage,
-        parameters=(
-            "local_tensor, param, dist_index, is_sharded_param, is_expert_param, run_check, "
-            "update_uneven_dtensor_chunk_meta, force_sync_tp_duplicated_param"
-        ),
         source_lines=("run_check=run_check,",),
     ),
     Patch(
         f"{_FSDP}.megatron_fsdp:MegatronFSDP._init_fsdp_param_and_grad_buffer",
         "pipeline stages: one without a layer has no unit of Megatron-FSDP",
         repairs_pipeline.size_without_units,
-        parameters="self",
         source_lines=(
             "suggested_communication_unit_size = total_param_elements // total_fsdp_module * 2",
         ),
@@ -193,7 +150,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.pipeline_parallel.schedules:deallocate_output_tensor",
         "pipeline stages: free outputs, which are views under Megatron-FSDP",
         repairs_pipeline.free_views,
-        parameters="out, deallocate_pipeline_outputs",
         source_lines=(
             'assert out._base is None, "counter-productive to free a view of another tensor."',
             "out.data = torch.empty((1,), device=out.device, dtype=out.dtype)",
@@ -203,14 +159,12 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
         "pipeline stages: tied embeddings, whose shards differ between first and last stage",
         repairs_pipeline.sum_whole_gradients,
-        parameters="model, embd_group, pp_group, weight_getter, skip_if_none, config",
         source_lines=("torch.distributed.all_reduce(grad, group=embd_group)",),
     ),
     Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._param_name",
         "checkpoints: layers of pipeline stages have names of their own",
         checkpoint_state.name_across_stages,
-        parameters="self, param",
         source_lines=(
             'if not hasattr(self, "param_to_name"):',
             "name_to_param = handle_experts_in_state_dict(name_to_param, num_experts)",
@@ -220,7 +174,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.training.checkpointing:handle_swiglu_in_state_dict",
         "checkpoints: split every state of a gated layer, not Adam's alone, also in fp32 and HFSDP",
         checkpoint_repairs.split_every_state,
-        parameters="model, model_state_dict, optimizer_state_dict",
         source_lines=(
             "fsdp_slice = dist_param.megatron_fsdp_slice",
             'for subkey in ["exp_avg", "exp_avg_sq"]:',
@@ -231,10 +184,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.transformer.fsdp_dtensor_checkpoint:make_fsdp_dtensor",
         "checkpoints: gated layers of no_shard are whole on every rank",
         checkpoint_repairs.keep_replicas_whole,
-        parameters=(
-            "local_tensor, param, dist_index, is_sharded_param, is_expert_param, run_check, "
-            "update_uneven_dtensor_chunk_meta, force_sync_tp_duplicated_param"
-        ),
         source_lines=(
             "param, dist_index, is_sharded_param=is_sharded_param, is_expert_param=is_expert_param",
         ),
@@ -244,17 +193,12 @@ PATCHES: tuple[Patch, ...] = (
         "checkpoints: Adam has state for empty shards too, without which saving hangs, and loading "
         "steps nothing",
         checkpoint_repairs.complete_adam_state,
-        parameters="self, is_loading",
         source_lines=("self._init_optimizer_states_with_dummy_values()",),
     ),
     Patch(
         "megatron.training.checkpointing:_load_base_checkpoint",
         "checkpoints: refuse one that is unfinished, of another format or damaged, on all ranks",
         checkpoint_load.find_before_loading,
-        parameters=(
-            "load_dir, args, rank0, sharded_state_dict, checkpointing_context, dp_cp_group, "
-            "expt_dp_group, gpt_compat_layer_maps"
-        ),
         source_lines=(
             "state_dict = preprocess_fsdp_dtensor_state_dict(args, state_dict, model[0])",
             "state_dict=state_dict, storage_reader=fs_storage_reader, planner=planner",
@@ -264,14 +208,12 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
         "checkpoints: compare names and shapes before anything is loaded",
         checkpoint_load.compare_before_loading,
-        parameters="args, raw_state_dict, model",
         source_lines=("preprocess_state_dict_for_uneven_dtensor(state_dict)",),
     ),
     Patch(
         "megatron.training.checkpointing:get_load_checkpoint_path_by_args",
         "checkpoints: --pretrained-checkpoint without --load",
         checkpoint_load.find_pretrained,
-        parameters="args, load_arg",
         source_lines=("load_dir = getattr(args, load_arg)",),
     ),
     # The training loop imported the function by name: its copy has to be replaced as well.
@@ -294,7 +236,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.msc_utils:MaybeMultiStorageClient.__getattr__",
         "checkpoints: the tracker is replaced in one step",
         checkpoint_save.write_tracker_in_one_step,
-        parameters="self, name",
         source_lines=('if name == "open":',),
     ),
 )
@@ -305,7 +246,6 @@ LATER_PATCHES: tuple[Patch, ...] = (
         "megatron.training.checkpointing:handle_mla_down_proj_in_state_dict",
         "checkpoints: split every state of fused latent attention, not Adam's alone",
         checkpoint_repairs.split_every_state,
-        parameters="model, model_state_dict, optimizer_state_dict",
         source_lines=(
             "model_state_dict[key], model.get_parameter(f'module.{key}'), split_sizes",
             'for subkey in ["exp_avg", "exp_avg_sq"]:',
@@ -319,7 +259,6 @@ V2_PATCHES: tuple[Patch, ...] = (
         "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer.__init__",
         "v2: gradients count once in norm and zeros, also with expert parallelism",
         repairs_gradients.count_shards_once,
-        parameters="self, optimizer, config, grad_scaler, init_state_fn, model_chunks",
         source_lines=("super().__init__(optimizer, config, grad_scaler, init_state_fn)",),
         # Pull request 6489, whose optimizer counts by placements.
         repaired_text="def get_grad_norm(",
@@ -328,7 +267,6 @@ V2_PATCHES: tuple[Patch, ...] = (
         "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer._copy_main_params_to_model_params",
         "v2, QK-clip: after a step of Adam clip main weights before compute weights follow them",
         qk_clip.clip_before_install,
-        parameters="self",
         source_lines=("sync_model_weights_from_main_weights(self.get_parameters())",),
     ),
     Patch(
@@ -336,17 +274,12 @@ V2_PATCHES: tuple[Patch, ...] = (
         "v2: name parameters without a gradient, which stop the gradients of their module; count "
         "gradients anew in each of two backward passes in a row, as of pipeline stages",
         repairs_gradients.complete_backward_passes,
-        parameters=(
-            "self, config, ddp_config, module, fsdp_unit_modules, disable_bucketing, device, "
-            "pg_collection"
-        ),
         source_lines=("super().__init__(config=config, module=module)",),
     ),
     Patch(
         f"{adapter_module(2)}:FullyShardedDataParallelV2._validate_config",
         "v2: accept pipeline stages, some without experts, and several on a rank",
         repairs_pipeline.accept_stages,
-        parameters="config, ddp_config, module, pg_collection, disable_bucketing",
         source_lines=(
             '"pipeline_model_parallel_size",',
             'for group_name in ("tp", "pp", "cp"):',
@@ -358,7 +291,6 @@ V2_PATCHES: tuple[Patch, ...] = (
         "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer._validate_config",
         "v2: accept several pipeline stages on a rank",
         repairs_pipeline.accept_chunks,
-        parameters="config, model_chunks",
         source_lines=(
             "if len(model_chunks) != 1:",
             'raise ValueError("MFSDP v2 currently supports exactly one model chunk.")',

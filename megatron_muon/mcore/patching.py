@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Change a package at run time: explicit, verified before anything is applied, reversible."""
+"""Patches of the installed megatron-core: verified before any is applied, and reversible."""
 
 import functools
 import inspect
@@ -21,11 +21,7 @@ class Patch:
         symbol: Function or class that is replaced, as "module:name"; looked up when it is called.
         purpose: Why, in a sentence.
         wrap: Takes the original, returns the replacement.
-        parameters: Names of the parameters that the original must have, in order, separated by
-            commas; empty where any will do.
         source_lines: Lines that its source must contain, without indentation.
-        later_parameter: Name of a parameter that a later release adds at the end, and that does
-            not matter.
         repaired_text: Text in the target's class or module, in a later release that needs no
             repair; empty if there is no such release.
     """
@@ -33,9 +29,7 @@ class Patch:
     symbol: str
     purpose: str
     wrap: Callable[[Any], Any] = field(repr=False)
-    parameters: str = ""
     source_lines: tuple[str, ...] = ()
-    later_parameter: str = ""
     repaired_text: str = ""
 
     @property
@@ -58,9 +52,7 @@ class Patch:
 
     def problems(self) -> list[str]:
         """Return one sentence for each difference between the target and the tested ones."""
-        return symbol_problems(
-            self.symbol, self.source_lines, self.parameters, self.later_parameter
-        )
+        return symbol_problems(self.symbol, self.source_lines)
 
 
 def exists(symbol: str) -> bool:
@@ -72,33 +64,24 @@ def exists(symbol: str) -> bool:
     return True
 
 
-def symbol_problems(
-    symbol: str, source_lines: Sequence[str] = (), parameters: str = "", later_parameter: str = ""
-) -> list[str]:
+def symbol_problems(symbol: str, source_lines: Sequence[str] = ()) -> list[str]:
     """Return one sentence for each difference between a symbol and the tested ones.
 
     Args:
         symbol: "module:name".
         source_lines: As in :class:`Patch`.
-        parameters: As in :class:`Patch`.
-        later_parameter: As in :class:`Patch`.
     """
     try:
         found = pkgutil.resolve_name(symbol)
+        lines = _lines(found) if source_lines else frozenset()
     except (ImportError, AttributeError) as error:
         return [f"{symbol}: expected it to exist, found {type(error).__name__}: {error}."]
-    problems = []
-    if parameters:
-        names = ", ".join(inspect.signature(found).parameters)
-        if names.removesuffix(f", {later_parameter}") != parameters:
-            problems.append(f"{symbol}: expected parameters ({parameters}), found ({names}).")
-    try:
-        lines = _lines(found) if source_lines else frozenset()
     except (OSError, TypeError) as error:
-        return [*problems, f"{symbol}: expected readable source, found {error}."]
-    missing = [line for line in source_lines if line not in lines]
-    return problems + [
-        f"{symbol}: expected the source line {line!r}, found none." for line in missing
+        return [f"{symbol}: expected readable source, found {error}."]
+    return [
+        f"{symbol}: expected the source line {line!r}, found none."
+        for line in source_lines
+        if line not in lines
     ]
 
 

@@ -6,6 +6,8 @@ The optimizer calls, inherits or imitates them. A changed line would not fail by
 would train differently without an error.
 """
 
+import inspect
+import pkgutil
 from collections.abc import Mapping
 
 from megatron_muon.mcore.patching import symbol_problems
@@ -72,15 +74,14 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-# An unknown argument would be ignored, as FSDPZeROTensorParallelMuon replaces the step.
+# An unknown argument would be ignored, as FSDPZeROTensorParallelMuon replaces the step. use_syrk is
+# one of later releases, which --muon-fsdp-newton-schulz replaces.
 _MUON = "megatron.core.optimizer.emerging_optimizers:TensorParallelMuon.__init__"
-_MUON_PARAMETERS = (
-    "self, params, lr, momentum, nesterov, weight_decay, use_decoupled_weight_decay, split_qkv, "
-    "is_qkv_fn, qkv_split_shapes, fp32_matmul_prec, coefficient_type, num_ns_steps, scale_mode, "
-    "extra_scale_factor, pg_collection, tp_mode"
+_MUON_PARAMETERS = frozenset(
+    "self params lr momentum nesterov weight_decay use_decoupled_weight_decay split_qkv is_qkv_fn "
+    "qkv_split_shapes fp32_matmul_prec coefficient_type num_ns_steps scale_mode extra_scale_factor "
+    "pg_collection tp_mode use_syrk".split()
 )
-# --muon-fsdp-newton-schulz replaces --muon-use-syrk.
-_LATER_MUON_PARAMETER = "use_syrk"
 
 # Of Megatron-FSDP v2 through flags: where a release has the first, the others are relied on.
 V2_FLAG = "megatron.core.distributed:DistributedDataParallelConfig.megatron_fsdp_version"
@@ -119,7 +120,8 @@ def relied_on_problems(*, has_v2: bool) -> list[str]:
         has_v2: Whether the release has Megatron-FSDP v2 in its flags.
     """
     symbols = {**RELIED_ON, **(V2_RELIED_ON if has_v2 else {})}
-    problems = symbol_problems(_MUON, (), _MUON_PARAMETERS, _LATER_MUON_PARAMETER)
+    unknown = inspect.signature(pkgutil.resolve_name(_MUON)).parameters.keys() - _MUON_PARAMETERS
+    problems = [f"{_MUON}: expected no parameter {name}, found one." for name in sorted(unknown)]
     return problems + [
         problem for symbol, lines in symbols.items() for problem in symbol_problems(symbol, lines)
     ]

@@ -29,7 +29,7 @@ from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.mcore import fsdp_model
-from megatron_muon.mcore.fsdp_model import grad_stats_group, shards_over_outer_ranks
+from megatron_muon.mcore.fsdp_model import grad_stats_group, is_sharded_over_instances
 from megatron_muon.rows.megatron_fsdp import unsharded_of
 
 _IS_GRADIENT_BUFFER = "_megatron_muon_is_gradient_buffer"
@@ -94,23 +94,18 @@ def reduce_grad_norm_over_instances(original: Callable[..., Any]) -> Callable[..
     def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
         model_chunks = kwargs["model_chunks"] if "model_chunks" in kwargs else args[1]
-        ddp_config = getattr(model_chunks[0], "ddp_config", None)
+        chunk = model_chunks[0]
+        ddp_config = getattr(chunk, "ddp_config", None)
         if not getattr(ddp_config, "use_megatron_fsdp", False):
             return optimizer
-        # Version 1 follows its settings; main's version 2 ignores the number of instances, so its
-        # placements are read.
-        is_over = None
-        if is_v2 := fsdp_model.is_v2(model_chunks[0]):
-            # Pull request 6489: each rank's part is divided by the number of its copies, and the
-            # sum covers all ranks.
-            if "get_grad_norm" in vars(type(optimizer)):
-                return optimizer
-            is_over = fsdp_model.is_sharded_over_instances(model_chunks[0], ddp_config)
-        if is_v2 or shards_over_outer_ranks(ddp_config):
+        is_v2 = fsdp_model.is_v2(chunk)
+        # Pull request 6489: each rank's part is divided by the number of its copies, and the sum
+        # covers all ranks.
+        if is_v2 and "get_grad_norm" in vars(type(optimizer)):
+            return optimizer
+        if is_v2 or is_sharded_over_instances(chunk):
             groups = kwargs.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
-            optimizer.grad_stats_parallel_group = grad_stats_group(
-                ddp_config, groups, is_expert=False, is_over_instances=is_over
-            )
+            optimizer.grad_stats_parallel_group = grad_stats_group(chunk, groups, is_expert=False)
         return optimizer
 
     return _get_megatron_optimizer_based_on_param_groups
@@ -244,11 +239,13 @@ def fuse_only_into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
     Deferred gradients of the output layer (``defer_embedding_wgrad_compute``) are always fused.
     They need pipeline stages, with which the flag is refused under Megatron-FSDP.
     """
+    buffer = list(inspect.signature(original).parameters).index("grad_output_buffer")
 
     @functools.wraps(original)
     def forward(ctx: Any, input: Any, weight: Any, bias: Any, is_fused: bool, *rest: Any) -> Any:
         """Fuse the accumulation only if its target may be overwritten."""
-        is_deferred = rest[2] is not None  # grad_output_buffer
+        # Five arguments come before the rest.
+        is_deferred = rest[buffer - 5] is not None
         # Other wrappers than Megatron-FSDP initialize ``main_grad``.
         if hasattr(weight, "__fsdp_param__") and not is_deferred:
             is_fused = is_fused and _may_be_overwritten(weight)

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.ranks import run_ranks
@@ -86,12 +87,6 @@ def _skip_a_step() -> list[Any]:
     return [success, grad_norm > 1e-9, same, unchanged, math.isfinite(run_backward(model))]
 
 
-def test_skipped_step_installs_nothing():
-    """Above --grad-norm-skip-threshold nothing moves, and the next forward pass still runs."""
-    run = run_ranks(2, _skip_a_step).check()
-    assert run.results == [[False, True, True, True, True]] * 2
-
-
 def _fail_in_the_second_optimizer() -> list[Any]:
     import torch
 
@@ -124,12 +119,6 @@ def _fail_in_the_second_optimizer() -> list[Any]:
     ]
 
 
-def test_failed_inner_step_installs_nothing_and_is_remembered():
-    """A step that was tried again went on from momentum that had changed, without a word."""
-    run = run_ranks(2, _fail_in_the_second_optimizer).check()
-    assert run.results == [[2, True, True, True]] * 2
-
-
 def _count_installs() -> list[int]:
     model = build_model()
     optimizer = build_optimizer(model)
@@ -152,13 +141,6 @@ def _count_installs() -> list[int]:
     model.finish_grad_sync()
     optimizer.step()
     return list(calls.values())
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_weights_are_installed_once_a_step_and_gradients_reduced_once(world_size):
-    """Children would install and gather once each; a second reduction would be wrong."""
-    run = run_ranks(world_size, _count_installs).check()
-    assert run.results == [[2, 2, 2]] * world_size
 
 
 def _reload(sharding: str) -> list[Any]:
@@ -186,13 +168,6 @@ def _reload(sharding: str) -> list[Any]:
         isinstance(optimizer.param_groups[0]["lr"], float),
         torch.is_tensor(optimizer.get_loss_scale()),
     ]
-
-
-@pytest.mark.parametrize("sharding", ["optim", "optim_grads_params"])
-def test_reload_model_params_overwrites_main_weights(sharding):
-    """After a model-only load the main weights follow the model, on every shard."""
-    run = run_ranks(2, _reload, sharding).check()
-    assert run.results == [[True] * 4] * 2
 
 
 MICROBATCHES = [
@@ -250,22 +225,17 @@ def _wrap_before_enable(settings: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "settings", "message"),
+    ("world_size", "settings"),
     [
-        (1, {}, "got one that was wrapped before"),
-        (
-            2,
-            {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
-            "got one that was wrapped before",
-        ),
-        (2, {}, "no error"),
+        (1, {}),
+        (2, {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}),
     ],
-    ids=["one rank", "hfsdp", "plain"],
+    ids=["one rank", "hfsdp"],
 )
-def test_model_that_was_wrapped_before_enable_is_refused(world_size, settings, message):
+def test_model_that_was_wrapped_before_enable_is_refused(world_size, settings):
     """The repairs of gradients came too late for it: they were scaled wrongly without a word."""
     run = run_ranks(world_size, _wrap_before_enable, settings).check()
-    assert all(message in text for text in run.results)
+    assert all("got one that was wrapped before" in text for text in run.results)
 
 
 def _build_with_tunable_kernels() -> str:
@@ -275,19 +245,63 @@ def _build_with_tunable_kernels() -> str:
     import torch.distributed as dist
 
     model = build_model()
-    os.environ["PYTORCH_TUNABLEOP_ENABLED"] = str(dist.get_rank())
-    try:
+    environment = {"PYTORCH_TUNABLEOP_ENABLED": str(dist.get_rank())}
+    with mock.patch.dict(os.environ, environment), pytest.raises(RuntimeError) as error:
         build_optimizer(model)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return str(error.value)
+
+
+def _cases_of_two_ranks() -> dict[str, Any]:
+    """Run each case over process groups of its own, with a model of its own."""
+    from megatron.core import parallel_state
+
+    found = {}
+    for name, case in {
+        # Nothing needs a repair on two ranks without HSDP.
+        "wrapped before": functools.partial(_wrap_before_enable, {}),
+        "skipped": _skip_a_step,
+        "installs": _count_installs,
+        "reload optim": functools.partial(_reload, "optim"),
+        "reload optim_grads_params": functools.partial(_reload, "optim_grads_params"),
+        "tunable kernels": _build_with_tunable_kernels,
+        "failed": _fail_in_the_second_optimizer,
+    }.items():
+        found[name] = case()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@functools.cache
+def cases_of_two_ranks() -> list[dict[str, Any]]:
+    """Run all cases in one world."""
+    return run_ranks(2, _cases_of_two_ranks, timeout_s=60.0).check().results
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("wrapped before", "no error"),
+        # Above --grad-norm-skip-threshold nothing moves, and the next forward pass still runs.
+        ("skipped", [False, True, True, True, True]),
+        # Children would install and gather once each; a second reduction would be wrong.
+        ("installs", [2, 2, 2]),
+        # After a model-only load the main weights follow the model, on every shard.
+        ("reload optim", [True] * 4),
+        ("reload optim_grads_params", [True] * 4),
+        # A step that was tried again went on from momentum that had changed, without a word.
+        ("failed", [2, True, True, True]),
+    ],
+)
+def test_case_of_two_ranks(case, expected):
+    """Steps that are skipped or fail, weights that are installed, and loaded."""
+    assert [found[case] for found in cases_of_two_ranks()] == [expected] * 2
 
 
 def test_kernels_that_are_chosen_by_timing_are_refused_on_all_ranks():
     """Replicated matrices are orthogonalized on each rank, and would come to differ."""
-    for text in run_ranks(2, _build_with_tunable_kernels).check().results:
-        assert "rank 1: PYTORCH_TUNABLEOP_ENABLED: expected 0" in text
-        assert "No optimizer was built." in text
+    for found in cases_of_two_ranks():
+        assert "rank 1: PYTORCH_TUNABLEOP_ENABLED: expected 0" in found["tunable kernels"]
+        assert "No optimizer was built." in found["tunable kernels"]
 
 
 REFUSED_SETTINGS = [
