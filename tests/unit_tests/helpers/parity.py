@@ -58,7 +58,7 @@ FP32 = Setting(HIGH, HIGH_TOLERANCE, 1e-6)
 MEDIUM = Setting((), MEDIUM_TOLERANCE, 1e-4)
 IN_BF16 = Setting(BF16, BF16_TOLERANCE, 5e-3, FP32_GRADIENTS)
 # Version 2 reduces gradients of bf16 weights in bf16, whatever their dtype in buffers.
-V2_IN_BF16 = Setting(BF16, BF16_TOLERANCE, 1e-2)
+V2_IN_BF16 = Setting(BF16, BF16_TOLERANCE, 1.5e-3)
 ADAM = Setting(("--optimizer", "adam", "--lr", "2e-3"), HIGH_TOLERANCE, 1e-6)
 
 
