@@ -8,7 +8,6 @@ clipping are upstream's. With Transformer Engine the norm stays on the device, a
 launched before the host reads the count of problems.
 """
 
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,8 +33,6 @@ from megatron_muon.runtime.agreement import INTERRUPTED, raise_where_any_rank_fa
 from megatron_muon.runtime.arena import elementwise_bytes
 from megatron_muon.runtime.tensors import find_not_finite
 from megatron_muon.step.lion import FSDPLion
-
-logger = logging.getLogger(__name__)
 
 
 class FSDPMuonChainedOptimizer(ChainedOptimizer):
