@@ -90,6 +90,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         self.model_chunks = list(model_chunks)
         self._fqns: Mapping[Any, str] = fqns
         self._problems, self._norm, self._num_problems = [], None, 0.0
+        self._uncounted: list[Any] | None = None  # see get_grad_norm()
         # Lion has no matrices.
         muons = [child.optimizer for child in self.chained_optimizers if _is_muon(child)]
         stay = all(map(gradients_stay, self.model_chunks))
@@ -140,9 +141,17 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             # Clipping by NaN would turn all gradients into NaN, and hide which one was. By Inf it
             # turns those that are finite into zero.
             norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
-        num_problems = len(self._problems) + len(_missing_gradients(self._fqns))
-        others = _gradients_beside_norm(self.chained_optimizers)
-        self._num_problems = _count_problems(norm, others, num_problems, current_device())
+        missing = _missing_gradients(self._fqns)
+        if self._uncounted is None and not missing:
+            # Once: upstream's rule reads attributes of parameters, a few microseconds for each.
+            self._uncounted = _uncounted_parameters(self.chained_optimizers)
+        others = [param.grad for param in self._uncounted or () if param.grad is not None]
+        self._num_problems = _count_problems(
+            norm,
+            [grad._local_tensor for grad in others],
+            len(self._problems) + len(missing),
+            current_device(),
+        )
         self._norm = norm
         if is_on_host:
             self._raise_where_gradients_fail()
@@ -349,7 +358,7 @@ def _count_problems(
 
     Args:
         norm: Norm of the gradients; one that is not finite is a problem.
-        others: Non-empty gradients that the norm leaves out, see :func:`_gradients_beside_norm`.
+        others: Gradients of :func:`_uncounted_parameters`.
         num_problems: Number of known problems of this rank.
         device: Device of the result.
 
@@ -377,20 +386,19 @@ def _missing_gradients(fqns: Mapping[Any, str]) -> list[str]:
     ]
 
 
-def _gradients_beside_norm(children: Sequence[MegatronOptimizer]) -> list[torch.Tensor]:
-    """List the local gradients that the norm leaves out, such as tensor-parallel duplicates.
+def _uncounted_parameters(children: Sequence[MegatronOptimizer]) -> list[Any]:
+    """List parameters whose gradients the norm leaves out, such as tensor-parallel duplicates.
 
     Args:
-        children: The optimizers of a model.
+        children: The optimizers of a model, with all gradients.
     """
-    grads = [
-        param.grad._local_tensor
-        for child in children
-        for param in child.get_parameters()
-        if param.grad is not None
-    ]
     counted = {id(grad) for child in children for grad in child.get_grads_for_grad_norm()}
-    return [grad for grad in grads if grad.numel() > 0 and id(grad) not in counted]
+    params = [param for child in children for param in child.get_parameters()]
+    return [
+        param
+        for param in params
+        if param._local_tensor.numel() > 0 and id(param.grad._local_tensor) not in counted
+    ]
 
 
 def _is_muon(child: MegatronOptimizer) -> bool:
