@@ -94,3 +94,20 @@ def norms_as_on_a_gpu() -> None:
     norms.sums_of_squares = lambda tensors: torch.stack(
         torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
     ).square_()
+
+
+def clip_as_with_transformer_engine() -> None:
+    """Let Megatron compute the gradient norm and clip by fused calls, without a host read."""
+    import torch
+    from megatron.core.optimizer import clip_grads
+
+    def norm(_: int, __: Any, tensors: Any, *___: Any) -> tuple[torch.Tensor, None]:
+        """Return the norm of all tensors."""
+        return torch.stack(torch._foreach_norm(tensors[0])).norm().reshape(1), None
+
+    def scale(_: int, __: Any, tensors: Any, factor: torch.Tensor) -> None:
+        """Scale tensors in place."""
+        # A list: with one tensor a CPU reads its value.
+        torch._foreach_mul_(tensors[1], [factor] * len(tensors[1]))
+
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_tensor_impl = norm, scale

@@ -22,9 +22,9 @@ of rank 0 sends to torch's dispatcher is counted in the second step:
 holds. Megatron-FSDP is left out, which reduces gradients before the step and gathers parameters
 after it.
 
-A CPU goes a GPU's way in three places: the kernel that moves rows runs in Triton's interpreter (a
-launch counts as an operation), norms come from one fused call for a list, and owners and stacks are
-those of the cost model's GPU.
+A CPU goes a GPU's way in four places: the kernel that moves rows runs in Triton's interpreter (a
+launch counts as an operation), norms come from one fused call for a list, gradients are clipped as
+with Transformer Engine, and owners and stacks are those of the cost model's GPU.
 """
 
 import argparse
@@ -40,7 +40,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt_under_fsdp import build_gpt, build_muon, norms_as_on_a_gpu
+from gpt_under_fsdp import (
+    build_gpt,
+    build_muon,
+    clip_as_with_transformer_engine,
+    norms_as_on_a_gpu,
+)
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -186,7 +191,9 @@ class _ReadsPastDispatcher(TorchFunctionMode):
         """Count the tensors that become numbers."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func in (torch.tensor, torch.as_tensor):
+        if func is torch.as_tensor and isinstance(args[0], torch.Tensor):
+            pass  # it is there already
+        elif func in (torch.tensor, torch.as_tensor):
             # One after the other: each is an item() of its own.
             found = sum(isinstance(each, torch.Tensor) for each in tree_leaves(args))
             # Numbers are copied from pageable memory, for which the host waits as well.
@@ -269,6 +276,7 @@ def build_optimizer(model: Any) -> Any:
     from megatron_muon.plan.cost import CostModel
 
     norms_as_on_a_gpu()
+    clip_as_with_transformer_engine()
     # Named, so that they replace those of CPU ranks. The other two are the run's.
     others = ("num_ns_steps", "backends", "coefficient_type")
     rates = {k: v for k, v in dataclasses.asdict(CostModel()).items() if k not in others}
