@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.newton_schulz.backend import Backend, NewtonSchulzArgs
-from megatron_muon.newton_schulz.methods import Namo, StackMethod
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, StackMethod
 from megatron_muon.newton_schulz.standard import Standard, batch_on_cpu
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import OwnedStacks

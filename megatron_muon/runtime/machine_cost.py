@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.newton_schulz import BACKENDS, CHOICES
-from megatron_muon.newton_schulz.methods import Namo, StackMethod
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, StackMethod
 from megatron_muon.plan.cost import CPU_RANKS, CostModel, gpu_rates
 from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
-from megatron_muon.runtime.agreement import raise_where_any_rank_fails
-from megatron_muon.runtime.groups import Domain
+from megatron_muon.runtime.agreement import Domain, raise_where_any_rank_fails
 
 
 def resolve(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.methods import Namo
+from megatron_muon.newton_schulz.settings import Namo
 from megatron_muon.newton_schulz.standard import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout

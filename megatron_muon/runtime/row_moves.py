@@ -14,11 +14,14 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.row_table import RowTable, build_table, on_device
+
+if TYPE_CHECKING:
+    from megatron_muon.runtime.row_kernel import RowTable
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,9 @@ class RowMoves:
         self._sources = [source for source, _ in pairs]
         self._targets = [target for _, target in pairs]
         if pairs and self._by_kernel:
-            self._table = build_table(pairs, self._norms, self._factors, self._device, self._table)
+            self._table = _kernel().build_table(
+                pairs, self._norms, self._factors, self._device, self._table
+            )
         elif self._table is not None:
             # Its tiles and factors are kept: they serve the same rectangles elsewhere.
             self._table = self._table._replace(storages=())
@@ -93,7 +98,7 @@ class RowMoves:
         addresses = self._table.addresses()
         if addresses != self._addresses:
             self._addresses = addresses
-            self._pointers = on_device(torch.tensor(addresses), self._device)
+            self._pointers = _kernel().on_device(torch.tensor(addresses), self._device)
         _kernel().launch(self._table, self._pointers, norms)
 
     def _run_by_torch(self, norms: torch.Tensor | None) -> None:
