@@ -71,11 +71,7 @@ def raise_where_any_rank_fails(
         dist.all_reduce(num_problems, group=group)
     if num_problems.item() == 0:
         return
-    problems = [*problems, *explain()]
-    texts = [problems]
-    if dist.is_initialized():
-        texts = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(texts, problems, group=group)
+    texts = gather_objects([*problems, *explain()], group)
     ranks = dist.get_process_group_ranks(group) if group is not None else range(len(texts))
     # The same sentence from many ranks is one line with all of them.
     by_text: dict[str, list[str]] = {}
@@ -143,8 +139,7 @@ def difference_between_ranks(
     if bool((hashes == hashes[0]).all()):
         return None
     # Only now that ranks are known to differ: the lists of a large model are megabytes.
-    lists: list[list[str]] = [[] for _ in range(len(hashes))]
-    dist.all_gather_object(lists, list(entries), group=group)
+    lists = gather_objects(list(entries), group)
     ranks = dist.get_process_group_ranks(group)
     lines = []
     for rank, found in zip(ranks, lists, strict=True):

@@ -336,7 +336,6 @@ class PlanRunner:
 
     def end(self) -> None:
         """End a step; see :meth:`Moments.share`."""
-        self._rows.end()
         if self.moments is not None:
             self.moments.share()
 

@@ -119,7 +119,7 @@ def test_kernel_has_the_bits_of_torch():
 
 
 def test_rows_of_one_shape_are_divided_by_their_own_norms():
-    """On a CPU they are a stack, between rows of other shapes, and large ones are alone."""
+    """Between rows of other shapes."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 3), (4, 5), (2, 3), (600, 700), (4, 5), (2, 3), (600, 700)]
     norms = torch.rand(9, generator=generator) + 1
