@@ -106,8 +106,8 @@ def move_rows_as_on_a_gpu() -> None:
     from megatron_muon.runtime import local_rows, row_moves
 
     row_moves.uses_kernel = lambda device: True
-    # CPU ranks orthogonalize few matrices at once.
-    local_rows.batch_on_cpu = lambda num_matrices, rows, cols: num_matrices
+    # CPU ranks orthogonalize one matrix at once.
+    local_rows.batch_size = len
 
 
 class Completed:

@@ -29,7 +29,7 @@ if _missing := missing_symbols():
 from megatron_muon.fsdp2.groups import parameter_groups
 from megatron_muon.fsdp2.muon import Muon
 from megatron_muon.fsdp2.muon_adamw import MuonAdamW
-from megatron_muon.newton_schulz.methods import StackMethod
+from megatron_muon.newton_schulz.settings import StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
 
 __all__ = ["ExchangeSettings", "Muon", "MuonAdamW", "StackMethod", "parameter_groups"]

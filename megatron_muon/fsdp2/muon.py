@@ -26,7 +26,7 @@ from megatron_muon.fsdp2.problems import (
     repeated_problems,
     subclass_problems,
 )
-from megatron_muon.newton_schulz.methods import StackMethod
+from megatron_muon.newton_schulz.settings import StackMethod
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import INTERRUPTED, first_line

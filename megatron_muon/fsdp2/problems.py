@@ -24,10 +24,9 @@ from megatron_muon.rows.parameters import (
 )
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.tensors import local_tensor
-from megatron_muon.step.elementwise import WEIGHT_DECAY_METHODS
+from megatron_muon.step.elementwise import SCALE_MODES, WEIGHT_DECAY_METHODS, scale_function
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings
-from megatron_muon.step.scales import SCALE_MODES, scale_function
 from megatron_muon.step.second_moments import SecondMoments, method_problems
 
 # Of emerging-optimizers: they see whole matrices there, and would see shards here.

@@ -12,17 +12,16 @@ import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_muon.newton_schulz.methods import Namo
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, coefficients_of
+from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, coefficients_of
 from megatron_muon.plan.settings import ExchangeSettings
 from megatron_muon.rows.megatron_fsdp import tensor_mesh
 from megatron_muon.rows.parameters import PlannedParameter, over_tensor_ranks
 from megatron_muon.runtime.agreement import own_rank
 from megatron_muon.runtime.norms import Moments
 from megatron_muon.runtime.tensors import local_tensor
+from megatron_muon.step.elementwise import scale_function
 from megatron_muon.step.matrix_step import StepSettings
 from megatron_muon.step.muon_step import MuonSettings, MuonStep
-from megatron_muon.step.scales import scale_function
 from megatron_muon.step.second_moments import KEY, SecondMoments, method_problems
 from megatron_muon.user_errors import in_flags, naming_flags
 

@@ -20,8 +20,7 @@ gram_symmetric  6 a + 14    the same; quack's kernels compute half of a symmetri
 
 Files, each importing only those above it::
 
-    methods             NorMuon and NAMO, which change results
-    settings            steps, coefficients, precision and scale
+    settings            steps, coefficients, precision and scale; NorMuon and NAMO
     backend             the interface
     standard            the steps of emerging-optimizers
     gram                the Gram form, and its restarts

@@ -101,34 +101,3 @@ def normalize(
     if parts_group is not None:
         dist.all_reduce(squares, group=parts_group)
     return stack / torch.sqrt_(squares).clamp_min_(least_norm())
-
-
-@functools.cache
-def batch_on_cpu(num_matrices: int, num_rows: int, num_cols: int) -> int:
-    """Return how many matrices of a stack one product on this CPU may have, for its bits.
-
-    They are to be those of single matrices: what else a rank owns must not matter. Which kernel
-    multiplies a batch depends on its size and on the CPU. Another order of a sum rounds to another
-    bf16 value in one element of 10,000 or fewer, so the step compared nearly cancels: rows are
-    orthonormal, and coefficients c, -2 c, c, with c no power of two. Then hundreds differ, of 32
-    rows or more: smaller matrices have too few elements to show it, and are not batched.
-    """
-    if min(num_rows, num_cols) < 32:
-        return 1
-    import torch
-    from emerging_optimizers.orthogonalized_optimizers import muon_utils
-
-    n, m = sorted((num_rows, num_cols))
-    drawn = torch.randn(num_matrices, m, n, generator=torch.Generator().manual_seed(0))
-    tall = torch.linalg.qr(drawn).Q.bfloat16().contiguous()
-    size = num_matrices
-    # The first step reads a view of a tall matrix, and later ones do not.
-    for stack in (tall.mT, tall.mT.contiguous()):
-        single = [muon_utils.newton_schulz_step(x, 1.3, -2.6, 1.3) for x in stack]
-        while size > 1:
-            batches = stack.split(size)
-            found = [muon_utils.batched_newton_schulz_step(x, 1.3, -2.6, 1.3) for x in batches]
-            if torch.equal(torch.cat(found), torch.stack(single)):
-                break
-            size //= 2
-    return size

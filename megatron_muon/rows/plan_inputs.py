@@ -16,18 +16,16 @@ from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.rows.matrices import RowIndex, matrices_of
 from megatron_muon.rows.parameters import PlannedParameter, cutting_axes, replicas_of
 from megatron_muon.runtime.agreement import (
-    gather_objects,
-    own_rank,
-    raise_where_any_rank_fails,
-)
-from megatron_muon.runtime.engine_builder import PlanInput
-from megatron_muon.runtime.groups import (
     Domain,
+    gather_objects,
     new_groups,
     num_ranks_on_node,
+    own_rank,
+    raise_where_any_rank_fails,
     ranks_of,
     ranks_per_node,
 )
+from megatron_muon.runtime.engine_builder import PlanInput
 
 _ADVICE = (
     "Build the optimizer with the same parameters on all ranks of a mesh. No optimizer was built."

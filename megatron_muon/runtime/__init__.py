@@ -5,15 +5,12 @@
 Files, each importing only those above it::
 
     tensors         local tensors: of a DTensor, adjacent in memory, not finite
-    agreement       ranks compare their knowledge, and fail together
-    groups          process groups by their ranks, and the ranks that exchange matrices
+    agreement       process groups, whose ranks compare their knowledge, and fail together
     exchange        the collectives that move rows and results
     machine_cost    settings, resolved for the machine of all ranks
     arena           memory of a step
-    row_table       rectangles that one kernel moves, listed on the device
-    row_kernel      that kernel, in Triton
+    row_kernel      one kernel that moves rectangles, in Triton, and their table on the device
     row_moves       moves a list of rectangles, by the kernel or by torch
-    ranges          ranges of a profile, by phase
     norms           norms of blocks, summed in float64, and state values of a method
     local_rows      local rows, read normalized and written scaled, and stacks of an owner
     plan_runner     gathers, orthogonalizes and scatters the buckets of one plan

@@ -15,13 +15,14 @@ from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
 from megatron_muon.runtime.agreement import (
+    Domain,
     difference_between_ranks,
     first_line,
+    new_groups,
     own_rank,
     raise_where_any_rank_fails,
 )
 from megatron_muon.runtime.engine import Engine
-from megatron_muon.runtime.groups import Domain, new_groups
 from megatron_muon.runtime.machine_cost import resolve
 from megatron_muon.runtime.plan_runner import BoundPlan
 

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.newton_schulz.backend import Backend, NewtonSchulzArgs
-from megatron_muon.newton_schulz.methods import Namo, StackMethod
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
-from megatron_muon.newton_schulz.standard import Standard, batch_on_cpu
+from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, StackMethod
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import OwnedStacks
 from megatron_muon.plan.routes import Route
@@ -32,8 +30,7 @@ class LocalRows:
     """Rows of the matrices of one plan on this rank, while a step runs.
 
     At construction every list of rectangles that a step reads or writes is added, once. In a step:
-    :meth:`begin`, then :meth:`read` and :meth:`write` of every list, in the same order in each
-    step, and :meth:`end`.
+    :meth:`begin`, then :meth:`read` and :meth:`write` of every list.
 
     Args:
         plan: The plan, equal on all ranks of the group.
@@ -55,9 +52,6 @@ class LocalRows:
     _results: Rows | None
     _reads: list[RowMoves]
     _writes: list[RowMoves]
-    # By write, the handles that are complete then; found in the first step.
-    _completed: dict[int, list[Handle]]
-    _is_known: bool
 
     def __init__(
         self,
@@ -85,7 +79,6 @@ class LocalRows:
         self._to_read: list[Sequence[tuple[Route, torch.Tensor]]] = []
         self._to_write: list[Sequence[tuple[Route, torch.Tensor]]] = []
         self._missing: Counter[int] = Counter()
-        self._completed, self._is_known = {}, False
         self._updates = self._results = None
         self._reads, self._writes = [], []
 
@@ -114,12 +107,7 @@ class LocalRows:
         # fp32 rows are not normalized before they are sent.
         if self._plan.dtypes.norm_bytes:
             self.norms.reduce()
-        if not self._is_known:
-            # An earlier step may have ended with an exception.
-            self._completed.clear()
-            self._missing = Counter(
-                route.matrix for results in self._to_write for route, _ in results
-            )
+        self._missing = Counter(route.matrix for results in self._to_write for route, _ in results)
 
     def _view(self, updates: Rows, results: Rows) -> None:
         """View the rows that the lists read and write."""
@@ -156,10 +144,6 @@ class LocalRows:
             write.set([(result, in_shard(of_results[r.matrix], r)) for r, result in written])
         self._updates, self._results = updates, results
 
-    def end(self) -> None:
-        """End a step in which everything has been read and written."""
-        self._is_known = True
-
     def forget(self) -> None:
         """Drop the rows, which are memory of the caller's."""
         self._updates = self._results = None
@@ -178,13 +162,12 @@ class LocalRows:
             Handles of the rows whose last results these are.
         """
         self._writes[number].run(self.norms.factors)
-        if not self._is_known:
-            self._completed[number] = []
-            for route, _ in self._to_write[number]:
-                self._missing[route.matrix] -= 1
-                if self._missing[route.matrix] == 0:
-                    self._completed[number].append(self._handles[route.matrix])
-        return self._completed[number]
+        completed = []
+        for route, _ in self._to_write[number]:
+            self._missing[route.matrix] -= 1
+            if self._missing[route.matrix] == 0:
+                completed.append(self._handles[route.matrix])
+        return completed
 
     def _scale(self, route: Route) -> Sequence[float]:
         """Return the two factors of a block, which upstream multiplies with in turn."""
@@ -215,23 +198,13 @@ class StackArgs:
     owners: tuple[int, ...]
     state_index: torch.Tensor | None = None
 
-    def __post_init__(self) -> None:
-        """Choose how many matrices are orthogonalized in one call; on a GPU all of them."""
-        self._batch_size = len(self.tensor)
-        if self.tensor.device.type == "cpu" and self._batch_size > 1:
-            is_known = self.backend.name == Standard.name
-            self._batch_size = batch_on_cpu(*self.tensor.shape) if is_known else 1
-
     def run(self) -> None:
         """Replace the matrices by their results."""
         # One stack after the other: results of all would need as much memory again. It also
         # makes those of tall matrices contiguous, which are transposed views.
-        rows, size = self._rows(), self._batch_size
-        if size == len(rows):
-            self._replace(self.tensor, rows)
-            return
-        for stack, part in zip(self.tensor.split(size), rows.split(size), strict=True):
-            self._replace(stack, part)
+        size = batch_size(self.tensor)
+        for stack, rows in zip(self.tensor.split(size), self._rows().split(size), strict=True):
+            self._replace(stack, rows)
 
     def _replace(self, stack: torch.Tensor, rows: torch.Tensor) -> None:
         function = self.args.settings.function
@@ -279,6 +252,15 @@ class StackArgs:
                 num_bytes, _METHOD_TENSORS * self.tensor.nbytes + 4 * self.state_index.numel()
             )
         return num_bytes
+
+
+def batch_size(stack: torch.Tensor) -> int:
+    """Return how many matrices are orthogonalized in one call: on a GPU all of a stack.
+
+    On a CPU it is one. Which kernel multiplies a batch there, and so the last bits, depends on the
+    size of the batch: on what else a rank owns.
+    """
+    return 1 if stack.device.type == "cpu" else len(stack)
 
 
 def _checked(result: object, stack: torch.Tensor, name: str) -> torch.Tensor:

@@ -6,15 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from megatron_muon.newton_schulz import BACKENDS, CHOICES
-from megatron_muon.newton_schulz.methods import Namo, StackMethod
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.settings import Namo, NewtonSchulzSettings, StackMethod
 from megatron_muon.plan.cost import CPU_RANKS, CostModel, gpu_rates
 from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
-from megatron_muon.runtime.agreement import raise_where_any_rank_fails
-from megatron_muon.runtime.groups import Domain
+from megatron_muon.runtime.agreement import Domain, gather_objects, raise_where_any_rank_fails
 
 
 def resolve(
@@ -104,6 +101,5 @@ def _shared_backends(
     # By what was asked for, which all ranks know, not by what this one can run.
     if domain.group is None or settings.newton_schulz == "standard":
         return backends
-    of_ranks: list[tuple[str, ...]] = [()] * len(domain.ranks)
-    dist.all_gather_object(of_ranks, backends, group=domain.group)
+    of_ranks = gather_objects(backends, domain.group)
     return tuple(name for name in backends if all(name in others for others in of_ranks))

@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_muon.newton_schulz.methods import Namo
+from megatron_muon.newton_schulz.settings import Namo
 from megatron_muon.newton_schulz.standard import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import Part, Route
 from megatron_muon.runtime.exchange import all_reduce_norms
-from megatron_muon.runtime.row_moves import STACK_ELEMENTS, equal_shapes
 
 
 class Moments:
@@ -107,22 +106,14 @@ class Moments:
             self.values.copy_(values)
 
 
-_SMALL = 2**12
-# What a CPU converts to float64 at once. More in one sum would also cost digits. A GPU converts as
-# it adds.
-_PIECE_ELEMENTS = STACK_ELEMENTS
+# What a CPU converts to float64 at once: 2 MB, which stay in the second-level cache of a core. More
+# in one sum would also cost digits. A GPU converts as it adds.
+_PIECE_ELEMENTS = 2**18
 
 
 def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sums, ``(num_tensors,)`` float64; tensors are ``(rows, cols)`` float32."""
-    # A stack costs a copy: it pays where a call for each takes longer.
-    if tensors[0].is_cuda or max(map(torch.numel, tensors)) > _SMALL:
-        return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
-    sums = torch.empty(len(tensors), dtype=torch.float64)
-    for numbers in equal_shapes(tensors):
-        rows = torch.stack([tensors[i] for i in numbers]).double()
-        sums[list(numbers)] = rows.square_().sum((1, 2))
-    return sums
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
 
 
 class BlockNorms:

@@ -2,17 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one plan on this rank: what every action of a step does with a bucket."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
-from megatron_muon.newton_schulz.methods import StackMethod
-from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
+from megatron_muon.newton_schulz.settings import NewtonSchulzSettings, StackMethod
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.rank_plan import RankPlan
 from megatron_muon.plan.routes import Part
@@ -31,8 +32,30 @@ from megatron_muon.runtime.exchange import (
 )
 from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows, StackArgs, StackBuffers
 from megatron_muon.runtime.norms import Moments
-from megatron_muon.runtime.ranges import in_range
 from megatron_muon.runtime.row_moves import RowMoves
+
+
+def in_range[**P, R](name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that shows calls of a function as ``Muon.NAME`` in profiles.
+
+    ``torch.profiler`` and ``torch.autograd.profiler.emit_nvtx``, for Nsight Systems, set the flag.
+    ``record_function`` itself does not ask: it would call into torch in every step.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        """Wrap the function."""
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            """Call it, in a range while a profiler runs."""
+            if not profiler._is_profiler_enabled:
+                return function(*args, **kwargs)
+            with torch.profiler.record_function(f"Muon.{name}"):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 class BoundPlan(NamedTuple):
@@ -313,7 +336,6 @@ class PlanRunner:
 
     def end(self) -> None:
         """End a step; see :meth:`Moments.share`."""
-        self._rows.end()
         if self.moments is not None:
             self.moments.share()
 

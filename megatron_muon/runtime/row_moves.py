@@ -8,22 +8,20 @@ same bits.
 
 import functools
 import importlib.util
-import itertools
 import logging
 import os
-from collections import defaultdict
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.row_table import RowTable, build_table, on_device
+
+if TYPE_CHECKING:
+    from megatron_muon.runtime.row_kernel import RowTable
 
 logger = logging.getLogger(__name__)
-
-# 2 MB of float64, which stays in the second-level cache of a core.
-STACK_ELEMENTS = 2**18
 
 type Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -67,15 +65,12 @@ class RowMoves:
         self._sources = [source for source, _ in pairs]
         self._targets = [target for _, target in pairs]
         if pairs and self._by_kernel:
-            self._table = build_table(pairs, self._norms, self._factors, self._device, self._table)
+            self._table = _kernel().build_table(
+                pairs, self._norms, self._factors, self._device, self._table
+            )
         elif self._table is not None:
             # Its tiles and factors are kept: they serve the same rectangles elsewhere.
             self._table = self._table._replace(storages=())
-        elif self._norms is not None:
-            self._equal = [
-                (equal, torch.tensor([self._norms[i] for i in equal], device=self._device))
-                for equal in equal_shapes(self._sources)
-            ]
 
     def run(self, norms: torch.Tensor | None = None) -> None:
         """Move all of them.
@@ -93,7 +88,7 @@ class RowMoves:
         addresses = self._table.addresses()
         if addresses != self._addresses:
             self._addresses = addresses
-            self._pointers = on_device(torch.tensor(addresses), self._device)
+            self._pointers = _kernel().on_device(torch.tensor(addresses), self._device)
         _kernel().launch(self._table, self._pointers, norms)
 
     def _run_by_torch(self, norms: torch.Tensor | None) -> None:
@@ -110,33 +105,10 @@ class RowMoves:
                     torch._foreach_mul_(self._targets, list(factors))
             return
         assert norms is not None
-        for numbers, positions in self._equal:
-            if len(numbers) == 1:
-                source, target = self._sources[numbers[0]], self._targets[numbers[0]]
-                source = source.to(target.device, non_blocking=True)
-                torch.div(source, norms[positions], out=target)
-                continue
-            # Quotients have memory of their own, in fp32: few at a time.
-            rows = [self._sources[i].to(self._device, non_blocking=True) for i in numbers]
-            torch._foreach_copy_(
-                [self._targets[i] for i in numbers],
-                torch.stack(rows).div_(norms[positions].view(-1, 1, 1)).unbind(),
-            )
-
-
-def equal_shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Return positions of tensors of one shape, whose stack stays in the cache of a CPU.
-
-    A call for a stack takes the host as long as one for a small tensor.
-    """
-    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
-    for number, each in enumerate(tensors):
-        by_shape[each.shape].append(number)
-    return [
-        equal
-        for shape, numbers in by_shape.items()
-        for equal in itertools.batched(numbers, STACK_ELEMENTS // shape.numel() or 1)
-    ]
+        for source, target, position in zip(self._sources, self._targets, self._norms, strict=True):
+            source = source.to(target.device, non_blocking=True)
+            # A slice, as a tensor without dimensions would not decide the dtype of the quotient.
+            torch.div(source, norms[position : position + 1], out=target)
 
 
 @functools.cache

@@ -8,10 +8,9 @@ build one each.
 
 Files, each importing only those above it::
 
-    elementwise     weight decay and momentum of all parameters of a group at once
+    elementwise     weight decay and momentum of a whole group at once, and scale factors
     lion            Lion on local rows
     dependencies    names and numbers of torch and emerging-optimizers that the step relies on
-    scales          scale factors of results by name
     stored_state    dtype and device of momentum, and float32 copies of bfloat16 parameters
     matrix_step     decay, momentum, exchange and update of local tensors
     second_moments  second moments in the state, and their part of a step

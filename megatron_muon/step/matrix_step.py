@@ -35,7 +35,7 @@ from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
-from megatron_muon.runtime.ranges import in_range
+from megatron_muon.runtime.plan_runner import in_range
 from megatron_muon.runtime.tensors import is_same_memory, join_adjacent, local_tensor
 from megatron_muon.step.elementwise import advance_momentum
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.rows.parameters import PlannedParameter
+from megatron_muon.runtime.agreement import gather_objects
 from megatron_muon.runtime.local_rows import StackArgs
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.matrix_step import StepHooks
@@ -100,10 +101,7 @@ class MetricSums(StepHooks):
             dict(sums),
             max((float(error) for error in self._errors), default=0.0),
         )
-        of_ranks = [mine]
-        if dist.is_initialized():
-            of_ranks = [mine] * dist.get_world_size(group)
-            dist.all_gather_object(of_ranks, mine, group=group)
+        of_ranks = gather_objects(mine, group)
         # Ranks may have other groups, as pipeline stages do.
         numbers = range(max(each[0] for each in of_ranks))
 

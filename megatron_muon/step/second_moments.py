@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Second moments in the state of an optimizer, and their part of a step.
 
-NorMuon and NAMO themselves are in :mod:`megatron_muon.newton_schulz.methods`; AdaMuon, which is
+NorMuon and NAMO themselves are in :mod:`megatron_muon.newton_schulz.settings`; AdaMuon, which is
 elementwise, is here.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_muon.newton_schulz.methods import Namo, NorMuon, StackMethod
+from megatron_muon.newton_schulz.settings import Namo, NorMuon, StackMethod
 from megatron_muon.rows.parameters import PlannedParameter, cutting_axes
 from megatron_muon.rows.plan_inputs import PlanInputs
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.norms import Moments
 from megatron_muon.runtime.tensors import local_tensor
+from megatron_muon.step.elementwise import Scale
 from megatron_muon.step.matrix_step import CHUNK_ELEMENTS, MatrixStep, StepHooks, chunks_of
-from megatron_muon.step.scales import Scale
 
 METHODS = ("adamuon", "normuon", "namo")
 KEY = "moment2_buffer"

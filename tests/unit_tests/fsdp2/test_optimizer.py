@@ -279,8 +279,8 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from step_cost import OperationCounter
 
-    # As on a GPU: a CPU cuts stacks for their bits, and moves rows without the kernel.
-    local_rows.batch_on_cpu = lambda number, rows, cols: number
+    # As on a GPU: a CPU takes one matrix a call for its bits, and moves rows without the kernel.
+    local_rows.batch_size = len
     if kind() == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     init_group()

@@ -16,7 +16,7 @@ def _timeouts() -> list[float]:
 
     import torch.distributed as dist
 
-    from megatron_muon.runtime.groups import new_groups
+    from megatron_muon.runtime.agreement import new_groups
 
     init_group(timeout=datetime.timedelta(seconds=77))
     groups = new_groups([(0, 1), (dist.get_rank(),)])

@@ -315,7 +315,7 @@ def _groups_of_ranks_that_are_in_different_numbers_of_groups() -> list[int]:
     import torch
     import torch.distributed as dist
 
-    from megatron_muon.runtime.groups import new_groups
+    from megatron_muon.runtime.agreement import new_groups
 
     init_group()
     rank = dist.get_rank()

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks plan with the same costs: nodes, rates and backends."""
 
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.ranks import run_ranks
-from helpers.sharded_muon import build_optimizers, init_group
+from helpers.sharded_muon import build_optimizers, each_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
@@ -14,110 +16,39 @@ pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 CASES = [(24, [31, 17]), (8, [16, 16]), (24, [7, 25])]
 
 
-def _ranks_per_node(cost_model: str, sizes: list[str]) -> int:
-    import os
-
+def _ranks_per_node(cost_model: str, sizes: list[str], _expected: int) -> int:
     import torch.distributed as dist
 
-    init_group()
-    os.environ.pop("LOCAL_WORLD_SIZE", None)
-    if sizes[dist.get_rank()]:
-        os.environ["LOCAL_WORLD_SIZE"] = sizes[dist.get_rank()]
-    built = build_optimizers(2, exchange={"cost_model": cost_model}, cases=CASES)
+    size = sizes[dist.get_rank()]
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": size} if size else {}):
+        if not size:
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
+        built = build_optimizers(2, exchange={"cost_model": cost_model}, cases=CASES)
     return built.sharded.compute.plans[0].cost.ranks_per_node
 
 
-@pytest.mark.parametrize(
-    ("cost_model", "sizes", "expected"),
-    [
+def test_ranks_a_node_are_those_of_the_launcher():
+    """The same on all ranks; a user's figure wins; without any, the default of eight."""
+    cases = [
         ("", ["4", "4"], 4),
         ("", ["6", "4"], 2),
         ("", ["4", ""], 8),
         ("", ["4", "all"], 8),
         ("", ["", ""], 8),
         ("ranks_per_node=2", ["4", "4"], 2),
-    ],
-    ids=["launcher", "divisor", "not_everywhere", "no_number", "unknown", "given"],
-)
-def test_ranks_a_node_are_those_of_the_launcher(cost_model, sizes, expected):
-    """The same on all ranks; a user's figure wins; without any, the default of eight."""
-    assert run_ranks(2, _ranks_per_node, cost_model, sizes).check().results == [expected] * 2
+    ]
+    expected = [each for *_, each in cases]
+    assert run_ranks(2, each_of, _ranks_per_node, cases).check().results == [expected] * 2
 
 
-def _build_with(newton_schulz: str, rank_without: int | None) -> list[Any]:
-    """Build, on one rank as if it lacked what the Gram form needs."""
-    import torch.distributed as dist
+def _build(newton_schulz: list[str], gram: list[str], settings: list[dict[str, Any]]) -> Any:
+    """Build with attributes of the Gram form replaced; return the backends, or the error.
 
-    from megatron_muon.newton_schulz.gram import Gram
-
-    init_group()
-    if dist.get_rank() == rank_without:
-        Gram.problems = lambda *_: ["expected a thing, got none"]
-    built = build_optimizers(2, exchange={"newton_schulz": newton_schulz}, cases=CASES)
-    cost = built.sharded.compute.plans[0].cost
-    return list(cost.backends)
-
-
-@pytest.mark.parametrize(
-    ("newton_schulz", "rank_without", "expected"),
-    [
-        ("standard", None, ["standard"]),
-        ("gram", None, ["gram"]),
-        ("auto", None, ["standard", "gram"]),
-        ("auto", 1, ["standard"]),
-    ],
-)
-def test_ranks_use_the_backends_that_all_of_them_have(newton_schulz, rank_without, expected):
-    """Plans are one: auto leaves out what a rank lacks."""
-    run = run_ranks(2, _build_with, newton_schulz, rank_without).check()
-    assert run.results == [expected] * 2
-
-
-@pytest.mark.parametrize(
-    ("newton_schulz", "rank_without", "said"),
-    [
-        ("symmetric", None, "Newton-Schulz symmetric: expected a GPU, got cpu ranks"),
-        ("gram_symmetric", None, "Newton-Schulz gram_symmetric: expected a GPU, got cpu ranks"),
-        ("gram", 1, "rank 1: Newton-Schulz gram: expected a thing, got none"),
-    ],
-)
-def test_backend_that_a_rank_lacks_is_an_error_on_all(newton_schulz, rank_without, said):
-    """Never another one in its place without a word."""
-    run = run_ranks(2, _build_with, newton_schulz, rank_without, timeout_s=60.0)
-    assert run.exit_codes == [1, 1]
-    for output in run.outputs:
-        assert said in output
-        assert "Use --muon-fsdp-newton-schulz standard, or auto for what this machine can" in output
-
-
-def _build_differently(setting: str) -> None:
-    import torch.distributed as dist
-
-    init_group()
-    rank = dist.get_rank()
-    exchange, settings = {}, {}
-    if setting == "exchange":
-        # Each rank would wait in another collective.
-        exchange = {"newton_schulz": ("standard", "gram")[rank]}
-    else:
-        settings = {"extra_scale_factor": (1.0, 0.2)[rank]}
-    build_optimizers(2, settings, exchange, cases=CASES)
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"), [("exchange", "newton_schulz='gram'"), ("scale", "spectral 0.2")]
-)
-def test_ranks_with_other_settings_are_an_error_on_all(setting, said):
-    """Ranks with another scale of results once trained on under Megatron."""
-    run = run_ranks(2, _build_differently, setting, timeout_s=60.0)
-    assert run.exit_codes == [1, 1]
-    for output in run.outputs:
-        assert "Muon settings: expected the same on all ranks" in output
-        assert said in output
-
-
-def _build_with_a_broken_kernel(fails: bool) -> list[str]:
-    """Build where the Gram form stands for a kernel, which raises on rank 1."""
+    Args:
+        newton_schulz: The choice of each rank.
+        gram: By rank, the attributes.
+        settings: By rank, settings of the optimizer.
+    """
     import torch.distributed as dist
 
     from megatron_muon.newton_schulz.gram import Gram
@@ -129,19 +60,74 @@ def _build_with_a_broken_kernel(fails: bool) -> list[str]:
     def run(*_args: Any, **_options: Any) -> None:
         raise KernelError("strides must be 16-byte aligned")
 
-    init_group()
-    Gram.reference = Standard
-    if fails and dist.get_rank() == 1:
-        Gram.run = run
-    built = build_optimizers(2, exchange={"newton_schulz": "gram"}, cases=CASES)
+    replacements: dict[str, dict[str, Any]] = {
+        "lacks": {"problems": lambda *_: ["expected a thing, got none"]},
+        "compared": {"reference": Standard},
+        "fails": {"reference": Standard, "run": run},
+        "": {"name": "gram"},
+    }
+    rank = dist.get_rank()
+    exchange = {"newton_schulz": newton_schulz[rank]}
+    with mock.patch.multiple(Gram, **replacements[gram[rank]]):
+        try:
+            built = build_optimizers(2, settings[rank], exchange, cases=CASES)
+        except RuntimeError as error:
+            return str(error)
     plan = built.sharded.compute.plans[0]
-    return [plan.backend(index, 0) for index, _ in enumerate(plan.matrices)]
+    return [list(plan.cost.backends), [plan.backend(i, 0) for i, _ in enumerate(plan.matrices)]]
 
 
-def test_kernel_that_fails_on_one_rank_is_an_error_on_all():
-    """At construction, where kernels are compared with torch's products."""
-    assert run_ranks(2, _build_with_a_broken_kernel, False).check().results[0] == ["gram"] * 3
-    run = run_ranks(2, _build_with_a_broken_kernel, True, timeout_s=60.0)
-    assert run.exit_codes == [1, 1]
-    for output in run.outputs:
-        assert "rank 1: KernelError: strides must be 16-byte aligned" in output
+def _same(newton_schulz: str, gram: tuple[str, str] = ("", "")) -> list[Any]:
+    return [[newton_schulz] * 2, gram, [{}, {}]]
+
+
+def test_ranks_use_the_backends_that_all_of_them_have():
+    """Plans are one: auto leaves out what a rank lacks."""
+    cases = [
+        _same("standard"),
+        _same("gram"),
+        _same("auto"),
+        _same("auto", ("", "lacks")),
+        _same("gram", ("compared", "compared")),
+    ]
+    for found in run_ranks(2, each_of, _build, cases).check().results:
+        assert [backends for backends, _ in found] == [
+            ["standard"],
+            ["gram"],
+            ["standard", "gram"],
+            ["standard"],
+            ["gram"],
+        ]
+        assert found[1][1] == found[4][1] == ["gram"] * 3
+
+
+def test_what_one_rank_lacks_or_sets_otherwise_is_an_error_on_all():
+    """Never another backend in its place without a word, nor another scale on one rank."""
+    lacking = "Use --muon-fsdp-newton-schulz standard, or auto for what this machine can"
+    differ = "Muon settings: expected the same on all ranks"
+    cases: list[tuple[Any, tuple[str, ...]]] = [
+        (_same("symmetric"), (lacking, "Newton-Schulz symmetric: expected a GPU, got cpu ranks")),
+        (
+            _same("gram_symmetric"),
+            (lacking, "Newton-Schulz gram_symmetric: expected a GPU, got cpu ranks"),
+        ),
+        (
+            _same("gram", ("", "lacks")),
+            (lacking, "rank 1: Newton-Schulz gram: expected a thing, got none"),
+        ),
+        # Each rank would wait in another collective.
+        ([["standard", "gram"], ("", ""), [{}, {}]], (differ, "newton_schulz='gram'")),
+        # Such ranks once trained on under Megatron.
+        (
+            [["standard"] * 2, ("", ""), [{"extra_scale_factor": each} for each in (1.0, 0.2)]],
+            (differ, "spectral 0.2"),
+        ),
+        # At construction, where kernels are compared with torch's products.
+        (
+            _same("gram", ("compared", "fails")),
+            ("rank 1: KernelError: strides must be 16-byte aligned",),
+        ),
+    ]
+    for errors in run_ranks(2, each_of, _build, [case for case, _ in cases]).check().results:
+        for error, (_, parts) in zip(errors, cases, strict=True):
+            assert all(part in error for part in parts), error

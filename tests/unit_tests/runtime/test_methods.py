@@ -9,7 +9,7 @@ from emerging_optimizers.utils import fp32_matmul_precision
 from helpers.device import device
 from helpers.fsdp2_models import drawn
 
-from megatron_muon.newton_schulz.methods import Namo, NorMuon
+from megatron_muon.newton_schulz.settings import Namo, NorMuon
 from megatron_muon.plan.layout import MatrixLayout, Region
 from megatron_muon.plan.routes import Part
 from megatron_muon.runtime.norms import Moments

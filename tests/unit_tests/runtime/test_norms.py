@@ -64,7 +64,7 @@ def test_norm_of_a_cut_matrix_has_the_bits_of_the_whole_one():
 
 
 def test_norms_are_in_the_order_of_the_blocks():
-    """On a CPU blocks of one shape are summed as a stack, between blocks of other shapes."""
+    """Of one shape, between blocks of other shapes."""
     shapes = [(2, 3), (4, 5), (2, 3), (600, 700), (4, 5), (2, 3), (600, 700)]
     rows = [torch.full(shape, float(i), device=device()) for i, shape in enumerate(shapes)]
     expected = [i * i * math.prod(shape) for i, shape in enumerate(shapes)]

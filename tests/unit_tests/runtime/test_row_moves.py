@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,7 +119,7 @@ def test_kernel_has_the_bits_of_torch():
 
 
 def test_rows_of_one_shape_are_divided_by_their_own_norms():
-    """On a CPU they are a stack, between rows of other shapes, and large ones are alone."""
+    """Between rows of other shapes."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 3), (4, 5), (2, 3), (600, 700), (4, 5), (2, 3), (600, 700)]
     norms = torch.rand(9, generator=generator) + 1
@@ -135,17 +134,11 @@ def test_rows_of_one_shape_are_divided_by_their_own_norms():
 
 def test_number_of_launches_does_not_grow_with_matrices(monkeypatch):
     """A stack of four, and one of two or of four: rows in, results out."""
+    from megatron_muon.runtime import row_kernel
+
     launches: Counter[int] = Counter()
-
-    class Kernel:
-        """Count launches in place of the kernel."""
-
-        def launch(self, table: Any, pointers: Any, norms: Any) -> None:
-            """Count."""
-            launches[len(table.moves)] += 1
-
     monkeypatch.setattr(row_moves, "uses_kernel", lambda device: True)
-    monkeypatch.setattr(row_moves, "_kernel", Kernel)
+    monkeypatch.setattr(row_kernel, "launch", lambda table, *_: launches.update([len(table.moves)]))
     for num_matrices, split_shapes, expected in (
         (6, None, {4: 2, 2: 2}),
         (8, None, {4: 4}),
@@ -160,11 +153,11 @@ def test_number_of_launches_does_not_grow_with_matrices(monkeypatch):
 
 def test_table_is_cut_where_elements_need_more_than_32_bits(monkeypatch):
     """Rows of a large rectangle are several entries; together they are all of it."""
-    from megatron_muon.runtime import row_table
+    from megatron_muon.runtime import row_kernel
 
-    monkeypatch.setattr(row_table, "_MOST_ELEMENTS", 4 * 100)
+    monkeypatch.setattr(row_kernel, "_MOST_ELEMENTS", 4 * 100)
     source, target = torch.zeros(10, 100), torch.zeros(10, 200)[:, 100:]
-    moves = row_table.build_table([(source, target)], None, None, CPU).moves.tolist()
+    moves = row_kernel.build_table([(source, target)], None, None, CPU).moves.tolist()
     assert [(each[1], each[5], each[8], each[9]) for each in moves] == [
         (0, 100, 4, 100),
         (400, 900, 4, 100),
@@ -190,8 +183,10 @@ def test_rows_that_moved_are_viewed_again():
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_rows_are_dropped_where_asked(monkeypatch, by_kernel):
     """Their memory is the caller's: results of plain FSDP2 are allocated in every step."""
+    from megatron_muon.runtime import row_kernel
+
     monkeypatch.setattr(row_moves, "uses_kernel", lambda device: by_kernel)
-    monkeypatch.setattr(row_moves, "_kernel", lambda: SimpleNamespace(launch=lambda *_: None))
+    monkeypatch.setattr(row_kernel, "launch", lambda *_: None)
     engine, rows = _engine(3)
     results = {number: torch.zeros_like(each) for number, each in rows.items()}
     memory = [each.data_ptr() for each in results.values()]

@@ -7,7 +7,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from helpers.stacks import settings
 
-from megatron_muon.newton_schulz import BACKENDS, standard
+from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.newton_schulz.backend import NewtonSchulzArgs
 from megatron_muon.runtime.local_rows import StackArgs
 
@@ -49,35 +49,7 @@ def test_stack_has_the_bits_of_single_matrices(shape):
     assert torch.equal(_run(stack), _one_by_one(stack))
 
 
-@pytest.mark.parametrize(("largest", "calls"), [(1, []), (4, [4, 4]), (8, [8])])
-def test_stack_is_cut_where_batches_have_other_bits(monkeypatch, largest, calls):
-    """Another CPU's kernel for more than so many matrices sums in another order: one bit."""
-    original, seen = muon_utils.batched_newton_schulz_step, []
-
-    def batched(x: torch.Tensor, *coefficients: float, tp_group: None = None) -> torch.Tensor:
-        """Change the last bit of one element of a large batch."""
-        seen.append(len(x))
-        x = original(x, *coefficients)
-        x.view(torch.int16)[0, 0, 0] += len(x) > largest
-        return x
-
-    monkeypatch.setattr(muon_utils, "batched_newton_schulz_step", batched)
-    # Equal on every CPU: the step itself, matrix by matrix.
-    original = lambda x, *c: torch.stack([muon_utils.newton_schulz_step(y, *c) for y in x])  # noqa: E731
-    standard.batch_on_cpu.cache_clear()
-    stack = _normalized((8, 32, 40))
-    tensor = stack.clone()
-    args = NewtonSchulzArgs(settings(), (32, 40), True)
-    of_stack = StackArgs(tensor, BACKENDS["standard"], args, (0,))
-    seen.clear()
-    of_stack.run()
-    assert seen[::5] == calls
-    assert torch.equal(tensor, _one_by_one(stack))
-    standard.batch_on_cpu.cache_clear()
-
-
 def test_other_backends_are_not_batched_on_a_cpu():
-    """Nobody compares their bits: results must not depend on what else a rank owns."""
+    """Results must not depend on what else a rank owns."""
     stack = _normalized((4, 24, 40))
     assert torch.equal(_run(stack, "gram")[:2], _run(stack[:2], "gram"))
-    assert torch.equal(_run(stack, "gram")[:1], _run(stack[:1], "gram"))

@@ -46,8 +46,8 @@ class _Kind:
 
     def plan_input(self) -> Any:
         """Make the process groups, and return what is planned."""
+        from megatron_muon.runtime.agreement import Domain, new_groups
         from megatron_muon.runtime.engine_builder import PlanInput
-        from megatron_muon.runtime.groups import Domain, new_groups
 
         ranks = tuple(sorted(itertools.chain(*self.holders)))
         replicas = self.holders[self.shard]
