@@ -195,6 +195,21 @@ def test_groups_may_be_added_until_the_first_step():
         optimizer.add_param_group({"params": [model["down"].weight]})
 
 
+def test_state_dict_of_one_rank_resumes():
+    """The bits of the run that went on, through torch.save's form."""
+    models = [mixed_model(), mixed_model()]
+    optimizers = [MuonAdamW.from_model(each, lr=0.1) for each in models]
+    for step in range(2):
+        _grads(models[0], step)
+        optimizers[0].step()
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        _grads(model, 2)
+        optimizer.step()
+    assert all(map(torch.equal, *(list(each.parameters()) for each in models)))
+
+
 def _late() -> list[Any]:
     """Build it over plain parameters, swap them as accelerate does, and step; list what differs."""
     init_group()
@@ -254,24 +269,32 @@ def _sharded(shape: list[int]) -> torch.nn.Module:
     return model
 
 
-def _optimizers(model: torch.nn.Module, *, is_one: bool) -> list[Any]:
-    if is_one:
+def _optimizers(model: torch.nn.Module, kind: str) -> list[Any]:
+    """Return one optimizer, Muon and AdamW, or a Muon without names, torch's or ours, and AdamW."""
+    if kind == "one":
         return [MuonAdamW.from_model(model, lr=0.1)]
     by_algorithm: dict[str, list[Any]] = {"muon": [], "adamw": []}
     for group in parameter_groups(model):
         by_algorithm[group.pop("algorithm")].append(group)
-    return [
-        Muon(by_algorithm["muon"], lr=0.1, nesterov=True, scale_mode="match_adamw"),
-        torch.optim.AdamW(by_algorithm["adamw"], lr=0.1),
-    ]
+    adamw = torch.optim.AdamW(by_algorithm["adamw"], lr=0.1)
+    if kind == "two":
+        options: dict[str, Any] = {"nesterov": True, "scale_mode": "match_adamw"}
+        return [Muon(by_algorithm["muon"], lr=0.1, **options), adamw]
+    matrices = [param for group in by_algorithm["muon"] for param in group["params"]]
+    # Torch's steps round otherwise: matrices stay, and momentum goes on.
+    return [{"torch": torch.optim.Muon, "unnamed": Muon}[kind](matrices, lr=0.0), adamw]
+
+
+# Kinds of optimizers: how states are saved, and how they are loaded.
+WAYS = [("one", "one"), ("two", "one"), ("two", "two"), ("torch", "unnamed")]
 
 
 def _save(folder: str) -> None:
-    """Train two steps with one optimizer and with two; save, and save the step after."""
+    """Train two steps with each kind of optimizers; save, and save the step after."""
     init_group()
-    for is_one in (True, False):
+    for kind in dict(WAYS):
         model = _sharded([torch.distributed.get_world_size()])
-        optimizers = _optimizers(model, is_one=is_one)
+        optimizers = _optimizers(model, kind)
         for step in range(3):
             _grads(model, step)
             for each in optimizers:
@@ -282,29 +305,25 @@ def _save(folder: str) -> None:
                 if step:
                     dcp.save(
                         {"model": weights, "optim": state},
-                        checkpoint_id=f"{folder}/{is_one}_{is_flat}_{step}",
+                        checkpoint_id=f"{folder}/{kind}_{is_flat}_{step}",
                     )
-
-
-# By one optimizer or by two: how states are saved, and how they are loaded.
-WAYS = [(True, True), (False, True), (False, False)]
 
 
 def _load(folder: str, shape: list[int]) -> dict[str, list[bool]]:
     """Load on other ranks, go on, and compare with the run that did."""
     init_group()
     found = {}
-    for (is_saved_as_one, is_one), is_flat in itertools.product(WAYS, (False, True)):
+    for (saved, kind), is_flat in itertools.product(WAYS, (False, True)):
         runs = []
         for step in (1, 2):
             model = _sharded(shape)
             for param in model.parameters():
                 torch.nn.init.constant_(param, 7.0)
-            optimizers = _optimizers(model, is_one=is_one)
+            optimizers = _optimizers(model, kind)
             options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
             weights, state = get_state_dict(model, optimizers, options=options)
             loaded = {"model": weights, "optim": state}
-            dcp.load(loaded, checkpoint_id=f"{folder}/{is_saved_as_one}_{is_flat}_{step}")
+            dcp.load(loaded, checkpoint_id=f"{folder}/{saved}_{is_flat}_{step}")
             set_state_dict(
                 model,
                 optimizers,
@@ -322,18 +341,16 @@ def _load(folder: str, shape: list[int]) -> dict[str, list[bool]]:
                 tensors += [value for of_param in states for value in of_param.values()]
             runs.append(tensors)
         pairs = zip(*runs, strict=True)
-        found[f"{is_saved_as_one} {is_one} {is_flat}"] = [
-            torch.equal(_local(a), _local(b)) for a, b in pairs
-        ]
+        found[f"{saved} {kind} {is_flat}"] = [torch.equal(_local(a), _local(b)) for a, b in pairs]
     return found
 
 
 @pytest.mark.ranks
 def test_state_of_one_optimizer_or_two_loads_on_other_ranks(tmp_path: Path):
-    """Flat and nested; states of a separate Muon and AdamW go on in one optimizer."""
+    """Flat and nested; a separate Muon, torch's too, and AdamW go on in one optimizer or two."""
     run_ranks(2, _save, str(tmp_path)).check()
     for ranks, shape in ((3, [3]), (4, [2, 2])):
         for found in run_ranks(ranks, _load, str(tmp_path), shape).check().results:
-            assert len(found) == 6
-            for equal in found.values():
-                assert all(equal) and len(equal) > 25
+            assert len(found) == 2 * len(WAYS)
+            for way, equal in found.items():
+                assert all(equal) and len(equal) > 25, way
