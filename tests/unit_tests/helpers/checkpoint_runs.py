@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that save and load, with what the optimizer held on the way."""
 
+import argparse
 import functools
 import hashlib
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
@@ -28,6 +30,30 @@ type Shard = tuple[torch.Size, torch.Size, torch.Tensor]
 
 SAVED_AT, LAST = 5, 7
 SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT}".split()
+
+# A checkpoint of Megatron-FSDP with one matrix, and names in it.
+ARGS = {
+    "bf16": False,
+    "fp16": False,
+    "swiglu": True,
+    "transformer_impl": "local",
+    "moe_grouped_gemm": False,
+    "num_layers": 1,
+    "num_experts": None,
+    "optimizer": "muon",
+}
+MATRIX = "module.module.decoder.layers.0.w"
+WEIGHT, MOMENTUM = f"model.{MATRIX[7:]}", f"optimizer.state.{MATRIX}.momentum_buffer"
+SETTING = f"optimizer.param_to_group_meta.{MATRIX}.lr"
+
+
+def save_matrix(folder: Path, value: float = 1.0, **more: Any) -> Path:
+    """Save it; its bytes have the same places for every value."""
+    matrix = torch.full((20, 30), value)
+    state = {WEIGHT: matrix, MOMENTUM: matrix.clone(), SETTING: 0.1, "iteration": 3}
+    state["args"] = argparse.Namespace(**ARGS)
+    dcp.save(state | more, checkpoint_id=folder, no_dist=True)
+    return folder
 
 
 def saved_run(world_size: int, folder: Path, sharding: str, *flags: str) -> Run:
