@@ -14,11 +14,6 @@ from helpers.ranks import run_ranks
 from megatron_muon.fsdp2 import Muon, MuonAdamW
 
 
-def _orthogonal(stack: Any) -> Any:
-    u, _, v = torch.linalg.svd(stack, full_matrices=False)
-    return u @ v
-
-
 def _step(case: str, is_exact: bool) -> list[Any]:
     """Return the figures of two steps, and what they should be by whole tensors."""
     parameters = getattr(fsdp2_models, case)()
@@ -27,29 +22,27 @@ def _step(case: str, is_exact: bool) -> list[Any]:
         lr=0.5,
         weight_decay=0.0,
         nesterov=True,
-        newton_schulz=_orthogonal if is_exact else None,
+        newton_schulz=fsdp2_models.orthogonal if is_exact else None,
     )
     muon.record_metrics()
     found = []
     for step in range(2):
-        grads = [fsdp2_models.drawn(x.whole.shape, 9 * step + i) for i, x in enumerate(parameters)]
         before = [each.param.full_tensor().detach().clone() for each in parameters]
-        for each, grad in zip(parameters, grads, strict=True):
-            each.param.grad = each.like_param(each.own(grad).clone())
+        for i, each in enumerate(parameters):
+            each.draw_grad(9 * step + i)
+        grads = [each.param.grad.full_tensor() for each in parameters]
         muon.step()
+        momentum = [muon.state[each.param]["momentum_buffer"].full_tensor() for each in parameters]
         updates = [
             (old - each.param.full_tensor()) / 0.5
             for old, each in zip(before, parameters, strict=True)
         ]
-        momentum = [muon.state[each.param]["momentum_buffer"].full_tensor() for each in parameters]
-        found.append(
-            [
-                list(muon.last_metrics()),
-                [[float(each.norm()) for each in grads],
-                 [float(each.norm()) for each in momentum],
-                 [float(each.square().mean().sqrt()) for each in updates]],
-            ]
-        )  # fmt: skip
+        of_whole = [
+            [float(each.norm()) for each in grads],
+            [float(each.norm()) for each in momentum],
+            [float(each.square().mean().sqrt()) for each in updates],
+        ]
+        found.append([list(muon.last_metrics()), of_whole])
     return found
 
 

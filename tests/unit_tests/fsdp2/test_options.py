@@ -2,22 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dtypes of parameters and momentum, own functions, scales and splits of Muon for FSDP2."""
 
+import copy
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import device, init_group
-from helpers.fsdp2_models import drawn
+from helpers.fsdp2_models import drawn, load_state, orthogonal, save_state
 from helpers.ranks import run_ranks
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
+from megatron_muon.step import stored_state
 
 NUM_STEPS = 3
 
@@ -84,32 +84,20 @@ def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, momentum_dtyp
 
 def test_memory_that_cannot_be_pinned_is_an_error():
     """Of one rank, which all of them raise."""
-    from megatron_muon.step import stored_state
 
     def fail(_tensor: Any) -> Any:
         raise RuntimeError("CUDA error: out of memory\nmore")
 
+    said = "offload_momentum: expected CPU memory that can be pinned, got CUDA error"
     with (
         mock.patch.object(stored_state, "_in_cpu_memory", fail),
-        pytest.raises(RuntimeError) as error,
+        pytest.raises(RuntimeError, match=said),
     ):
         Muon([torch.nn.Parameter(drawn((6, 9), 0))], offload_momentum=True)
-    assert "offload_momentum: expected CPU memory that can be pinned, got CUDA error" in str(
-        error.value
-    )
-
-
-def save_and_load(folder: str, saved: tuple[Any, Any], loading: tuple[Any, Any]) -> None:
-    """Save a model with its optimizer, and load them into others."""
-    dcp.save(dict(zip("mo", get_state_dict(*saved), strict=True)), checkpoint_id=folder)
-    state = dict(zip("mo", get_state_dict(*loading), strict=True))
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(*loading, model_state_dict=state["m"], optim_state_dict=state["o"])
 
 
 def _step_bf16(folder: str) -> list[str]:
     """Step sharded parameters in bfloat16, save and load them; list what differs from float32."""
-    init_group()
     mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
     shapes = [(10, 6), (3, 8)]
     options = {"lr": 1e-3, "nesterov": True, "fp32_matmul_prec": "high"}
@@ -137,9 +125,9 @@ def _step_bf16(folder: str) -> list[str]:
     model, muon = build()
     for number in range(4):
         if number == 2:
-            saved = model, muon
+            save_state(folder, model, muon)
             model, muon = build()
-            save_and_load(folder, saved, (model, muon))
+            load_state(folder, model, muon)
         step(model, muon, number)
         reference.step()
         for i, param in enumerate(model.parameters()):
@@ -167,13 +155,6 @@ def _step_bf16(folder: str) -> list[str]:
     return different
 
 
-@pytest.mark.ranks
-def test_parameters_in_bfloat16_step_as_copies_in_float32(tmp_path):
-    """The bits of emerging-optimizers' Muon in float32, rounded; through a checkpoint too."""
-    for different in run_ranks(2, _step_bf16, str(tmp_path / "saved")).check().results:
-        assert different == []
-
-
 def test_own_function_sees_stacks_of_whole_matrices():
     """It replaces Newton-Schulz; scale and update stay."""
     params = [
@@ -184,8 +165,7 @@ def test_own_function_sees_stacks_of_whole_matrices():
 
     def orthogonalize(stack: Any) -> Any:
         seen.append((tuple(stack.shape), stack.dtype))
-        u, _, v = torch.linalg.svd(stack, full_matrices=False)
-        return u @ v
+        return orthogonal(stack)
 
     muon = Muon(params, lr=0.1, weight_decay=0.0, newton_schulz=orthogonalize, scale_mode="none")
     for i, param in enumerate(params):
@@ -195,9 +175,9 @@ def test_own_function_sees_stacks_of_whole_matrices():
     assert sum(shape[0] for shape, _ in seen) == 3
     assert {shape[1:] for shape, _ in seen} == {(4, 6), (7, 3)}
     for param, old in zip(params, before, strict=True):
-        u, _, v = torch.linalg.svd(param.grad, full_matrices=False)
         # Of a matrix alone and of one in a stack, whose products are rounded otherwise.
-        torch.testing.assert_close(param.detach(), old - 0.1 * (u @ v), rtol=1e-4, atol=1e-5)
+        expected = old - 0.1 * orthogonal(param.grad)
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("result", ["text", "shape", "dtype"])
@@ -246,11 +226,6 @@ def test_rows_that_are_left_are_a_block():
 
 def _train_in_cpu_memory(folder: str) -> list[str]:
     """Train with and without CPUOffloadPolicy, with a checkpoint; list what differs."""
-    import copy
-
-    from megatron_muon.fsdp2 import MuonAdamW
-
-    init_group()
     mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
     torch.manual_seed(0)
     first = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 5))
@@ -269,9 +244,9 @@ def _train_in_cpu_memory(folder: str) -> list[str]:
     (model, muon), (plain, plain_muon) = build(offload), build(OffloadPolicy())
     for number in range(4):
         if number == 2:
-            saved = model, muon
+            save_state(folder, model, muon)
             model, muon = build(offload)
-            save_and_load(folder, saved, (model, muon))
+            load_state(folder, model, muon)
         batch = drawn((8, 6), 20 + number).to(device())
         for each, optimizer in ((model, muon), (plain, plain_muon)):
             optimizer.zero_grad()
@@ -288,8 +263,16 @@ def _train_in_cpu_memory(folder: str) -> list[str]:
     return different
 
 
+def _on_two_ranks(folder: str) -> list[list[str]]:
+    init_group()
+    return [_step_bf16(f"{folder}/bf16"), _train_in_cpu_memory(f"{folder}/cpu")]
+
+
 @pytest.mark.ranks
-def test_shards_in_cpu_memory_step_with_the_same_bits(tmp_path):
-    """With CPUOffloadPolicy; test_rows_in_cpu_memory.py has what CPU ranks cannot show."""
-    for different in run_ranks(2, _train_in_cpu_memory, str(tmp_path / "saved")).check().results:
-        assert different == []
+def test_sharded_parameters_in_bfloat16_or_in_cpu_memory_keep_their_bits(tmp_path):
+    """Through a checkpoint: as float32 copies, and with CPUOffloadPolicy.
+
+    The reference in float32 is emerging-optimizers' Muon, rounded; test_rows_in_cpu_memory.py has
+    what CPU ranks cannot show.
+    """
+    assert run_ranks(2, _on_two_ranks, str(tmp_path)).check().results == [[[], []]] * 2

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.fsdp2_models import drawn, shard
+from helpers.fsdp2_models import shard
 from helpers.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -174,7 +174,7 @@ def _refuse_to_step() -> list[tuple[str, str, bool]]:
     def reset() -> list[Any]:
         """Set gradients, and return the local state."""
         for i, each in enumerate(sharded):
-            each.param.grad = each.like_param(each.own(drawn(each.whole.shape, 10 + i)))
+            each.draw_grad(10 + i)
         return local_state()
 
     def local_state() -> list[Any]:
