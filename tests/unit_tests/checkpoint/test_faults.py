@@ -4,18 +4,24 @@
 
 import functools
 import os
+import pkgutil
 import random
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from helpers.checkpoint_runs import SCHEDULE, die, kill_in_save, loadable, wrap
 from helpers.commands import run_torchrun
 from helpers.ranks import PRETRAIN_GPT, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 
+import megatron_muon
 from megatron_muon.checkpoint.reading import TRACKER, read_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -118,12 +124,6 @@ def test_iteration_that_is_saved_again_survives_a_kill(break_it, tmp_path):
 
 def _save_alone(folder: str) -> list[Any]:
     """Save as another library in the process may, each rank with metadata of its own."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    import megatron_muon
-
     dist.init_process_group("gloo")
     megatron_muon.enable()
     state = {"rank": torch.full((3,), float(dist.get_rank()))}
@@ -140,19 +140,29 @@ def test_saves_of_others_are_left_alone(tmp_path):
     assert run_ranks(2, _save_alone, str(tmp_path)).check().results == [names, names]
 
 
-def _fill_disk(save_number: int) -> None:
-    """Let no file of rank 1 grow beyond 50 kB from a save on."""
-    from megatron.training import training
+def _at(owner_path: str, name: str, call_number: int, act: Callable[[], object]) -> None:
+    """Do something on rank 1 in the given call of a function or method."""
+    calls: list[int] = []
 
-    saves: list[int] = []
-
-    def save(original, *args, **kwargs):
-        saves.append(1)
-        if len(saves) == save_number and os.environ["RANK"] == "1":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    def call(original, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == call_number and os.environ["RANK"] == "1":
+            act()
         return original(*args, **kwargs)
 
-    wrap(training, "save_checkpoint", save)
+    wrap(pkgutil.resolve_name(owner_path), name, call)
+
+
+def _fill_disk() -> None:
+    """Let no file of this rank grow beyond 50 kB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+
+def _run_out_of_memory() -> None:
+    raise MemoryError("rank 1 is out of memory")
+
+
+SAVE_CHECKPOINT = ("megatron.training.training", "save_checkpoint")
 
 
 @pytest.mark.slow
@@ -160,10 +170,11 @@ def test_full_disk_is_an_error_on_all_ranks_and_no_checkpoint(tmp_path):
     """Every rank says which rank could not write and why; the previous checkpoint stays."""
     flags = [*FLAGS, "--save-interval", "1", "--save", str(tmp_path)]
     for attempt in range(2):
-        arguments = fsdp_toy_gpt(ZERO[3], *flags, *(("--ckpt-step", "1") if attempt else ()))
-        if attempt:
-            arguments += ["--load", str(tmp_path)]
-        run = launch(2, arguments, before=functools.partial(_fill_disk, 2 - attempt))
+        load = ("--ckpt-step", "1", "--load", str(tmp_path)) if attempt else ()
+        arguments = fsdp_toy_gpt(ZERO[3], *flags, *load)
+        run = launch(
+            2, arguments, before=functools.partial(_at, *SAVE_CHECKPOINT, 2 - attempt, _fill_disk)
+        )
         assert run.exit_codes == [1, 1]
         assert "CheckpointException ranks:dict_keys([1])" in run.outputs[0]
         assert "File too large" in run.outputs[0]
@@ -171,27 +182,6 @@ def test_full_disk_is_an_error_on_all_ranks_and_no_checkpoint(tmp_path):
         assert not (tmp_path / "iter_0000002" / ".metadata").exists()
         # What the first attempt left does not pile up.
         assert len(list((tmp_path / "iter_0000002").glob("*.distcp"))) <= 2
-
-
-def _at(owner_path: str, name: str, call_number: int, action) -> None:
-    """Do something on rank 1 in the given call of a method."""
-    import importlib
-
-    module, _, owner_name = owner_path.rpartition(".")
-    owner = getattr(importlib.import_module(module), owner_name)
-    calls: list[int] = []
-
-    def call(original, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == call_number and os.environ["RANK"] == "1":
-            action()
-        return original(*args, **kwargs)
-
-    wrap(owner, name, call)
-
-
-def _run_out_of_memory() -> None:
-    raise MemoryError("rank 1 is out of memory")
 
 
 ENGINE = ("megatron_muon.runtime.exchange.Exchange", "start", 4)
@@ -216,8 +206,8 @@ def test_rank_that_fails_ends_the_job(owner, name, call_number, action, code, tm
     assert "Connection" in run.outputs[0]
 
 
-def _short_timeout(seconds: int) -> None:
-    """Give --distributed-timeout-minutes, which takes whole ones, a fraction."""
+def _stop_in_the_gather(seconds: int) -> None:
+    """Stop rank 1, with a part of the minutes that --distributed-timeout-minutes takes."""
     from megatron.training import initialize
 
     def initialized(original, *args, **kwargs):
@@ -225,10 +215,6 @@ def _short_timeout(seconds: int) -> None:
         return original(*args, **kwargs)
 
     wrap(initialize, "_initialize_distributed", initialized)
-
-
-def _stop_in_the_gather(seconds: int) -> None:
-    _short_timeout(seconds)
     _at(*ENGINE, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 

@@ -187,26 +187,17 @@ def test_keys_are_printed_on_one_line_without_control_characters(tmp_path, capsy
 SECRET = "a secret of this machine"
 
 
+def _printed(*arguments: object) -> tuple[int, str]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        status = main([*map(str, arguments)])
+    return status, out.getvalue()
+
+
 def _run(*arguments: object) -> tuple[int, str]:
     """Run a command in a process of its own, and return its status and what it prints."""
-    context = multiprocessing.get_context("fork")
-    mine, theirs = context.Pipe(duplex=False)
-
-    def child() -> None:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            status = main([*map(str, arguments)])
-        theirs.send((status, out.getvalue()))
-
-    process = context.Process(target=child)
-    process.start()
-    theirs.close()
-    try:
-        assert mine.poll(_LIMIT_SECONDS), "the command hangs"
-        return mine.recv()
-    finally:
-        process.kill()
-        process.join()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply_async(_printed, arguments).get(_LIMIT_SECONDS)
 
 
 def test_the_checkpoint_itself_is_sound(tmp_path):

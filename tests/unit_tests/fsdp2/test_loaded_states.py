@@ -228,12 +228,21 @@ def test_group_whose_parameters_were_in_several_is_refused():
     assert all(each["momentum_buffer"].eq(1).all() for each in loaded.state.values())
 
 
-FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "no state": lambda state: state.pop("state"),
-    "text": lambda state: state["state"][0].update(momentum_buffer="x"),
-    "no groups": lambda state: state.update(param_groups=None),
-    "other name": lambda state: state["param_groups"][0]["param_names"].insert(0, "other"),
-    "no parameter state": lambda state: state.update(state={}),
+# What is done to the state, and what rank 1 says.
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no state": (lambda state: state.pop("state"), ""),
+    "text": (lambda state: state["state"][0].update(momentum_buffer="x"), ""),
+    "shape": (
+        lambda state: state["state"][0].update(momentum_buffer=torch.ones(99)),
+        "local shape",
+    ),
+    "no groups": (lambda state: state.update(param_groups=None), ""),
+    "other name": (lambda state: state["param_groups"][0]["param_names"].insert(0, "other"), ""),
+    # Zeros in its place would be another run.
+    "no parameter state": (
+        lambda state: state.update(state={}),
+        "expected ['momentum_buffer'] of muon, got []",
+    ),
 }
 
 
@@ -254,7 +263,7 @@ def _load_faulty() -> list[Any]:
 
     return [
         _beside_a_run_that_loads_nothing(partial(build, make), partial(load, spoil))
-        for make, spoil in itertools.product((_optimizer, _muon), FAULTS.values())
+        for make, (spoil, _) in itertools.product((_optimizer, _muon), FAULTS.values())
     ]
 
 
@@ -292,9 +301,10 @@ def on_two_ranks() -> list[Any]:
 def test_load_that_fails_on_one_rank_changes_nothing_on_any():
     """Rank 1 raised alone, and rank 0 waited; or both kept half of the refused state."""
     for _, found, _ in on_two_ranks():
-        assert len(found) == 2 * len(FAULTS)
-        for error, changed in found:
+        cases = itertools.product(range(2), FAULTS.values())
+        for (error, changed), (_, (_, said)) in zip(found, cases, strict=True):
             assert error.startswith("Stopping on all ranks:") and "rank 1: " in error
+            assert said in error
             assert changed == []
 
 

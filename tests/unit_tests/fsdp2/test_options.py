@@ -22,40 +22,6 @@ from megatron_muon.step import stored_state
 NUM_STEPS = 3
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("has_bf16_gradients", [False, True])
-def test_momentum_in_bfloat16_is_rounded_once_a_step(nesterov, has_bf16_gradients):
-    """The bits of emerging-optimizers' Muon, whose momentum is rounded after each step."""
-    if has_bf16_gradients and not hasattr(torch.Tensor, "grad_dtype"):
-        pytest.skip("from torch 2.10 on")
-    ours, theirs, skipped = (torch.nn.Parameter(drawn((6, 9), 1)) for _ in range(3))
-    options = {"lr": 0.1, "nesterov": nesterov, "fp32_matmul_prec": "highest"}
-    muon = Muon(
-        [ours, skipped],
-        exchange=ExchangeSettings(comm_dtype="fp32"),
-        momentum_dtype=torch.bfloat16,
-        **options,
-    )
-    whole = WholeMatrixMuon([theirs], **options)
-    for step in range(NUM_STEPS):
-        grad = drawn((6, 9), 50 + step)
-        if has_bf16_gradients:
-            grad = grad.bfloat16()
-            ours.grad_dtype = torch.bfloat16
-        ours.grad, theirs.grad = grad.clone(), grad.float()
-        muon.step()
-        whole.step()
-        momentum = whole.state[theirs]["momentum_buffer"]
-        momentum.copy_(momentum.bfloat16())
-        assert torch.equal(ours, theirs)
-        assert torch.equal(muon.state[ours]["momentum_buffer"], momentum.bfloat16())
-        assert torch.equal(ours.grad, grad)
-    assert torch.equal(skipped, drawn((6, 9), 1))
-    # torch loads it in the dtype of the parameter.
-    muon.load_state_dict(muon.state_dict())
-    assert muon.state[ours]["momentum_buffer"].dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, momentum_dtype):
@@ -121,6 +87,20 @@ def _step_bf16(folder: str) -> list[str]:
             wholes[i].grad = grad.float()
         muon.step()
 
+    def differs() -> list[str]:
+        wrong = []
+        for i, (name, param) in enumerate(model.named_parameters()):
+            own, expected = muon.state[param], wholes[i].detach()
+            assert own["main_param"].dtype == torch.float32 and param.dtype == torch.bfloat16
+            for key, ours, theirs in (
+                ("copy", own["main_param"], expected),
+                ("parameter", param, expected.bfloat16()),
+                ("momentum", own["momentum_buffer"], reference.state[wholes[i]]["momentum_buffer"]),
+            ):
+                if not torch.equal(ours.full_tensor(), theirs):
+                    wrong.append(f"{name}: {key}")
+        return wrong
+
     different = []
     model, muon = build()
     for number in range(4):
@@ -130,17 +110,7 @@ def _step_bf16(folder: str) -> list[str]:
             load_state(folder, model, muon)
         step(model, muon, number)
         reference.step()
-        for i, param in enumerate(model.parameters()):
-            own = muon.state[param]
-            main = own["main_param"].full_tensor()
-            assert main.dtype == torch.float32 and param.dtype == torch.bfloat16
-            if not torch.equal(main, wholes[i].detach()):
-                different.append(f"step {number}: copy {i}")
-            if not torch.equal(param.full_tensor(), wholes[i].detach().bfloat16()):
-                different.append(f"step {number}: parameter {i}")
-            momentum = reference.state[wholes[i]]["momentum_buffer"]
-            if not torch.equal(own["momentum_buffer"].full_tensor(), momentum):
-                different.append(f"step {number}: momentum {i}")
+        different += differs()
     # Somebody changes an element: it counts, and the copies of all others are kept.
     (param, _) = model.parameters()
     changed = param.full_tensor().detach().clone()
@@ -150,9 +120,7 @@ def _step_bf16(folder: str) -> list[str]:
         wholes[0][0, 0] = 2.0
     step(model, muon, 9)
     reference.step()
-    if not torch.equal(muon.state[param]["main_param"].full_tensor(), wholes[0].detach()):
-        different.append("after a change")
-    return different
+    return different + differs()
 
 
 def test_own_function_sees_stacks_of_whole_matrices():
