@@ -7,10 +7,11 @@ import json
 import os
 import shutil
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.checkpoint_runs import (
     SCHEDULE,
@@ -24,7 +25,7 @@ from helpers.checkpoint_runs import (
 from helpers.ranks import Run, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 
-from megatron_muon.checkpoint.reading import TRACKER
+from megatron_muon.checkpoint.reading import TRACKER, StoredCheckpoint, StoredTensor
 
 pytestmark = pytest.mark.ranks
 
@@ -321,3 +322,75 @@ def test_changed_momentum_flag_holds_and_is_said(muon):
     run = _load(muon[1], "--muon-momentum", "0.5").check()
     text = "optimizer settings of this run differ from the checkpoint's and hold: momentum 0.5"
     assert text in run.outputs[0]
+
+
+WORDS, HALF = "embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight_w"
+SHAPES = {WORDS: (96, 32), HALF: (56, 32)} | {
+    f"decoder.layers.{layer}.mlp.linear_fc2.weight": (32, 56) for layer in (0, 1)
+}
+STATE_OF_ADAM = ("exp_avg", "exp_avg_sq", "step")
+type Shapes = dict[str, tuple[int, ...]]
+
+
+def _saved(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
+    """Return keys and shapes of weights, of Muon's momentum, and of Adam's state of the words."""
+    found: Shapes = {f"model.{name}": shape for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        for kind in STATE_OF_ADAM if name == WORDS else ("momentum_buffer",):
+            found[f"optimizer.state.{name}.{kind}"] = () if kind == "step" else shape
+    return found
+
+
+FC2 = "decoder.layers.{}.mlp.linear_fc2.weight"
+EXPERT = "model.decoder.layers.0.mlp.experts.linear_fc2.weight{}"
+EXPERTS: Shapes = {EXPERT.format(number): (32, 56) for number in range(2)}
+SAVED = _saved(SHAPES)
+# What a run wants, and what is said.
+DIFFERENCES: dict[str, tuple[Shapes, tuple[str, ...]]] = {
+    "same model": (SAVED, ()),
+    # Another --ffn-hidden-size, and a vocabulary padded to another multiple.
+    "shapes": (
+        _saved(SHAPES | {FC2.format(0): (32, 64), WORDS: (128, 32)}),
+        (
+            "layers.0.mlp.linear_fc2: expected weight (32, 64), got weight (32, 56)",
+            "embedding.word_embeddings: expected weight (128, 32), got weight (96, 32)",
+        ),
+    ),
+    "fewer layers": (
+        _saved({name: shape for name, shape in SHAPES.items() if "layers.1." not in name}),
+        ("model.decoder.layers.1.mlp.linear_fc2: expected nothing, got weight (32, 56)",),
+    ),
+    "more layers": (
+        _saved(SHAPES | {FC2.format(2): (32, 56)}),
+        ("model.decoder.layers.2.mlp.linear_fc2: expected weight (32, 56), got nothing",),
+    ),
+    "lion": (
+        {k: shape for k, shape in SAVED.items() if not k.endswith((".exp_avg_sq", ".step"))},
+        (f"{WORDS}: expected nothing, got exp_avg_sq (96, 32), step ()",),
+    ),
+    "adam": (
+        {k.replace("momentum_buffer", of): x for k, x in SAVED.items() for of in STATE_OF_ADAM},
+        (f"{HALF}: expected exp_avg (56, 32), exp_avg_sq (56, 32), step (56, 32), got momentum_",),
+    ),
+    # A rank wants its own, by their numbers among all ranks; more than the model has are named.
+    "4 experts": (SAVED | EXPERTS, ()),
+    "2 experts": (SAVED | EXPERTS, ("linear_fc2: expected nothing, got weight",)),
+    "no experts": (SAVED | EXPERTS, ("linear_fc2: expected nothing, got weight",)),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_differences_are_named(case):
+    """Shapes, layers that are missing or would be dropped, and states of other optimizers."""
+    from megatron_muon.mcore.checkpoint_load import find_differences
+
+    wanted, texts = DIFFERENCES[case]
+    saved, num_experts = SAVED, None
+    if "experts" in case:
+        saved = saved | {EXPERT.format(number): (32, 56) for number in range(4)}
+        num_experts = int(case[0]) if case[0].isdigit() else None
+    stored = {key: StoredTensor(shape, torch.float32, ()) for key, shape in saved.items()}
+    checkpoint = StoredCheckpoint(Path(), stored, {})
+    differences = "; ".join(find_differences(checkpoint, wanted, num_experts))
+    assert all(text in differences for text in texts)
+    assert texts or not differences
