@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.checkpoint_runs import ARGS, MATRIX, MOMENTUM, SETTING, WEIGHT, save_matrix
 from helpers.ranks import launch
 from helpers.toy_gpt import (
     BF16,
@@ -108,29 +109,18 @@ def test_values_keep_their_bits(saved):
     """All layers, both halves of a gated one, weights and momentum; all chunks tile."""
     folder, _ = saved
     iteration = f"iter_{SAVED_AT:07d}"
-    before = read_checkpoint(folder / "saved" / iteration)
-    after = read_checkpoint(folder / "converted" / iteration)
+    before, after = (read_checkpoint(folder / of / iteration) for of in ("saved", "converted"))
     assert find_problems(after) == []
-    name = "decoder.layers.mlp.linear_fc1.weight"
-    for key, target in (
-        (name, "model.module.{}"),
-        (
-            f"optimizer.state.momentum_buffer.{name}",
-            "optimizer.state.module.module.{}.momentum_buffer",
-        ),
+    name, state = "decoder.layers.mlp.linear_fc1.weight", "optimizer.state."
+    for key, prefix, suffix in (
+        (name, "model.module.", ""),
+        (f"{state}momentum_buffer.{name}", f"{state}module.module.", ".momentum_buffer"),
     ):
         for layer, expected in enumerate(_whole(before, key)):
-            own = name.replace("layers.", f"layers.{layer}.")
-            halves = [_whole(after, target.format(own + half)) for half in ("_w", "_v")]
+            own = prefix + name.replace("layers.", f"layers.{layer}.")
+            halves = [_whole(after, f"{own}{half}{suffix}") for half in ("_w", "_v")]
             assert torch.equal(torch.cat(halves), expected)
-    step = _whole(after, "optimizer.state.module.module.output_layer.weight.step")
-    assert step == SAVED_AT
-    assert _sum(before, "optimizer.state.exp_avg_sq.") == _sum(after, ".exp_avg_sq")
-
-
-def _sum(checkpoint: StoredCheckpoint, part: str) -> float:
-    values = [_whole(checkpoint, key).flatten() for key in checkpoint.tensors if part in key]
-    return float(torch.cat(values).double().sort().values.sum())
+    assert _whole(after, f"{state}module.module.output_layer.weight.step") == SAVED_AT
 
 
 # Flags under DDP and under Megatron-FSDP, and the tolerance.
@@ -199,18 +189,9 @@ def test_run_goes_on_from_the_format_torch_in_two_steps(tmp_path):
     assert max(relative_differences(found, losses[SAVED_AT:])) <= MEDIUM_TOLERANCE
 
 
-ARGS = {
-    "bf16": False,
-    "fp16": False,
-    "swiglu": True,
-    "transformer_impl": "local",
-    "moe_grouped_gemm": False,
-    "num_layers": 1,
-    "num_experts": None,
-}
-MATRIX = torch.ones(4, 2)
-ADAM = {f"optimizer.state.{kind}.b": MATRIX for kind in ("exp_avg", "exp_avg_sq")}
-MUON = {"w": MATRIX, "optimizer.state.momentum_buffer.w": MATRIX}
+ONES = torch.ones(4, 2)
+ADAM = {f"optimizer.state.{kind}.b": ONES for kind in ("exp_avg", "exp_avg_sq")}
+MUON = {"w": ONES, "optimizer.state.momentum_buffer.w": ONES}
 GROUPS = {0: {"param_groups": [{"lr": 0.1}]}, 1: {"param_groups": [{"betas": (0, 0), "step": 3}]}}
 
 
@@ -220,46 +201,40 @@ def _of_ddp(args: dict[str, Any] = ARGS, groups: Any = GROUPS) -> dict[str, Any]
     return {"common_state/shard_0_1": [{k: v for k, v in common.items() if v is not None}]}
 
 
-W, B = "module.module.decoder.layers.0.w", "module.module.b"
 OF_FSDP = {"args": argparse.Namespace(**ARGS), "iteration": 3}
-OF_MUON = {f"model.{W[7:]}": MATRIX, f"optimizer.state.{W}.momentum_buffer": MATRIX, **OF_FSDP}
-NO_WEIGHT = {key: value for key, value in OF_MUON.items() if not key.startswith("model.")}
-LR = {f"optimizer.param_to_group_meta.{W}.lr": 0.1}
+OF_MUON = {WEIGHT: ONES, MOMENTUM: ONES, **OF_FSDP}
 OTHER_LAYER = {k.replace("layers.0", "layers.2"): value for k, value in OF_MUON.items()}
+
+
+def _with_args(values: dict[str, Any], **args: Any) -> dict[str, Any]:
+    return {**values, "args": argparse.Namespace(**ARGS | args)}
+
+
 # Values of a checkpoint, and the error of a conversion to the other format.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "adam": ({"b": MATRIX, **ADAM, **_of_ddp()}, "expected momentum of Muon, got none"),
-    "no momentum": ({"v": MATRIX, **MUON, **_of_ddp()}, "v: expected a weight with momentum_b"),
+    "adam": ({"b": ONES, **ADAM, **_of_ddp()}, "expected momentum of Muon, got none"),
+    "no momentum": ({"v": ONES, **MUON, **_of_ddp()}, "v: expected a weight with momentum_b"),
     "no weight": ({**MUON, **ADAM, **_of_ddp()}, "b: expected a weight with momentum_buffer"),
     "unknown state": (
-        {**MUON, "optimizer.distributed.dp_group_idx_0": MATRIX, **_of_ddp()},
-        "optimizer.distributed.dp_group_idx_0: expected a weight, but not of multi-token",
+        {**MUON, "optimizer.distributed.dp_group_idx_0": ONES, **_of_ddp()},
+        "optimizer.distributed.dp_group_idx_0: expected a weight",
     ),
     "no arguments": ({**MUON, **_of_ddp({})}, "expected the arguments bf16, fp16"),
     "no step": ({**MUON, **_of_ddp(groups={0: GROUPS[0]})}, "expected one step count of Adam"),
     "no optimizer": ({**MUON, **_of_ddp(groups=None)}, "expected optimizer in common_state/sha"),
-    "back, no weight": (NO_WEIGHT, "decoder.layers.0.w: expected a weight with"),
+    "back, no weight": ({MOMENTUM: ONES, **OF_FSDP}, "layers.0.w: expected a weight with"),
     "back, unknown state": (
-        {**OF_MUON, f"optimizer.state.{W}.moment2_buffer": MATRIX},
-        "got moment2_buffer, momentum_buffer. Only --optimizer muon is converted.",
+        {**OF_MUON, f"optimizer.state.{MATRIX}.moment2_buffer": ONES},
+        "Only --optimizer muon is converted.",
     ),
-    "back, unknown tensor": ({**OF_MUON, "other": MATRIX}, "other: expected a weight, but not of"),
-    "back, layers": (
-        {**OTHER_LAYER, **LR},
-        "expected parameters of one shape in all layers and experts, got ValueError",
-    ),
+    "back, unknown tensor": ({**OF_MUON, "other": ONES}, "other: expected a weight, but not of"),
+    "back, layers": ({**OTHER_LAYER, SETTING: 0.1}, "parameters of one shape in all layers"),
     "back, a layer is missing": (
-        {**OF_MUON, **LR, "args": argparse.Namespace(**{**ARGS, "num_layers": 2})},
-        "expected parameters of one shape in all layers and experts, got ValueError: others for",
+        _with_args({**OF_MUON, SETTING: 0.1}, num_layers=2),
+        "parameters of one shape in all layers",
     ),
-    "back, fp16": (
-        {**OF_MUON, "args": argparse.Namespace(**{**ARGS, "fp16": True})},
-        "of a run in fp32 or bf16, got fp16",
-    ),
-    "back, no arguments": (
-        {**OF_MUON, "args": argparse.Namespace()},
-        "expected the arguments bf16, fp16",
-    ),
+    "back, fp16": (_with_args(OF_MUON, fp16=True), "of a run in fp32 or bf16, got fp16"),
+    "back, no arguments": ({**OF_MUON, "args": argparse.Namespace()}, "the arguments bf16, fp16"),
     "back, no settings": (OF_MUON, "expected settings of Muon, and one step count of Adam, got"),
 }
 
@@ -282,14 +257,6 @@ def test_unknown_or_missing_values_are_refused(case, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-def _save(path: Path, value: float = 1.0) -> Path:
-    """Save a checkpoint of Megatron-FSDP whose bytes have the same places for every value."""
-    state = OF_MUON | LR
-    state |= {k: torch.full((20, 30), value) for k, v in state.items() if v is MATRIX}
-    dcp.save(state, checkpoint_id=path / "saved", no_dist=True)
-    return path / "saved"
-
-
 def _meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Let another process act once, while the result is written."""
     original, waiting = Conversion.lookup_object, [act]
@@ -303,35 +270,35 @@ def _meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> No
     monkeypatch.setattr(Conversion, "lookup_object", lookup_object)
 
 
-def test_source_that_is_saved_again_meanwhile_is_refused(tmp_path, capsys, monkeypatch):
-    """The result had tensors of two saves, and verify called it sound."""
-    source = _save(tmp_path)
-    _meanwhile(monkeypatch, lambda: _save(tmp_path, 2.0))
-    assert _convert(source, tmp_path / "new", to="torch_dist") == 1
-    assert "expected files that do not change while they are read" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-
-
-APPEARING: dict[str, Callable[[Path], object]] = {
-    "file": lambda path: path.write_text("kept"),
-    "folder": lambda path: (path.mkdir(), (path / "kept").touch()),
-    "empty folder": lambda path: path.mkdir(),
-    "dangling link": lambda path: path.symlink_to("nowhere"),
+# What another process does, and what is said.
+MEANWHILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "source is saved again": (
+        lambda new: save_matrix(new.parent / "saved", 2.0),
+        "expected files that do not change while they are read",
+    ),
+    "file": (lambda new: new.write_text("kept"), "FileExistsError"),
+    "folder": (lambda new: (new.mkdir(), (new / "kept").touch()), "FileExistsError"),
+    "empty folder": (lambda new: new.mkdir(), "FileExistsError"),
+    "dangling link": (lambda new: new.symlink_to("nowhere"), "FileExistsError"),
 }
 
 
-@pytest.mark.parametrize("kind", APPEARING)
-def test_target_that_appears_meanwhile_is_not_replaced(kind, tmp_path, capsys, monkeypatch):
-    """A file was replaced by the result, and so was a dangling link, at any time."""
-    source, new = _save(tmp_path), tmp_path / "new"
-    _meanwhile(monkeypatch, lambda: APPEARING[kind](new))
+@pytest.mark.parametrize("case", MEANWHILE)
+def test_what_appears_meanwhile_is_neither_read_nor_replaced(case, tmp_path, capsys, monkeypatch):
+    """The result had tensors of two saves, or replaced a file or a dangling link of that name."""
+    act, said = MEANWHILE[case]
+    source, new = save_matrix(tmp_path / "saved"), tmp_path / "new"
+    _meanwhile(monkeypatch, lambda: act(new))
     assert _convert(source, new, to="torch_dist") == 1
-    assert "FileExistsError" in capsys.readouterr().err
-    before = new.lstat()
-    assert _convert(source, new, to="torch_dist") == 1
-    assert "expected a path to write to, got one that exists" in capsys.readouterr().err
-    assert new.lstat().st_ino == before.st_ino
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "saved"]
+    assert said in capsys.readouterr().err
+    names = sorted(tmp_path.iterdir())
+    assert names == ([source] if "source" in case else [new, source])
+    if new in names:
+        before = new.lstat()
+        assert _convert(source, new, to="torch_dist") == 1
+        assert "expected a path to write to, got one that exists" in capsys.readouterr().err
+        assert new.lstat().st_ino == before.st_ino
+        assert sorted(tmp_path.iterdir()) == names
 
 
 def test_killed_conversion_leaves_no_target(tmp_path):
@@ -348,7 +315,7 @@ def test_killed_conversion_leaves_no_target(tmp_path):
 
 def test_flipped_bit_is_not_converted(tmp_path, capsys):
     """Convert copied damaged bytes, and wrote a new checksum for them."""
-    source = _save(tmp_path)
+    source = save_matrix(tmp_path / "saved")
     path = source / "__0_0.distcp"
     data = bytearray(path.read_bytes())
     data[data.index(torch.ones(600).numpy().tobytes()) + 1000] ^= 4
@@ -360,7 +327,7 @@ def test_flipped_bit_is_not_converted(tmp_path, capsys):
 
 def test_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
     """Torch's own error is a traceback of "unexpected pos"."""
-    source = _save(tmp_path)
+    source = save_matrix(tmp_path / "saved")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
@@ -374,7 +341,7 @@ def test_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
 
 def test_target_inside_of_the_source(tmp_path):
     """It is no change of the source, which stays sound."""
-    source = _save(tmp_path)
+    source = save_matrix(tmp_path / "saved")
     assert _convert(source, source / "new", to="torch_dist") == 0
     for folder in (source, source / "new" / "iter_0000003"):
         assert find_problems(read_checkpoint(folder)) == []

@@ -1,21 +1,32 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Saves that are cut short, full disks, and ranks that die: nothing is lost, nothing hangs."""
+"""Saves that are cut short, full disks, ranks that die, and what upstream's saves need repaired.
+
+Nothing is lost, and nothing hangs.
+"""
 
 import functools
 import os
+import pkgutil
 import random
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from helpers.checkpoint_runs import SCHEDULE, die, kill_in_save, loadable, wrap
 from helpers.commands import run_torchrun
 from helpers.ranks import PRETRAIN_GPT, launch, run_ranks
-from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
+from helpers.repairs import without
+from helpers.toy_fsdp import build_model
+from helpers.toy_gpt import BF16, EP, ZERO, fsdp_toy_gpt
 
+import megatron_muon
 from megatron_muon.checkpoint.reading import TRACKER, read_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -118,12 +129,6 @@ def test_iteration_that_is_saved_again_survives_a_kill(break_it, tmp_path):
 
 def _save_alone(folder: str) -> list[Any]:
     """Save as another library in the process may, each rank with metadata of its own."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    import megatron_muon
-
     dist.init_process_group("gloo")
     megatron_muon.enable()
     state = {"rank": torch.full((3,), float(dist.get_rank()))}
@@ -140,19 +145,29 @@ def test_saves_of_others_are_left_alone(tmp_path):
     assert run_ranks(2, _save_alone, str(tmp_path)).check().results == [names, names]
 
 
-def _fill_disk(save_number: int) -> None:
-    """Let no file of rank 1 grow beyond 50 kB from a save on."""
-    from megatron.training import training
+def _at(owner_path: str, name: str, call_number: int, act: Callable[[], object]) -> None:
+    """Do something on rank 1 in the given call of a function or method."""
+    calls: list[int] = []
 
-    saves: list[int] = []
-
-    def save(original, *args, **kwargs):
-        saves.append(1)
-        if len(saves) == save_number and os.environ["RANK"] == "1":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    def call(original, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == call_number and os.environ["RANK"] == "1":
+            act()
         return original(*args, **kwargs)
 
-    wrap(training, "save_checkpoint", save)
+    wrap(pkgutil.resolve_name(owner_path), name, call)
+
+
+def _fill_disk() -> None:
+    """Let no file of this rank grow beyond 50 kB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+
+def _run_out_of_memory() -> None:
+    raise MemoryError("rank 1 is out of memory")
+
+
+SAVE_CHECKPOINT = ("megatron.training.training", "save_checkpoint")
 
 
 @pytest.mark.slow
@@ -160,10 +175,11 @@ def test_full_disk_is_an_error_on_all_ranks_and_no_checkpoint(tmp_path):
     """Every rank says which rank could not write and why; the previous checkpoint stays."""
     flags = [*FLAGS, "--save-interval", "1", "--save", str(tmp_path)]
     for attempt in range(2):
-        arguments = fsdp_toy_gpt(ZERO[3], *flags, *(("--ckpt-step", "1") if attempt else ()))
-        if attempt:
-            arguments += ["--load", str(tmp_path)]
-        run = launch(2, arguments, before=functools.partial(_fill_disk, 2 - attempt))
+        load = ("--ckpt-step", "1", "--load", str(tmp_path)) if attempt else ()
+        arguments = fsdp_toy_gpt(ZERO[3], *flags, *load)
+        run = launch(
+            2, arguments, before=functools.partial(_at, *SAVE_CHECKPOINT, 2 - attempt, _fill_disk)
+        )
         assert run.exit_codes == [1, 1]
         assert "CheckpointException ranks:dict_keys([1])" in run.outputs[0]
         assert "File too large" in run.outputs[0]
@@ -171,27 +187,6 @@ def test_full_disk_is_an_error_on_all_ranks_and_no_checkpoint(tmp_path):
         assert not (tmp_path / "iter_0000002" / ".metadata").exists()
         # What the first attempt left does not pile up.
         assert len(list((tmp_path / "iter_0000002").glob("*.distcp"))) <= 2
-
-
-def _at(owner_path: str, name: str, call_number: int, action) -> None:
-    """Do something on rank 1 in the given call of a method."""
-    import importlib
-
-    module, _, owner_name = owner_path.rpartition(".")
-    owner = getattr(importlib.import_module(module), owner_name)
-    calls: list[int] = []
-
-    def call(original, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == call_number and os.environ["RANK"] == "1":
-            action()
-        return original(*args, **kwargs)
-
-    wrap(owner, name, call)
-
-
-def _run_out_of_memory() -> None:
-    raise MemoryError("rank 1 is out of memory")
 
 
 ENGINE = ("megatron_muon.runtime.exchange.Exchange", "start", 4)
@@ -216,8 +211,8 @@ def test_rank_that_fails_ends_the_job(owner, name, call_number, action, code, tm
     assert "Connection" in run.outputs[0]
 
 
-def _short_timeout(seconds: int) -> None:
-    """Give --distributed-timeout-minutes, which takes whole ones, a fraction."""
+def _stop_in_the_gather(seconds: int) -> None:
+    """Stop rank 1, with a part of the minutes that --distributed-timeout-minutes takes."""
     from megatron.training import initialize
 
     def initialized(original, *args, **kwargs):
@@ -225,10 +220,6 @@ def _short_timeout(seconds: int) -> None:
         return original(*args, **kwargs)
 
     wrap(initialize, "_initialize_distributed", initialized)
-
-
-def _stop_in_the_gather(seconds: int) -> None:
-    _short_timeout(seconds)
     _at(*ENGINE, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
@@ -269,3 +260,61 @@ def test_torchrun_ends_with_the_traceback_of_the_first_error(tmp_path):
     summary = done.stderr[done.stderr.rindex("Root Cause (first observed failure)") :]
     assert "rank      : 1" in summary
     assert "MemoryError: rank 1 is out of memory" in summary
+
+
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "sharding", "flags"),
+    [
+        pytest.param("handle_swiglu_in_state_dict", ZERO[3], BF16, id="muon"),
+        pytest.param("handle_swiglu_in_state_dict", ZERO[3], ("--optimizer", "adam"), id="fp32"),
+        pytest.param("make_fsdp_dtensor", ZERO[0], BF16, id="no_shard"),
+    ],
+)
+@pytest.mark.slow
+def test_save_fails_without_the_repair(attribute, sharding, flags, tmp_path):
+    """Gated layers: upstream knows Adam's state, in bf16, sharded."""
+    arguments = [*flags, *SCHEDULE, "--save", str(tmp_path), "--exit-interval", "5"]
+    run = launch(
+        2, fsdp_toy_gpt(sharding, *arguments), before=functools.partial(without, attribute)
+    )
+    assert 1 in run.exit_codes
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+
+
+@pytest.mark.slow
+def test_adam_with_empty_shards_saves(tmp_path):
+    """Without the repair, ranks come with different sets of tensors to collectives over them."""
+    flags = [*EP, *BF16, *SCHEDULE, "--exit-interval", "5", "--optimizer", "adam"]
+    launch(4, fsdp_toy_gpt(ZERO[3], *flags, "--save", str(tmp_path))).check()
+    assert (tmp_path / "iter_0000005" / ".metadata").exists()
+
+
+def _split_latent_attention() -> list[Any]:
+    """Split states by a stand-in for ``handle_mla_down_proj_in_state_dict`` of later releases."""
+    from megatron_muon.mcore.checkpoint_repairs import split_every_state
+
+    def handler(model: Any, weights: dict[str, Any], states: Any) -> tuple[dict[str, Any], None]:
+        assert states is None, "its own way knows Adam's states alone"
+        parts = {}
+        for name, tensor in weights.items():
+            rows = model.get_parameter(name).megatron_fsdp_slice
+            assert rows.stop - rows.start == tensor._local_tensor.numel()
+            parts |= {name.replace("_qkv", f"_{part}"): (part, tensor) for part in ("q", "kv")}
+        return parts, None
+
+    model = build_model()
+    param = dict(model.module.param_and_grad_buffer.optimizer_named_parameters)[QKV]
+    states = {QKV: {"momentum_buffer": torch.zeros_like(param.data), "step": 3}}
+    _, split = split_every_state(handler)(model, {QKV: param.data}, {"state": states, "groups": 1})
+    parts = {name: [*of_part] for name, of_part in split["state"].items()}
+    return [parts, split["groups"]]
+
+
+def test_every_state_of_fused_latent_attention_is_split():
+    """Later releases have the handler; it would miss Adam's states and fail."""
+    kinds = ["step", "momentum_buffer"]
+    parts = {QKV.replace("_qkv", part): kinds for part in ("_q", "_kv")}
+    assert run_ranks(2, _split_latent_attention).check().results == [[parts, 1]] * 2

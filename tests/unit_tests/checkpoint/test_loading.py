@@ -3,24 +3,35 @@
 """What loads by Megatron's flags, and what is refused before anything is overwritten."""
 
 import functools
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoint_runs import SCHEDULE, assert_same, gathered, resumed_run, saved_run
+import torch.distributed as dist
+from helpers.checkpoint_runs import (
+    SCHEDULE,
+    assert_same,
+    digest,
+    gathered,
+    resumed_run,
+    saved_run,
+    wrap,
+)
 from helpers.ranks import Run, launch, run_ranks
 from helpers.toy_gpt import BF16, ZERO, fsdp_toy_gpt
 
-from megatron_muon.checkpoint.reading import TRACKER
+from megatron_muon.checkpoint.reading import TRACKER, StoredCheckpoint, StoredTensor
 
 pytestmark = pytest.mark.ranks
 
 Z3 = ZERO[3]
+TRAIN = [*BF16, *SCHEDULE]
+ADAM = ("--optimizer", "adam")
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +42,22 @@ def muon(tmp_path_factory) -> tuple[Run, Path]:
 
 
 @pytest.fixture(scope="module")
-def adam(tmp_path_factory) -> Path:
-    """A folder that Adam saved."""
-    folder = tmp_path_factory.mktemp("adam") / "saved"
-    launch(2, _adam(Z3, *BF16, *SCHEDULE, "--save", str(folder), "--exit-interval", "5")).check()
-    return folder
+def saved_with(tmp_path_factory) -> Callable[..., Path]:
+    """A function that saves a run with other flags, once, and returns its folder."""
+
+    @functools.cache
+    def save(*flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("other") / "saved"
+        arguments = [*TRAIN, *flags, "--save", str(folder), "--exit-interval", "5"]
+        launch(2, fsdp_toy_gpt(Z3, *arguments)).check()
+        return folder
+
+    return save
 
 
-def _adam(sharding: str, *flags: str) -> list[str]:
-    return fsdp_toy_gpt(sharding, "--optimizer", "adam", *flags)
-
-
-def _load(folder: Path, *flags: str, **options) -> Run:
+def _load(folder: Path, *flags: str, train: Sequence[str] = TRAIN, **options) -> Run:
     """Load the checkpoint of iteration 5 and train one iteration."""
-    arguments = [*BF16, *SCHEDULE, "--load", str(folder), "--ckpt-step", "5", *flags]
+    arguments = [*train, "--load", str(folder), "--ckpt-step", "5", *flags]
     return launch(2, fsdp_toy_gpt(Z3, *arguments, "--exit-interval", "6"), **options)
 
 
@@ -52,40 +65,16 @@ def watch_load(status: str) -> None:
     """Write for each rank whether parameters or state changed in a load that raised."""
     from megatron.training import training
 
-    original = training.load_checkpoint
-
-    def digest(optimizer) -> str:
-        found = hashlib.sha256()
-        for child in getattr(optimizer, "chained_optimizers", [optimizer]):
-            for param in child.get_parameters():
-                found.update(param._local_tensor.detach().numpy().tobytes())
-                for value in child.optimizer.state.get(param, {}).values():
-                    local = getattr(value, "_local_tensor", value)
-                    # Adam makes its state, of zeros, on the way.
-                    found.update(local.numpy().tobytes() if local.any() else b"")
-        return found.hexdigest()
-
-    @functools.wraps(original)
-    def load_checkpoint(model, optimizer, *args, **kwargs):
+    def load(original: Callable, model: object, optimizer: object, *args, **kwargs) -> object:
         before = digest(optimizer)
         try:
             return original(model, optimizer, *args, **kwargs)
         except BaseException:
-            rank = torch.distributed.get_rank()
-            Path(f"{status}_{rank}").write_text(json.dumps(digest(optimizer) == before))
+            is_unchanged = digest(optimizer) == before
+            Path(f"{status}_{dist.get_rank()}").write_text(json.dumps(is_unchanged))
             raise
 
-    training.load_checkpoint = load_checkpoint
-
-
-def _assert_refused(run: Run, status: Path, *texts: str) -> None:
-    """Every rank ended with status 1, the whole message, and all as it was."""
-    assert run.exit_codes == [1, 1], run.outputs[0][-2000:]
-    for rank, output in enumerate(run.outputs):
-        for text in (*texts, "Nothing was loaded."):
-            assert text in output, output[-3000:]
-        assert json.loads(Path(f"{status}_{rank}").read_text()) is True
-    assert run.history == []
+    wrap(training, "load_checkpoint", load)
 
 
 def _copy(folder: Path, target: Path) -> Path:
@@ -99,46 +88,30 @@ def _truncate(path: Path, num_bytes: int = 100) -> None:
     os.truncate(path, path.stat().st_size - num_bytes)
 
 
-NO_TEXT = "expected the tracker of a --save folder, got no such file. Finished in"
+def _write(text: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(text)
+
+
 INNER = "iter_0000005"
 DATA, TABLE = f"{INNER}/__1_*.distcp", f"{INNER}/.metadata"
+NO_FORMAT = "expected the format fsdp_dtensor, got"
 # The place in a copy, what is done there, whether --ckpt-step 5 is passed, and the text to expect.
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], bool, str]] = {
-    "without_metadata": (TABLE, Path.unlink, True, "iter_0000005: expected a finished checkpoint"),
+    "without_metadata": (TABLE, Path.unlink, True, f"{INNER}: expected a finished checkpoint"),
     "without_a_file": (DATA, Path.unlink, True, ".distcp: expected a file, got none"),
     "truncated": (DATA, _truncate, True, ".distcp: expected "),
     "damaged_metadata": (TABLE, _truncate, True, ".metadata: expected the metadata of torch.dist"),
-    "torch_format": (
-        INNER,
-        lambda path: (path / ".metadata").rename(path / "mp_rank_00"),
-        True,
-        "expected the format fsdp_dtensor, got torch.",
-    ),
+    "torch_format": (TABLE, lambda p: p.rename(p.with_name("mp_rank_00")), True, NO_FORMAT),
     "torch_dist_format": (
         INNER,
         lambda path: (path / "metadata.json").write_text("{}"),
         True,
-        "expected the format fsdp_dtensor, got torch_dist.",
+        f"{NO_FORMAT} torch_dist",
     ),
-    "empty_tracker": (
-        TRACKER,
-        lambda path: path.write_text(""),
-        False,
-        "expected an iteration or 'release', got ''. Finished in",
-    ),
-    "tracker_of_another": (
-        TRACKER,
-        lambda path: path.write_text("7"),
-        False,
-        "iter_0000007: expected a checkpoint, got no such folder. Finished in",
-    ),
-    "no_tracker": (TRACKER, Path.unlink, False, NO_TEXT),
-    "release": (
-        TRACKER,
-        lambda path: path.write_text("release"),
-        True,
-        "expected an iteration beside --ckpt-step 5, got 'release'",
-    ),
+    "empty_tracker": (TRACKER, _write(""), False, "expected an iteration or 'release', got ''"),
+    "tracker_of_another": (TRACKER, _write("7"), False, "iter_0000007: expected a checkpoint"),
+    "no_tracker": (TRACKER, Path.unlink, False, "expected the tracker of a --save folder, got no"),
+    "release": (TRACKER, _write("release"), True, "beside --ckpt-step 5, got 'release'"),
 }
 
 
@@ -148,10 +121,6 @@ UNSEEN, FORBIDDEN = "unseen", "forbidden"
 
 def _open_each(folders: dict[str, str], steps: dict[str, int | None]) -> dict[str, str]:
     """Open every folder on two ranks as Megatron's load does, and return what is said."""
-    from types import SimpleNamespace
-
-    import torch.distributed as dist
-
     from megatron_muon.mcore import checkpoint_load as loading
 
     dist.init_process_group("gloo")
@@ -164,7 +133,7 @@ def _open_each(folders: dict[str, str], steps: dict[str, int | None]) -> dict[st
             loading.find_misfits = _forbid
         if dist.get_rank() == 1 and name == UNSEEN:
             loading._open = lambda folder, iteration: None
-        args = SimpleNamespace(use_megatron_fsdp=True, ckpt_step=steps[name])
+        args = types.SimpleNamespace(use_megatron_fsdp=True, ckpt_step=steps[name])
         try:
             load(folder, args, True)
             found[name] = "loaded"
@@ -179,39 +148,26 @@ def _forbid(*args: object) -> None:
     raise PermissionError("not allowed")
 
 
-@pytest.fixture(scope="module")
-def opened(muon, tmp_path_factory) -> list[dict[str, str]]:
-    """What each rank says of every damaged checkpoint."""
-    folders, steps = {}, {}
-    for name, (place, damage, has_step, _) in DAMAGES.items():
-        folder = _copy(muon[1], tmp_path_factory.mktemp(name))
-        damage(next(folder.glob(place)))
-        folders[name], steps[name] = str(folder), 5 if has_step else None
-    for name in (UNSEEN, FORBIDDEN, "sound"):
-        folders[name], steps[name] = str(muon[1]), 5
-    folders["one_checkpoint"], steps["one_checkpoint"] = str(muon[1] / "iter_0000005"), 5
-    return run_ranks(2, _open_each, folders, steps).check().results
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_checkpoint_is_refused_before_anything_is_loaded(name, opened):
+def test_damaged_checkpoint_is_refused_before_anything_is_loaded(muon, tmp_path):
     """By all ranks, naming the file, also where one rank alone reads the damaged one.
 
-    Upstream ends with status 0 for an empty tracker, and trains from random weights without one.
+    Upstream ends with status 0 for an empty tracker, and trains from random weights without one or
+    from the folder of one checkpoint.
     """
-    _, _, has_step, text = DAMAGES[name]
-    for said in opened:
-        assert text in said[name]
-        assert "Nothing was loaded." in said[name]
-        assert "--ckpt-step" in said[name] or has_step
-
-
-def test_sound_checkpoint_is_opened_and_what_one_rank_meets_is_raised_by_all(muon, opened):
-    """Ranks that wait for one another's verdict would wait for ever.
-
-    In the folder of one checkpoint, upstream looks for a tracker, and trains from random weights.
-    """
-    for said in opened:
+    folders, steps = {}, {}
+    for name, (place, damage, has_step, _) in DAMAGES.items():
+        folder = _copy(muon[1], tmp_path / name)
+        damage(next(folder.glob(place)))
+        folders[name], steps[name] = str(folder), 5 if has_step else None
+    for name in (UNSEEN, FORBIDDEN, "sound", "one_checkpoint"):
+        inner = INNER if name == "one_checkpoint" else ""
+        folders[name], steps[name] = str(muon[1] / inner), 5
+    for said in run_ranks(2, _open_each, folders, steps).check().results:
+        for name, (_, _, has_step, text) in DAMAGES.items():
+            assert text in said[name]
+            assert "Nothing was loaded." in said[name]
+            assert "--ckpt-step" in said[name] or has_step
+        # Ranks that wait for one another's verdict would wait for ever.
         assert said["sound"] == "loaded" and said["loaded"] == str(muon[1])
         assert "expected a --save folder, got that of one checkpoint" in said["one_checkpoint"]
         assert "rank 1: PermissionError: not allowed" in said[FORBIDDEN]
@@ -236,49 +192,62 @@ def test_arguments_come_from_the_checkpoint(muon, plain_losses):
     assert "expected a --save folder" in gone.outputs[0]
 
 
-def test_other_model_is_refused(muon, tmp_path):
-    """Through the launcher: every rank names the tensors, and nothing is loaded."""
-    status = tmp_path / "status"
-    flags = ("--ffn-hidden-size", "64")
-    run = _load(muon[1], *flags, before=functools.partial(watch_load, str(status)))
-    _assert_refused(run, status, "linear_fc2: expected weight (32, 64), got weight (32, 56)")
+# Flags of the run that saved, of the one that loads after those of its training, and the texts.
+REFUSED = {
+    "other model": (
+        (),
+        TRAIN,
+        ("--ffn-hidden-size", "64"),
+        ("linear_fc2: expected weight (32, 64)",),
+    ),
+    # Upstream names optimizer state by the wrapper of bf16 models; weights alone load.
+    "bf16 in fp32": (
+        (),
+        (*SCHEDULE, *BF16[1:]),
+        (),
+        ("linear_fc2.weight: expected momentum_buffer (32, 56), got n",),
+    ),
+    "adam": (
+        ADAM,
+        TRAIN,
+        (),
+        (
+            "linear_fc1.weight_w: expected momentum_buffer (56, 32), got exp_avg (56, 32)",
+            "was saved with --optimizer adam, this run has --optimizer muon",
+            "--no-load-optim",
+        ),
+    ),
+    # It once named every state, and neither flag nor reason.
+    "no momentum": (
+        ("--no-save-optim",),
+        TRAIN,
+        (),
+        ("got none, as --no-save-optim leaves it out. Pass --no-load-optim",),
+    ),
+}
 
 
-def test_checkpoint_of_bf16_is_refused_in_fp32(muon, tmp_path):
-    """Upstream names optimizer state by the wrapper of bf16 models; weights alone load."""
-    status = tmp_path / "status"
-    flags = [*SCHEDULE, "--load", str(muon[1]), "--ckpt-step", "5", *BF16[1:]]
-    run = launch(2, fsdp_toy_gpt(Z3, *flags), before=functools.partial(watch_load, str(status)))
-    _assert_refused(run, status, "linear_fc2.weight: expected momentum_buffer (32, 56), got n")
-
-
-@pytest.mark.slow
-def test_adams_checkpoint_is_refused_by_muon(adam, tmp_path):
-    """Naming what was expected and found, and the way out."""
-    status = tmp_path / "status"
-    run = _load(adam, before=functools.partial(watch_load, str(status)))
-    _assert_refused(
-        run,
-        status,
-        "linear_fc1.weight_w: expected momentum_buffer (56, 32), got exp_avg (56, 32), exp_avg_sq",
-        "was saved with --optimizer adam, this run has --optimizer muon",
-        "--no-load-optim",
-    )
-
-
-@pytest.mark.slow
-def test_missing_momentum_is_refused(tmp_path):
-    """A checkpoint without optimizer state once named every state, and neither flag nor reason."""
-    folder, status = tmp_path / "saved", tmp_path / "status"
-    flags = [*BF16, *SCHEDULE, "--save", str(folder), "--no-save-optim", "--exit-interval", "5"]
-    launch(2, fsdp_toy_gpt(Z3, *flags)).check()
-    run = _load(folder, before=functools.partial(watch_load, str(status)))
-    text = (
-        "expected optimizer state, got none, as --no-save-optim leaves it out. Pass --no-load-optim"
-    )
-    _assert_refused(run, status, text)
-    assert "expected momentum_buffer" not in run.outputs[0]
-    assert "momentum starts at zero" in _load(folder, "--no-load-optim").check().outputs[0]
+@pytest.mark.parametrize(
+    "case",
+    [
+        "other model",
+        "bf16 in fp32",
+        pytest.param("adam", marks=pytest.mark.slow),
+        pytest.param("no momentum", marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoint_that_does_not_fit_is_refused(case, muon, saved_with, tmp_path):
+    """Every rank ends with status 1, names tensors and flags, and has all as it was."""
+    saved_by, train, flags, texts = REFUSED[case]
+    folder, status = saved_with(*saved_by) if saved_by else muon[1], tmp_path / "status"
+    before = functools.partial(watch_load, str(status))
+    run = _load(folder, *flags, train=train, before=before)
+    assert run.exit_codes == [1, 1], run.outputs[0][-2000:]
+    for rank, output in enumerate(run.outputs):
+        for text in (*texts, "Nothing was loaded."):
+            assert text in output, output[-3000:]
+        assert json.loads(Path(f"{status}_{rank}").read_text()) is True
+    assert run.history == []
 
 
 @pytest.mark.parametrize("flags", [("--no-load-optim",), ("--finetune",)])
@@ -300,28 +269,32 @@ def test_weights_alone_load_with_every_bit(flags, muon, tmp_path):
     assert all(bool((found[n] == 0).all()) for n in found.keys() - params)
 
 
+@pytest.mark.parametrize(
+    ("saved_by", "flag", "first"),
+    [(ADAM, "--finetune", 1), (("--no-save-optim",), "--no-load-optim", 6)],
+)
 @pytest.mark.slow
-def test_weights_of_adam_start_a_muon_run(adam):
-    """--finetune takes weights from another optimizer's checkpoint, and begins at iteration 0."""
-    run = _load(adam, "--finetune").check()
+def test_weights_of_others_start_a_muon_run(saved_by, flag, first, saved_with):
+    """From another optimizer's checkpoint, or one without state; --finetune begins anew."""
+    run = _load(saved_with(*saved_by), flag).check()
     assert "momentum starts at zero" in run.outputs[0]
-    assert [record["iteration"] for record in run.history] == list(range(1, 7))
+    assert [record["iteration"] for record in run.history] == list(range(first, 7))
 
 
 @pytest.mark.slow
 def test_load_of_an_empty_folder_is_a_fresh_run(muon, tmp_path):
     """Upstream takes a dummy step then, which decays weights; here losses are the fresh run's."""
-    flags = [*BF16, *SCHEDULE, "--load", str(tmp_path), "--exit-interval", "3"]
-    run = launch(2, fsdp_toy_gpt(Z3, *flags)).check()
-    assert run.losses == muon[0].losses[:3]
-    adam = _adam(Z3, *BF16, *SCHEDULE, "--exit-interval", "3")
-    assert launch(2, [*adam, "--load", str(tmp_path)]).check().losses == launch(2, adam).losses
+    fresh = fsdp_toy_gpt(Z3, *TRAIN, "--exit-interval", "3")
+    empty = ("--load", str(tmp_path))
+    assert launch(2, [*fresh, *empty]).check().losses == muon[0].losses[:3]
+    adam = [*fresh, *ADAM]
+    assert launch(2, [*adam, *empty]).check().losses == launch(2, adam).losses
 
 
 @pytest.mark.slow
 def test_pretrained_checkpoint_loads_without_load(muon):
     """Upstream joins a path with None."""
-    flags = [*BF16, *SCHEDULE, "--pretrained-checkpoint", str(muon[1]), "--exit-interval", "1"]
+    flags = [*TRAIN, "--pretrained-checkpoint", str(muon[1]), "--exit-interval", "1"]
     run = launch(2, fsdp_toy_gpt(Z3, *flags)).check()
     # Weights of the last iteration, on the data of the first.
     assert run.losses[0] < muon[0].losses[0] - 0.3
@@ -349,3 +322,75 @@ def test_changed_momentum_flag_holds_and_is_said(muon):
     run = _load(muon[1], "--muon-momentum", "0.5").check()
     text = "optimizer settings of this run differ from the checkpoint's and hold: momentum 0.5"
     assert text in run.outputs[0]
+
+
+WORDS, HALF = "embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight_w"
+SHAPES = {WORDS: (96, 32), HALF: (56, 32)} | {
+    f"decoder.layers.{layer}.mlp.linear_fc2.weight": (32, 56) for layer in (0, 1)
+}
+STATE_OF_ADAM = ("exp_avg", "exp_avg_sq", "step")
+type Shapes = dict[str, tuple[int, ...]]
+
+
+def _saved(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
+    """Return keys and shapes of weights, of Muon's momentum, and of Adam's state of the words."""
+    found: Shapes = {f"model.{name}": shape for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        for kind in STATE_OF_ADAM if name == WORDS else ("momentum_buffer",):
+            found[f"optimizer.state.{name}.{kind}"] = () if kind == "step" else shape
+    return found
+
+
+FC2 = "decoder.layers.{}.mlp.linear_fc2.weight"
+EXPERT = "model.decoder.layers.0.mlp.experts.linear_fc2.weight{}"
+EXPERTS: Shapes = {EXPERT.format(number): (32, 56) for number in range(2)}
+SAVED = _saved(SHAPES)
+# What a run wants, and what is said.
+DIFFERENCES: dict[str, tuple[Shapes, tuple[str, ...]]] = {
+    "same model": (SAVED, ()),
+    # Another --ffn-hidden-size, and a vocabulary padded to another multiple.
+    "shapes": (
+        _saved(SHAPES | {FC2.format(0): (32, 64), WORDS: (128, 32)}),
+        (
+            "layers.0.mlp.linear_fc2: expected weight (32, 64), got weight (32, 56)",
+            "embedding.word_embeddings: expected weight (128, 32), got weight (96, 32)",
+        ),
+    ),
+    "fewer layers": (
+        _saved({name: shape for name, shape in SHAPES.items() if "layers.1." not in name}),
+        ("model.decoder.layers.1.mlp.linear_fc2: expected nothing, got weight (32, 56)",),
+    ),
+    "more layers": (
+        _saved(SHAPES | {FC2.format(2): (32, 56)}),
+        ("model.decoder.layers.2.mlp.linear_fc2: expected weight (32, 56), got nothing",),
+    ),
+    "lion": (
+        {k: shape for k, shape in SAVED.items() if not k.endswith((".exp_avg_sq", ".step"))},
+        (f"{WORDS}: expected nothing, got exp_avg_sq (96, 32), step ()",),
+    ),
+    "adam": (
+        {k.replace("momentum_buffer", of): x for k, x in SAVED.items() for of in STATE_OF_ADAM},
+        (f"{HALF}: expected exp_avg (56, 32), exp_avg_sq (56, 32), step (56, 32), got momentum_",),
+    ),
+    # A rank wants its own, by their numbers among all ranks; more than the model has are named.
+    "4 experts": (SAVED | EXPERTS, ()),
+    "2 experts": (SAVED | EXPERTS, ("linear_fc2: expected nothing, got weight",)),
+    "no experts": (SAVED | EXPERTS, ("linear_fc2: expected nothing, got weight",)),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_differences_are_named(case):
+    """Shapes, layers that are missing or would be dropped, and states of other optimizers."""
+    from megatron_muon.mcore.checkpoint_load import find_differences
+
+    wanted, texts = DIFFERENCES[case]
+    saved, num_experts = SAVED, None
+    if "experts" in case:
+        saved = saved | {EXPERT.format(number): (32, 56) for number in range(4)}
+        num_experts = int(case[0]) if case[0].isdigit() else None
+    stored = {key: StoredTensor(shape, torch.float32, ()) for key, shape in saved.items()}
+    checkpoint = StoredCheckpoint(Path(), stored, {})
+    differences = "; ".join(find_differences(checkpoint, wanted, num_experts))
+    assert all(text in differences for text in texts)
+    assert texts or not differences

@@ -3,11 +3,12 @@
 """state_dict() and load_state_dict() in a script on megatron-core, without megatron.training."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from helpers.checkpoint_runs import assert_same, joined, local_tensors
 from helpers.ranks import run_ranks
 from helpers.toy_fsdp import build_model, build_optimizer, run_backward
@@ -26,16 +27,12 @@ def _train(num_steps: int, sharding: str) -> Any:
 
 
 def _state(optimizer: Any) -> dict[str, torch.Tensor]:
-    import torch.distributed as dist
-
     shards: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shards, local_tensors(optimizer))
     return {name: t for name, t in joined(shards).items() if not name.endswith(".param")}
 
 
 def _save(folder: str, sharding: str) -> list[float]:
-    import torch.distributed.checkpoint as dcp
-
     optimizer = _train(3, sharding)
     optimizer.param_groups[0]["lr"] = 0.125
     dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
@@ -44,8 +41,6 @@ def _save(folder: str, sharding: str) -> list[float]:
 
 
 def _load(folder: str, sharding: str) -> list[Any]:
-    import torch.distributed.checkpoint as dcp
-
     optimizer = _train(1, sharding)
     state_dict = optimizer.state_dict()
     dcp.load({"optimizer": state_dict}, checkpoint_id=folder)
@@ -83,9 +78,7 @@ def test_plain_dcp_saves_and_loads_the_state_dict_on_other_ranks(saved, loaded, 
     assert all(result[1] == 0.125 for result in second.results)
 
 
-def _load_what_does_not_fit(folder: str) -> list[Any]:
-    import torch.distributed as dist
-
+def _load_what_does_not_fit() -> list[Any]:
     optimizer = _train(2, "optim_grads_params")
     before = _state(optimizer)
     other = copy.deepcopy(optimizer.state_dict())
@@ -111,16 +104,13 @@ def _load_what_does_not_fit(folder: str) -> list[Any]:
     return [names, messages, filled]
 
 
-def test_state_that_does_not_fit_is_refused_on_all_ranks(tmp_path):
+def test_state_that_does_not_fit_is_refused_on_all_ranks():
     """Wrong on rank 1 alone: nothing is loaded. What fits is copied into what is there."""
-    run = run_ranks(2, _load_what_does_not_fit, str(Path(tmp_path))).check()
-    for names, messages, filled in run.results:
+    for names, messages, filled in run_ranks(2, _load_what_does_not_fit).check().results:
         assert len(messages) == 1 and filled
         for text in (
-            f"rank 1: state.{names[0]}: expected momentum_buffer DTensor of shape",
-            f"rank 1: state.{names[1]}: expected momentum_buffer DTensor of shape",
-            f"rank 1: state.{names[2]}: expected momentum_buffer DTensor of shape",
-            f"rank 1: param_to_group_meta.{names[3]}: expected group settings, got nothing",
-            "Nothing was loaded.",
+            *(f"state.{name}: expected momentum_buffer DTensor of shape" for name in names[:3]),
+            f"param_to_group_meta.{names[3]}: expected group settings, got nothing",
         ):
-            assert text in messages[0], messages[0]
+            assert f"rank 1: {text}" in messages[0], messages[0]
+        assert "Nothing was loaded." in messages[0]

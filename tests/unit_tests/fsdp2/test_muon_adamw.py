@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from helpers import fsdp2_models
 from helpers.device import device, init_group
-from helpers.fsdp2_models import CASES, mixed_model
+from helpers.fsdp2_models import CASES, draw_grads, load_state, local, mixed_model, save_state
 from helpers.ranks import run_ranks
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW, parameter_groups
 
@@ -29,14 +27,7 @@ ADAMW = {"lr": 0.03, "weight_decay": 0.2, "betas": (0.8, 0.95), "eps": 1e-6}
 MUON = {"lr": 0.02, "weight_decay": 0.1}
 
 
-def _drawn_grads(parameters: list[Any], step: int) -> None:
-    """Give every parameter a gradient, the same in each call."""
-    for number, each in enumerate(parameters):
-        grad = fsdp2_models.drawn(each.whole.shape, 1000 * step + number)
-        each.param.grad = each.like_param(each.own(grad).clone())
-
-
-def _step_cases(cases: list[str]) -> dict[str, list[str]]:
+def _step_cases(cases: list[str]) -> dict[str, list[int]]:
     """Step each layout twice: half by Muon and half by AdamW, in one optimizer and in two."""
     init_group()
     different = {}
@@ -59,30 +50,26 @@ def _step_cases(cases: list[str]) -> dict[str, list[str]]:
             [{"params": [x.param]} for x in their_rest] or [{"params": []}], **ADAMW
         )
         for step in range(NUM_STEPS):
-            _drawn_grads([*ours, *our_rest], step)
-            _drawn_grads([*theirs, *their_rest], step)
-            one.step()
-            muon.step()
-            adamw.step()
+            for parameters in ([*ours, *our_rest], [*theirs, *their_rest]):
+                for number, each in enumerate(parameters):
+                    each.draw_grad(1000 * step + number)
+            for optimizer in (one, muon, adamw):
+                optimizer.step()
         pairs = zip([*ours, *our_rest], [*theirs, *their_rest], strict=True)
         different[case] = [
-            f"{number}"
+            number
             for number, (own, other) in enumerate(pairs)
-            if not torch.equal(_local(own.param), _local(other.param))
+            if not torch.equal(local(own.param), local(other.param))
             or any(
-                not torch.equal(_local(one.state[own.param][key]), _local(value))
+                not torch.equal(local(one.state[own.param][key]), local(value))
                 for key, value in (muon.state.get(other.param) or adamw.state[other.param]).items()
             )
         ]
     return different
 
 
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 @functools.cache
-def differences(world_size: int) -> list[dict[str, list[str]]]:
+def differences(world_size: int) -> list[dict[str, list[int]]]:
     """Return what differs, by rank and case."""
     names = [case.__name__ for case in CASES[world_size]]
     return run_ranks(world_size, _step_cases, names).check().results
@@ -103,13 +90,10 @@ def test_one_optimizer_steps_as_muon_and_adamw_do(world_size, case):
         assert found[case] == []
 
 
-def _grads(model: torch.nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for param in model.parameters():
-        grad = torch.randn(param.shape, generator=generator).to(param.device)
-        if hasattr(param, "device_mesh"):
-            grad = distribute_tensor(grad, param.device_mesh, param.placements)
-        param.grad = grad
+def _of_groups(model: Any, adamw: str, *muon: str, **options: Any) -> MuonAdamW:
+    groups = [{"params": [model.get_parameter(adamw)], "algorithm": "adamw"}]
+    groups += [{"params": [model.get_parameter(name)], "algorithm": "muon"} for name in muon]
+    return MuonAdamW(groups, **options)
 
 
 @pytest.mark.parametrize(
@@ -123,32 +107,16 @@ def _grads(model: torch.nn.Module, step: int) -> None:
         (lambda m: MuonAdamW([m["up"].weight], coefficient_type="cubic"), "coefficient_type: exp"),
         (lambda m: MuonAdamW([m["up"].weight], num_ns_steps=0), "num_ns_steps: expected at least"),
         (lambda m: MuonAdamW([m["up"].weight], fp32_matmul_prec="bf16"), "fp32_matmul_prec: exp"),
-        (lambda m: MuonAdamW([m["up"].weight], betas=(2.0, 0.9)), None),
-        (
-            lambda m: MuonAdamW(
-                [{"params": [m["norm"].bias], "algorithm": "adamw"}], betas=(2.0, 0.9)
-            ),
-            "Invalid beta parameter",
-        ),
-        (
-            lambda m: MuonAdamW(
-                [
-                    {"params": [m["up"].weight]},
-                    {"params": [m["up"].weight], "algorithm": "adamw"},
-                ]
-            ),
-            "some parameters appear in more than one parameter group",
-        ),
+        (lambda m: _of_groups(m, "norm.bias", betas=(2.0, 0.9)), "Invalid beta parameter"),
+        (lambda m: _of_groups(m, "up.weight", "up.weight"), "in more than one parameter group"),
     ],
 )  # fmt: skip
-def test_construction_that_cannot_work_is_refused(build: Callable[[Any], Any], said: str | None):
+def test_construction_that_cannot_work_is_refused(build: Callable[[Any], Any], said: str):
     """Muon's arguments count always, AdamW's where there is a group of AdamW; not in a step."""
-    if said is None:
-        build(mixed_model())
-        return
     with pytest.raises((TypeError, ValueError)) as error:
         build(mixed_model())
     assert said in str(error.value)
+    MuonAdamW([mixed_model()["up"].weight], betas=(2.0, 0.9))
 
 
 def test_schedulers_copies_and_pickles_before_the_first_step():
@@ -170,7 +138,7 @@ def test_schedulers_copies_and_pickles_before_the_first_step():
             (model, optimizer, schedules[0]),
             (other, copied, schedules[1]),
         ):
-            _grads(each, step)
+            draw_grads(each.parameters(), step)
             scheduled.step()
             schedule.step()
     assert {group["lr"] for group in optimizer.param_groups} == {0.1 * 0.5**NUM_STEPS}
@@ -186,13 +154,28 @@ def test_groups_may_be_added_until_the_first_step():
     optimizer = MuonAdamW([model["up"].weight], lr=0.1)
     optimizer.add_param_group({"params": [model["norm"].weight], "algorithm": "lion", "lr": 0.5})
     before = model["norm"].weight.detach().clone()
-    _grads(model, 0)
+    draw_grads(model.parameters(), 0)
     optimizer.step()
     # The first update of Lion is the sign of the gradient; weight decay is that of the optimizer.
     expected = before * (1 - 0.5 * 0.01) - 0.5 * model["norm"].weight.grad.sign()
     torch.testing.assert_close(model["norm"].weight.detach(), expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(RuntimeError, match="expected all parameters before the first step"):
         optimizer.add_param_group({"params": [model["down"].weight]})
+
+
+def test_state_dict_of_one_rank_resumes():
+    """The bits of the run that went on, through torch.save's form."""
+    models = [mixed_model(), mixed_model()]
+    optimizers = [MuonAdamW.from_model(each, lr=0.1) for each in models]
+    for step in range(2):
+        draw_grads(models[0].parameters(), step)
+        optimizers[0].step()
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        draw_grads(model.parameters(), 2)
+        optimizer.step()
+    assert all(map(torch.equal, *(list(each.parameters()) for each in models)))
 
 
 def _late() -> list[Any]:
@@ -212,15 +195,15 @@ def _late() -> list[Any]:
     reference = MuonAdamW.from_model(early, lr=0.1)
     for step in range(NUM_STEPS):
         for model, each in ((late, optimizer), (early, reference)):
-            _grads(model, step)
+            draw_grads(model.parameters(), step)
             each.step()
     pairs = zip(late.parameters(), early.parameters(), strict=True)
-    found: list[Any] = [[torch.equal(_local(a), _local(b)) for a, b in pairs]]
+    found: list[Any] = [[torch.equal(local(a), local(b)) for a, b in pairs]]
     # And now they change, on one rank alone.
     if torch.distributed.get_rank() == 1:
         group = optimizer.param_groups[optimizer.algorithms.index("muon")]
         group["params"] = list(reversed(group["params"]))
-    _grads(late, 0)
+    draw_grads(late.parameters(), 0)
     optimizers = [optimizer]
     # Parameters that cannot be stepped.
     for shape in ((4, 4), (4,)):
@@ -254,66 +237,56 @@ def _sharded(shape: list[int]) -> torch.nn.Module:
     return model
 
 
-def _optimizers(model: torch.nn.Module, *, is_one: bool) -> list[Any]:
-    if is_one:
+def _optimizers(model: torch.nn.Module, kind: str) -> list[Any]:
+    """Return one optimizer, Muon and AdamW, or a Muon without names, torch's or ours, and AdamW."""
+    if kind == "one":
         return [MuonAdamW.from_model(model, lr=0.1)]
     by_algorithm: dict[str, list[Any]] = {"muon": [], "adamw": []}
     for group in parameter_groups(model):
         by_algorithm[group.pop("algorithm")].append(group)
-    return [
-        Muon(by_algorithm["muon"], lr=0.1, nesterov=True, scale_mode="match_adamw"),
-        torch.optim.AdamW(by_algorithm["adamw"], lr=0.1),
-    ]
+    adamw = torch.optim.AdamW(by_algorithm["adamw"], lr=0.1)
+    if kind == "two":
+        options: dict[str, Any] = {"nesterov": True, "scale_mode": "match_adamw"}
+        return [Muon(by_algorithm["muon"], lr=0.1, **options), adamw]
+    matrices = [param for group in by_algorithm["muon"] for param in group["params"]]
+    # Torch's steps round otherwise: matrices stay, and momentum goes on.
+    return [{"torch": torch.optim.Muon, "unnamed": Muon}[kind](matrices, lr=0.0), adamw]
+
+
+# Kinds of optimizers: how states are saved, and how they are loaded.
+WAYS = [("one", "one"), ("two", "one"), ("two", "two"), ("torch", "unnamed")]
 
 
 def _save(folder: str) -> None:
-    """Train two steps with one optimizer and with two; save, and save the step after."""
+    """Train two steps with each kind of optimizers; save, and save the step after."""
     init_group()
-    for is_one in (True, False):
+    for kind in dict(WAYS):
         model = _sharded([torch.distributed.get_world_size()])
-        optimizers = _optimizers(model, is_one=is_one)
+        optimizers = _optimizers(model, kind)
         for step in range(3):
-            _grads(model, step)
+            draw_grads(model.parameters(), step)
             for each in optimizers:
                 each.step()
-            for is_flat in (False, True):
+            for is_flat in (False, True) if step else ():
                 options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
-                weights, state = get_state_dict(model, optimizers, options=options)
-                if step:
-                    dcp.save(
-                        {"model": weights, "optim": state},
-                        checkpoint_id=f"{folder}/{is_one}_{is_flat}_{step}",
-                    )
-
-
-# By one optimizer or by two: how states are saved, and how they are loaded.
-WAYS = [(True, True), (False, True), (False, False)]
+                save_state(f"{folder}/{kind}_{is_flat}_{step}", model, optimizers, options)
 
 
 def _load(folder: str, shape: list[int]) -> dict[str, list[bool]]:
     """Load on other ranks, go on, and compare with the run that did."""
     init_group()
     found = {}
-    for (is_saved_as_one, is_one), is_flat in itertools.product(WAYS, (False, True)):
+    for (saved, kind), is_flat in itertools.product(WAYS, (False, True)):
         runs = []
         for step in (1, 2):
             model = _sharded(shape)
             for param in model.parameters():
                 torch.nn.init.constant_(param, 7.0)
-            optimizers = _optimizers(model, is_one=is_one)
+            optimizers = _optimizers(model, kind)
             options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
-            weights, state = get_state_dict(model, optimizers, options=options)
-            loaded = {"model": weights, "optim": state}
-            dcp.load(loaded, checkpoint_id=f"{folder}/{is_saved_as_one}_{is_flat}_{step}")
-            set_state_dict(
-                model,
-                optimizers,
-                model_state_dict=loaded["model"],
-                optim_state_dict=loaded["optim"],
-                options=options,
-            )
+            load_state(f"{folder}/{saved}_{is_flat}_{step}", model, optimizers, options)
             if step == 1:
-                _grads(model, 2)
+                draw_grads(model.parameters(), 2)
                 for each in optimizers:
                     each.step()
             tensors = list(model.parameters())
@@ -322,18 +295,16 @@ def _load(folder: str, shape: list[int]) -> dict[str, list[bool]]:
                 tensors += [value for of_param in states for value in of_param.values()]
             runs.append(tensors)
         pairs = zip(*runs, strict=True)
-        found[f"{is_saved_as_one} {is_one} {is_flat}"] = [
-            torch.equal(_local(a), _local(b)) for a, b in pairs
-        ]
+        found[f"{saved} {kind} {is_flat}"] = [torch.equal(local(a), local(b)) for a, b in pairs]
     return found
 
 
 @pytest.mark.ranks
 def test_state_of_one_optimizer_or_two_loads_on_other_ranks(tmp_path: Path):
-    """Flat and nested; states of a separate Muon and AdamW go on in one optimizer."""
+    """Flat and nested; a separate Muon, torch's too, and AdamW go on in one optimizer or two."""
     run_ranks(2, _save, str(tmp_path)).check()
     for ranks, shape in ((3, [3]), (4, [2, 2])):
         for found in run_ranks(ranks, _load, str(tmp_path), shape).check().results:
-            assert len(found) == 6
-            for equal in found.values():
-                assert all(equal) and len(equal) > 25
+            assert len(found) == 2 * len(WAYS)
+            for way, equal in found.items():
+                assert all(equal) and len(equal) > 25, way

@@ -11,76 +11,68 @@ import torch
 import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
 from helpers.device import device, init_group, kind
-from helpers.fsdp2_models import drawn, shard
+from helpers.fsdp2_models import shard
 from helpers.ranks import ROOT, run_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon
 
+VALUES = torch.arange(12.0).view(3, 4)
 
-def _pair(**settings: Any) -> tuple[Any, Any, Any, Any]:
+
+def _pair(momentum_dtype: Any = torch.float32, **settings: Any) -> tuple[Any, Any, Any, Any]:
     """Return two equal parameters of one rank, and our Muon and the whole-matrix one over them."""
-    ours, theirs = (
-        torch.nn.Parameter(torch.arange(12.0, device=device()).view(3, 4)) for _ in range(2)
-    )
+    ours, theirs = (torch.nn.Parameter(VALUES.to(device(), copy=True)) for _ in range(2))
     settings = {"lr": 0.1, "fp32_matmul_prec": "highest", **settings}
     exchange = ExchangeSettings(comm_dtype="fp32")
-    return (
-        ours,
-        theirs,
-        Muon([ours], exchange=exchange, **settings),
-        WholeMatrixMuon([theirs], **settings),
-    )
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"nesterov": True},
-        {"weight_decay_method": "l2", "weight_decay": 0.3},
-        {"weight_decay_method": "palm", "weight_decay": 0.3},
-        {"num_ns_steps": 3, "coefficient_type": "simple", "scale_mode": "shape_scaling"},
-        {"momentum": 0.5, "extra_scale_factor": 0.2},
-    ],
-    ids=lambda settings: ",".join(settings) or "defaults",
-)
-def test_one_rank_without_a_process_group_steps_like_emerging_optimizers(settings):
-    """For debugging, and for the test suites of others: the same bits in three steps."""
-    ours, theirs, muon, reference = _pair(**settings)
-    for step in range(3):
-        torch.manual_seed(step)
-        theirs.grad = torch.randn(3, 4, device=device())
-        ours.grad = theirs.grad.clone()
-        kept = ours.grad.clone()
-        muon.step()
-        reference.step()
-        assert torch.equal(ours, theirs)
-        # l2 adds to the gradient, as emerging-optimizers does; nothing else changes it.
-        assert torch.equal(ours.grad, theirs.grad)
-        assert torch.equal(ours.grad, kept) == (settings.get("weight_decay_method") != "l2")
+    muon = Muon([ours], exchange=exchange, momentum_dtype=momentum_dtype, **settings)
+    return ours, theirs, muon, WholeMatrixMuon([theirs], **settings)
 
 
 has_grad_dtype = pytest.mark.skipif(
     not hasattr(torch.Tensor, "grad_dtype"),
     reason="from torch 2.10 on",
 )
+BF16 = pytest.param(torch.bfloat16, marks=has_grad_dtype)
 
 
-@has_grad_dtype
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_gradients_in_bfloat16_step_like_the_same_numbers_in_float32(nesterov):
-    """FSDP2 leaves gradients in the dtype that reduces them where it is told to."""
-    ours, theirs, muon, whole = _pair(nesterov=nesterov, weight_decay_method="l2", weight_decay=0.3)
-    ours.grad_dtype = torch.bfloat16
-    grad = torch.linspace(-1, 1, 12, device=device()).view(3, 4).bfloat16()
-    ours.grad, theirs.grad = grad.clone(), grad.float()
-    muon.step()
-    whole.step()
-    assert torch.equal(ours, theirs)
-    assert torch.equal(muon.state[ours]["momentum_buffer"], whole.state[theirs]["momentum_buffer"])
-    assert torch.equal(ours.grad, grad)
+@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"nesterov": True},
+        {"weight_decay_method": "l2", "weight_decay": 0.3},
+        {"weight_decay_method": "l2", "weight_decay": 0.3, "nesterov": True},
+        {"weight_decay_method": "palm", "weight_decay": 0.3},
+        {"num_ns_steps": 3, "coefficient_type": "simple", "scale_mode": "shape_scaling"},
+        {"momentum": 0.5, "extra_scale_factor": 0.2},
+    ],
+    ids=lambda settings: ",".join(settings) or "defaults",
+)
+def test_one_rank_without_a_process_group_steps_like_emerging_optimizers(
+    settings, dtype, momentum_dtype
+):
+    """The bits of three steps; of gradients in bfloat16, and of momentum that is rounded once."""
+    ours, theirs, muon, reference = _pair(momentum_dtype, **settings)
+    if dtype == torch.bfloat16:
+        ours.grad_dtype = dtype
+    # l2 adds to the gradient, as emerging-optimizers does; nothing else changes it.
+    is_changed = settings.get("weight_decay_method") == "l2" and dtype == torch.float32
+    for step in range(3):
+        torch.manual_seed(step)
+        grad = torch.randn(3, 4, device=device()).to(dtype)
+        ours.grad, theirs.grad = grad.clone(), grad.float().clone()
+        muon.step()
+        reference.step()
+        momentum = reference.state[theirs]["momentum_buffer"]
+        momentum.copy_(momentum.to(momentum_dtype))
+        assert torch.equal(ours, theirs)
+        assert torch.equal(muon.state[ours]["momentum_buffer"], momentum.to(momentum_dtype))
+        assert torch.equal(ours.grad, theirs.grad if is_changed else grad)
+        assert torch.equal(ours.grad, grad) != is_changed
 
 
 @has_grad_dtype
@@ -107,8 +99,7 @@ def test_closure_computes_gradients_and_its_loss_is_returned():
     loss = muon.step(closure)
     theirs.grad = (2 * (theirs - target)).detach()
     reference.step()
-    before = torch.arange(12.0, device=device()).view(3, 4)
-    assert loss.item() == (before - target).square().sum().item()
+    assert loss.item() == (VALUES.to(device()) - target).square().sum().item()
     assert torch.equal(ours, theirs)
 
 
@@ -169,24 +160,11 @@ def test_splits_of_this_run_win_over_those_of_the_checkpoint():
     with pytest.warns(UserWarning) as warned:
         other.load_state_dict(saved)
     texts = [str(each.message) for each in warned]
-    assert texts == [
-        "group 0: the checkpoint has split_sizes 2, this run (1, 3), which it keeps.",
-        "group 0: the checkpoint has transposed True, this run False, which it keeps.",
-    ]
+    assert len(texts) == 2
+    assert "split_sizes 2, this run (1, 3)" in texts[0]
+    assert "transposed True, this run False" in texts[1]
     assert other.param_groups[0]["split_sizes"] == (1, 3)
     assert "transposed" not in other.param_groups[0]
-
-
-def test_state_that_lacks_momentum_is_refused():
-    """Zeros in its place would be another run."""
-    param = torch.nn.Parameter(torch.ones(4, 4))
-    muon = Muon([("w", param)])
-    saved = muon.state_dict()
-    with pytest.raises(RuntimeError, match=r"w: expected \['momentum_buffer'\] of muon, got \[\]"):
-        muon.load_state_dict({**saved, "state": {}})
-    wrong = {0: {"momentum_buffer": torch.ones(2, 4)}}
-    with pytest.raises(RuntimeError, match=r"got local shape \(2, 4\). Load through"):
-        muon.load_state_dict({**saved, "state": wrong})
 
 
 def _step_without_gradients() -> list[bool]:
@@ -204,7 +182,7 @@ def _step_without_gradients() -> list[bool]:
 
     for step in range(2):
         for each in (used, alone):
-            each.param.grad = each.like_param(each.own(drawn((5, 4), step)))
+            each.draw_grad(step)
         # In the second step it has momentum, which must stay too.
         unused.param.grad = None if step else used.param.grad
         before = state()
@@ -238,7 +216,7 @@ def _stages_and_meshes() -> list[Any]:
     if rank < 2:
         each = shard((4 + rank, 6), rank, mesh)
         model.weight = each.param
-        each.param.grad = each.like_param(each.own(drawn(each.whole.shape, 9)))
+        each.draw_grad(9)
         sharded = [("weight", each.param)]
     saved = []
     for group in (None, pair if rank < 2 else None):
@@ -255,7 +233,7 @@ def _stages_and_meshes() -> list[Any]:
         named = [(f"w{i}", each.param) for i, each in enumerate(both)]
         muon = Muon(named[::-1] if is_turned else named)
         for i, each in enumerate(both):
-            each.param.grad = each.like_param(each.own(drawn(each.whole.shape, 10 + i)))
+            each.draw_grad(10 + i)
         muon.step()
         results.append([each.param.to_local() for each in both])
     return [saved, all(map(torch.equal, *results))]
@@ -290,7 +268,7 @@ def _operations(num_experts: list[int]) -> list[list[int]]:
         batch = shard((number, 8, 6), 0, mesh)
         exchange = ExchangeSettings(cost_model="stack_tiles=1000")
         muon = Muon([batch.param], nesterov=True, weight_decay=0.1, exchange=exchange)
-        batch.param.grad = batch.like_param(batch.own(drawn(batch.whole.shape, 1)))
+        batch.draw_grad(1)
         counter = OperationCounter()
         counter.count_row_kernel()
         with counter:

@@ -1,59 +1,27 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Dtypes of parameters and momentum, own functions, scales and splits of Muon for FSDP2."""
+"""Dtypes of parameters, own functions, scales, splits and figures of Muon for FSDP2."""
 
+import copy
+import itertools
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from emerging_optimizers.orthogonalized_optimizers import Muon as WholeMatrixMuon
+from helpers import fsdp2_models
 from helpers.device import device, init_group
-from helpers.fsdp2_models import drawn
+from helpers.fsdp2_models import drawn, load_state, orthogonal, save_state
 from helpers.ranks import run_ranks
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from megatron_muon.fsdp2 import ExchangeSettings, Muon
+from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
+from megatron_muon.step import stored_state
 
 NUM_STEPS = 3
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("has_bf16_gradients", [False, True])
-def test_momentum_in_bfloat16_is_rounded_once_a_step(nesterov, has_bf16_gradients):
-    """The bits of emerging-optimizers' Muon, whose momentum is rounded after each step."""
-    if has_bf16_gradients and not hasattr(torch.Tensor, "grad_dtype"):
-        pytest.skip("from torch 2.10 on")
-    ours, theirs, skipped = (torch.nn.Parameter(drawn((6, 9), 1)) for _ in range(3))
-    options = {"lr": 0.1, "nesterov": nesterov, "fp32_matmul_prec": "highest"}
-    muon = Muon(
-        [ours, skipped],
-        exchange=ExchangeSettings(comm_dtype="fp32"),
-        momentum_dtype=torch.bfloat16,
-        **options,
-    )
-    whole = WholeMatrixMuon([theirs], **options)
-    for step in range(NUM_STEPS):
-        grad = drawn((6, 9), 50 + step)
-        if has_bf16_gradients:
-            grad = grad.bfloat16()
-            ours.grad_dtype = torch.bfloat16
-        ours.grad, theirs.grad = grad.clone(), grad.float()
-        muon.step()
-        whole.step()
-        momentum = whole.state[theirs]["momentum_buffer"]
-        momentum.copy_(momentum.bfloat16())
-        assert torch.equal(ours, theirs)
-        assert torch.equal(muon.state[ours]["momentum_buffer"], momentum.bfloat16())
-        assert torch.equal(ours.grad, grad)
-    assert torch.equal(skipped, drawn((6, 9), 1))
-    # torch loads it in the dtype of the parameter.
-    muon.load_state_dict(muon.state_dict())
-    assert muon.state[ours]["momentum_buffer"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
@@ -84,32 +52,20 @@ def test_momentum_in_cpu_memory_steps_with_the_same_bits(nesterov, momentum_dtyp
 
 def test_memory_that_cannot_be_pinned_is_an_error():
     """Of one rank, which all of them raise."""
-    from megatron_muon.step import stored_state
 
     def fail(_tensor: Any) -> Any:
         raise RuntimeError("CUDA error: out of memory\nmore")
 
+    said = "offload_momentum: expected CPU memory that can be pinned, got CUDA error"
     with (
         mock.patch.object(stored_state, "_in_cpu_memory", fail),
-        pytest.raises(RuntimeError) as error,
+        pytest.raises(RuntimeError, match=said),
     ):
         Muon([torch.nn.Parameter(drawn((6, 9), 0))], offload_momentum=True)
-    assert "offload_momentum: expected CPU memory that can be pinned, got CUDA error" in str(
-        error.value
-    )
-
-
-def save_and_load(folder: str, saved: tuple[Any, Any], loading: tuple[Any, Any]) -> None:
-    """Save a model with its optimizer, and load them into others."""
-    dcp.save(dict(zip("mo", get_state_dict(*saved), strict=True)), checkpoint_id=folder)
-    state = dict(zip("mo", get_state_dict(*loading), strict=True))
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(*loading, model_state_dict=state["m"], optim_state_dict=state["o"])
 
 
 def _step_bf16(folder: str) -> list[str]:
     """Step sharded parameters in bfloat16, save and load them; list what differs from float32."""
-    init_group()
     mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
     shapes = [(10, 6), (3, 8)]
     options = {"lr": 1e-3, "nesterov": True, "fp32_matmul_prec": "high"}
@@ -133,26 +89,30 @@ def _step_bf16(folder: str) -> list[str]:
             wholes[i].grad = grad.float()
         muon.step()
 
+    def differs() -> list[str]:
+        wrong = []
+        for i, (name, param) in enumerate(model.named_parameters()):
+            own, expected = muon.state[param], wholes[i].detach()
+            assert own["main_param"].dtype == torch.float32 and param.dtype == torch.bfloat16
+            for key, ours, theirs in (
+                ("copy", own["main_param"], expected),
+                ("parameter", param, expected.bfloat16()),
+                ("momentum", own["momentum_buffer"], reference.state[wholes[i]]["momentum_buffer"]),
+            ):
+                if not torch.equal(ours.full_tensor(), theirs):
+                    wrong.append(f"{name}: {key}")
+        return wrong
+
     different = []
     model, muon = build()
     for number in range(4):
         if number == 2:
-            saved = model, muon
+            save_state(folder, model, muon)
             model, muon = build()
-            save_and_load(folder, saved, (model, muon))
+            load_state(folder, model, muon)
         step(model, muon, number)
         reference.step()
-        for i, param in enumerate(model.parameters()):
-            own = muon.state[param]
-            main = own["main_param"].full_tensor()
-            assert main.dtype == torch.float32 and param.dtype == torch.bfloat16
-            if not torch.equal(main, wholes[i].detach()):
-                different.append(f"step {number}: copy {i}")
-            if not torch.equal(param.full_tensor(), wholes[i].detach().bfloat16()):
-                different.append(f"step {number}: parameter {i}")
-            momentum = reference.state[wholes[i]]["momentum_buffer"]
-            if not torch.equal(own["momentum_buffer"].full_tensor(), momentum):
-                different.append(f"step {number}: momentum {i}")
+        different += differs()
     # Somebody changes an element: it counts, and the copies of all others are kept.
     (param, _) = model.parameters()
     changed = param.full_tensor().detach().clone()
@@ -162,16 +122,7 @@ def _step_bf16(folder: str) -> list[str]:
         wholes[0][0, 0] = 2.0
     step(model, muon, 9)
     reference.step()
-    if not torch.equal(muon.state[param]["main_param"].full_tensor(), wholes[0].detach()):
-        different.append("after a change")
-    return different
-
-
-@pytest.mark.ranks
-def test_parameters_in_bfloat16_step_as_copies_in_float32(tmp_path):
-    """The bits of emerging-optimizers' Muon in float32, rounded; through a checkpoint too."""
-    for different in run_ranks(2, _step_bf16, str(tmp_path / "saved")).check().results:
-        assert different == []
+    return different + differs()
 
 
 def test_own_function_sees_stacks_of_whole_matrices():
@@ -184,8 +135,7 @@ def test_own_function_sees_stacks_of_whole_matrices():
 
     def orthogonalize(stack: Any) -> Any:
         seen.append((tuple(stack.shape), stack.dtype))
-        u, _, v = torch.linalg.svd(stack, full_matrices=False)
-        return u @ v
+        return orthogonal(stack)
 
     muon = Muon(params, lr=0.1, weight_decay=0.0, newton_schulz=orthogonalize, scale_mode="none")
     for i, param in enumerate(params):
@@ -195,9 +145,9 @@ def test_own_function_sees_stacks_of_whole_matrices():
     assert sum(shape[0] for shape, _ in seen) == 3
     assert {shape[1:] for shape, _ in seen} == {(4, 6), (7, 3)}
     for param, old in zip(params, before, strict=True):
-        u, _, v = torch.linalg.svd(param.grad, full_matrices=False)
         # Of a matrix alone and of one in a stack, whose products are rounded otherwise.
-        torch.testing.assert_close(param.detach(), old - 0.1 * (u @ v), rtol=1e-4, atol=1e-5)
+        expected = old - 0.1 * orthogonal(param.grad)
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("result", ["text", "shape", "dtype"])
@@ -246,11 +196,6 @@ def test_rows_that_are_left_are_a_block():
 
 def _train_in_cpu_memory(folder: str) -> list[str]:
     """Train with and without CPUOffloadPolicy, with a checkpoint; list what differs."""
-    import copy
-
-    from megatron_muon.fsdp2 import MuonAdamW
-
-    init_group()
     mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),))
     torch.manual_seed(0)
     first = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 5))
@@ -269,9 +214,9 @@ def _train_in_cpu_memory(folder: str) -> list[str]:
     (model, muon), (plain, plain_muon) = build(offload), build(OffloadPolicy())
     for number in range(4):
         if number == 2:
-            saved = model, muon
+            save_state(folder, model, muon)
             model, muon = build(offload)
-            save_and_load(folder, saved, (model, muon))
+            load_state(folder, model, muon)
         batch = drawn((8, 6), 20 + number).to(device())
         for each, optimizer in ((model, muon), (plain, plain_muon)):
             optimizer.zero_grad()
@@ -288,8 +233,96 @@ def _train_in_cpu_memory(folder: str) -> list[str]:
     return different
 
 
+def _on_two_ranks(folder: str) -> list[list[str]]:
+    init_group()
+    return [_step_bf16(f"{folder}/bf16"), _train_in_cpu_memory(f"{folder}/cpu")]
+
+
 @pytest.mark.ranks
-def test_shards_in_cpu_memory_step_with_the_same_bits(tmp_path):
-    """With CPUOffloadPolicy; test_rows_in_cpu_memory.py has what CPU ranks cannot show."""
-    for different in run_ranks(2, _train_in_cpu_memory, str(tmp_path / "saved")).check().results:
-        assert different == []
+def test_sharded_parameters_in_bfloat16_or_in_cpu_memory_keep_their_bits(tmp_path):
+    """Through a checkpoint: as float32 copies, and with CPUOffloadPolicy.
+
+    The reference in float32 is emerging-optimizers' Muon, rounded; test_rows_in_cpu_memory.py has
+    what CPU ranks cannot show.
+    """
+    assert run_ranks(2, _on_two_ranks, str(tmp_path)).check().results == [[[], []]] * 2
+
+
+def _figures(case: str, is_exact: bool) -> list[Any]:
+    """Return the figures of two steps, and what they should be by whole tensors."""
+    parameters = getattr(fsdp2_models, case)()
+    muon = Muon(
+        [{"params": [each.param], **each.keys} for each in parameters],
+        lr=0.5,
+        weight_decay=0.0,
+        nesterov=True,
+        newton_schulz=orthogonal if is_exact else None,
+    )
+    muon.record_metrics()
+    found = []
+    for step in range(2):
+        before = [each.param.full_tensor().detach().clone() for each in parameters]
+        for i, each in enumerate(parameters):
+            each.draw_grad(9 * step + i)
+        grads = [each.param.grad.full_tensor() for each in parameters]
+        muon.step()
+        momentum = [muon.state[each.param]["momentum_buffer"].full_tensor() for each in parameters]
+        updates = [
+            (old - each.param.full_tensor()) / 0.5
+            for old, each in zip(before, parameters, strict=True)
+        ]
+        of_whole = [
+            [float(each.norm()) for each in grads],
+            [float(each.norm()) for each in momentum],
+            [float(each.square().mean().sqrt()) for each in updates],
+        ]
+        found.append([list(muon.last_metrics()), of_whole])
+    return found
+
+
+def _all_figures() -> list[list[Any]]:
+    init_group()
+    cases = [("hybrid", False), ("hybrid_tensor_parallel", False), ("hybrid", True)]
+    return [_figures(*case) for case in cases]
+
+
+@pytest.mark.ranks
+def test_figures_are_those_of_whole_tensors():
+    """Rows that several ranks hold count once; ranks see the same figures."""
+    (first, *others) = run_ranks(4, _all_figures).check().results
+    assert all(other == first for other in others)
+    *newton_schulz, exact = first
+    for (gradients, momenta, updates, error), expected in itertools.chain(*newton_schulz):
+        # Sums in float32, in another order; updates are differences of weights of about 1.
+        for figures, of_whole in zip((gradients, momenta, updates), expected, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(figures), torch.tensor(of_whole), rtol=1e-4, atol=1e-4
+            )
+        # Newton-Schulz leaves singular values between 0.7 and 1.2.
+        assert 0.01 < error < 0.6
+    # By singular values in place of Newton-Schulz.
+    for figures, _ in exact:
+        assert figures[3] < 1e-4
+
+
+def test_figures_that_were_not_asked_for_are_refused():
+    """Nothing is recorded then."""
+    muon = Muon([torch.nn.Parameter(torch.ones(2, 3, device=device()))])
+    with pytest.raises(RuntimeError, match=r"expected record_metrics\(\) before the step"):
+        muon.last_metrics()
+
+
+def test_phases_of_a_step_are_ranges_of_a_profile():
+    """By name; AdamW's among them."""
+    matrix, vector = (torch.nn.Parameter(torch.ones(n, device=device())) for n in ((2, 3), (2,)))
+    optimizer = MuonAdamW(
+        [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}], lr=0.1
+    )
+    for each in (matrix, vector):
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    names = {event.key for event in profile.key_averages()}
+    phases = {"momentum", "norms", "local_matrices", "update", "elementwise"}
+    assert {f"Muon.{phase}" for phase in phases} <= names

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.fsdp2_models import drawn, shard
+from helpers.fsdp2_models import shard
 from helpers.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -65,14 +65,12 @@ def _wrong_parameters(mesh: DeviceMesh, w: Any, second: Any) -> list[tuple[str, 
     copied = dtensor(torch.ones(3, 4), Shard(0), Shard(0), on=marked)
     half = torch.nn.Parameter(shard((6, 4), 0, mesh).param.to(torch.float16))
     empty = torch.nn.Parameter(w.detach()[:, :0])
+    plain = torch.nn.Parameter(torch.ones(4, 4))
     number = "w: split_sizes: expected a number of blocks"
     return [
         ("ranks 0, 1: bias: expected a matrix, or a batch of matrices", [("bias", vector)]),
         ("rank 1: w: expected a matrix", [("w", vector if rank == 1 else w)]),
-        (
-            "w: expected a DTensor in a job of 2 ranks",
-            [("w", torch.nn.Parameter(torch.ones(4, 4)))],
-        ),
+        ("w: expected a DTensor in a job of 2 ranks", [("w", plain)]),
         ("w: expected float32 or bfloat16, got torch.float16", [("w", half)]),
         ("b: expected shards on cpu, as the mesh or the first", [("a", w), ("b", on_meta)]),
         ("b: expected shards on cpu, as the mesh or the first", [("b", on_meta)]),
@@ -174,7 +172,7 @@ def _refuse_to_step() -> list[tuple[str, str, bool]]:
     def reset() -> list[Any]:
         """Set gradients, and return the local state."""
         for i, each in enumerate(sharded):
-            each.param.grad = each.like_param(each.own(drawn(each.whole.shape, 10 + i)))
+            each.draw_grad(10 + i)
         return local_state()
 
     def local_state() -> list[Any]:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that save and load, with what the optimizer held on the way."""
 
+import argparse
 import functools
 import hashlib
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from helpers.ranks import Run, launch
 from helpers.toy_gpt import fsdp_toy_gpt
@@ -28,6 +30,30 @@ type Shard = tuple[torch.Size, torch.Size, torch.Tensor]
 
 SAVED_AT, LAST = 5, 7
 SCHEDULE = f"--train-iters {LAST} --lr-decay-iters 20 --save-interval {SAVED_AT}".split()
+
+# A checkpoint of Megatron-FSDP with one matrix, and names in it.
+ARGS = {
+    "bf16": False,
+    "fp16": False,
+    "swiglu": True,
+    "transformer_impl": "local",
+    "moe_grouped_gemm": False,
+    "num_layers": 1,
+    "num_experts": None,
+    "optimizer": "muon",
+}
+MATRIX = "module.module.decoder.layers.0.w"
+WEIGHT, MOMENTUM = f"model.{MATRIX[7:]}", f"optimizer.state.{MATRIX}.momentum_buffer"
+SETTING = f"optimizer.param_to_group_meta.{MATRIX}.lr"
+
+
+def save_matrix(folder: Path, value: float = 1.0, **more: Any) -> Path:
+    """Save it; its bytes have the same places for every value."""
+    matrix = torch.full((20, 30), value)
+    state = {WEIGHT: matrix, MOMENTUM: matrix.clone(), SETTING: 0.1, "iteration": 3}
+    state["args"] = argparse.Namespace(**ARGS)
+    dcp.save(state | more, checkpoint_id=folder, no_dist=True)
+    return folder
 
 
 def saved_run(world_size: int, folder: Path, sharding: str, *flags: str) -> Run:
@@ -51,6 +77,21 @@ def resumed_run(
     )
 
 
+def digest(optimizer: Any) -> str:
+    """Digest this rank's parameters and state; zeros, which a load may make, count as none."""
+    found = hashlib.sha256()
+    for child in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for param in child.get_parameters():
+            state = child.optimizer.state.get(param, {})
+            for key, tensor in [("param", param), *sorted(state.items())]:
+                local = getattr(tensor, "_local_tensor", tensor).detach().cpu()
+                if local.any():
+                    # numpy has no bfloat16.
+                    values = local.reshape(-1).view(torch.uint8).numpy()
+                    found.update(key.encode() + values.tobytes())
+    return found.hexdigest()
+
+
 def watch(folder: str) -> None:
     """Write on each rank a digest of parameters and state after each step, and its tensors once.
 
@@ -61,27 +102,16 @@ def watch(folder: str) -> None:
 
     from megatron_muon.mcore.chained_optimizer import FSDPMuonChainedOptimizer
 
-    original = FSDPMuonChainedOptimizer.step
-
-    @functools.wraps(original)
-    def step(self: Any) -> Any:
-        rank = torch.distributed.get_rank()
-        if get_args().curr_iteration == SAVED_AT:
-            torch.save(local_tensors(self), Path(folder) / f"local_{rank}.pt")
-        done = original(self)
-        digest = hashlib.sha256()
-        for child in self.chained_optimizers:
-            for param, state in child.optimizer.state.items():
-                digest.update(param._local_tensor.cpu().numpy().tobytes())
-                for key in sorted(state):
-                    local = getattr(state[key], "_local_tensor", state[key])
-                    # numpy has no bfloat16.
-                    digest.update(local.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    def step(original: Callable[[Any], Any], optimizer: Any) -> Any:
+        rank, iteration = torch.distributed.get_rank(), get_args().curr_iteration
+        if iteration == SAVED_AT:
+            torch.save(local_tensors(optimizer), Path(folder) / f"local_{rank}.pt")
+        done = original(optimizer)
         with open(Path(folder) / f"digests_{rank}", "a") as file:
-            file.write(f"{get_args().curr_iteration} {digest.hexdigest()}\n")
+            file.write(f"{iteration} {digest(optimizer)}\n")
         return done
 
-    FSDPMuonChainedOptimizer.step = step
+    wrap(FSDPMuonChainedOptimizer, "step", step)
 
 
 def local_tensors(optimizer: Any) -> dict[str, Shard]:
@@ -123,14 +153,6 @@ def assert_resumes(
     """Resume a saved run, and compare it with the one that never stopped, bit for bit.
 
     Losses, parameters and state of each iteration that follows are compared, on every rank.
-
-    Args:
-        first: The run that saved.
-        saved: Its folder.
-        resumed: Folder of the resumed run.
-        world_size: Number of ranks of both.
-        sharding: Sharding strategy of both.
-        *flags: Other flags of both.
     """
     run = resumed_run(world_size, saved, resumed, sharding, *flags).check()
     assert run.losses == first.losses[SAVED_AT:]

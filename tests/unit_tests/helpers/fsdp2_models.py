@@ -6,7 +6,7 @@ Parameters are sharded by ``fully_shard`` and ``distribute_tensor``. What a rank
 out of the whole matrix by torch's own list of chunks, which checkpoints are written by.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,60 @@ class Sharded:
             shape=self.param.shape,
             stride=self.param.stride(),
         )
+
+    def draw_grad(self, seed: int) -> None:
+        """Give the parameter its part of a gradient that is drawn."""
+        self.param.grad = self.like_param(self.own(drawn(self.whole.shape, seed)).clone())
+
+
+def draw_grads(parameters: Iterable[Any], seed: int) -> None:
+    """Give each parameter, a DTensor or not, its part of a gradient that is drawn."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for number, param in enumerate(parameters):
+        grad = drawn(param.shape, 1000 * seed + number)
+        if isinstance(param, DTensor):
+            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = grad
+
+
+def local(tensor: Any) -> Any:
+    """Return the local tensor of a DTensor, and any other as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def orthogonal(stack: Any) -> Any:
+    """Return what Newton-Schulz approximates."""
+    import torch
+
+    u, _, v = torch.linalg.svd(stack, full_matrices=False)
+    return u @ v
+
+
+def save_state(folder: str, model: Any, optimizers: Any, options: Any = None) -> None:
+    """Save a model with its optimizers by ``torch.distributed.checkpoint``."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    state = get_state_dict(model, optimizers, options=options)
+    dcp.save(dict(zip("mo", state, strict=True)), checkpoint_id=folder)
+
+
+def load_state(folder: str, model: Any, optimizers: Any, options: Any = None) -> None:
+    """Load what :func:`save_state` has saved."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    weights, state = get_state_dict(model, optimizers, options=options)
+    loaded = {"m": weights, "o": state}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizers,
+        model_state_dict=loaded["m"],
+        optim_state_dict=loaded["o"],
+        options=options,
+    )
 
 
 def drawn(shape: Sequence[int], seed: int) -> Any:
