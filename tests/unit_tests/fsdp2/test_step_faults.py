@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import device, init_group, kind
-from helpers.ranks import run_ranks
+from helpers.ranks import Run, run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW
@@ -158,7 +158,6 @@ def test_step_after_one_that_ended_in_the_middle(make, dtype):
 
 def _end_in_the_middle() -> list[Any]:
     """Fail on rank 1 once it has joined all collectives of a step, and on both ranks before."""
-    init_group()
     model = _sharded()
     optimizer = _muon_adamw(model)
     _grads(model, 0)
@@ -185,52 +184,8 @@ def _end_in_the_middle() -> list[Any]:
     return found
 
 
-@pytest.mark.ranks
-def test_all_ranks_refuse_the_step_after_one_that_ended_in_the_middle_on_one():
-    """The other ranks had gone on, with weights that were not those of a step."""
-    for found in run_ranks(2, _end_in_the_middle).check().results:
-        for is_failing, is_same, failed, refused, loaded in found:
-            assert failed.startswith("no memory") == is_failing
-            assert "rank" in refused and "1: step: expected the last one to have ended" in refused
-            assert is_same and loaded == "no error"
-
-
-def _leave_in_the_middle() -> list[Any]:
-    """Fail on rank 1 before its first collective of rows, where it leaves the job."""
-    import torch.distributed as dist
-
-    init_group()
-    model = _sharded()
-    optimizer = _muon_adamw(model)
-    _grads(model, 0)
-    optimizer.step()
-    with FailAt(None) as operations:
-        optimizer.step()
-    number = next(i for i, name in enumerate(operations.names) if "_foreach_lerp" in name)
-    is_last = dist.get_rank() == 1
-    with FailAt(number if is_last else None):
-        first = _error_of(optimizer.step)
-    if is_last:
-        # As a process does that ends.
-        dist.destroy_process_group()
-        return [first]
-    before = _values(model, optimizer)
-    return [first, _error_of(optimizer.step), _is_equal(before, _values(model, optimizer))]
-
-
-@pytest.mark.ranks
-@pytest.mark.cpu_only
-def test_rank_whose_peer_has_left_does_not_step_again():
-    """Its rows never came: a retry must not take what is there."""
-    # Not check(): a rank that has left does not join the last barrier.
-    ours, theirs = run_ranks(2, _leave_in_the_middle).results
-    assert theirs[0].startswith("no memory")
-    assert "no error" not in ours[:2] and ours[2]
-
-
 def _spoil_elementwise() -> dict[str, Any]:
     """Spoil gradients of AdamW's half; return errors, and whether anything has changed."""
-    init_group()
     is_last = torch.distributed.get_rank() == 1
     model = _sharded()
     optimizer = _muon_adamw(model)
@@ -269,49 +224,11 @@ def _spoil_elementwise() -> dict[str, Any]:
     return found
 
 
-@functools.cache
-def spoiled() -> list[dict[str, Any]]:
-    """Return what both ranks found."""
-    return run_ranks(2, _spoil_elementwise).check().results
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("missing", "rank 0: norm.weight: expected a gradient on all ranks that hold the parame"),
-        ("infinite", "rank 1: embed.weight: expected a finite gradient, got NaN or Inf"),
-        ("both_kinds", "rank 1: up.weight: expected a gradient on all ranks that hold the paramet"),
-        ("nobody", "no error"),
-        ("matrices", "no error"),
-    ],
-)
-def test_gradients_of_adamw_are_checked_as_those_of_muon(case, said):
-    """Its shards had taken different numbers of steps, or one of them became NaN, in silence."""
-    for found in spoiled():
-        error, is_fine = found[case]
-        assert said in error and is_fine
-
-
-def test_parameters_without_names_are_not_mixed_up():
-    """The first matrix and the first vector are both parameter 0, and one has no gradient."""
-    model = _model()
-    first, second, vector = model.up.weight, model.down.weight, model.norm.weight
-    optimizer = MuonAdamW([{"params": [first, second]}, {"params": [vector], "algorithm": "adamw"}])
-    _grads(model, 0)
-    first.grad = None
-    before = [each.detach().clone() for each in (first, second, vector)]
-    optimizer.step()
-    pairs = zip(before, (first, second, vector), strict=True)
-    assert [torch.equal(one, other) for one, other in pairs] == [True, False, False]
-
-
 def _step_without_matrices(has_one: bool) -> list[Any]:
     """Spoil a gradient on rank 1, which has no matrix; with ``has_one`` rank 0 has one."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    init_group()
     rank = torch.distributed.get_rank()
     own = [DeviceMesh(kind(), [each]) for each in range(2)]
     model = _sharded()
@@ -338,22 +255,11 @@ def _step_without_matrices(has_one: bool) -> list[Any]:
     return errors
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("has_one", [True, False])
-def test_rank_without_matrices_agrees_on_a_step(has_one):
-    """It stepped alone, whatever others had found."""
-    results = run_ranks(2, _step_without_matrices, has_one).check().results
-    for rank, (first, second, third) in enumerate(results):
-        assert first == third == ["no error", [False, rank == 0]]
-        assert "rank 1: norm: expected a finite gradient" in second[0] and second[1] == [True, True]
-
-
 def _empty_of_another_shape() -> list[Any]:
     """Step parameters of columns of which rank 1 holds none, with torch's other empty shapes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    init_group()
     mesh = init_device_mesh(kind(), (2,))
     rank = torch.distributed.get_rank()
 
@@ -385,10 +291,114 @@ def _empty_of_another_shape() -> list[Any]:
     return [error, [torch.equal(*pair) for pair in pairs], kept]
 
 
+def _all_faults() -> dict[str, Any]:
+    init_group()
+    return {
+        "end in the middle": _end_in_the_middle(),
+        "elementwise": _spoil_elementwise(),
+        "matrix on one rank": _step_without_matrices(True),
+        "no matrix": _step_without_matrices(False),
+        "empty": _empty_of_another_shape(),
+    }
+
+
+@functools.cache
+def _run() -> Run:
+    return run_ranks(2, _all_faults)
+
+
+def faults(case: str) -> list[Any]:
+    """Return what both ranks of one world found in a case."""
+    return [found[case] for found in _run().check().results]
+
+
+@pytest.mark.ranks
+def test_all_ranks_refuse_the_step_after_one_that_ended_in_the_middle_on_one():
+    """The other ranks had gone on, with weights that were not those of a step."""
+    for found in faults("end in the middle"):
+        for is_failing, is_same, failed, refused, loaded in found:
+            assert failed.startswith("no memory") == is_failing
+            assert "rank" in refused and "1: step: expected the last one to have ended" in refused
+            assert is_same and loaded == "no error"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("missing", "rank 0: norm.weight: expected a gradient on all ranks that hold the parame"),
+        ("infinite", "rank 1: embed.weight: expected a finite gradient, got NaN or Inf"),
+        ("both_kinds", "rank 1: up.weight: expected a gradient on all ranks that hold the paramet"),
+        ("nobody", "no error"),
+        ("matrices", "no error"),
+    ],
+)
+def test_gradients_of_adamw_are_checked_as_those_of_muon(case, said):
+    """Its shards had taken different numbers of steps, or one of them became NaN, in silence."""
+    for found in faults("elementwise"):
+        error, is_fine = found[case]
+        assert said in error and is_fine
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", ["matrix on one rank", "no matrix"])
+def test_rank_without_matrices_agrees_on_a_step(case):
+    """It stepped alone, whatever others had found."""
+    for rank, (first, second, third) in enumerate(faults(case)):
+        assert first == third == ["no error", [False, rank == 0]]
+        assert "rank 1: norm: expected a finite gradient" in second[0] and second[1] == [True, True]
+
+
 @pytest.mark.ranks
 def test_empty_gradient_may_have_another_empty_shape():
     """Torch makes (2, 10, 0) of a shard of (0, 10, 4), and the step was refused."""
-    results = run_ranks(2, _empty_of_another_shape).check().results
+    results = faults("empty")
     assert [each[:2] for each in results] == [["no error", [True, True]]] * 2
     # A logger may read them afterwards.
     assert [each[2] for each in results] == [[1, 10, 4], [1, 10, 0]]
+
+
+def _leave_in_the_middle() -> list[Any]:
+    """Fail on rank 1 before its first collective of rows, where it leaves the job."""
+    import torch.distributed as dist
+
+    init_group()
+    model = _sharded()
+    optimizer = _muon_adamw(model)
+    _grads(model, 0)
+    optimizer.step()
+    with FailAt(None) as operations:
+        optimizer.step()
+    number = next(i for i, name in enumerate(operations.names) if "_foreach_lerp" in name)
+    is_last = dist.get_rank() == 1
+    with FailAt(number if is_last else None):
+        first = _error_of(optimizer.step)
+    if is_last:
+        # As a process does that ends.
+        dist.destroy_process_group()
+        return [first]
+    before = _values(model, optimizer)
+    return [first, _error_of(optimizer.step), _is_equal(before, _values(model, optimizer))]
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu_only
+def test_rank_whose_peer_has_left_does_not_step_again():
+    """Its rows never came: a retry must not take what is there."""
+    # Not check(): a rank that has left does not join the last barrier.
+    ours, theirs = run_ranks(2, _leave_in_the_middle).results
+    assert theirs[0].startswith("no memory")
+    assert "no error" not in ours[:2] and ours[2]
+
+
+def test_parameters_without_names_are_not_mixed_up():
+    """The first matrix and the first vector are both parameter 0, and one has no gradient."""
+    model = _model()
+    first, second, vector = model.up.weight, model.down.weight, model.norm.weight
+    optimizer = MuonAdamW([{"params": [first, second]}, {"params": [vector], "algorithm": "adamw"}])
+    _grads(model, 0)
+    first.grad = None
+    before = [each.detach().clone() for each in (first, second, vector)]
+    optimizer.step()
+    pairs = zip(before, (first, second, vector), strict=True)
+    assert [torch.equal(one, other) for one, other in pairs] == [True, False, False]
