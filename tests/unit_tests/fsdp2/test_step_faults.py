@@ -66,20 +66,44 @@ def _grads(model: torch.nn.Module, seed: int) -> None:
         param.grad = grad
 
 
+def _stepped(model: Model, make: Callable[[Model], Any] = _muon_adamw) -> tuple[Model, Any]:
+    """Build an optimizer, and make a step."""
+    optimizer = make(model)
+    _grads(model, 0)
+    optimizer.step()
+    return model, optimizer
+
+
 def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _values(model: torch.nn.Module, optimizer: Any) -> list[Any]:
     """Return copies of this rank's weights and state."""
-    found = [_local(param).detach().clone() for param in model.parameters()]
-    for param in model.parameters():
-        found += [_local(each).clone() for each in optimizer.state.get(param, {}).values()]
-    return found
+    params = list(model.parameters())
+    states = [each for param in params for each in optimizer.state.get(param, {}).values()]
+    return [_local(each).detach().clone() for each in (*params, *states)]
 
 
 def _is_equal(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _attempt(optimizer: Any, tensors: list[Any]) -> list[Any]:
+    """Step; return the error, and which tensors are as they were."""
+    before = [_local(each).detach().clone() for each in tensors]
+    error = _error_of(optimizer.step)
+    return [
+        error,
+        [torch.equal(old, _local(new)) for old, new in zip(before, tensors, strict=True)],
+    ]
+
+
+def _attempt_all(optimizer: Any, model: torch.nn.Module) -> list[Any]:
+    """Step; return the error, and whether all weights and state are as they were."""
+    before = _values(model, optimizer)
+    error = _error_of(optimizer.step)
+    return [error, _is_equal(before, _values(model, optimizer))]
 
 
 class FailAt(TorchDispatchMode):
@@ -119,15 +143,7 @@ def _error_of(function: Callable[[], Any]) -> str:
 )
 def test_step_after_one_that_ended_in_the_middle(make, dtype):
     """Each operation in turn ran out of memory: of 174 retries 158 went on with half of a step."""
-
-    def stepped() -> tuple[Model, Any]:
-        model = _model(dtype)
-        optimizer = make(model)
-        _grads(model, 0)
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = stepped()
+    model, optimizer = _stepped(_model(dtype), make)
     weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     _grads(model, 1)
     with FailAt(None) as operations:
@@ -135,7 +151,7 @@ def test_step_after_one_that_ended_in_the_middle(make, dtype):
     expected = _values(model, optimizer)
     refused = []
     for number in range(len(operations.names)):
-        model, optimizer = stepped()
+        model, optimizer = _stepped(_model(dtype), make)
         _grads(model, 1)
         with pytest.raises(RuntimeError), FailAt(number):
             optimizer.step()
@@ -158,10 +174,7 @@ def test_step_after_one_that_ended_in_the_middle(make, dtype):
 
 def _end_in_the_middle() -> list[Any]:
     """Fail on rank 1 once it has joined all collectives of a step, and on both ranks before."""
-    model = _sharded()
-    optimizer = _muon_adamw(model)
-    _grads(model, 0)
-    optimizer.step()
+    model, optimizer = _stepped(_sharded())
     with FailAt(None) as operations:
         optimizer.step()
     joined = max(i for i, name in enumerate(operations.names) if name.startswith("c10d"))
@@ -173,24 +186,18 @@ def _end_in_the_middle() -> list[Any]:
         _grads(model, 1)
         is_failing = is_last or number <= first + 1
         with FailAt(number if is_failing else None):
-            errors = [_error_of(optimizer.step)]
-        before = _values(model, optimizer)
-        errors.append(_error_of(optimizer.step))
-        is_same = _is_equal(before, _values(model, optimizer))
+            failed = _error_of(optimizer.step)
+        refused, is_same = _attempt_all(optimizer, model)
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
-        errors.append(_error_of(optimizer.step))
-        found.append([is_failing, is_same, *errors])
+        found.append([is_failing, is_same, failed, refused, _error_of(optimizer.step)])
     return found
 
 
 def _spoil_elementwise() -> dict[str, Any]:
     """Spoil gradients of AdamW's half; return errors, and whether anything has changed."""
     is_last = torch.distributed.get_rank() == 1
-    model = _sharded()
-    optimizer = _muon_adamw(model)
-    _grads(model, 0)
-    optimizer.step()
+    model, optimizer = _stepped(_sharded())
     norm, embed = model.norm.weight, model.embed.weight
 
     def missing() -> None:
@@ -208,18 +215,13 @@ def _spoil_elementwise() -> dict[str, Any]:
     for spoil in (missing, infinite, both_kinds):
         _grads(model, 1)
         spoil()
-        before = _values(model, optimizer)
-        error = _error_of(optimizer.step)
-        found[spoil.__name__] = [error, _is_equal(before, _values(model, optimizer))]
+        found[spoil.__name__] = _attempt_all(optimizer, model)
     # Nobody has one, or the matrices have none: the others step.
     for name, params in (("nobody", [norm, embed]), ("matrices", [model.up.weight])):
         _grads(model, 1)
         for param in params:
             param.grad = None
-        before = [_local(each).detach().clone() for each in (*params, model.norm.bias)]
-        error = _error_of(optimizer.step)
-        after = [_local(each) for each in (*params, model.norm.bias)]
-        stays = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        error, stays = _attempt(optimizer, [*params, model.norm.bias])
         found[name] = [error, stays == [True] * len(params) + [False]]
     return found
 
@@ -248,47 +250,38 @@ def _step_without_matrices(has_one: bool) -> list[Any]:
         plain.grad = torch.ones_like(plain) if rank else None
         if step == 1 and rank == 1:
             model.norm.weight.grad._local_tensor.fill_(float("nan"))
-        before = [_local(each).detach().clone() for each in (model.norm.weight, plain)]
-        error = _error_of(optimizer.step)
-        after = [_local(each) for each in (model.norm.weight, plain)]
-        errors.append([error, [torch.equal(a, b) for a, b in zip(before, after, strict=True)]])
+        errors.append(_attempt(optimizer, [model.norm.weight, plain]))
     return errors
 
 
 def _empty_of_another_shape() -> list[Any]:
-    """Step parameters of columns of which rank 1 holds none, with torch's other empty shapes."""
+    """Step parameters of which rank 1 holds nothing, with another of torch's empty shapes."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh(kind(), (2,))
-    rank = torch.distributed.get_rank()
+    is_empty = torch.distributed.get_rank() == 1
+    whole = torch.arange(40.0, device=device()).view(1, 10, 4)
 
-    def cut(shape: tuple[int, ...], local: Any) -> Any:
-        stride = torch.empty(shape).stride()
+    def cut(local: Any) -> Any:
         return DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+            local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
-    shape = (1, 10, 4)
-    whole = torch.arange(40.0).view(shape)
-    local = whole if rank == 0 else torch.ones(0, 10, 4)
-    params = [torch.nn.Parameter(cut(shape, local.clone())) for _ in range(4)]
-    for param in params:
-        grad = torch.ones(shape) if rank == 0 else torch.ones(1, 10, 0)
-        if param is params[0] or param is params[1]:
-            param.grad = distribute_tensor(torch.ones(shape), mesh, [Shard(0)])
-        else:
-            param.grad = cut(shape, grad)
+    params = [torch.nn.Parameter(cut(whole[:0] if is_empty else whole.clone())) for _ in range(4)]
+    usual, other = torch.ones_like(whole[:0]), torch.ones(1, 10, 0, device=device())
+    for i, param in enumerate(params):
+        param.grad = cut((usual if i < 2 else other) if is_empty else torch.ones_like(whole))
+    a, b, c, d = params
     optimizer = MuonAdamW(
         [
-            {"params": [("a", params[0]), ("c", params[2])]},
-            {"params": [("b", params[1]), ("d", params[3])], "algorithm": "adamw"},
+            {"params": [("a", a), ("c", c)]},
+            {"params": [("b", b), ("d", d)], "algorithm": "adamw"},
         ]
     )
     error = _error_of(optimizer.step)
-    pairs = [[_local(params[i]) for i in pair] for pair in ((0, 2), (1, 3))]
-    kept = tuple(params[3].grad._local_tensor.shape)
-    return [error, [torch.equal(*pair) for pair in pairs], kept]
+    pairs = [torch.equal(_local(usual), _local(other)) for usual, other in ((a, c), (b, d))]
+    return [error, pairs, tuple(d.grad._local_tensor.shape)]
 
 
 def _all_faults() -> dict[str, Any]:
@@ -363,10 +356,7 @@ def _leave_in_the_middle() -> list[Any]:
     import torch.distributed as dist
 
     init_group()
-    model = _sharded()
-    optimizer = _muon_adamw(model)
-    _grads(model, 0)
-    optimizer.step()
+    model, optimizer = _stepped(_sharded())
     with FailAt(None) as operations:
         optimizer.step()
     number = next(i for i, name in enumerate(operations.names) if "_foreach_lerp" in name)
@@ -377,8 +367,7 @@ def _leave_in_the_middle() -> list[Any]:
         # As a process does that ends.
         dist.destroy_process_group()
         return [first]
-    before = _values(model, optimizer)
-    return [first, _error_of(optimizer.step), _is_equal(before, _values(model, optimizer))]
+    return [first, *_attempt_all(optimizer, model)]
 
 
 @pytest.mark.ranks
@@ -398,7 +387,4 @@ def test_parameters_without_names_are_not_mixed_up():
     optimizer = MuonAdamW([{"params": [first, second]}, {"params": [vector], "algorithm": "adamw"}])
     _grads(model, 0)
     first.grad = None
-    before = [each.detach().clone() for each in (first, second, vector)]
-    optimizer.step()
-    pairs = zip(before, (first, second, vector), strict=True)
-    assert [torch.equal(one, other) for one, other in pairs] == [True, False, False]
+    assert _attempt(optimizer, [first, second, vector]) == ["no error", [True, False, False]]
