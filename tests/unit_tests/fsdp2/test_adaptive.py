@@ -1,105 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive Muon on layouts of FSDP2, beside emerging-optimizers on whole matrices."""
+"""Methods of adaptive Muon; ``test_layouts.py`` has their bits beside upstream's."""
 
 import copy
-import itertools
 import textwrap
 from typing import Any
 
 import pytest
 import torch
-from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
-from helpers import fsdp2_models as models
 from helpers.device import device, init_group, kind
-from helpers.fsdp2_models import Sharded, drawn
+from helpers.fsdp2_models import drawn
 from helpers.ranks import ROOT, run_ranks
 
 METHODS = ("normuon", "namo", "adamuon")
-OPTIONS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True, "beta2": 0.9}
-# Whole matrices whose parameters are cut by rows and by columns, and batches of them.
-LAYOUTS = ("uneven", "columns", "experts", "expert_rows", "expert_columns")
-
-
-def _draw_gradients(cases: list[Sharded], wholes: list[list[Any]], step: int) -> None:
-    """Give sharded and whole matrices the same gradients."""
-    for i, (case, matrices) in enumerate(zip(cases, wholes, strict=True)):
-        grad = drawn(case.whole.shape, 100 * (step + 1) + i)
-        case.param.grad = case.like_param(case.own(grad).clone())
-        for matrix, own in zip(matrices, grad.view(-1, *grad.shape[-2:]), strict=True):
-            matrix.grad = own.clone()
-
-
-def _differences(cases: list[Sharded], wholes: list[list[Any]]) -> list[float]:
-    return [
-        (case.param.full_tensor() - torch.stack(list(matrices)).view(case.whole.shape))
-        .abs()
-        .max()
-        .item()
-        for case, matrices in zip(cases, wholes, strict=True)
-    ]
-
-
-def _steps(method: str, layout: str, comm_dtype: str) -> list[float]:
-    """Step both, and return the largest difference of each parameter."""
-    from helpers.whole_matrices import float64_normalize
-
-    from megatron_muon.fsdp2 import ExchangeSettings, Muon
-
-    cases = getattr(models, layout)()
-    wholes = [
-        [torch.nn.Parameter(each.clone()) for each in case.whole.view(-1, *case.whole.shape[-2:])]
-        for case in cases
-    ]
-    muon = Muon(
-        [case.param for case in cases],
-        adaptive=method,
-        exchange=ExchangeSettings(
-            comm_dtype=comm_dtype, max_owners=1 if method == "adamuon" else 8
-        ),
-        **OPTIONS,
-    )
-    matrices = list(itertools.chain(*wholes))
-    reference = AdaptiveMuon(matrices, moment2_method=method, **OPTIONS)
-    with pytest.MonkeyPatch.context() as patch:
-        if comm_dtype == "bf16":
-            patch.setattr("torch.nn.functional.normalize", float64_normalize)
-        if method == "namo":
-            norm = torch.linalg.vector_norm
-            patch.setattr(
-                "torch.linalg.vector_norm",
-                lambda x, *args, **kwargs: (
-                    norm(x, *args, **kwargs)
-                    if args or kwargs
-                    else x.double().square().sum().sqrt().float()
-                ),
-            )
-        for step in range(3):
-            _draw_gradients(cases, wholes, step)
-            muon.step()
-            reference.step()
-    if method == "adamuon":
-        # Of a batch it is scaled like each of its matrices.
-        assert all("moment2_buffer" in muon.state[case.param] for case in cases)
-    return _differences(cases, wholes)
-
-
-def _all_methods() -> list[str]:
-    init_group()
-    different = []
-    for method, layout, comm_dtype in itertools.product(METHODS, LAYOUTS, ("fp32", "bf16")):
-        found = _steps(method, layout, comm_dtype)
-        if any(found):
-            different.append(f"{method}, {layout}, {comm_dtype}: {found}")
-    return different
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_methods_have_the_bits_of_upstream_on_whole_matrices(world_size):
-    """Of parameters cut by rows or by columns, and of batches, after three steps."""
-    for different in run_ranks(world_size, _all_methods).check().results:
-        assert different == []
 
 
 def _model() -> tuple[Any, Any]:
@@ -150,11 +63,13 @@ def _states(module: Any, optimizer: Any) -> dict[str, Any]:
     return {"model": of_model, "optimizer": of_optimizer}
 
 
-def _save(folder: str) -> None:
+def _save(folder: str) -> list[str]:
+    """Save in the middle of a run; return what a step without a gradient does wrong after it."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
     init_group()
+    different = []
     for method in METHODS:
         module, params = _model()
         optimizer = _optimizer(method, params)
@@ -163,6 +78,22 @@ def _save(folder: str) -> None:
         expected = _train(params, optimizer, range(2, 4))
         if dist.get_rank() == 0:
             torch.save(expected, f"{folder}/{method}.pt")
+        different += _step_without_gradient(method, params, optimizer)
+    return different
+
+
+def _step_without_gradient(method: str, params: dict[str, Any], optimizer: Any) -> list[str]:
+    before = _moment(optimizer, params["tall"]).clone()
+    for param in params.values():
+        param.grad = param.detach().clone()
+    params["tall"].grad = None
+    optimizer.step()
+    problems = []
+    if not torch.equal(before, _moment(optimizer, params["tall"])):
+        problems.append(f"{method}: moments have changed")
+    if not _moment(optimizer, params["qkv"]).all():
+        problems.append(f"{method}: no moments")
+    return problems
 
 
 def _load(folder: str) -> list[str]:
@@ -199,38 +130,6 @@ def _load(folder: str) -> list[str]:
     return different
 
 
-@pytest.mark.ranks
-def test_second_moments_are_resumed_on_other_ranks(tmp_path):
-    """Owners change with the number of ranks, and those of two ranks hold whole experts.
-
-    normuon's moments are on their owners alone while a run goes on. adamuon once went on with the
-    tensors of before the load, which nobody saved.
-    """
-    run_ranks(2, _save, str(tmp_path)).check()
-    for world_size in (2, 3):
-        for different in run_ranks(world_size, _load, str(tmp_path)).check().results:
-            assert different == []
-
-
-def _without_gradient() -> list[str]:
-    init_group()
-    different = []
-    for method in METHODS:
-        _, params = _model()
-        optimizer = _optimizer(method, params)
-        _train(params, optimizer, range(2))
-        before = _moment(optimizer, params["tall"]).clone()
-        for param in params.values():
-            param.grad = param.detach().clone()
-        params["tall"].grad = None
-        optimizer.step()
-        if not torch.equal(before, _moment(optimizer, params["tall"])):
-            different.append(method)
-        if not _moment(optimizer, params["qkv"]).all():
-            different.append(f"{method}: no moments")
-    return different
-
-
 def _moment(optimizer: Any, param: Any) -> Any:
     """Return the second moments of a parameter, as they are saved."""
     params = [each for group in optimizer.param_groups for each in group["params"]]
@@ -239,11 +138,28 @@ def _moment(optimizer: Any, param: Any) -> Any:
     return getattr(value, "full_tensor", lambda: value)()
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]]:
+    """Return the folder of checkpoints, and what each rank has found."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    return folder, run_ranks(2, _save, folder).check().results
+
+
 @pytest.mark.ranks
-def test_parameter_without_a_gradient_keeps_its_moments():
+def test_second_moments_are_resumed_on_other_ranks(saved):
+    """Owners change with the number of ranks, and those of two ranks hold whole experts.
+
+    normuon's moments are on their owners alone while a run goes on. adamuon once went on with the
+    tensors of before the load, which nobody saved.
+    """
+    for world_size in (2, 3):
+        assert run_ranks(world_size, _load, saved[0]).check().results == [[]] * world_size
+
+
+@pytest.mark.ranks
+def test_parameter_without_a_gradient_keeps_its_moments(saved):
     """Its momentum is exchanged all the same, and the owner would average its result."""
-    for different in run_ranks(2, _without_gradient).check().results:
-        assert different == []
+    assert saved[1] == [[], []]
 
 
 def test_own_method_is_called_with_results_and_its_state():

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from helpers.device import init_group
-from helpers.megatron_fsdp import Reference, ShardedNet, has_grad_dtype, is_main, layouts, module_of
+from helpers.megatron_fsdp import ShardedNet, has_grad_dtype, is_main, layouts, module_of
 from helpers.ranks import run_ranks
+from helpers.whole_matrices import WholeMuon, differences
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 
@@ -27,29 +28,15 @@ def _build(net: ShardedNet, is_one: bool) -> Any:
     """Return Muon for the matrices, or one optimizer with AdamW for the vectors too."""
     from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW
 
-    named = list(net.matrices.items())
-    groups = [{"params": named[:1], "split_sizes": 2}, {"params": named[1:], "flatten": True}]
+    groups: list[dict[str, Any]] = [
+        {"params": [(name, param)], **each.keys}
+        for (name, param), each in zip(net.matrices.items(), net.parameters, strict=True)
+    ]
     settings = {**MUON, "exchange": ExchangeSettings(comm_dtype="fp32", max_owners=1)}
     if not is_one:
         return Muon(groups, **settings)
     vectors = {"params": list(net.vectors.items()), "algorithm": "adamw"}
     return MuonAdamW([*groups, vectors], scale_mode="spectral", **settings)
-
-
-def _differences(net: ShardedNet, optimizer: Any, expected: list[list[Any]]) -> list[str]:
-    import torch
-
-    return [
-        f"{name}: {what}"
-        for (name, param), wholes in zip(net.matrices.items(), expected, strict=True)
-        for what, ours, whole in zip(
-            ("value", "momentum"),
-            (param, optimizer.state[param]["momentum_buffer"]),
-            wholes,
-            strict=True,
-        )
-        if not torch.equal(ours.to_local(), net.own(name, whole))
-    ]
 
 
 def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> list[str]:
@@ -58,7 +45,7 @@ def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> list[str]:
 
     optimizer = _build(net, is_one)
     module_of("experimental").fully_shard_optimizer(optimizer, **sharding)
-    reference = Reference([net.wholes[name] for name in net.matrices], **MUON)
+    reference = WholeMuon(net.parameters, **MUON)
     # Elementwise, so of this rank's elements.
     vectors = [torch.nn.Parameter(each.to_local().clone()) for each in net.vectors.values()]
     adamw = torch.optim.AdamW(
@@ -72,7 +59,7 @@ def _train(net: ShardedNet, is_one: bool, **sharding: Any) -> list[str]:
             vector.grad = param.grad.to_local().clone()
         adamw.step()
         optimizer.step()
-    found = _differences(net, optimizer, reference.wholes())
+    found = differences(net.parameters, optimizer, reference.wholes())
     if is_one:
         pairs = zip(vectors, net.vectors.items(), strict=True)
         found += [name for ours, (name, p) in pairs if not torch.equal(ours, p.to_local())]
@@ -174,7 +161,7 @@ def _save(folder: str) -> list[str]:
     different = []
     for layout in layouts():
         net, optimizer = _build_to_save(layout)
-        reference = Reference([net.wholes[name] for name in net.matrices], **MUON)
+        reference = WholeMuon(net.parameters, **MUON)
         for step in range(2):
             grads = net.set_grads(step)
             optimizer.step()
@@ -184,7 +171,7 @@ def _save(folder: str) -> list[str]:
                 saved = {key: net.whole(*tensors[key]) for key in tensors}
                 for way, (save, _) in _ways().items():
                     save(net, optimizer, f"{folder}/{layout} {way}")
-        different += _differences(net, optimizer, reference.wholes())
+        different += differences(net.parameters, optimizer, reference.wholes())
         if dist.get_rank() == 0:
             torch.save([saved, reference.wholes()], f"{folder}/{layout}")
             for way in _ways():
@@ -217,7 +204,7 @@ def _load(folder: str) -> dict[str, list[list[str]]]:
             ]
             net.set_grads(1)
             optimizer.step()
-            found[f"{layout}, {way}"] = [loaded, _differences(net, optimizer, expected)]
+            found[f"{layout}, {way}"] = [loaded, differences(net.parameters, optimizer, expected)]
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import device, init_group, kind
-from helpers.ranks import run_ranks
+from helpers.ranks import Run, run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.fsdp2 import Muon, MuonAdamW
@@ -66,20 +66,44 @@ def _grads(model: torch.nn.Module, seed: int) -> None:
         param.grad = grad
 
 
+def _stepped(model: Model, make: Callable[[Model], Any] = _muon_adamw) -> tuple[Model, Any]:
+    """Build an optimizer, and make a step."""
+    optimizer = make(model)
+    _grads(model, 0)
+    optimizer.step()
+    return model, optimizer
+
+
 def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _values(model: torch.nn.Module, optimizer: Any) -> list[Any]:
     """Return copies of this rank's weights and state."""
-    found = [_local(param).detach().clone() for param in model.parameters()]
-    for param in model.parameters():
-        found += [_local(each).clone() for each in optimizer.state.get(param, {}).values()]
-    return found
+    params = list(model.parameters())
+    states = [each for param in params for each in optimizer.state.get(param, {}).values()]
+    return [_local(each).detach().clone() for each in (*params, *states)]
 
 
 def _is_equal(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _attempt(optimizer: Any, tensors: list[Any]) -> list[Any]:
+    """Step; return the error, and which tensors are as they were."""
+    before = [_local(each).detach().clone() for each in tensors]
+    error = _error_of(optimizer.step)
+    return [
+        error,
+        [torch.equal(old, _local(new)) for old, new in zip(before, tensors, strict=True)],
+    ]
+
+
+def _attempt_all(optimizer: Any, model: torch.nn.Module) -> list[Any]:
+    """Step; return the error, and whether all weights and state are as they were."""
+    before = _values(model, optimizer)
+    error = _error_of(optimizer.step)
+    return [error, _is_equal(before, _values(model, optimizer))]
 
 
 class FailAt(TorchDispatchMode):
@@ -119,15 +143,7 @@ def _error_of(function: Callable[[], Any]) -> str:
 )
 def test_step_after_one_that_ended_in_the_middle(make, dtype):
     """Each operation in turn ran out of memory: of 174 retries 158 went on with half of a step."""
-
-    def stepped() -> tuple[Model, Any]:
-        model = _model(dtype)
-        optimizer = make(model)
-        _grads(model, 0)
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = stepped()
+    model, optimizer = _stepped(_model(dtype), make)
     weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     _grads(model, 1)
     with FailAt(None) as operations:
@@ -135,7 +151,7 @@ def test_step_after_one_that_ended_in_the_middle(make, dtype):
     expected = _values(model, optimizer)
     refused = []
     for number in range(len(operations.names)):
-        model, optimizer = stepped()
+        model, optimizer = _stepped(_model(dtype), make)
         _grads(model, 1)
         with pytest.raises(RuntimeError), FailAt(number):
             optimizer.step()
@@ -158,11 +174,7 @@ def test_step_after_one_that_ended_in_the_middle(make, dtype):
 
 def _end_in_the_middle() -> list[Any]:
     """Fail on rank 1 once it has joined all collectives of a step, and on both ranks before."""
-    init_group()
-    model = _sharded()
-    optimizer = _muon_adamw(model)
-    _grads(model, 0)
-    optimizer.step()
+    model, optimizer = _stepped(_sharded())
     with FailAt(None) as operations:
         optimizer.step()
     joined = max(i for i, name in enumerate(operations.names) if name.startswith("c10d"))
@@ -174,68 +186,18 @@ def _end_in_the_middle() -> list[Any]:
         _grads(model, 1)
         is_failing = is_last or number <= first + 1
         with FailAt(number if is_failing else None):
-            errors = [_error_of(optimizer.step)]
-        before = _values(model, optimizer)
-        errors.append(_error_of(optimizer.step))
-        is_same = _is_equal(before, _values(model, optimizer))
+            failed = _error_of(optimizer.step)
+        refused, is_same = _attempt_all(optimizer, model)
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
-        errors.append(_error_of(optimizer.step))
-        found.append([is_failing, is_same, *errors])
+        found.append([is_failing, is_same, failed, refused, _error_of(optimizer.step)])
     return found
-
-
-@pytest.mark.ranks
-def test_all_ranks_refuse_the_step_after_one_that_ended_in_the_middle_on_one():
-    """The other ranks had gone on, with weights that were not those of a step."""
-    for found in run_ranks(2, _end_in_the_middle).check().results:
-        for is_failing, is_same, failed, refused, loaded in found:
-            assert failed.startswith("no memory") == is_failing
-            assert "rank" in refused and "1: step: expected the last one to have ended" in refused
-            assert is_same and loaded == "no error"
-
-
-def _leave_in_the_middle() -> list[Any]:
-    """Fail on rank 1 before its first collective of rows, where it leaves the job."""
-    import torch.distributed as dist
-
-    init_group()
-    model = _sharded()
-    optimizer = _muon_adamw(model)
-    _grads(model, 0)
-    optimizer.step()
-    with FailAt(None) as operations:
-        optimizer.step()
-    number = next(i for i, name in enumerate(operations.names) if "_foreach_lerp" in name)
-    is_last = dist.get_rank() == 1
-    with FailAt(number if is_last else None):
-        first = _error_of(optimizer.step)
-    if is_last:
-        # As a process does that ends.
-        dist.destroy_process_group()
-        return [first]
-    before = _values(model, optimizer)
-    return [first, _error_of(optimizer.step), _is_equal(before, _values(model, optimizer))]
-
-
-@pytest.mark.ranks
-@pytest.mark.cpu_only
-def test_rank_whose_peer_has_left_does_not_step_again():
-    """Its rows never came: a retry must not take what is there."""
-    # Not check(): a rank that has left does not join the last barrier.
-    ours, theirs = run_ranks(2, _leave_in_the_middle).results
-    assert theirs[0].startswith("no memory")
-    assert "no error" not in ours[:2] and ours[2]
 
 
 def _spoil_elementwise() -> dict[str, Any]:
     """Spoil gradients of AdamW's half; return errors, and whether anything has changed."""
-    init_group()
     is_last = torch.distributed.get_rank() == 1
-    model = _sharded()
-    optimizer = _muon_adamw(model)
-    _grads(model, 0)
-    optimizer.step()
+    model, optimizer = _stepped(_sharded())
     norm, embed = model.norm.weight, model.embed.weight
 
     def missing() -> None:
@@ -253,57 +215,15 @@ def _spoil_elementwise() -> dict[str, Any]:
     for spoil in (missing, infinite, both_kinds):
         _grads(model, 1)
         spoil()
-        before = _values(model, optimizer)
-        error = _error_of(optimizer.step)
-        found[spoil.__name__] = [error, _is_equal(before, _values(model, optimizer))]
+        found[spoil.__name__] = _attempt_all(optimizer, model)
     # Nobody has one, or the matrices have none: the others step.
     for name, params in (("nobody", [norm, embed]), ("matrices", [model.up.weight])):
         _grads(model, 1)
         for param in params:
             param.grad = None
-        before = [_local(each).detach().clone() for each in (*params, model.norm.bias)]
-        error = _error_of(optimizer.step)
-        after = [_local(each) for each in (*params, model.norm.bias)]
-        stays = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        error, stays = _attempt(optimizer, [*params, model.norm.bias])
         found[name] = [error, stays == [True] * len(params) + [False]]
     return found
-
-
-@functools.cache
-def spoiled() -> list[dict[str, Any]]:
-    """Return what both ranks found."""
-    return run_ranks(2, _spoil_elementwise).check().results
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("missing", "rank 0: norm.weight: expected a gradient on all ranks that hold the parame"),
-        ("infinite", "rank 1: embed.weight: expected a finite gradient, got NaN or Inf"),
-        ("both_kinds", "rank 1: up.weight: expected a gradient on all ranks that hold the paramet"),
-        ("nobody", "no error"),
-        ("matrices", "no error"),
-    ],
-)
-def test_gradients_of_adamw_are_checked_as_those_of_muon(case, said):
-    """Its shards had taken different numbers of steps, or one of them became NaN, in silence."""
-    for found in spoiled():
-        error, is_fine = found[case]
-        assert said in error and is_fine
-
-
-def test_parameters_without_names_are_not_mixed_up():
-    """The first matrix and the first vector are both parameter 0, and one has no gradient."""
-    model = _model()
-    first, second, vector = model.up.weight, model.down.weight, model.norm.weight
-    optimizer = MuonAdamW([{"params": [first, second]}, {"params": [vector], "algorithm": "adamw"}])
-    _grads(model, 0)
-    first.grad = None
-    before = [each.detach().clone() for each in (first, second, vector)]
-    optimizer.step()
-    pairs = zip(before, (first, second, vector), strict=True)
-    assert [torch.equal(one, other) for one, other in pairs] == [True, False, False]
 
 
 def _step_without_matrices(has_one: bool) -> list[Any]:
@@ -311,7 +231,6 @@ def _step_without_matrices(has_one: bool) -> list[Any]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    init_group()
     rank = torch.distributed.get_rank()
     own = [DeviceMesh(kind(), [each]) for each in range(2)]
     model = _sharded()
@@ -331,64 +250,141 @@ def _step_without_matrices(has_one: bool) -> list[Any]:
         plain.grad = torch.ones_like(plain) if rank else None
         if step == 1 and rank == 1:
             model.norm.weight.grad._local_tensor.fill_(float("nan"))
-        before = [_local(each).detach().clone() for each in (model.norm.weight, plain)]
-        error = _error_of(optimizer.step)
-        after = [_local(each) for each in (model.norm.weight, plain)]
-        errors.append([error, [torch.equal(a, b) for a, b in zip(before, after, strict=True)]])
+        errors.append(_attempt(optimizer, [model.norm.weight, plain]))
     return errors
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("has_one", [True, False])
-def test_rank_without_matrices_agrees_on_a_step(has_one):
-    """It stepped alone, whatever others had found."""
-    results = run_ranks(2, _step_without_matrices, has_one).check().results
-    for rank, (first, second, third) in enumerate(results):
-        assert first == third == ["no error", [False, rank == 0]]
-        assert "rank 1: norm: expected a finite gradient" in second[0] and second[1] == [True, True]
-
-
 def _empty_of_another_shape() -> list[Any]:
-    """Step parameters of columns of which rank 1 holds none, with torch's other empty shapes."""
+    """Step parameters of which rank 1 holds nothing, with another of torch's empty shapes."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard
 
-    init_group()
     mesh = init_device_mesh(kind(), (2,))
-    rank = torch.distributed.get_rank()
+    is_empty = torch.distributed.get_rank() == 1
+    whole = torch.arange(40.0, device=device()).view(1, 10, 4)
 
-    def cut(shape: tuple[int, ...], local: Any) -> Any:
-        stride = torch.empty(shape).stride()
+    def cut(local: Any) -> Any:
         return DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+            local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
-    shape = (1, 10, 4)
-    whole = torch.arange(40.0).view(shape)
-    local = whole if rank == 0 else torch.ones(0, 10, 4)
-    params = [torch.nn.Parameter(cut(shape, local.clone())) for _ in range(4)]
-    for param in params:
-        grad = torch.ones(shape) if rank == 0 else torch.ones(1, 10, 0)
-        if param is params[0] or param is params[1]:
-            param.grad = distribute_tensor(torch.ones(shape), mesh, [Shard(0)])
-        else:
-            param.grad = cut(shape, grad)
+    params = [torch.nn.Parameter(cut(whole[:0] if is_empty else whole.clone())) for _ in range(4)]
+    usual, other = torch.ones_like(whole[:0]), torch.ones(1, 10, 0, device=device())
+    for i, param in enumerate(params):
+        param.grad = cut((usual if i < 2 else other) if is_empty else torch.ones_like(whole))
+    a, b, c, d = params
     optimizer = MuonAdamW(
         [
-            {"params": [("a", params[0]), ("c", params[2])]},
-            {"params": [("b", params[1]), ("d", params[3])], "algorithm": "adamw"},
+            {"params": [("a", a), ("c", c)]},
+            {"params": [("b", b), ("d", d)], "algorithm": "adamw"},
         ]
     )
     error = _error_of(optimizer.step)
-    pairs = [[_local(params[i]) for i in pair] for pair in ((0, 2), (1, 3))]
-    kept = tuple(params[3].grad._local_tensor.shape)
-    return [error, [torch.equal(*pair) for pair in pairs], kept]
+    pairs = [torch.equal(_local(usual), _local(other)) for usual, other in ((a, c), (b, d))]
+    return [error, pairs, tuple(d.grad._local_tensor.shape)]
+
+
+def _all_faults() -> dict[str, Any]:
+    init_group()
+    return {
+        "end in the middle": _end_in_the_middle(),
+        "elementwise": _spoil_elementwise(),
+        "matrix on one rank": _step_without_matrices(True),
+        "no matrix": _step_without_matrices(False),
+        "empty": _empty_of_another_shape(),
+    }
+
+
+@functools.cache
+def _run() -> Run:
+    return run_ranks(2, _all_faults)
+
+
+def faults(case: str) -> list[Any]:
+    """Return what both ranks of one world found in a case."""
+    return [found[case] for found in _run().check().results]
+
+
+@pytest.mark.ranks
+def test_all_ranks_refuse_the_step_after_one_that_ended_in_the_middle_on_one():
+    """The other ranks had gone on, with weights that were not those of a step."""
+    for found in faults("end in the middle"):
+        for is_failing, is_same, failed, refused, loaded in found:
+            assert failed.startswith("no memory") == is_failing
+            assert "rank" in refused and "1: step: expected the last one to have ended" in refused
+            assert is_same and loaded == "no error"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("missing", "rank 0: norm.weight: expected a gradient on all ranks that hold the parame"),
+        ("infinite", "rank 1: embed.weight: expected a finite gradient, got NaN or Inf"),
+        ("both_kinds", "rank 1: up.weight: expected a gradient on all ranks that hold the paramet"),
+        ("nobody", "no error"),
+        ("matrices", "no error"),
+    ],
+)
+def test_gradients_of_adamw_are_checked_as_those_of_muon(case, said):
+    """Its shards had taken different numbers of steps, or one of them became NaN, in silence."""
+    for found in faults("elementwise"):
+        error, is_fine = found[case]
+        assert said in error and is_fine
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", ["matrix on one rank", "no matrix"])
+def test_rank_without_matrices_agrees_on_a_step(case):
+    """It stepped alone, whatever others had found."""
+    for rank, (first, second, third) in enumerate(faults(case)):
+        assert first == third == ["no error", [False, rank == 0]]
+        assert "rank 1: norm: expected a finite gradient" in second[0] and second[1] == [True, True]
 
 
 @pytest.mark.ranks
 def test_empty_gradient_may_have_another_empty_shape():
     """Torch makes (2, 10, 0) of a shard of (0, 10, 4), and the step was refused."""
-    results = run_ranks(2, _empty_of_another_shape).check().results
+    results = faults("empty")
     assert [each[:2] for each in results] == [["no error", [True, True]]] * 2
     # A logger may read them afterwards.
     assert [each[2] for each in results] == [[1, 10, 4], [1, 10, 0]]
+
+
+def _leave_in_the_middle() -> list[Any]:
+    """Fail on rank 1 before its first collective of rows, where it leaves the job."""
+    import torch.distributed as dist
+
+    init_group()
+    model, optimizer = _stepped(_sharded())
+    with FailAt(None) as operations:
+        optimizer.step()
+    number = next(i for i, name in enumerate(operations.names) if "_foreach_lerp" in name)
+    is_last = dist.get_rank() == 1
+    with FailAt(number if is_last else None):
+        first = _error_of(optimizer.step)
+    if is_last:
+        # As a process does that ends.
+        dist.destroy_process_group()
+        return [first]
+    return [first, *_attempt_all(optimizer, model)]
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu_only
+def test_rank_whose_peer_has_left_does_not_step_again():
+    """Its rows never came: a retry must not take what is there."""
+    # Not check(): a rank that has left does not join the last barrier.
+    ours, theirs = run_ranks(2, _leave_in_the_middle).results
+    assert theirs[0].startswith("no memory")
+    assert "no error" not in ours[:2] and ours[2]
+
+
+def test_parameters_without_names_are_not_mixed_up():
+    """The first matrix and the first vector are both parameter 0, and one has no gradient."""
+    model = _model()
+    first, second, vector = model.up.weight, model.down.weight, model.norm.weight
+    optimizer = MuonAdamW([{"params": [first, second]}, {"params": [vector], "algorithm": "adamw"}])
+    _grads(model, 0)
+    first.grad = None
+    assert _attempt(optimizer, [first, second, vector]) == ["no error", [True, False, False]]

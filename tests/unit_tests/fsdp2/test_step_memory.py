@@ -1,88 +1,99 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""All memory of a step is taken before ranks agree to step."""
+"""All memory of a step is taken before ranks agree to step: on CPU, and on fake CUDA tensors."""
 
 import resource
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from helpers.device import init_group
+from helpers.fake_cuda import Allocation, fake_cuda
 from helpers.ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_muon.fsdp2 import ExchangeSettings, Muon, MuonAdamW, muon
+from megatron_muon.runtime import norms
+from megatron_muon.step.metrics import MetricSums
 
 pytestmark = pytest.mark.cpu_only  # counts what torch's CPU allocator does
 
-# What ranks agree with, and other small tensors.
-SMALL_BYTES = 300_000
+
+class Tensors(NamedTuple):
+    """Parameters of an optimizer: a device, and shapes of matrices and of others."""
+
+    device: str
+    shapes: Sequence[tuple[int, int]]
+    others: Sequence[tuple[int, int]]
+    exchange: ExchangeSettings
+
+    def matrices(self, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+        """Make the matrices."""
+        return [self._parameter(shape, dtype) for shape in self.shapes]
+
+    def _parameter(self, shape: Sequence[int], dtype: torch.dtype) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.randn(*shape, device=self.device, dtype=dtype))
+
+    def muon(self, dtype: torch.dtype = torch.float32, **options: Any) -> Muon:
+        """Build Muon of the matrices."""
+        return Muon(self.matrices(dtype), nesterov=True, exchange=self.exchange, **options)
+
+    def muon_and(self, algorithm: str, **options: Any) -> MuonAdamW:
+        """Build an optimizer of the matrices, and of the others with another algorithm."""
+        others = [self._parameter(shape, torch.float32) for shape in self.others]
+        groups = [
+            {"params": self.matrices()},
+            {"params": others, "algorithm": algorithm, **options},
+        ]
+        return MuonAdamW(groups, exchange=self.exchange)
+
+
+# Wide: Newton-Schulz is short, and its memory is little beside the momentum of all matrices.
 EXCHANGE = ExchangeSettings(comm_dtype="fp32", num_buckets=4)
+ON_CPU = Tensors("cpu", [(8, 16_384)] * 24, [(2_048, 512)] * 2, EXCHANGE)
+# AdamW's new state is still there while Newton-Schulz has its temporaries.
+LONG_NEWTON_SCHULZ = Tensors("cpu", [(1024, 1024)], [(256, 512)] * 32, EXCHANGE)
+# The embedding has as many elements as the largest workspace of Newton-Schulz.
+ON_GPU = Tensors("cuda", [(256, 256)] * 4 + [(1024, 256)] * 2, [(8192, 1024)], ExchangeSettings())
 
 
-def _matrices(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-    # Wide: Newton-Schulz is short, and its memory is little beside the momentum of all matrices.
-    return [torch.nn.Parameter(torch.randn(8, 16_384).to(dtype)) for _ in range(24)]
-
-
-def _embedding() -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.randn(2_048, 512)) for _ in range(2)]
-
-
-def _muon(dtype: torch.dtype = torch.float32, **options: Any) -> Muon:
-    return Muon(_matrices(dtype), nesterov=True, exchange=EXCHANGE, **options)
-
-
-def _with_others(algorithm: str, **options: Any) -> MuonAdamW:
-    groups = [
-        {"params": _matrices()},
-        {"params": _embedding(), "algorithm": algorithm, **options},
-    ]
-    return MuonAdamW(groups, exchange=EXCHANGE)
-
-
-def _with_long_newton_schulz() -> MuonAdamW:
-    # AdamW's new state is still there while Newton-Schulz has its temporaries.
-    groups = [
-        {"params": [torch.nn.Parameter(torch.randn(1024, 1024))]},
-        {
-            "params": [torch.nn.Parameter(torch.randn(256, 512)) for _ in range(32)],
-            "algorithm": "adamw",
-            "foreach": False,
-        },
-    ]
-    return MuonAdamW(groups, exchange=EXCHANGE)
-
-
-def _with_figures() -> Muon:
-    optimizer = _muon(momentum_dtype=torch.bfloat16)
+def _with_figures(tensors: Tensors) -> Muon:
+    optimizer = tensors.muon(momentum_dtype=torch.bfloat16)
     optimizer.record_metrics()
     return optimizer
 
 
-OPTIMIZERS: dict[str, Callable[[], torch.optim.Optimizer]] = {
-    "float32": _muon,
-    "momentum in bfloat16": lambda: _muon(momentum_dtype=torch.bfloat16),
-    "momentum in CPU memory": lambda: _muon(offload_momentum=True),
-    "weights in bfloat16": lambda: _muon(torch.bfloat16),
-    "figures": _with_figures,
-    "AdamW at once": lambda: _with_others("adamw", foreach=True),
-    "AdamW one by one": lambda: _with_others("adamw", foreach=False),
-    "AdamW before a long Newton-Schulz": _with_long_newton_schulz,
-    "Lion": lambda: _with_others("lion"),
+OPTIMIZERS: dict[str, Callable[[Tensors], torch.optim.Optimizer]] = {
+    "float32": Tensors.muon,
+    "momentum in bfloat16": lambda tensors: tensors.muon(momentum_dtype=torch.bfloat16),
+    "momentum in CPU memory": lambda tensors: tensors.muon(offload_momentum=True),
+    "weights in bfloat16": lambda tensors: tensors.muon(torch.bfloat16),
+    "AdamW at once": lambda tensors: tensors.muon_and("adamw", foreach=True),
+    "AdamW one by one": lambda tensors: tensors.muon_and("adamw", foreach=False),
+    "Lion": lambda tensors: tensors.muon_and("lion"),
 }
+OF_CPU = {**OPTIMIZERS, "figures": _with_figures}
+OF_GPU = {**OPTIMIZERS, "namo": lambda tensors: tensors.muon(adaptive="namo")}
+# What ranks agree with, and other small tensors: norms of blocks and factors.
+SMALL_BYTES = {"cpu": 300_000, "cuda": 1_000}
 
 
-def _peaks(step: Callable[[], Any]) -> tuple[int, int]:
-    """Return the most memory of a step before ranks agree and after it, beside that of before."""
+def _set_grads(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.randn_like(param)
+
+
+def _profiled(step: Callable[[], Any]) -> list[tuple[int, str]]:
+    """Return the bytes that a step took or gave back, and "agreed" where ranks agreed, in order."""
     real = muon.agree_to_step
 
     def agree(*args: Any) -> Any:
-        found = real(*args)
+        agreed = real(*args)
         with record_function("agreed"):
-            return found
+            return agreed
 
     with (
         mock.patch.object(muon, "agree_to_step", agree),
@@ -94,38 +105,48 @@ def _peaks(step: Callable[[], Any]) -> tuple[int, int]:
         for event in profiled.profiler.kineto_results.events()
         if event.name() in ("[memory]", "agreed")
     )
-    (agreed_ns,) = (start for start, _, name in events if name == "agreed")
-    now, peaks = 0, [0, 0]
-    for start, num_bytes, name in events:
-        if name == "[memory]":
-            now += num_bytes
-            after = start > agreed_ns
-            peaks[after] = max(peaks[after], now)
+    return [(num_bytes, name) for _, num_bytes, name in events]
+
+
+def _peaks(step: Callable[[], Any]) -> tuple[int, int]:
+    """Return the most memory of a step before ranks agree and after it, beside that of before."""
+    now, peaks, has_agreed = 0, [0, 0], False
+    for num_bytes, name in _profiled(step):
+        if name == "agreed":
+            has_agreed = True
+            continue
+        now += num_bytes
+        peaks[has_agreed] = max(peaks[has_agreed], now)
+    assert has_agreed
     return peaks[0], peaks[1]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_step_allocates_nothing_that_ranks_have_not_agreed_on(name):
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [
+        *(pytest.param(name, ON_CPU, id=name) for name in OF_CPU),
+        pytest.param("AdamW one by one", LONG_NEWTON_SCHULZ, id="before a long Newton-Schulz"),
+    ],
+)
+def test_step_allocates_nothing_that_ranks_have_not_agreed_on(name, tensors):
     """Momentum in bfloat16 was copied to float32 after ranks had agreed, and AdamW made its state.
 
     A rank that ran out of memory there raised alone, and the others waited in the exchange.
     """
     torch.manual_seed(0)
-    optimizer = OPTIMIZERS[name]()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    optimizer = OF_CPU[name](tensors)
     for step in range(2):
-        for param in params:
-            param.grad = torch.randn_like(param)
+        _set_grads(optimizer)
         if step == 0 and isinstance(optimizer, MuonAdamW):
             optimizer._plan()
         before, after = _peaks(optimizer.step)
-        assert before > SMALL_BYTES
-        assert after <= before + SMALL_BYTES, f"step {step}"
+        assert before > SMALL_BYTES["cpu"]
+        assert after <= before + SMALL_BYTES["cpu"], f"step {step}"
 
 
 def test_memory_returns_when_ranks_refuse_a_step():
     """A refused step keeps no memory, which the caller may need."""
-    optimizer = _muon()
+    optimizer = ON_CPU.muon()
     for param in optimizer.param_groups[0]["params"]:
         param.grad = torch.full_like(param, torch.nan)
 
@@ -133,11 +154,87 @@ def test_memory_returns_when_ranks_refuse_a_step():
         with pytest.raises(RuntimeError, match="Nothing was updated"):
             optimizer.step()
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    events = profiled.profiler.kineto_results.events()
-    kept = sum(event.nbytes() for event in events if event.name() == "[memory]")
-    assert kept < SMALL_BYTES
+    kept = sum(num_bytes for num_bytes, name in _profiled(step) if name == "[memory]")
+    assert kept < SMALL_BYTES["cpu"]
+
+
+# They allocate what the question before the agreement has asked for, one after the other. Rows are
+# moved without temporaries where there is the kernel.
+ASKED_FOR = ("newton_schulz/", "fsdp2/muon_adamw.py", "step/lion.py", "runtime/row_moves.py")
+
+
+def _second_step(name: str) -> tuple[list[Allocation], list[Allocation]]:
+    """Return the allocations before ranks agree and after it, in the second step."""
+    agree = muon.agree_to_step
+    with fake_cuda() as recorder:
+        num_before = 0
+
+        def agreed(*args: Any) -> Any:
+            nonlocal num_before
+            found = agree(*args)
+            num_before = len(recorder.allocations)
+            return found
+
+        optimizer = OF_GPU[name](ON_GPU)
+        with mock.patch.object(muon, "agree_to_step", agreed):
+            for _ in range(2):
+                _set_grads(optimizer)
+                recorder.allocations.clear()
+                optimizer.step()
+        return recorder.allocations[:num_before], recorder.allocations[num_before:]
+
+
+@pytest.mark.parametrize("name", OF_GPU)
+def test_step_on_a_gpu_allocates_what_ranks_have_agreed_on(name):
+    """Momentum in bfloat16 or CPU memory was copied to float32 after ranks had agreed.
+
+    A rank without that memory left the others in a collective until NCCL's time-out.
+    """
+    before, after = _second_step(name)
+    small_bytes = SMALL_BYTES["cuda"]
+    asked_bytes = max(each.num_bytes for each in before if each.file == "runtime/engine.py")
+    assert asked_bytes > 100 * small_bytes
+    for each in after:
+        is_asked_for = each.file.startswith(ASKED_FOR)
+        assert each.num_bytes <= (asked_bytes if is_asked_for else small_bytes), each
+    # It is no list of nothing: Newton-Schulz has temporaries.
+    assert max(each.num_bytes for each in after) > small_bytes
+
+
+def test_metrics_of_momentum_in_cpu_memory_wait_for_its_copy():
+    """The host summed momentum that the device was still copying to it."""
+    events = []
+    with fake_cuda():
+        optimizer = ON_GPU.muon(offload_momentum=True)
+        optimizer.record_metrics()
+        stream = mock.Mock()
+        stream.synchronize = lambda: events.append("wait")
+        with (
+            mock.patch("torch.cuda.current_stream", lambda *_: stream),
+            mock.patch.object(MetricSums, "advanced", lambda *_: events.append("norms")),
+        ):
+            _set_grads(optimizer)
+            optimizer.step()
+    # The second wait is for the state, at the end of the step.
+    assert events == ["wait", "norms", "wait"]
+
+
+def test_norm_of_a_missing_gradient_is_summed_on_the_gpu():
+    """Zeros in CPU memory stood in for it, among rows on the device."""
+    devices: list[str] = []
+    original = norms.sums_of_squares
+
+    def watched(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        devices.extend(each.device.type for each in tensors)
+        return original(tensors)
+
+    with fake_cuda(), mock.patch.object(norms, "sums_of_squares", watched):
+        optimizer = ON_GPU.muon(adaptive="namo")
+        _set_grads(optimizer)
+        optimizer.param_groups[0]["params"][-1].grad = None
+        optimizer.step()
+    # Of what is orthogonalized too.
+    assert devices == ["cuda"] * 2 * len(ON_GPU.shapes)
 
 
 def _step_without_memory(name: str) -> tuple[str, bool]:
@@ -201,22 +298,17 @@ def test_rank_without_memory_stops_all_ranks_before_the_step(name):
 
 def test_step_of_the_core_takes_its_memory_itself():
     """A step without the question for memory before it wrote to an arena that was not there."""
-    torch.manual_seed(0)
-    asked, direct = _muon(), _muon()
-    for one, other in zip(
-        asked.param_groups[0]["params"], direct.param_groups[0]["params"], strict=True
-    ):
-        with torch.no_grad():
-            other.copy_(one)
-        one.grad = torch.randn_like(one)
-        other.grad = one.grad.clone()
+    asked, direct = ON_CPU.muon(), ON_CPU.muon()
+    params, others = (each.param_groups[0]["params"] for each in (asked, direct))
+    for param, other in zip(params, others, strict=True):
+        other.data.copy_(param.data)
+    _set_grads(asked)
+    grads = [param.grad.clone() for param in params]
     asked.step()
-    params = direct.param_groups[0]["params"]
     direct.muon_step._matrix_step.step(
         direct.param_groups,
-        [param.data for param in params],
-        [param.grad for param in params],
-        [direct.state[param]["momentum_buffer"] for param in params],
+        [other.data for other in others],
+        grads,
+        [direct.state[other]["momentum_buffer"] for other in others],
     )
-    for one, other in zip(asked.param_groups[0]["params"], params, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, params, others))

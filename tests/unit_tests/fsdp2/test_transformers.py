@@ -8,19 +8,17 @@ tests/unit_tests/fsdp2/test_transformers.py``, with its installation in the fold
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-from unittest import mock
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from helpers.device import init_group, kind
 from helpers.ranks import run_ranks
+from helpers.whole_matrices import WholeMuon
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.ranks
-
-type Cut = Callable[[Tensor], Sequence[Tensor]]
 
 _DENSE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -32,108 +30,60 @@ _EXPERTS = {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
 _FULL = {"layer_types": ["full_attention"] * 2}
 
 
-def _whole(matrix: Tensor) -> Sequence[Tensor]:
-    return [matrix]
-
-
-def _rows(*sizes: int) -> Cut:
-    return lambda matrix: matrix.split(sizes)
-
-
-def _columns(num: int) -> Cut:
-    return lambda matrix: matrix.chunk(num, dim=1)
-
-
-def _by_head(matrix: Tensor) -> Sequence[Tensor]:
-    """Query, key and value of four heads of eight rows."""
-    heads = matrix.view(4, 3, 8, -1)
-    return [heads[:, i].reshape(32, -1) for i in range(3)]
-
-
-def _interleaved(matrix: Tensor) -> Sequence[Tensor]:
-    return [matrix[:, 0::2], matrix[:, 1::2]]
-
-
-# By model type: its head, its configuration, and what Muon gets: patterns of names, with what
-# Newton-Schulz is to see. A T says that matrices are stored as (inputs, outputs).
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "llama": ("CausalLM", _GROUPED, {r"layers.*_proj\.": _whole}),
-    "phi3": ("CausalLM", _GROUPED, {r"(o|down)_proj": _whole, "qkv_proj": _rows(32, 16, 16),
-                                    "gate_up": _rows(48, 48)}),
+# By model type: its head, its configuration, and what Muon gets: patterns of names, with the blocks
+# that Newton-Schulz is to see. A T says that matrices are stored as (inputs, outputs).
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, int | tuple[int, ...] | None]]] = {
+    "llama": ("CausalLM", _GROUPED, {r"layers.*_proj\.": None}),
+    "phi3": ("CausalLM", _GROUPED, {r"(o|down)_proj": None, "qkv_proj": (32, 16, 16),
+                                    "gate_up": (48, 48)}),
     "gpt2": ("CausalLM", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96,
                           "n_positions": 64, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0},
-             {r"c_attn\.weight T": _columns(3), r"(c_proj|c_fc)\.weight T": _whole}),
+             {r"c_attn\.weight T": 3, r"(c_proj|c_fc)\.weight T": None}),
     "gpt_neox": ("CausalLM", {**_DENSE, "hidden_dropout": 0, "attention_dropout": 0},
-                 {r"query_key_value\.weight": _by_head, r"dense.*weight": _whole}),
-    "mixtral": ("CausalLM", _EXPERTS, {r"self_attn.*_proj\.": _whole, r"experts\.down": _whole,
-                                       r"experts\.gate_up": _rows(48, 48)}),
+                 {r"query_key_value\.weight": (8, 8, 8), r"dense.*weight": None}),
+    "mixtral": ("CausalLM", _EXPERTS, {r"self_attn.*_proj\.": None, r"experts\.down": None,
+                                       r"experts\.gate_up": (48, 48)}),
     "gpt_oss": ("CausalLM", {**_EXPERTS, **_FULL},
-                {r"self_attn.*_proj\.weight": _whole, r"experts\.down_proj$ T": _whole,
-                 r"experts\.gate_up_proj$ T": _interleaved}),
+                {r"self_attn.*_proj\.weight": None, r"experts\.down_proj$ T": None,
+                 r"experts\.gate_up_proj$ T": (1, 1)}),
     "llama4_text": ("CausalLM", {**_EXPERTS, **_FULL, "num_experts_per_tok": 1,
                                  "intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
-                    {r"self_attn.*_proj\.|shared_expert": _whole,
-                     r"experts\.gate_up_proj T": _columns(2), r"experts\.down_proj T": _whole}),
+                    {r"self_attn.*_proj\.|shared_expert": None,
+                     r"experts\.gate_up_proj T": 2, r"experts\.down_proj T": None}),
     "t5": ("Seq2SeqLM", {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4,
                          "vocab_size": 96, "dropout_rate": 0, "decoder_start_token_id": 0},
-           {r"(Attention\.[qkvo]|DenseReluDense\.w[io])\.weight": _whole}),
+           {r"(Attention\.[qkvo]|DenseReluDense\.w[io])\.weight": None}),
     "mamba": ("CausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96,
                            "state_size": 4, "intermediate_size": 64, "time_step_rank": 4},
-              {r"(in|x|dt|out)_proj\.weight": _whole}),
+              {r"(in|x|dt|out)_proj\.weight": None}),
     "bert": ("MaskedLM", {**_DENSE, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-             {r"(query|key|value|dense)\.weight": _whole}),
+             {r"(query|key|value|dense)\.weight": None}),
     "jetmoe": ("CausalLM", {**_EXPERTS, "kv_channels": 8},
-               {r"mlp\.input_linear": _rows(48, 48),
-                r"output_linear|experts\.input_linear|kv_proj": _whole}),
+               {r"mlp\.input_linear": (48, 48),
+                r"output_linear|experts\.input_linear|kv_proj": None}),
 }  # fmt: skip
 MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
 
 
-class Reference:
-    """Emerging-optimizers' Muon on whole matrices, torch's AdamW on the rest, of one process."""
+class Whole(NamedTuple):
+    """A parameter that no rank shares."""
 
-    def __init__(self, model: nn.Module, cuts: dict[str, Cut]) -> None:
-        from emerging_optimizers.orthogonalized_optimizers import Muon
+    param: Any
+    whole: Tensor
+    keys: dict[str, Any]
 
-        self.names: set[str] = set()
-        self._pieces: list[tuple[Tensor, Tensor, nn.Parameter]] = []
-        by_storage: dict[bool, list[nn.Parameter]] = {False: [], True: []}
-        rest = []
-        for name, param in model.named_parameters():
-            cut = next((key for key in cuts if re.search(key.removesuffix(" T"), name)), None)
-            if cut is None:
-                rest.append(param)
-                continue
-            self.names.add(name)
-            index = torch.arange(param.numel()).view(param.shape)
-            for matrix in index if param.ndim == 3 else [index]:
-                for piece in cuts[cut](matrix):
-                    own = nn.Parameter(param.detach().flatten()[piece].contiguous())
-                    self._pieces.append((param, piece, own))
-                    by_storage[cut.endswith(" T")].append(own)
-        scale = {"scale_mode": "spectral", "extra_scale_factor": 0.2, "fp32_matmul_prec": "high"}
-        self._muons = {is_t: Muon(own, **MUON, **scale) for is_t, own in by_storage.items() if own}
-        options = {key: MUON[key] for key in ("lr", "weight_decay")}
-        self._adamw = torch.optim.AdamW(rest, **options)
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """Step the model by its gradients."""
-        from emerging_optimizers.orthogonalized_optimizers import muon
-
-        for param, piece, own in self._pieces:
-            own.grad = None if param.grad is None else param.grad.flatten()[piece].contiguous()
-        original = muon.get_muon_scale_factor
-        for is_transposed, optimizer in self._muons.items():
-
-            def scale(rows: int, cols: int, mode: str, turn: bool = is_transposed) -> float:
-                return original(*((cols, rows) if turn else (rows, cols)), mode)
-
-            with mock.patch.object(muon, "get_muon_scale_factor", scale):
-                optimizer.step()
-        self._adamw.step()
-        for param, piece, own in self._pieces:
-            param.view(-1)[piece] = own
+def _matrices(
+    model: nn.Module, blocks: dict[str, int | tuple[int, ...] | None]
+) -> dict[str, Whole]:
+    """Return the matrices that are Muon's, by name."""
+    found = {}
+    for name, param in model.named_parameters():
+        pattern = next((key for key in blocks if re.search(key.removesuffix(" T"), name)), None)
+        if pattern is not None:
+            keys = {"split_sizes": blocks[pattern], "transposed": pattern.endswith(" T")}
+            found[name] = Whole(param, param.detach().clone(), keys)
+    return found
 
 
 def _model(model_type: str) -> nn.Module:
@@ -165,20 +115,27 @@ def _train(model_type: str) -> list[Any]:
     # Of one owner and in fp32: bits are those of whole matrices.
     exchange = ExchangeSettings(comm_dtype="fp32", max_owners=1)
     optimizer = MuonAdamW.from_model(model, fp32_matmul_prec="high", exchange=exchange, **MUON)
-    reference = Reference(whole, CASES[model_type][2])
+    matrices = _matrices(whole, CASES[model_type][2])
+    reference = WholeMuon([*matrices.values()], scale_mode="spectral", extra_scale_factor=0.2,
+                          fp32_matmul_prec="high", **MUON)  # fmt: skip
+    rest = [param for name, param in whole.named_parameters() if name not in matrices]
+    adamw = torch.optim.AdamW(rest, lr=MUON["lr"], weight_decay=MUON["weight_decay"])
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
         tokens = torch.randint(3, 96, (2, 16), generator=generator)
         for each in (model, whole):
             each(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
-        reference.step()
+        adamw.step()
+        reference.step([each.param.grad for each in matrices.values()])
+        for each, (value, _) in zip(matrices.values(), reference.wholes(), strict=True):
+            each.param.data.copy_(value)
         optimizer.zero_grad()
         whole.zero_grad()
     names = set(_names_of_muon(optimizer))
     pairs = zip(model.parameters(), whole.parameters(), strict=True)
     worst = max(float((ours.full_tensor() - p).abs().max()) for ours, p in pairs)  # type: ignore[attr-defined]
-    return [sorted(names ^ reference.names), len(names), worst]
+    return [sorted(names ^ set(matrices)), len(names), worst]
 
 
 def _names_of_muon(optimizer: Any) -> Iterator[str]:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices in every layout that FSDP2 makes, beside the whole ones on every rank.
+"""Matrices in every layout that FSDP2 makes, and plain ones, beside the whole ones on every rank.
 
 Parameters are sharded by ``fully_shard`` and ``distribute_tensor``. What a rank should hold is cut
 out of the whole matrix by torch's own list of chunks, which checkpoints are written by.
@@ -21,11 +21,13 @@ class Sharded:
         param: DTensor parameter.
         whole: All of it, equal on all ranks that share it.
         keys: Keys of its parameter group.
+        arguments: Arguments of its optimizer.
     """
 
     param: Any
     whole: Any
     keys: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     def own(self, whole: Any) -> Any:
         """Cut this rank's part out of a tensor that is shaped like the whole one."""
@@ -54,9 +56,39 @@ class Sharded:
             stride=self.param.stride(),
         )
 
+    def set_grad(self, whole: Any) -> None:
+        """Set this rank's part of a whole gradient."""
+        self.param.grad = self.like_param(self.own(whole).clone())
+
     def draw_grad(self, seed: int) -> None:
         """Give the parameter its part of a gradient that is drawn."""
-        self.param.grad = self.like_param(self.own(drawn(self.whole.shape, seed)).clone())
+        self.set_grad(drawn(self.whole.shape, seed))
+
+
+@dataclass
+class Part(Sharded):
+    """A parameter that torch has no list of chunks of: a part of the whole one.
+
+    Args:
+        index: Of this rank's part in the whole parameter.
+        has_empty_grads: Whether an empty part gets a gradient.
+    """
+
+    index: tuple[slice, ...] = ()
+    has_empty_grads: bool = True
+
+    def own(self, whole: Any) -> Any:
+        """Cut this rank's part out of a tensor that is shaped like the whole one."""
+        return whole[self.index]
+
+    def set_grad(self, whole: Any) -> None:
+        """Set this rank's part of a whole gradient, as a tensor like the parameter."""
+        import torch
+
+        grad = torch.zeros_like(self.param)
+        local = getattr(grad, "_local_tensor", grad)
+        local.copy_(self.own(whole))
+        self.param.grad = grad if local.numel() or self.has_empty_grads else None
 
 
 def draw_grads(parameters: Iterable[Any], seed: int) -> None:
@@ -327,6 +359,62 @@ def stages() -> list[Sharded]:
         return []
     shards = mesh["shard"]
     return [shard((9, 5), 0, shards), shard((4, 6, 5), 1, shards), shard((7, 5), 2, shards)]
+
+
+def convolutions() -> list[Sharded]:
+    """Kernels as matrices of output channels; one channel is less than ranks."""
+    return _one_axis((8, 3, 2, 2), (5, 4, 3), (6, 2, 2, 2, 2), (1, 6, 1, 2), (9, 7), flatten=True)
+
+
+# Shape of the whole matrix, dimension that is cut (None for none), rows or columns of each block.
+_BLOCKS: list[tuple[tuple[int, int], int | None, list[int]]] = [
+    ((12, 8), 0, [6, 6]),
+    ((8, 12), 1, [6, 6]),
+    ((11, 8), 0, [8, 3]),
+    ((8, 9), 1, [1, 8]),
+    ((5, 7), 0, [5, 0]),
+    ((6, 10), None, []),
+]
+
+
+def _plain(num_replicas: int, num_blocks: int) -> list[Sharded]:
+    import torch
+    import torch.distributed as dist
+
+    row, block = divmod(dist.get_rank(), num_blocks)
+    rows = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(num_replicas)]
+    tensor_groups = [dist.new_group(ranks) for ranks in rows]
+    data_groups = [dist.new_group(list(column)) for column in zip(*rows, strict=True)]
+    arguments = {
+        "process_group": data_groups[block] if num_replicas > 1 else None,
+        "tensor_group": tensor_groups[row] if num_blocks > 1 else None,
+    }
+    parameters: list[Sharded] = []
+    for seed, (shape, dim, sizes) in enumerate(_BLOCKS):
+        whole, index = drawn(shape, seed), ()
+        if num_blocks > 1 and dim is not None:
+            start = sum(sizes[:block])
+            index = (slice(None),) * dim + (slice(start, start + sizes[block]),)
+        param = torch.nn.Parameter(whole[index].clone())
+        if index:
+            param.partition_dim = dim
+        parameters.append(Part(param, whole, {}, arguments, index))
+    return parameters
+
+
+def plain_replicas() -> list[Sharded]:
+    """Two copies of plain tensors, as DDP has them."""
+    return _plain(2, 1)
+
+
+def plain_blocks() -> list[Sharded]:
+    """Blocks of Transformer Engine: even, uneven and empty."""
+    return _plain(1, 2)
+
+
+def plain_replicas_of_blocks() -> list[Sharded]:
+    """Both, on four ranks."""
+    return _plain(2, 2)
 
 
 # By number of ranks. Four have what needs two axes.

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Models that version 2 of Megatron-FSDP has sharded, and whole matrices beside them.
+"""Models that Megatron-FSDP has sharded, and whole matrices beside them.
 
-Of the standalone megatron-fsdp where it is installed, else of megatron-core; both generations:
-releases, and Megatron-LM main, which has ``fully_shard_context``. Which rows a rank holds is found
-in their values, not by the layout that is tested.
+Which rows a rank holds is found in their values, not by the layout that is tested.
+
+Version 2 is that of the standalone megatron-fsdp where it is installed, else of megatron-core; both
+generations: releases, and Megatron-LM main, which has ``fully_shard_context``.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from helpers.device import kind
+from helpers.fsdp2_models import Part, Sharded, drawn
 
 # Placements of weights, gradients and the optimizer's weights, a letter for each axis of the mesh.
 LAYOUTS = {
@@ -123,8 +125,6 @@ class ShardedNet:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
-        from helpers.fsdp2_models import drawn
-
         own = module_of("experimental")
         self._dtype = getattr(torch, dtype)
         letters, world = LAYOUTS[layout], dist.get_world_size()
@@ -144,20 +144,22 @@ class ShardedNet:
         self.named = dict(self.model.named_parameters())
         self.matrices = {name: param for name, param in self.named.items() if param.ndim > 1}
         self.vectors = {name: param for name, param in self.named.items() if param.ndim == 1}
-        self._first_rows = {name: self._first_row(name) for name in self.named}
-
-    def _first_row(self, name: str) -> int:
-        import torch
-
-        local, whole = self.named[name].to_local(), self.wholes[name]
-        starts = range(len(whole) - len(local) + 1)
-        return next(i for i in starts if torch.equal(whole[i : i + len(local)], local))
+        self._rows = {
+            name: _held_rows(param, self.wholes[name]) for name, param in self.named.items()
+        }
+        self.parameters = [
+            Part(
+                param,
+                self.wholes[name],
+                {"flatten": True} if i else {"split_sizes": 2},
+                index=(self._rows[name],),
+            )
+            for i, (name, param) in enumerate(self.matrices.items())
+        ]
 
     def backward(self, step: int, num_microbatches: int = 1, num_used: int | None = None) -> None:
         """Compute gradients of inputs that each rank draws for itself."""
         import torch.distributed as dist
-
-        from helpers.fsdp2_models import drawn
 
         for i in range(num_microbatches):
             x = drawn((4, 18), 1000 * step + 100 * i + dist.get_rank()).to(self._dtype)
@@ -167,15 +169,14 @@ class ShardedNet:
 
     def own(self, name: str, whole: Any) -> Any:
         """Cut this rank's rows out of a whole matrix."""
-        first = self._first_rows[name]
-        return whole[first : first + len(self.named[name].to_local())]
+        return whole[self._rows[name]]
 
     def whole(self, name: str, like: Any) -> Any:
         """Assemble the shards of a tensor like a parameter, in float32."""
         import torch
         import torch.distributed as dist
 
-        mine = (self._first_rows[name], like.to_local().float())
+        mine = (self._rows[name].start, like.to_local().float())
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, mine)
         whole = torch.full_like(self.wholes[name], float("nan"))
@@ -188,8 +189,6 @@ class ShardedNet:
         """Set gradients that do not depend on the ranks, and return the whole ones."""
         import torch
 
-        from helpers.fsdp2_models import drawn
-
         wholes = {}
         for i, (name, param) in enumerate(self.named.items()):
             wholes[name] = drawn(param.shape, 5000 + 100 * step + i)
@@ -198,35 +197,138 @@ class ShardedNet:
         return wholes
 
 
-class Reference:
-    """Emerging-optimizers' Muon; the halves of the first matrix are parameters of their own."""
+# Of version 1. Three matrices in one buffer, and one in each: rows divide then, but for the last.
+UNEVEN, EVEN = ("Sequential", [[10, 8], [16, 10], [8, 16]]), ("Linear", [[16, 8], [8, 16], [32, 8]])
+# Axes of the mesh: ranks of the outer one, of the inner one, and of tensor parallelism, with the
+# dimension that it cuts.
+MESHES: dict[str, tuple[tuple[int, int, int], int | None]] = {
+    "one_axis": ((1, 4, 1), None),
+    "one_axis_of_two": ((1, 2, 1), None),
+    "hfsdp": ((2, 2, 1), None),
+    "tensor_rows": ((1, 2, 2), 0),
+    "tensor_columns": ((1, 2, 2), 1),
+    "hfsdp_tensor_rows": ((2, 2, 2), 0),
+    "hfsdp_tensor_columns": ((2, 2, 2), 1),
+}
 
-    def __init__(self, wholes: Sequence[Any], **settings: Any) -> None:
+
+class Version1:
+    """A model that version 1 has sharded.
+
+    Args:
+        layout: One of ``MESHES``.
+        unit: Name of the class whose parameters share a buffer.
+        shapes: Of the matrices.
+        seed: Of their values.
+        copies: Positions of the matrices that tensor parallelism replicates.
+        strategy: Of the data-parallel axes.
+    """
+
+    def __init__(
+        self,
+        layout: str,
+        unit: str,
+        shapes: Sequence[Sequence[int]],
+        seed: int = 0,
+        *,
+        copies: Sequence[int] = (),
+        strategy: str = "optim_grads_params",
+    ) -> None:
         import torch
-        from emerging_optimizers.orthogonalized_optimizers import Muon
+        from torch.distributed.device_mesh import init_device_mesh
 
-        matrices = [whole.flatten(1) for whole in wholes]
-        parts = [matrices[0].chunk(2), *([whole] for whole in matrices[1:])]
-        self._shapes = [whole.shape for whole in wholes]
-        self._parts = [[torch.nn.Parameter(part.clone()) for part in each] for each in parts]
-        self._muon = Muon([part for each in self._parts for part in each], **settings)
+        mesh_shape, cut_dim = MESHES[layout]
+        self.mesh = init_device_mesh(kind(), mesh_shape, mesh_dim_names=("outer", "fsdp", "tp"))
+        tp_size, tp_rank = self.mesh.size(2), self.mesh.get_local_rank("tp")
+        wholes = [drawn(shape, seed + i) for i, shape in enumerate(shapes)]
+        # What tensor parallelism leaves of the columns.
+        all_cols = [slice(None)] * len(shapes)
+        layers = []
+        for i, whole in enumerate(wholes):
+            tensor_dim = None if i in copies else cut_dim
+            part = whole if tensor_dim is None else whole.chunk(tp_size, dim=tensor_dim)[tp_rank]
+            if tensor_dim == 1:
+                width = whole.shape[1] // tp_size
+                all_cols[i] = slice(tp_rank * width, (tp_rank + 1) * width)
+            layers.append(torch.nn.Linear(*reversed(part.shape), bias=False))
+            layers[-1].weight.data.copy_(part)
+            if tensor_dim is not None:
+                layers[-1].weight.tensor_model_parallel = True
+                layers[-1].weight.partition_dim = tensor_dim
+                layers[-1].weight.partition_stride = 1
+        module = torch.nn.Sequential(*layers).to(wholes[0].device)
+        self.model = self._shard(module, unit, strategy)
+        self.parameters: list[Part] = []
+        for i, (param, whole, cols) in enumerate(
+            zip(self.model.parameters(), wholes, all_cols, strict=True)
+        ):
+            rows = _held_rows(param, whole[:, cols])
+            keys = {} if i else {"split_sizes": 2}
+            self.parameters.append(
+                Part(param, whole, keys, index=(rows, cols), has_empty_grads=False)
+            )
 
-    def step(self, grads: Sequence[Any]) -> None:
-        """Step with whole gradients."""
-        for parts, grad in zip(self._parts, grads, strict=True):
-            for part, of_part in zip(parts, grad.flatten(1).chunk(len(parts)), strict=True):
-                part.grad = of_part.clone()
-        self._muon.step()
-
-    def wholes(self) -> list[list[Any]]:
-        """Return the whole value and momentum of each matrix."""
+    def _shard(self, module: Any, unit: str, strategy: str) -> Any:
         import torch
 
-        state = self._muon.state
-        return [
-            [
-                torch.cat([part.detach() for part in parts]).view(shape),
-                torch.cat([state[part]["momentum_buffer"] for part in parts]).view(shape),
-            ]
-            for shape, parts in zip(self._shapes, self._parts, strict=True)
-        ]
+        package = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+        policy = importlib.import_module(f"{package}.mixed_precision").MixedPrecisionPolicy
+        outer: dict[str, Any] = {}
+        if self.mesh.size(0) > 1:
+            hybrid = self.mesh["outer", "fsdp"]._flatten("hybrid").get_group()
+            outer = {
+                "dp_outer_dim": "outer",
+                "hybrid_fsdp_group": hybrid,
+                "outer_dp_sharding_strategy": 0 if strategy == "no_shard" else 1,
+            }
+        return importlib.import_module(package).fully_shard_model(
+            module,
+            device_mesh=self.mesh,
+            dp_shard_dim="fsdp",
+            tp_dim="tp",
+            fsdp_unit_modules=[getattr(torch.nn, unit)],
+            zero_dp_strategy=strategy,
+            mixed_precision_policy=policy(main_params_dtype=torch.float32),
+            **outer,
+        )
+
+    def rows_and_starts(self) -> list[list[int]]:
+        """Return how many rows of each matrix this rank holds, their first, and torch's first."""
+        facts = []
+        for each in self.parameters:
+            rows = each.index[0]
+            chunks = each.param.__create_chunk_list__()
+            is_empty = rows.start == rows.stop
+            start = rows.start if is_empty else chunks[0].offsets[0]
+            facts.append([rows.stop - rows.start, rows.start, start])
+        return facts
+
+
+def _held_rows(param: Any, whole: Any) -> slice:
+    """Find the rows that a rank holds by their values."""
+    import torch
+
+    local = param.to_local()
+    if not len(local):
+        return slice(0, 0)
+    starts = range(len(whole) - len(local) + 1)
+    first = next(i for i in starts if torch.equal(whole[i : i + len(local)], local))
+    return slice(first, first + len(local))
+
+
+def version_1(layout: str, is_even: bool, **options: Any) -> list[Sharded]:
+    """Shard the even or the uneven matrices; raise if rows are not what the test is about."""
+    import torch.distributed as dist
+
+    sharded = Version1(layout, *(EVEN if is_even else UNEVEN), **options)
+    if options:
+        return [*sharded.parameters]
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, sharded.rows_and_starts())
+    num_rows = [[rows for rows, _, _ in each] for each in by_rank]
+    assert is_even == all(len(set(of_matrix)) == 1 for of_matrix in zip(*num_rows, strict=True))
+    # Torch reads placements of two axes in another order. With rows that divide, halves of the
+    # first matrix were once made of others' rows, without an error.
+    is_torchs = all(first == start for each in by_rank for _, first, start in each)
+    assert is_torchs == (is_even and layout in ("one_axis", "tensor_columns"))
+    return [*sharded.parameters]

@@ -1,12 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz of emerging-optimizers on whole matrices: nothing of it is this package's."""
+"""Emerging-optimizers' Muon and Newton-Schulz on whole matrices: none of it is this package's."""
 
 import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import torch
-from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon, muon, muon_utils
 from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.newton_schulz.settings import NewtonSchulzSettings
@@ -18,6 +21,144 @@ STEPS, COEFFICIENTS = 5, "quintic"
 def settings(*, is_bf16: bool = True) -> NewtonSchulzSettings:
     """Return the settings of these steps, without a scale."""
     return NewtonSchulzSettings(STEPS, COEFFICIENTS, is_bf16, lambda rows, cols: (1.0,))
+
+
+class WholeMuon:
+    """Upstream's Muon, with each matrix of a parameter as a parameter of its own.
+
+    Args:
+        parameters: With ``param``, ``whole``, ``keys`` and ``own()`` of ``fsdp2_models.Sharded``.
+        comm_dtype: With ``bf16`` norms are summed in float64, as documented.
+        adaptive: Name of the method of adaptive Muon, or None.
+        **settings: Of the optimizer.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Any],
+        comm_dtype: str = "fp32",
+        adaptive: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self._parameters = parameters
+        self._replaced: list[tuple[Any, str, Any]] = []
+        if comm_dtype == "bf16":
+            self._replaced.append((torch.nn.functional, "normalize", float64_normalize))
+        if adaptive == "namo":
+            self._replaced.append((torch.linalg, "vector_norm", _float64_norm_of_all()))
+        if adaptive is not None:
+            settings |= {"moment2_method": adaptive}
+        build = Muon if adaptive is None else AdaptiveMuon
+        self._matrices = [
+            [torch.nn.Parameter(part) for part in _parts(each, each.whole)] for each in parameters
+        ]
+        # One optimizer a parameter: scales of transposed ones are patched.
+        self._muons = [build(matrices, **settings) for matrices in self._matrices]
+
+    def step(self, grads: Sequence[torch.Tensor]) -> None:
+        """Step with whole gradients."""
+        for each, matrices, optimizer, grad in zip(
+            self._parameters, self._matrices, self._muons, grads, strict=True
+        ):
+            for matrix, part in zip(matrices, _parts(each, grad), strict=True):
+                matrix.grad = part
+            replaced = [*self._replaced]
+            if each.keys.get("transposed"):
+                scale = muon.get_muon_scale_factor
+                turned = lambda rows, cols, mode, scale=scale: scale(cols, rows, mode)  # noqa: E731
+                replaced.append((muon, "get_muon_scale_factor", turned))
+            with ExitStack() as stack:
+                for owner, name, value in replaced:
+                    stack.enter_context(mock.patch.object(owner, name, value))
+                optimizer.step()
+
+    def wholes(self) -> list[list[torch.Tensor]]:
+        """Return the whole value and momentum of each parameter."""
+        return [
+            [
+                _joined(each, matrices),
+                _joined(each, [optimizer.state[part]["momentum_buffer"] for part in matrices]),
+            ]
+            for each, matrices, optimizer in zip(
+                self._parameters, self._matrices, self._muons, strict=True
+            )
+        ]
+
+
+def differences(
+    parameters: Sequence[Any], optimizer: Any, wholes: Sequence[Sequence[torch.Tensor]]
+) -> list[str]:
+    """List values and momentum of which this rank's part is not that of :meth:`WholeMuon.wholes`.
+
+    Args:
+        parameters: Those of :class:`WholeMuon`.
+        optimizer: The optimizer that has stepped them.
+        wholes: Whole value and momentum of each parameter.
+    """
+    different = []
+    for i, (each, expected) in enumerate(zip(parameters, wholes, strict=True)):
+        pair = (each.param, optimizer.state[each.param]["momentum_buffer"])
+        for what, ours, whole in zip(("value", "momentum"), pair, expected, strict=True):
+            ours, part = getattr(ours, "to_local", lambda ours=ours: ours)(), each.own(whole)
+            if not torch.equal(ours, part):
+                worst = float((ours - part).abs().max()) if ours.shape == part.shape else math.inf
+                different.append(f"weight.{i}, {what}: {worst:.1e}")
+    return different
+
+
+def _float64_norm_of_all() -> Callable[..., torch.Tensor]:
+    norm = torch.linalg.vector_norm
+    return lambda x, *args, **kwargs: (
+        norm(x, *args, **kwargs) if args or kwargs else x.double().square().sum().sqrt().float()
+    )
+
+
+def _as_matrices(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
+    return whole.flatten(1) if parameter.keys.get("flatten") else whole
+
+
+def _pieces(parameter: Any) -> list[tuple[Any, Any, Any]]:
+    """Return the indices of what Newton-Schulz sees: other code than the package's."""
+    whole = _as_matrices(parameter, parameter.whole)
+    matrices: list[Any] = [...] if whole.ndim == 2 else list(range(len(whole)))
+    is_transposed = parameter.keys.get("transposed", False)
+    num_rows, num_cols = whole.shape[-2:]
+    rows, cols = torch.arange(num_rows)[:, None], torch.arange(num_cols)[None, :]
+    outputs = (cols if is_transposed else rows).flatten()
+    of_output = _block_of_output(parameter, outputs)
+    pieces = []
+    for matrix in matrices:
+        for block in of_output.unique():
+            chosen = outputs[of_output == block]
+            pieces.append(
+                (matrix, rows, chosen[None, :])
+                if is_transposed
+                else (matrix, chosen[:, None], cols)
+            )
+    return pieces
+
+
+def _block_of_output(parameter: Any, outputs: torch.Tensor) -> torch.Tensor:
+    sizes = parameter.keys.get("split_sizes") or 1
+    if isinstance(sizes, int):
+        return outputs // (len(outputs) // sizes)
+    if len(sizes) == 1:
+        return outputs // sizes[0]
+    of_group = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return of_group.repeat(len(outputs) // sum(sizes))
+
+
+def _parts(parameter: Any, whole: torch.Tensor) -> list[torch.Tensor]:
+    """Return contiguous copies of the matrices of a parameter."""
+    matrices = _as_matrices(parameter, whole)
+    return [matrices[piece].contiguous() for piece in _pieces(parameter)]
+
+
+def _joined(parameter: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    joined = torch.full_like(_as_matrices(parameter, parameter.whole), float("nan"))
+    for piece, part in zip(_pieces(parameter), parts, strict=True):
+        joined[piece] = part.detach()
+    return joined.view_as(parameter.whole)
 
 
 def float64_normalize(x: torch.Tensor, p: int, dim: tuple[int, int], eps: float) -> torch.Tensor:
