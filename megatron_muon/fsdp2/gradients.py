@@ -174,9 +174,9 @@ def _blocked_problems(parameters: Iterable[PlannedParameter]) -> list[str]:
             module, names = names_that_block_gradients(parameter.param)  # type: ignore[arg-type]
             if names:
                 problems[id(module)] = (
-                    f"{parameter.name}: expected gradients of all parameters of its module, got none "
-                    f"of {names}, for which Megatron-FSDP reduces none. Use them in the loss, or set "
-                    "requires_grad to False before fully_shard()"
+                    f"{parameter.name}: expected gradients of all parameters of its module, got "
+                    f"none of {names}, for which Megatron-FSDP reduces none. Use them in "
+                    "the loss, or set requires_grad to False before fully_shard()"
                 )
     return list(problems.values())
 

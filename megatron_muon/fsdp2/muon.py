@@ -97,8 +97,8 @@ class Muon(WholeMatrixMuon):
 
     Raises:
         RuntimeError: On all ranks, naming ranks and parameters, when a parameter cannot be stepped
-            (see docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters or
-            plans.
+            (see docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters
+            or plans.
 
     Communication: at construction see :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
         :func:`~megatron_muon.runtime.engine_builder.build_engine`. In a step see
