@@ -212,8 +212,10 @@ def choose(
         evidence = _evidence(param, its_places)
         against = _evidence_against(name, param, its_places, patterns, flatten)
         against = against or routers_and_heads.get(param)
-        modules = [place.module for place in its_places]
-        requests = [getattr(owner, "use_muon", None) for owner in (param, *modules)]
+        requests = [
+            getattr(owner, "use_muon", None)
+            for owner in (param, *(place.module for place in its_places))
+        ]
         if False in requests:
             evidence, against = None, "use_muon is False"
         elif True in requests:

@@ -148,15 +148,14 @@ def load_together(
     """
     before = optimizer.state, optimizer.param_groups
     try:
-        arranged_state, problems = arranged(optimizer, algorithms, state_dict, muon.state)
+        new_state, problems = arranged(optimizer, algorithms, state_dict, muon.state)
         if not problems:
-            torch.optim.Optimizer.load_state_dict(optimizer, arranged_state)
+            torch.optim.Optimizer.load_state_dict(optimizer, new_state)
             # Again: torch has loaded these tensors in the dtype of the parameter.
             for parameter in named_parameters(optimizer.param_groups):
                 loaded = optimizer.state[parameter.param]
                 for key in loaded.keys() & {*_MUON_KEYS, MAIN_PARAM}:
-                    exact = arranged_state["state"][parameter.name][key]
-                    loaded[key] = exact.to(loaded[key].device)
+                    loaded[key] = new_state["state"][parameter.name][key].to(loaded[key].device)
             muon.muon_step.complete_state(optimizer.state)
     # Any error: other ranks may have loaded theirs.
     except Exception as error:
