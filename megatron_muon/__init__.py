@@ -4,20 +4,20 @@
 
 Importing this package changes nothing. :func:`enable` patches an installed megatron-core so that
 ``--optimizer muon --use-megatron-fsdp`` trains; :func:`disable` reverts the patches. docs/api.md
-describes everything that this package exports.
+describes the public names.
 
-Parts, each importing only those above it::
+Subpackages; imports point upwards::
 
     user_errors     errors that the user can repair
     newton_schulz/  ways to compute Newton-Schulz, and their costs
-    plan/           which rank orthogonalizes which matrix, and which rows are sent; no torch
+    plan/           owners of matrices, and routes of rows; no torch
     report/         time, bytes and memory of a plan; plans of jobs that do not run
     runtime/        runs a plan; torch.distributed, no megatron
-    rows/           which rows of a parameter each rank holds, and the plans that follow
+    rows/           rows of parameters by rank, and the inputs of plans
     step/           the optimizer step of both front ends, and its state
     fsdp2/          Muon for the DTensors of plain FSDP2; no megatron
     checkpoint/     reads, verifies and converts checkpoint files, without megatron
-    mcore/          the only code that imports megatron: optimizer, flags, checkpoints, patches
+    mcore/          all code that imports megatron: optimizer, flags, checkpoints, patches
     launcher        ``torchrun ... -m megatron_muon SCRIPT ARGS``
 """
 
@@ -53,7 +53,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_LAZY})
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

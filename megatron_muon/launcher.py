@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 
 
 def launch(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None) -> int:
-    """Run :func:`main` under torchrun, whose summary shows the error of the rank that failed first.
+    """Run :func:`main`, with errors in torchrun's summary.
 
     Args:
         argv: See :func:`main`.
         enable_cpu_ranks: See :func:`main`.
 
     Returns:
-        Exit status: that of :func:`main`, 0 if the script exits without one, as Megatron does after
-        ``--exit-interval``, or 1 after a :class:`UserError`, whose message is printed without its
-        traceback. Other errors, and other exits of the script, propagate.
+        Exit status: of :func:`main`, 0 if the script exits without one, as Megatron does after
+        ``--exit-interval``, or 1 after a :class:`UserError`, with its message but no traceback.
+        Other errors, and other exits of the script, propagate.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None
     """Enable the patches, then run a script as ``__main__``.
 
     Args:
-        argv: Path of the script, then its own arguments; or ``--list-patches``.
+        argv: Path of the script, then its arguments; or ``--list-patches``.
         enable_cpu_ranks: Lets Megatron run without a GPU. Called before megatron is imported; by
             default a GPU is needed.
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str], enable_cpu_ranks: Callable[[], None] | None = None
     from megatron_muon.mcore.enable import enable
     from megatron_muon.mcore.versions import check_versions
 
-    # Before CPU ranks, which import megatron.
+    # Before CPU ranks: they import megatron.
     check_versions()
     if enable_cpu_ranks is not None:
         enable_cpu_ranks()
@@ -104,7 +104,7 @@ def _has_gpu() -> bool:
 
 
 def _log_to_stdout_on_rank_0() -> None:
-    """Print this package's log lines; Megatron's own configuration hides INFO."""
+    """Print this package's log lines; Megatron's configuration hides INFO."""
     package_logger = logging.getLogger("megatron_muon")
     if os.environ.get("RANK", "0") != "0" or package_logger.handlers:
         return
@@ -132,8 +132,8 @@ def _list_patches() -> int:
 def _end_with(text: str) -> None:
     """Print on rank 0 why the run ends, and write it to the file that torchrun's summary reads.
 
-    An error that rank 0 does not share, or has no time to print, is in that summary; without
-    torchrun the rank prints it itself.
+    The summary has errors that rank 0 does not share, or has no time to print; without torchrun the
+    rank prints its error.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is not None:
@@ -152,8 +152,8 @@ def _report(device: str) -> None:
     from megatron_muon.mcore.versions import installed_versions
 
     versions = installed_versions()
-    found = ", ".join(f"{name} {version}" for name, version in versions.items())
-    logger.info("%s, device %s", found, device)
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    logger.info("%s, device %s", listed, device)
     logger.info(
         "megatron-core %s patched: %s changes (python -m megatron_muon %s shows them)",
         versions["megatron-core"],

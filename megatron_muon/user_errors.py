@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that the user can repair, as opposed to bugs; imports nothing of this package.
 
-They are raised before training, on all ranks, and say what to do.
+They are raised before training, on all ranks, with advice.
 
 Errors of code that plain FSDP2 runs too name arguments, such as ``exchange.comm_dtype``;
 :func:`naming_flags` puts Megatron's flags in their place.
@@ -33,7 +33,7 @@ class SettingsError(UserError, ValueError):
 
 def in_flags(text: str) -> str:
     """Return an error's text with flags in place of arguments."""
-    return _ARGUMENT.sub(lambda found: _FLAGS.get(found[0]) or _flag(found[0]), text)
+    return _ARGUMENT.sub(lambda match: _FLAGS.get(match[0]) or _flag(match[0]), text)
 
 
 def _flag(argument: str) -> str:
@@ -42,7 +42,7 @@ def _flag(argument: str) -> str:
 
 @contextmanager
 def naming_flags() -> Iterator[None]:
-    """Let errors of what runs inside name flags: ``ValueError`` and ``RuntimeError``."""
+    """Let ``ValueError`` and ``RuntimeError`` of the body name flags."""
     try:
         yield
     except (ValueError, RuntimeError) as error:

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read, verify and convert saved checkpoints without a GPU, a process group or megatron.
 
-Files, each importing only those above it::
+Files; imports point upwards::
 
     reading     find a checkpoint; its table of contents, tensors and objects; verify
     conversion  Muon under DDP, as Megatron saves it, for Megatron-FSDP, and back
     __main__    python -m megatron_muon.checkpoint verify|convert DIR
 
-The format is that of ``torch.distributed.checkpoint``. Megatron calls it ``fsdp_dtensor`` if
-Megatron-FSDP wrote it.
+The format is ``torch.distributed.checkpoint``. Megatron calls it ``fsdp_dtensor`` if Megatron-FSDP
+wrote it.
 """

@@ -9,10 +9,10 @@ a tensor of all layers, ``decoder.layers.mlp...``             one a layer, ``dec
 one of all experts, ``mlp.experts.experts.linear_fc1...``     one per expert
 gate and up in one ``linear_fc1.weight``                      ``weight_w`` and ``weight_v``
 ``self_attention.linear_qkv.layer_norm_weight``               ``input_layernorm.weight``, if norms
-                                                              are modules of their own
+                                                              are separate modules
 weights of 16 bits and ``optimizer.state.fp32_param``         fp32 ``model``
-settings by group, ``common_state``                           by parameter, of Megatron-FSDP; those
-                                                              of the run that loads it, of DDP
+settings by group, ``common_state``                           settings by parameter, which DDP takes
+                                                              from the loading run instead
 ============================================================  ====================================
 
 Values are read and converted while they are written: a parameter of one layer at a time.
@@ -76,13 +76,13 @@ _GATED = re.compile(
     r"\.mlp\.(?:shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?linear_fc1\.(?:weight|bias)\d*$"
 )
 # Norms that Transformer Engine fuses into a linear layer, and other modules do not.
-_OWN_NORMS = {
+_SEPARATE_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-# Linear layers of Megatron's own modules, which save nothing else beside their weights.
+# Linear layers of Megatron's modules; they save nothing beside their weights.
 _WITHOUT_STATE = re.compile(r"(.*\.linear_[^.]+)\.weight$")
-# Buffers, which no optimizer steps.
+# Buffers: no optimizer steps them.
 _BUFFERS = ("expert_bias", "local_tokens_per_expert")
 _READ_ARGS = {
     *("bf16", "fp16", "swiglu", "transformer_impl", "moe_grouped_gemm", "num_layers", "num_experts")
@@ -92,7 +92,7 @@ _INDEX = "\0"  # stands for an index in a name
 
 
 class Conversion(dcp.DefaultSavePlanner):
-    """Plan of a checkpoint whose values are read and converted when they are written.
+    """Plan of a checkpoint; values are read and converted while they are written.
 
     Args:
         source: Checkpoint to convert.
@@ -115,7 +115,7 @@ class Conversion(dcp.DefaultSavePlanner):
         box: Box,
         dtype: torch.dtype,
     ) -> None:
-        """Add a chunk of a tensor, whose elements are those of a box of the source.
+        """Add a chunk of a tensor, with the elements of a box of the source.
 
         Args:
             source: Key of a tensor of the source.
@@ -137,7 +137,7 @@ class Conversion(dcp.DefaultSavePlanner):
         dtype: torch.dtype,
         value: Callable[[], torch.Tensor],
     ) -> None:
-        """Add a chunk of a tensor, whose elements a function returns."""
+        """Add a chunk of a tensor, with the elements that a function returns."""
         data = TensorWriteData(
             ChunkStorageMetadata(*map(torch.Size, box)), TensorProperties(dtype), torch.Size(shape)
         )
@@ -170,11 +170,11 @@ class Conversion(dcp.DefaultSavePlanner):
         return box
 
     def create_local_plan(self) -> SavePlan:
-        """Return everything that has been added."""
+        """Return all added items."""
         return SavePlan(self._items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that the chunks of each tensor fill it, which torch does not in one process."""
+        """Check that chunks fill their tensors: torch does not in one process."""
         with expecting("parameters of one shape in all layers and experts", "the result"):
             plans, metadata = super().create_global_plan(all_plans)
             for key, value in metadata.state_dict_metadata.items():
@@ -189,7 +189,7 @@ class Conversion(dcp.DefaultSavePlanner):
         return self._values[index]()
 
     def write(self, folder: Path) -> None:
-        """Write everything that has been added into a new folder, a file for each tensor or chunk.
+        """Write all added items into a new folder, a file per tensor or chunk.
 
         Memory: the largest parameter, twice, and the largest chunk of the source.
         """
@@ -213,7 +213,7 @@ class _Part(NamedTuple):
         name: Name of the parameter under Megatron-FSDP.
         stacked: Name of the tensor under DDP.
         indices: Index by layer and expert.
-        half: 0 for the rows of the gate, 1 for those above it, None for all.
+        half: 0 for the rows of the gate, 1 for the rows of up, None for all.
     """
 
     name: str
@@ -254,16 +254,16 @@ def from_ddp(conversion: Conversion) -> dict[str, Any]:
             f"{state}{{}}.{kind}": source for kind, source in kinds.items()
         }
         for (target, source), part in itertools.product(sources.items(), parts):
-            own_shape = checkpoint.tensors[source].shape[len(part.indices) :]
+            part_shape = checkpoint.tensors[source].shape[len(part.indices) :]
             if part.half is not None:
-                own_shape = (own_shape[0] // 2, *own_shape[1:])
-            target_key, whole = target.format(part.name), _whole(own_shape)
+                part_shape = (part_shape[0] // 2, *part_shape[1:])
+            target_key, whole = target.format(part.name), _whole(part_shape)
             conversion.copy(
-                source, part.box(own_shape), target_key, own_shape, whole, torch.float32
+                source, part.box(part_shape), target_key, part_shape, whole, torch.float32
             )
         if kinds.keys() != _ADAM:
             continue
-        # Torch's Adam counts the steps of a parameter, Transformer Engine's those of a group, whose
+        # Torch's Adam counts steps by parameter, Transformer Engine's by parameter group, and group
         # settings are not split.
         for part in _parts(name, shape, args, has_halves=not is_by_group):
             if is_by_group:
@@ -312,9 +312,9 @@ def to_ddp(conversion: Conversion) -> dict[str, Any]:
             for kind, source in kinds.items()
         ]
         for target, source, dtype in targets:
-            own_shape = checkpoint.tensors[source].shape
-            shape = own_shape if part.half is None else (2 * own_shape[0], *own_shape[1:])
-            whole, box = _whole(own_shape), part.box(own_shape)
+            part_shape = checkpoint.tensors[source].shape
+            shape = part_shape if part.half is None else (2 * part_shape[0], *part_shape[1:])
+            whole, box = _whole(part_shape), part.box(part_shape)
             conversion.copy(source, whole, target, (*stack, *shape), box, dtype)
         is_local = args.transformer_impl == "local" and part.half != 1
         if is_local and (match := _WITHOUT_STATE.match(part.stacked)):
@@ -338,15 +338,15 @@ def _parts(
     if args.moe_grouped_gemm and _DDP_EXPERTS in name:
         name = name.replace(_DDP_EXPERTS, ".experts.") + _INDEX
     name = name.replace(_DDP_EXPERTS, f".experts.local_experts.{_INDEX}.")
-    for fused, own in _OWN_NORMS.items() if args.transformer_impl == "local" else ():
-        name = name.replace(fused, own)
+    for fused, separate in _SEPARATE_NORMS.items() if args.transformer_impl == "local" else ():
+        name = name.replace(fused, separate)
     is_gated = has_halves and args.swiglu and _GATED.search(name.replace(_INDEX, "0"))
     for indices in itertools.product(*map(range, shape[: name.count(_INDEX)])):
-        own = name
+        indexed = name
         for index in indices:
-            own = own.replace(_INDEX, str(index), 1)
+            indexed = indexed.replace(_INDEX, str(index), 1)
         for suffix, half in (("_w", 0), ("_v", 1)) if is_gated else (("", None),):
-            yield _Part(own + suffix, stacked, indices, half)
+            yield _Part(indexed + suffix, stacked, indices, half)
 
 
 def _part(name: str, args: argparse.Namespace) -> tuple[_Part, tuple[int, ...]]:
@@ -359,8 +359,9 @@ def _part(name: str, args: argparse.Namespace) -> tuple[_Part, tuple[int, ...]]:
         indices.append(int(match[2]))
         stack.append(args.num_layers)
         stacked = match[3]
-        for fused, own in _OWN_NORMS.items() if args.transformer_impl == "local" else ():
-            stacked = fused + stacked.removeprefix(own) if stacked.startswith(own) else stacked
+        for fused, separate in _SEPARATE_NORMS.items() if args.transformer_impl == "local" else ():
+            if stacked.startswith(separate):
+                stacked = fused + stacked.removeprefix(separate)
         stacked = match[1] + stacked
     if match := _FSDP_EXPERT.match(stacked):
         indices.append(int(match[2] or match[4]))
@@ -408,7 +409,7 @@ def _by_parameter(
 
 
 def _plain_args(checkpoint: StoredCheckpoint, args: StoredObject) -> argparse.Namespace:
-    """Return arguments without values of Megatron's own classes, and without the format."""
+    """Return arguments without instances of Megatron's classes, and without the format."""
     plain = {
         key: value for key, value in vars(args or argparse.Namespace()).items() if _is_plain(value)
     }
@@ -471,7 +472,7 @@ def _nested(values: object, name: str) -> Iterator[Any]:
 
 
 def _scalar(value: StoredObject) -> float:
-    """Return the value of a float32 scalar, which has been unpickled without torch."""
+    """Return the value of a float32 scalar, unpickled without torch."""
     if isinstance(value, int | float):
         return float(value)
     with expecting("common_step as a float32 tensor of Megatron-LM 0.19", _COMMON):
@@ -482,7 +483,7 @@ def _scalar(value: StoredObject) -> float:
 def _common_for_ddp(
     checkpoint: StoredCheckpoint, states: Mapping[str, Mapping[str, str]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the values that all ranks of DDP share, settings of parameter groups included."""
+    """Return the common values of a DDP checkpoint, settings of parameter groups included."""
     settings: dict[str, dict[str, Any]] = defaultdict(dict)
     scheduler = {}
     for key in checkpoint.objects:
@@ -513,10 +514,10 @@ def _common_for_ddp(
         if kind[0] and counters:
             state["state"] = {"common_step": torch.tensor(next(iter(counters)))}
         optimizers[number] = {"optimizer": state} if args.bf16 else state
-    of_fsdp = ("use_megatron_fsdp", "use_distributed_optimizer")
-    own_args = {**vars(args), **dict.fromkeys(of_fsdp, False), "ckpt_format": "torch_dist"}
+    fsdp_flags = ("use_megatron_fsdp", "use_distributed_optimizer")
+    ddp_args = {**vars(args), **dict.fromkeys(fsdp_flags, False), "ckpt_format": "torch_dist"}
     return {
-        "args": argparse.Namespace(**own_args),
+        "args": argparse.Namespace(**ddp_args),
         **{key: checkpoint.read_object(key) for key in _COUNTERS if key in checkpoint.objects},
         "optimizer": optimizers if len(optimizers) > 1 else optimizers[0],
         "opt_param_scheduler": scheduler,

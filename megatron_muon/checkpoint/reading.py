@@ -7,7 +7,7 @@ tracker    ``latest_checkpointed_iteration.txt`` of a ``--save`` folder: iterati
            loads, or ``release``; written last
 finished   a checkpoint whose ``.metadata`` exists: it is written after all other files
 key        name of a value: the nested names of the saved dictionary, joined by dots
-tensor     a value stored as chunks, which are boxes of the whole
+tensor     a value stored as chunks, boxes of the whole
 object     any other value, pickled
 item       the bytes of a chunk or object: an archive of ``torch.save``, in one of the files
 =========  =====================================================================================
@@ -48,13 +48,13 @@ _WHAT_TO_DO = {
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, or does not fit what it is loaded into.
+    """A checkpoint cannot be read, or does not fit the run.
 
-    Every argument is one line of the text, whatever names of keys and files contain.
+    Every argument is one line of the text, also with control characters in names.
     """
 
     def __str__(self) -> str:
-        """Return a line for each argument."""
+        """Return one line per argument."""
         return "\n".join(escaped(str(line)) for line in self.args)
 
 
@@ -101,7 +101,7 @@ def find_checkpoint(
     """Choose the checkpoint that ``--load`` would load, and check that it is finished.
 
     Args:
-        folder: A ``--save`` folder of Megatron, or that of one checkpoint.
+        folder: A ``--save`` folder of Megatron, or the folder of one checkpoint.
         iteration: Iteration asked for (``--ckpt-step``); None for the tracker's.
         expected: Format, ``fsdp_dtensor`` or ``torch_dist``.
 
@@ -122,7 +122,7 @@ def find_checkpoint(
         raise CheckpointError(
             f"{checkpoint}: expected a checkpoint, got no such folder. {_what_to_load(folder)}"
         )
-    # By Megatron's names: that of DCP is fsdp_dtensor. torch_dist has .metadata too.
+    # By Megatron's names; fsdp_dtensor is DCP's format. torch_dist has .metadata too.
     stored = "torch" if any(checkpoint.glob("mp_rank_*")) else "fsdp_dtensor"
     if (checkpoint / "metadata.json").exists():
         stored = "torch_dist"
@@ -219,7 +219,7 @@ class StoredCheckpoint:
         """Return the items of every file, in the order of their bytes."""
         items = [chunk for tensor in self.tensors.values() for chunk in tensor.chunks]
         items = sorted([*items, *self.objects.values()], key=attrgetter("file", "offset"))
-        return {name: [*own] for name, own in itertools.groupby(items, attrgetter("file"))}
+        return {name: [*group] for name, group in itertools.groupby(items, attrgetter("file"))}
 
     def read_object(self, key: str) -> StoredObject:
         """Read an object; instances of unknown classes become inert. None without the key.
@@ -280,7 +280,7 @@ class StoredCheckpoint:
             expecting("an archive of torch.save", item.key),
             zipfile.ZipFile(io.BytesIO(data)) as archive,
         ):
-            # zipfile skips leading bytes, which no checksum covers.
+            # zipfile skips leading bytes: no checksum covers them.
             num_bytes = sum(record.file_size for record in archive.infolist())
             if not data.startswith(b"PK") or num_bytes > len(data):
                 raise zipfile.BadZipFile("bytes before the archive, or records larger than it")
@@ -293,7 +293,7 @@ class StoredCheckpoint:
 
 @contextmanager
 def _open_regular(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file of a checkpoint, which another user may have written.
+    """Open a file of a checkpoint, maybe of another user.
 
     A link could have any file of this machine copied, and a pipe or device could block.
     """
@@ -305,7 +305,7 @@ def _open_regular(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _check_extent(value: StoredObject, num_bytes: int) -> None:
-    """Refuse a value that nobody can walk in time, such as a list that holds itself."""
+    """Refuse a value without an end, such as a list that holds itself."""
     waiting, left = [value], num_bytes + 1_000_000
     while waiting:
         inner = waiting.pop()
@@ -334,7 +334,7 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
         if type(metadata).__name__ != "Metadata":
             raise TypeError(f"{type(metadata).__name__} in place of Metadata")
         stored = {
-            # Hashing what is no text could take for ever.
+            # Hashing anything but text could take for ever.
             (str.__str__(index.fqn), _numbers(getattr(index, "offset", None) or ())): info
             for index, info in metadata.storage_data.items()
         }
@@ -389,8 +389,8 @@ def find_problems(checkpoint: StoredCheckpoint) -> list[str]:
     records, time stamps of the archive) are never loaded.
 
     Returns:
-        One sentence for each problem: those of :func:`find_misfits` or, without any, items whose
-        bytes have changed or are not the expected chunk.
+        One sentence per problem: of :func:`find_misfits` or, without any, items with
+        changed bytes or another chunk.
 
     Memory: twice the largest item.
     """
@@ -415,10 +415,10 @@ def find_misfits(checkpoint: StoredCheckpoint, share: int = 0, num_shares: int =
     Args:
         checkpoint: Table of contents.
         share: Index of the share of tensors and files to compare.
-        num_shares: Number of shares, which together are all of them.
+        num_shares: Number of shares.
 
     Returns:
-        One sentence for each problem: chunks that do not tile their tensor, a file that is missing
+        One sentence per problem: chunks that do not tile their tensor, a file that is missing
         or of another length than its items.
     """
     problems = [
@@ -456,7 +456,7 @@ def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
 
 class _Inert:
-    """Stands in for an instance of a class that is not imported; keeps what it was given."""
+    """Stand-in for an instance of a class that is not imported; keeps its arguments."""
 
     def __new__(cls, *arguments: object) -> "_Inert":
         inert = super().__new__(cls)
@@ -476,8 +476,8 @@ class _Inert:
         """Drop elements."""
 
 
-# Names that are imported. A pickle could set attributes of an ordinary class, those of torch's
-# metadata included; these can neither be changed nor do anything but make a plain value.
+# Imported names. A pickle could set attributes of an ordinary class, torch's metadata included;
+# these classes are immutable and only make plain values.
 _DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64"
 _PLAIN: dict[str, set[str]] = {
     "builtins": {"set", "frozenset"},
@@ -492,7 +492,7 @@ class _Unpickler(pickle.Unpickler):
     storage: Callable[[str], bytes]
 
     def find_class(self, module: str, name: str) -> object:
-        """Import plain values only; anything else that a pickle names becomes inert."""
+        """Import plain values only; other classes become inert."""
         if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
         return type(name, (_Inert,), {"__module__": module})

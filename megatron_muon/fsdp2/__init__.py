@@ -8,21 +8,21 @@
 
     optimizer = MuonAdamW.from_model(model, lr=1e-3)
 
-Files, each importing only those above it::
+Files; imports point upwards::
 
-    parameters   what is planned of plain tensors, convolutions and Megatron-FSDP's parameters
-    gradients    which parameters have gradients, and are they finite
+    parameters   planned views of plain tensors, convolutions and Megatron-FSDP's parameters
+    gradients    agreement on missing and non-finite gradients
     problems     settings, and errors of arguments and parameters
     loading      validates a state that is loaded
     muon         Muon
-    fused        layout of a matrix that its module states
+    fused        layout of a matrix, from its module
     groups       the parameters of a model, sorted by evidence
     muon_adamw   Muon, AdamW and Lion in one optimizer
 """
 
 from megatron_muon.step.dependencies import missing_symbols
 
-# What follows imports these, with errors that do not say what to do.
+# The imports below would raise errors without advice.
 if _missing := missing_symbols():
     raise ImportError("megatron_muon.fsdp2 cannot be imported:\n  " + "\n  ".join(_missing))
 

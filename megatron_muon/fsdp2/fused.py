@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of a matrix that its module states: orientation, and the matrices fused into it.
+"""Layout of a matrix, from its module: orientation, and the matrices fused into it.
 
 Gate and up, or query, key and value, are often one parameter, and Newton-Schulz would mix them.
-Attributes of the module and shapes of its other matrices say how they are stored. A name alone does
-not, and then nothing is split.
+Attributes of the module and shapes of its other matrices state the layout. A name alone does not,
+and then nothing is split.
 """
 
 import re
@@ -14,7 +14,7 @@ import torch
 
 from megatron_muon.rows.parameters import SplitSizes
 
-# Fused gate and up, and the matrix that their product is multiplied by.
+# Fused gate and up, and the matrix behind them.
 _GATED = {
     "gate_up_proj": "down_proj",
     "gate_up": "down",
@@ -37,12 +37,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts")
 
 
 class Layout(NamedTuple):
-    """How a matrix is stored.
+    """Layout of a matrix.
 
     Args:
         split_sizes: See :func:`~megatron_muon.rows.matrices.output_slices`.
         is_transposed: Whether it is (inputs, outputs).
-        is_unclear: Whether its name says that it is fused, and nothing says of what.
+        is_unclear: Whether its name says that it is fused, and nothing states the sizes.
     """
 
     split_sizes: SplitSizes
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
 def layout_of(
     container: torch.nn.Module, key: str, module: torch.nn.Module, param: torch.Tensor
 ) -> Layout:
-    """Return the layout of a matrix, or of each matrix of a batch.
+    """Return the layout of a matrix, or of the matrices of a batch.
 
     Args:
         container: Module with the other matrices of the layer: the parent of a linear layer.
@@ -62,10 +62,10 @@ def layout_of(
         param: ``(outputs, inputs)`` or its transpose, also as a batch.
     """
     shape = tuple(param.shape[-2:])
-    # Matrices one below the other: of gates, and of experts in two dimensions.
-    # Not by a configuration, which modules beside the experts have too.
-    said = [vars(module)[name] for name in _EXPERTS if type(vars(module).get(name)) is int]
-    size = shape[0] // (max(said, default=0) or shape[0])
+    # Stacked rows: of gates, and of experts in two dimensions. Not by a configuration: modules
+    # beside the experts have it too.
+    numbers = [vars(module)[name] for name in _EXPERTS if type(vars(module).get(name)) is int]
+    size = shape[0] // (max(numbers, default=0) or shape[0])
     if isinstance(module, torch.nn.RNNBase | torch.nn.RNNCellBase):
         size = module.hidden_size
     if param.ndim == 2 and module is container and 1 < size < shape[0] and shape[0] % size == 0:
@@ -76,7 +76,7 @@ def layout_of(
     gated = _gated_shapes(container, key, param)
     if gated is not None:
         up, down = gated
-        # One of them holds at most: down would have twice its own inputs.
+        # At most one is true: down would have twice its inputs.
         is_by_columns = up[::-1] == (2 * down[0], down[1])
         if is_by_columns or up == (2 * down[1], down[0]):
             is_transposed = is_by_columns
@@ -94,26 +94,26 @@ def _gated_shapes(
     """Return the shapes of a fused gate and up, and of the matrix behind it; None of others."""
     for up, down in _GATED.items():
         if key in (up, down):
-            # Parameters of the module, or of linear layers in it; its own may be in a wrapper.
+            # Parameters of the module, or of linear layers in it; ``param`` may be in a wrapper.
             both = [param if name == key else getattr(container, name, None) for name in (up, down)]
-            weights = [getattr(each, "weight", each) for each in both]
-            if all(isinstance(each, torch.Tensor) for each in weights):
+            weights = [getattr(module, "weight", module) for module in both]
+            if all(isinstance(weight, torch.Tensor) for weight in weights):
                 return tuple(weights[0].shape[-2:]), tuple(weights[1].shape[-2:])  # type: ignore[union-attr]
     return None
 
 
 def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs: int) -> SplitSizes:
-    """Return how query, key and value are stored, or None."""
+    """Return the split sizes of query, key and value, or None."""
     heads, groups = _number(container, _HEADS), _number(container, _GROUPS)
-    said = _number(container, ("head_dim", "head_size"))
-    # Falcon and GPT-BigCode name the attribute; the name is that of Megatron's own layout: query,
-    # key and value of one group follow one another, then the next group.
+    head_dim = _number(container, ("head_dim", "head_size"))
+    # Falcon and GPT-BigCode have the attribute; the name is Megatron's, for query, key and value
+    # group by group.
     is_by_group = key == "query_key_value" or hasattr(container, "multi_query")
     if is_by_group:
         groups = groups or heads
     # CodeGen's and MiniMax's are neither, and have heads alone.
     elif groups or key != "qkv_proj":
-        widths = (3 * inputs, 3 * (heads or 0) * (said or 0))
+        widths = (3 * inputs, 3 * (heads or 0) * (head_dim or 0))
         has_equal_blocks = outputs in widths or (groups and outputs % (3 * groups) == 0)
         if groups in (None, heads) and has_equal_blocks:
             return 3
@@ -123,7 +123,7 @@ def _query_key_value(container: torch.nn.Module, key: str, outputs: int, inputs:
     if not heads or not groups or outputs % (heads + 2 * groups):
         return None
     dim = outputs // (heads + 2 * groups)
-    if said not in (None, dim) or (is_by_group and heads % groups):
+    if head_dim not in (None, dim) or (is_by_group and heads % groups):
         return None
     return (heads // groups * dim, dim, dim) if is_by_group else (heads * dim, *2 * (groups * dim,))
 

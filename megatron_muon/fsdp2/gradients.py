@@ -27,8 +27,8 @@ class GradientKey(NamedTuple):
 
     Args:
         name: Its name. Pipeline stages may share names.
-        ranks: Ranks that hold it. Ranks of other domains hold other matrices of a batch, which may
-            be without gradients of their own.
+        ranks: Its holders. Ranks of other domains hold other matrices of a batch, maybe without
+            gradients.
         is_muons: Whether Muon steps it. Parameters without names are numbered by optimizer.
     """
 
@@ -51,14 +51,14 @@ def by_holders(
     """
     ranks = (own_rank(),) if copies is None else tuple(dist.get_process_group_ranks(copies))
     holders = {
-        GradientKey(each.name, plan.domain.ranks, True): each
+        GradientKey(parameter.name, plan.domain.ranks, True): parameter
         for plan, parameters in zip(plan_inputs.inputs, plan_inputs.parameters, strict=True)
-        for each in parameters
+        for parameter in parameters
     }
-    for each in others:
-        mesh = getattr(each.param, "device_mesh", None)
-        of_mesh = ranks if mesh is None else ranks_of_mesh(mesh)
-        holders[GradientKey(each.name, of_mesh, False)] = each
+    for parameter in others:
+        mesh = getattr(parameter.param, "device_mesh", None)
+        mesh_ranks = ranks if mesh is None else ranks_of_mesh(mesh)
+        holders[GradientKey(parameter.name, mesh_ranks, False)] = parameter
     return holders
 
 
@@ -74,13 +74,12 @@ def agree_to_step(
         holders: Parameters of this rank, of :func:`by_holders`.
         group: Ranks that step together; None for all of the job.
         device: Where flags are reduced.
-        known_problems: Others of this rank, as sentences.
+        known_problems: Other problems of this rank, as sentences.
 
     Raises:
         RuntimeError: On all ranks of the group, when one has a known problem; naming rank and
-            parameter, when a gradient is not finite, is of another dtype (but bfloat16), placement
-            or shape than its parameter, or is missing on some ranks that hold the parameter and not
-            on others.
+            parameter, when a gradient is not finite, has another dtype (but bfloat16), placement
+            or shape than its parameter, or is missing on some holders of the parameter alone.
 
     Communication: one all-reduce of two int32 over the group, read by the host once. Where a
         gradient is missing: a gather of names over the group, and a flag.
@@ -88,20 +87,19 @@ def agree_to_step(
     problems = [*known_problems, *_blocked_problems(holders.values())]
     grads: list[tuple[str, torch.Tensor]] = []
     missing: list[GradientKey] = []
-    # Few calls: it runs for each parameter in each step, whatever the device.
-    for key, each in holders.items():
-        grad, own = each.param.grad, local_tensor(each.param)
+    # Few calls: it runs per parameter and step, whatever the device.
+    for key, parameter in holders.items():
+        grad, shard = parameter.param.grad, local_tensor(parameter.param)
         if grad is None:
-            if own.numel():
+            if shard.numel():
                 missing.append(key)
             continue
-        other = local_tensor(grad)
-        found = _problem(each.param, grad, is_muons=key.is_muons)
+        problem = _problem(parameter.param, grad, is_muons=key.is_muons)
         # One with a problem is left out: a sparse gradient has no norm of this kind.
-        if found:
-            problems.append(f"{each.name}: {found}")
-        elif own.numel():
-            grads.append((each.name, other))
+        if problem:
+            problems.append(f"{parameter.name}: {problem}")
+        elif shard.numel():
+            grads.append((parameter.name, local_tensor(grad)))
     not_finite = find_not_finite(grads, device)
     # One tensor for both: an all-reduce costs its latency, and the host waits once. Filled on the
     # device: for a copy of the numbers the host would wait, until all of the backward pass is done.
@@ -110,11 +108,11 @@ def agree_to_step(
     if dist.is_initialized():
         dist.all_reduce(flags, group=group)
     num_problems, num_missing = flags.tolist()
-    # Only now, once somebody has something to say: the usual step pays for eight bytes.
+    # Only now, once a rank has a problem: the usual step pays for eight bytes.
     if num_problems:
         problems += not_finite.explain()
         raise_where_any_rank_fails(problems, group, device, _ADVICE)
-    # All ranks come here together, since they have seen the same sum: those that lack nothing too.
+    # All ranks come here together, also without missing gradients: they have seen the same sum.
     if num_missing:
         problems = [
             f"{key.name}: expected a gradient on all ranks that hold the parameter or on none, got "
@@ -128,12 +126,12 @@ def agree_to_step(
 
 
 def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attributes of GradScaler's
-    """Raise if a ``GradScaler`` calls the step: it would leave out that of one rank alone.
+    """Raise if a ``GradScaler`` calls the step: it could skip the step of one rank alone.
 
     It sets two attributes, even if it has unscaled gradients. All ranks have one or none.
 
     Raises:
-        RuntimeError: With what to do.
+        RuntimeError: With advice.
     """
     if hasattr(optimizer, "found_inf"):
         del optimizer.found_inf, optimizer.grad_scale
@@ -144,9 +142,9 @@ def refuse_grad_scaler(optimizer: Any) -> None:  # noqa: ANN401 - with attribute
 
 
 def _problem(param: torch.Tensor, grad: torch.Tensor, *, is_muons: bool) -> str | None:
-    """Return what is wrong with a gradient, or None."""
-    own, other = local_tensor(param), local_tensor(grad)
-    is_like = own.dtype == other.dtype
+    """Return the problem of a gradient, or None."""
+    shard, other = local_tensor(param), local_tensor(grad)
+    is_like = shard.dtype == other.dtype
     advice = "Reduce it in that dtype; leave precision_aware out of fully_shard_optimizer()"
     # torch's AdamW reduces a partial gradient of a DTensor.
     if is_muons:
@@ -154,13 +152,13 @@ def _problem(param: torch.Tensor, grad: torch.Tensor, *, is_muons: bool) -> str 
         is_like = (
             # FSDP2 may leave them in another dtype (reduce_dtype, from torch 2.15 on grad_dtype).
             other.dtype in (torch.float32, torch.bfloat16)
-            and own.device == other.device
+            and shard.device == other.device
             # FSDP2 makes empty shards of several shapes.
-            and (own.shape == other.shape or own.numel() == other.numel() == 0)
+            and (shard.shape == other.shape or shard.numel() == other.numel() == 0)
             # None of a plain tensor.
             and getattr(param, "placements", None) == getattr(grad, "placements", None)
         )
-    if is_like and own.layout == other.layout:
+    if is_like and shard.layout == other.layout:
         return None
     return (
         f"expected a gradient like the parameter, {_description(param)}, got {_description(grad)}. "
@@ -169,16 +167,16 @@ def _problem(param: torch.Tensor, grad: torch.Tensor, *, is_muons: bool) -> str 
 
 
 def _blocked_problems(parameters: Iterable[PlannedParameter]) -> list[str]:
-    """Return why version 2 of Megatron-FSDP has set no gradients, a sentence a module."""
+    """Describe missing gradients of version 2 of Megatron-FSDP, a sentence a module."""
     problems: dict[int, str] = {}
-    for each in parameters:
-        if each.param.grad is None and is_of_fsdp_v2(each.param):
-            module, names = names_that_block_gradients(each.param)  # type: ignore[arg-type]
+    for parameter in parameters:
+        if parameter.param.grad is None and is_of_fsdp_v2(parameter.param):
+            module, names = names_that_block_gradients(parameter.param)  # type: ignore[arg-type]
             if names:
                 problems[id(module)] = (
-                    f"{each.name}: expected gradients of all parameters of its module, got none of "
-                    f"{names}, for which Megatron-FSDP reduces none. Use them in the loss, or set "
-                    "requires_grad to False before fully_shard()"
+                    f"{parameter.name}: expected gradients of all parameters of its module, got "
+                    f"none of {names}, for which Megatron-FSDP reduces none. Use them in "
+                    "the loss, or set requires_grad to False before fully_shard()"
                 )
     return list(problems.values())
 

@@ -22,13 +22,13 @@ from megatron_muon.runtime.agreement import own_rank
 
 logger = logging.getLogger(__name__)
 
-# By what they find, searched in names without wrappers: the module's own name, or its parent's.
+# Regular expressions by kind, searched in names without wrappers: of the module or its parent.
 _BY_NAME = {
     "embedding": r"embed[^.]*(\.[^.]+)?$|(^|\.)w[tp]e\.[^.]+$",
     # At the rates of LoRA, of 1e-3 and less, AdamW adapts faster (docs/fsdp2.md).
     "adapter": r"(^|\.)lora_",
     "router": r"router(\.[^.]+)?\.[^.]+$",
-    # Of several layers where it is no part of a block, in which attention has heads.
+    # Of several layers outside of blocks, where attention has heads.
     "head": r"(^|\.)(\w+_)?(heads?|logits|score|classifier|qa_outputs|seq_relationship|bbox_pred)"
     r"\.weight$|^(?!.*\.\d+\.[^.]+\.)(.*\.)?(\w+_)?(heads?|logits|score|classifier)\.\w+\.weight$",
     # Blocks have such layers too.
@@ -53,9 +53,9 @@ class Choice(NamedTuple):
     """Algorithm and layout of a parameter.
 
     Args:
-        name: Its first name in the model.
+        name: First name in the model.
         param: The parameter.
-        algorithm: Of its group.
+        algorithm: Algorithm of its group.
         reason: Evidence, a few words.
         is_unclear: Whether there was no evidence, or contradicting evidence.
         split_sizes: See :class:`~megatron_muon.fsdp2.muon.Muon`.
@@ -80,12 +80,12 @@ class Choice(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """One of the places in which a model has a parameter.
+    """A place of a parameter in a model.
 
     Args:
         name: Name of the parameter there, without wrappers.
         module: Module that has the parameter.
-        parents: Modules that contain that one, the innermost first.
+        parents: Modules around it, the innermost first.
     """
 
     name: str
@@ -120,8 +120,10 @@ class _Place(NamedTuple):
     @property
     def is_router(self) -> bool:
         """Whether it chooses experts: a gate beside them."""
-        *_, above, own, _ = ["", "", *self.name.split(".")]
-        beside = self.parents[:1] if own == "gate" else self.parents[1:2] if above == "gate" else ()
+        *_, above, name, _ = ["", "", *self.name.split(".")]
+        beside = (
+            self.parents[:1] if name == "gate" else self.parents[1:2] if above == "gate" else ()
+        )
         return any(map(_says_experts, beside)) or "Router" in type(self.module).__name__
 
     @property
@@ -142,8 +144,8 @@ def _is_convolution(param: torch.Tensor, place: _Place) -> bool:
 
 
 def _places(model: torch.nn.Module) -> dict[torch.Tensor, list[_Place]]:
-    """Return where a model has each parameter: shared ones are in several places."""
-    # What a wrapper contains comes after it.
+    """Return the places of all parameters; shared ones have several."""
+    # Modules come after their wrapper.
     modules = {
         _WRAPPERS.sub("", f"{path}.").lstrip("."): module
         for path, module in model.named_modules(remove_duplicate=False)
@@ -163,26 +165,26 @@ def _places(model: torch.nn.Module) -> dict[torch.Tensor, list[_Place]]:
 def _routers_and_heads(places: Mapping[torch.Tensor, Sequence[_Place]]) -> dict[torch.Tensor, str]:
     """Return the parameters that choose experts or tokens, with the evidence.
 
-    A head is a layer outside of blocks with as many outputs as an embedding has rows, which no
-    later layer takes.
+    A head is a layer outside of blocks with as many outputs as rows of an embedding, and no later
+    layer takes them.
     """
     # Positions are fewer than tokens, and often as many as a layer has outputs.
     vocabularies = {
         param.shape[0]
-        for param, of_param in places.items()
-        for each in of_param
-        if param.ndim and each.is_embedding and not re.search(r"pos|wpe", each.name)
+        for param, its_places in places.items()
+        for place in its_places
+        if param.ndim and place.is_embedding and not re.search(r"pos|wpe", place.name)
     }
     reasons = {}
     inputs_of_later: set[int] = set()
-    for param, of_param in reversed([*places.items()]):
-        for each in reversed(of_param):
-            if each.is_linear and param.ndim == 2 and not _IN_BLOCK.search(each.name):
+    for param, its_places in reversed([*places.items()]):
+        for place in reversed(its_places):
+            if place.is_linear and param.ndim == 2 and not _IN_BLOCK.search(place.name):
                 outputs, inputs = param.shape
                 if outputs in vocabularies and outputs not in {inputs, *inputs_of_later}:
                     reasons[param] = "head, with as many outputs as an embedding has rows"
                 inputs_of_later.add(inputs)
-        if any(each.is_router for each in of_param):
+        if any(place.is_router for place in its_places):
             reasons[param] = "router"
     return reasons
 
@@ -195,7 +197,7 @@ def choose(
     flatten: bool = False,
     splits: Mapping[str, SplitSizes] | None = None,
 ) -> list[Choice]:
-    """Choose algorithm and layout of each trainable parameter; see :func:`parameter_groups`."""
+    """Choose algorithm and layout of all trainable parameters; see :func:`parameter_groups`."""
     places, splits = _places(model), splits or {}
     patterns = {pattern: f"name {pattern}" for pattern in elementwise_names}
     patterns |= {pattern: kind for kind, pattern in _BY_NAME.items() if pattern in patterns}
@@ -206,30 +208,33 @@ def choose(
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        of_param = places[param]
-        evidence = _evidence(param, of_param)
-        against = _evidence_against(name, param, of_param, patterns, flatten)
+        its_places = places[param]
+        evidence = _evidence(param, its_places)
+        against = _evidence_against(name, param, its_places, patterns, flatten)
         against = against or routers_and_heads.get(param)
-        asked = [getattr(each, "use_muon", None) for each in (param, *(p.module for p in of_param))]
-        if False in asked:
+        requests = [
+            getattr(owner, "use_muon", None)
+            for owner in (param, *(place.module for place in its_places))
+        ]
+        if False in requests:
             evidence, against = None, "use_muon is False"
-        elif True in asked:
+        elif True in requests:
             evidence, against = "use_muon is True", None
         if evidence and not against:
-            choices.append(_of_muon(name, param, evidence, of_param[0], splits))
+            choices.append(_choose_muon(name, param, evidence, its_places[0], splits))
             continue
         # A linear layer whose name says that it is an embedding.
-        is_unclear = against == "embedding" and all(each.is_linear for each in of_param)
+        is_unclear = against == "embedding" and all(place.is_linear for place in its_places)
         if not against:
             against, is_unclear = "no linear layer and no experts", True
         choices.append(Choice(name, param, elementwise, against, is_unclear))
     if not choices:
         raise ValueError("model: expected trainable parameters, got none. Set requires_grad")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    of_muon = [each.name for each in choices if each.algorithm == "muon"]
+    muon_names = [choice.name for choice in choices if choice.algorithm == "muon"]
     for argument, expressions, searched in (
         ("elementwise_names", set(elementwise_names).difference(ELEMENTWISE_NAMES), names),
-        ("splits", set(splits), of_muon),
+        ("splits", set(splits), muon_names),
     ):
         unused = [e for e in expressions if not any(re.search(e, name) for name in searched)]
         if unused:
@@ -248,7 +253,7 @@ def _evidence_against(
     patterns: Mapping[str, str],
     flatten: bool,
 ) -> str | None:
-    """Return why a parameter is no matrix, or None; patterns of names have their reasons."""
+    """Return the reason that a parameter is no matrix, or None."""
     is_convolution = _is_convolution(param, places[0])
     if is_convolution and not flatten:
         return "convolution"
@@ -256,32 +261,32 @@ def _evidence_against(
         return "vector" if param.ndim < 2 else f"{param.ndim} dimensions"
     if 1 in (param.shape[:2] if is_convolution else param.shape[-2:]):
         return "a side of 1"
-    if any(each.is_embedding for each in places):
+    if any(place.is_embedding for place in places):
         return "embedding"
-    names = [name, *(each.name for each in places)]
+    names = [name, *(place.name for place in places)]
     for pattern, reason in patterns.items():
-        if any(re.search(pattern, each) for each in names):
+        if any(re.search(pattern, name) for name in names):
             return reason
     return None
 
 
 def _evidence(param: torch.Tensor, places: Sequence[_Place]) -> str | None:
-    """Return why a parameter is a matrix or a batch of matrices, or None."""
+    """Return the reason that a parameter is a matrix or a batch of matrices, or None."""
     if _is_convolution(param, places[0]):
         return "convolution"
     if param.ndim == 3:
         return "experts" if places[0].has_experts else None
-    return "linear" if any(each.is_matrix for each in places) else None
+    return "linear" if any(place.is_matrix for place in places) else None
 
 
-def _of_muon(
+def _choose_muon(
     name: str,
     param: torch.Tensor,
     reason: str,
     place: _Place,
     splits: Mapping[str, SplitSizes],
 ) -> Choice:
-    """Choose Muon, with sizes that the user gives, or the layout that the module states."""
+    """Choose Muon, with the user's sizes or the layout of the module."""
     layout = Layout(None, False, False)
     is_convolution = _is_convolution(param, place)
     if not is_convolution and partition_dim(param) is None:
@@ -308,29 +313,28 @@ def parameter_groups(
     flatten: bool = False,
     splits: Mapping[str, SplitSizes] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return groups of a model's trainable parameters for :class:`MuonAdamW`.
+    """Return parameter groups of a model's trainable parameters for :class:`MuonAdamW`.
 
     Muon gets the weights of linear layers, other 2-D weights of modules that keep them, and batches
     of experts. The other algorithm gets vectors, embeddings and parameters shared with them, heads,
-    routers, tensors with a side of 1, and whatever is neither (docs/fsdp2.md). ``use_muon`` of a
-    parameter, or of its module, decides before all else; ``fully_shard`` makes new parameters,
-    without attributes. Rank 0 logs the choice, a line a kind, and what is unclear by name.
+    routers, tensors with a side of 1, and all others (docs/fsdp2.md). ``use_muon`` of a
+    parameter, or of its module, decides first; ``fully_shard`` makes new parameters,
+    without attributes. Rank 0 logs the choice, a line a kind, and unclear parameters by name.
 
     Args:
         model: The model, sharded or not yet.
-        elementwise_names: Regular expressions; a parameter one of whose names one of them finds is
-            stepped element by element. Without the default ones, heads and routers are matrices
-            unless found.
+        elementwise_names: Regular expressions; parameters with a matching name are stepped element
+            by element. Without the default ones, heads and routers are matrices unless a pattern
+            matches.
         elementwise: Algorithm of these, ``adamw`` or ``lion``.
         elementwise_options: Other keys of their groups, such as ``lr``.
         flatten: Whether Muon gets convolutions too, as matrices of output channels.
-        splits: By regular expression, the ``split_sizes`` of matrices that it finds; None keeps
-            them whole. Otherwise fused matrices are split if their module says the sizes.
+        splits: The ``split_sizes`` of matrices by regular expression of names; None keeps them
+            whole. Other fused matrices are split if their module states the sizes.
 
     Returns:
-        Groups with ``params``, ``param_names`` and ``algorithm``, Muon's first. Parameters of
-        several meshes that are stepped element by element are in a group each: torch steps one mesh
-        at a time.
+        Groups with ``params``, ``param_names`` and ``algorithm``, Muon's first. Elementwise
+        parameters have one group per mesh: torch steps one mesh at a time.
 
     Raises:
         ValueError: The model has no trainable parameter, or a pattern of the user's finds none.
@@ -349,41 +353,43 @@ def parameter_groups(
 def groups_of(choices: Iterable[Choice], elementwise_options: Mapping[str, Any]) -> list[Any]:
     """Return the groups of parameters; see :func:`parameter_groups`."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for each in choices:
-        is_muon = each.algorithm == "muon"
-        mesh = None if is_muon else getattr(each.param, "device_mesh", None)
+    for choice in choices:
+        is_muon = choice.algorithm == "muon"
+        mesh = None if is_muon else getattr(choice.param, "device_mesh", None)
         options: dict[str, Any] = {} if is_muon else dict(elementwise_options)
-        if each.split_sizes is not None:
-            options["split_sizes"] = each.split_sizes
-        options |= {"transposed": True} if each.is_transposed else {}
-        options |= {"flatten": True} if each.is_flattened else {}
+        if choice.split_sizes is not None:
+            options["split_sizes"] = choice.split_sizes
+        options |= {"transposed": True} if choice.is_transposed else {}
+        options |= {"flatten": True} if choice.is_flattened else {}
         group = groups.setdefault(
-            (each.algorithm, mesh, each.split_sizes, each.is_transposed, each.is_flattened),
-            {"params": [], "param_names": [], "algorithm": each.algorithm, **options},
+            (choice.algorithm, mesh, choice.split_sizes, choice.is_transposed, choice.is_flattened),
+            {"params": [], "param_names": [], "algorithm": choice.algorithm, **options},
         )
-        group["params"].append(each.param)
-        group["param_names"].append(each.name)
+        group["params"].append(choice.param)
+        group["param_names"].append(choice.name)
     # Muon's first, as a checkpoint of Muon and AdamW, two optimizers, most often has them.
     return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
 
 
 def log(choices: Sequence[Choice]) -> None:
-    """Log a line for each kind of choice, and the names of those that are unclear."""
+    """Log a line per kind of choice, and the names of unclear parameters."""
     if own_rank() != 0:
         return
     kinds: dict[str, list[Choice]] = defaultdict(list)
-    for each in sorted(choices, key=lambda each: each.algorithm != "muon"):
-        kinds[each.kind].append(each)
+    for choice in sorted(choices, key=lambda choice: choice.algorithm != "muon"):
+        kinds[choice.kind].append(choice)
     lines = []
-    for kind, of_kind in kinds.items():
-        num_elements = sum(each.param.numel() for each in of_kind)
-        names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", each.name) for each in of_kind))
-        lines.append(f"{kind}: {len(of_kind)} parameters, {num_elements:,} elements: {names}")
-        if of_kind[0].is_unclear:
+    for kind, members in kinds.items():
+        num_elements = sum(choice.param.numel() for choice in members)
+        names = ", ".join(
+            dict.fromkeys(re.sub(r"\.\d+\.", ".*.", choice.name) for choice in members)
+        )
+        lines.append(f"{kind}: {len(members)} parameters, {num_elements:,} elements: {names}")
+        if members[0].is_unclear:
             logger.warning(
                 "%s: unclear whether they are matrices of their own, so %s. Set use_muon on a "
                 "parameter or its module, or pass elementwise_names or splits, to choose otherwise",
                 names,
                 kind,
             )
-    logger.warning("the optimizer of each parameter:\n  %s", "\n  ".join(lines))
+    logger.warning("optimizers by parameter:\n  %s", "\n  ".join(lines))

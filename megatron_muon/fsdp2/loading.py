@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Validate an optimizer state that is loaded."""
+"""Validation of optimizer states on load."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.second_moments import KEY
 from megatron_muon.step.stored_state import MAIN_PARAM
 
-# Of a parameter group: they decide the plan, so those of construction stay. A group without them
-# gets none: a checkpoint of torch.optim.Muon has no such keys.
+# Keys of a parameter group that decide the plan: the values of construction stay. A group without
+# them gets none: a checkpoint of torch.optim.Muon has no such keys.
 PLANNED = {"split_sizes": None, "transposed": False, "flatten": False}
-# In the state of a parameter; that of Muon has the second only if it is adaptive.
+# Keys of a parameter's state in Muon, the second only if it is adaptive.
 _MUON_KEYS = {"momentum_buffer", KEY}
 _KEYS = {"adamw": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}
 _ADVICE = (
@@ -34,36 +34,38 @@ def arranged(
     state_dict: Mapping[str, Any],
     fresh: Mapping[torch.Tensor, Mapping[str, Any]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Arrange a state as the groups of an optimizer are; nothing is loaded here.
+    """Arrange a state by the parameter groups of an optimizer; nothing is loaded here.
 
     Args:
         optimizer: The optimizer. If its ``fresh_if_moved`` is set, parameters that have moved get
             fresh state, with a warning.
-        algorithms: Of its groups.
-        state_dict: What is to be loaded.
-        fresh: The state of Muon's parameters, for the keys and shapes that it has.
+        algorithms: Algorithms of its groups.
+        state_dict: The state to load.
+        fresh: The current state of Muon's parameters, for keys and shapes.
 
     Returns:
-        The state, by names of parameters, and what is wrong with it, as sentences.
+        The state, by names of parameters, and its problems, as sentences.
     """
     named = list(named_parameters(optimizer.param_groups))
-    places = _places(state_dict["param_groups"], [each.name for each in named])
+    places = _places(state_dict["param_groups"], [parameter.name for parameter in named])
     problems: list[str] = []
     state: dict[str, Any] = {}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         values, num_problems, first = group, len(problems), len(state)
-        for each in named[first : first + len(group["params"])]:
-            key, values = places.get(each.name, (None, {}))
+        for parameter in named[first : first + len(group["params"])]:
+            key, values = places.get(parameter.name, (None, {}))
             saved = state_dict["state"].get(key, {})
-            own = {k: v for k, v in fresh.get(each.param, {}).items() if k in _MUON_KEYS}
-            # From a flat state torch makes empty dictionaries of what is not there.
-            state[each.name] = {k: v for k, v in saved.items() if v != {}}
-            problem = _problem(each.param, algorithms[number], own, state[each.name])
+            current = {k: v for k, v in fresh.get(parameter.param, {}).items() if k in _MUON_KEYS}
+            # From a flat state torch makes empty dictionaries of missing entries.
+            state[parameter.name] = {k: v for k, v in saved.items() if v != {}}
+            problem = _problem(parameter.param, algorithms[number], current, state[parameter.name])
             # Without a gradient a parameter of AdamW has no state.
-            if problem and (saved or key is None or own):
-                problems.append(f"{each.name}: {problem}")
-                state[each.name] = {key: torch.zeros_like(value) for key, value in own.items()}
+            if problem and (saved or key is None or current):
+                problems.append(f"{parameter.name}: {problem}")
+                state[parameter.name] = {
+                    key: torch.zeros_like(value) for key, value in current.items()
+                }
         if "lr" not in values:
             problems.append(f"group {number}: expected parameters of one group, got several")
         for key, default in PLANNED.items():
@@ -77,7 +79,7 @@ def arranged(
                     "keeps.",
                     stacklevel=4,
                 )
-        # What a checkpoint of an earlier torch lacks is that of this run, and so are names.
+        # Keys that a checkpoint of an earlier torch lacks come from this run, and so do names.
         taken = {k: v for k, v in values.items() if k not in (*PLANNED, "param_names")}
         if len(problems) > num_problems:
             taken = {}
@@ -89,10 +91,10 @@ def arranged(
 
 
 def _places(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
-    """Return key and group of each parameter in a state, by name, or by position without names.
+    """Return keys and groups in a state by parameter name, or by position without names.
 
-    torch's ``set_optimizer_state_dict`` has put parameters in order by their names, which are the
-    keys then: ``param_names`` may be those of another group.
+    torch's ``set_optimizer_state_dict`` has sorted parameters by name, and the names are the keys:
+    ``param_names`` may belong to another group.
     """
     saved = {
         name: (key, group)
@@ -109,11 +111,11 @@ def _places(saved_groups: Sequence[Any], names: Sequence[str]) -> dict[str, tupl
 
 
 def _problem(
-    param: torch.Tensor, algorithm: str, own: Mapping[str, Any], saved: Mapping[str, Any]
+    param: torch.Tensor, algorithm: str, current: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> str | None:
-    """Describe why a state is not that of a parameter, or return None."""
+    """Describe a mismatch of a state and its parameter, or return None."""
     keys = saved.keys() & set.union(_MUON_KEYS, *_KEYS.values())
-    expected = _KEYS.get(algorithm, own.keys())
+    expected = _KEYS.get(algorithm, current.keys())
     if keys != expected:
         return f"expected {sorted(expected)} of {algorithm}, got {sorted(keys)}"
     sharding = _sharding(saved.get("momentum_buffer", param))
@@ -135,27 +137,27 @@ def load_together(
 
     Args:
         muon: Steps the matrices.
-        optimizer: The one that it is a part of, or the same.
-        algorithms: Of the groups of the optimizer.
+        optimizer: The optimizer around it, or the same.
+        algorithms: Algorithms of its parameter groups.
         state_dict: Its state.
 
     Raises:
-        RuntimeError: On all ranks, with what is wrong. State and groups are those of before.
+        RuntimeError: On all ranks, with the problems. State and groups are unchanged.
 
     Communication: a flag over the ranks that step together.
     """
     before = optimizer.state, optimizer.param_groups
     try:
-        given, problems = arranged(optimizer, algorithms, state_dict, muon.state)
+        new_state, problems = arranged(optimizer, algorithms, state_dict, muon.state)
         if not problems:
-            torch.optim.Optimizer.load_state_dict(optimizer, given)
-            # Again what torch has loaded in the dtype of the parameter.
-            for each in named_parameters(optimizer.param_groups):
-                own = optimizer.state[each.param]
-                for key in own.keys() & {*_MUON_KEYS, MAIN_PARAM}:
-                    own[key] = given["state"][each.name][key].to(own[key].device)
+            torch.optim.Optimizer.load_state_dict(optimizer, new_state)
+            # Again: torch has loaded these tensors in the dtype of the parameter.
+            for parameter in named_parameters(optimizer.param_groups):
+                loaded = optimizer.state[parameter.param]
+                for key in loaded.keys() & {*_MUON_KEYS, MAIN_PARAM}:
+                    loaded[key] = new_state["state"][parameter.name][key].to(loaded[key].device)
             muon.muon_step.complete_state(optimizer.state)
-    # Whatever it is: other ranks may have loaded theirs.
+    # Any error: other ranks may have loaded theirs.
     except Exception as error:
         problems = [first_line(error)]
     try:

@@ -39,11 +39,11 @@ from megatron_muon.step.muon_step import MuonStep
 class Muon(WholeMatrixMuon):
     """Step matrices that ``fully_shard`` has sharded; one rank orthogonalizes a matrix.
 
-    A step equals that of emerging-optimizers' ``Muon`` on the unsharded model: to the bit with
+    A step equals emerging-optimizers' ``Muon`` on the unsharded model: to the bit with
     ``exchange.comm_dtype`` fp32 and ``exchange.max_owners`` 1, otherwise but for rounding
-    (docs/numerics.md). Mesh and placements of a parameter, or Megatron-FSDP, say which rows a rank
-    holds; parameters may be on different meshes. Step the rest, such as embeddings, norms and
-    biases, with AdamW.
+    (docs/numerics.md). Mesh and placements of a parameter, or the buffer of Megatron-FSDP, define
+    the rows of a rank; parameters may be on different meshes. Step the rest, such as embeddings,
+    norms and biases, with AdamW.
 
     It is built by all ranks of the job together, once parameters are DTensors: before the first
     forward pass, or after a backward pass. A rank without parameters, as a pipeline stage may be,
@@ -53,10 +53,10 @@ class Muon(WholeMatrixMuon):
         params: Parameters, pairs of name and parameter, or groups of either. A matrix is
             ``(outputs, inputs)``; three dimensions are a batch of them. Groups may have, besides
             ``lr``, ``momentum`` and ``weight_decay``: ``split_sizes``, rows of blocks that are
-            orthogonalized separately (a number of equal blocks; the rows of the blocks, of which
-            the last may be -1 for all others; or the rows of the blocks of a group that repeats,
-            such as query, key and value), ``transposed``, for matrices that are stored and scaled
-            as ``(inputs, outputs)``, and ``flatten``, for convolutions: all dimensions but the
+            orthogonalized separately (a number of equal blocks; the rows of all blocks, with a last
+            -1 for the remaining rows; or the rows of a group of blocks that repeats, such as query,
+            key and value), ``transposed``, for matrices that are stored and scaled as
+            ``(inputs, outputs)``, and ``flatten``, for convolutions: all dimensions but the
             first are columns.
         lr: Learning rate.
         momentum: EMA coefficient.
@@ -66,61 +66,59 @@ class Muon(WholeMatrixMuon):
         fp32_matmul_prec: Precision of Newton-Schulz; ``medium`` is bf16.
         coefficient_type: Name of emerging-optimizers' coefficients.
         num_ns_steps: Newton-Schulz steps.
-        scale_mode: How results are scaled by shape: ``spectral``, ``shape_scaling``,
+        scale_mode: Scale of results by shape: ``spectral``, ``shape_scaling``,
             ``unit_rms_norm`` (``spectral_unclamped`` in torch), ``match_adamw`` (``spectral`` times
             0.2, the update size of AdamW), or ``none``.
         extra_scale_factor: Another factor of results.
         use_syrk: Must be False; ``exchange.newton_schulz`` chooses kernels.
-        exchange: How matrices are exchanged; None for the defaults.
+        exchange: Settings of the exchange; None for the defaults.
         group: Ranks that step together; None for all ranks that have parameters.
-        process_group: Ranks with copies of this rank's parameters, which are plain tensors, as
-            under DDP.
-        tensor_group: Ranks with the other blocks of parameters that have a ``partition_dim`` of 0
-            or 1, plain tensors of Transformer Engine's or Megatron's tensor parallelism, in the
-            order of the blocks, which may be uneven. Other parameters are the same on all of them.
+        process_group: Ranks with copies of this rank's plain tensors, as under DDP.
+        tensor_group: Ranks with the other shards of plain tensors with a ``partition_dim`` of 0 or
+            1 (tensor parallelism of Transformer Engine or Megatron), in the order of the shards,
+            also uneven ones. Other parameters are the same on all of them.
         newton_schulz: Orthogonalizes stacks ``(num_matrices, rows, cols)`` of float32 matrices in
             place of Newton-Schulz. Matrices are then sent in fp32, and not split.
-        adaptive: Divides results by second moments: ``normuon``, ``namo`` or ``adamuon``, those of
+        adaptive: Divides results by second moments: ``normuon``, ``namo`` or ``adamuon`` of
             emerging-optimizers' ``AdaptiveMuon``; or a :class:`StackMethod`.
         beta2: Decay rate of the second moment.
-        eps: Keeps its divisor from zero.
-        momentum_dtype: bfloat16 halves the memory of momentum, which is averaged in float32 and
+        eps: Lower bound of its divisor.
+        momentum_dtype: bfloat16 halves the memory of momentum. It is averaged in float32, and
             rounded once a step.
         offload_momentum: Whether momentum is in CPU memory, pinned. A step copies it to the device
             and back, and the host waits for it in the end. No GPU has run it yet.
-        others: Groups of parameters that another optimizer steps while this one does, as
-            :class:`MuonAdamW` lets it: their gradients are checked too.
+        others: Parameter groups of another optimizer, as in :class:`MuonAdamW`: their gradients are
+            checked too.
 
     Attributes:
-        fresh_if_moved: Whether a state is loaded although it has none for some parameters, or that
-            of another algorithm. They get fresh state, and parameter groups that the checkpoint
-            does not have keep their values. False when it is built: such a state is refused.
+        fresh_if_moved: Whether a state is loaded if it lacks parameters, or has state of another
+            algorithm for them. They get fresh state, and parameter groups without a match in the
+            checkpoint keep their values. Initially False: such a state is refused.
 
     Raises:
-        RuntimeError: On all ranks, naming ranks and parameters, when one cannot be stepped (see
-            docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters or
-            plans.
+        RuntimeError: On all ranks, naming ranks and parameters, when a parameter cannot be stepped
+            (see docs/fsdp2.md), settings cannot work, or ranks have different settings, parameters
+            or plans.
 
     Communication: at construction see :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
-        :func:`~megatron_muon.runtime.engine_builder.build_engine`. Each step: see
+        :func:`~megatron_muon.runtime.engine_builder.build_engine`. In a step see
         :func:`~megatron_muon.fsdp2.gradients.agree_to_step` and
         :class:`~megatron_muon.runtime.engine.Engine`.
     Memory: one float32 per local element of a parameter, or half with ``momentum_dtype`` bfloat16;
-        one more for parameters in bfloat16, whose updates would be rounded away without. While a
-        step runs another one, for results, and what the engine stages. With ``CPUOffloadPolicy``
-        all but the latter is in CPU memory.
+        one more for parameters in bfloat16, against lost updates. While a step runs, another one
+        for results, and staging memory. With ``CPUOffloadPolicy`` all but staging is in CPU memory.
     """
 
-    # torch.amp.GradScaler then calls step() whatever it has found, so that it can be refused. It
-    # would leave out the step of a rank whose gradients overflowed, for which the others wait.
+    # torch.amp.GradScaler then always calls step(), which refuses it. It would skip the step of one
+    # rank with overflows, and the others would wait.
     _step_supports_amp_scaling = True
 
     muon_step: MuonStep
     _holders: dict[GradientKey, PlannedParameter]
     _is_built: bool = False
     fresh_if_moved: bool = False
-    # From the first change of a step to its end: if it does not come there, nobody knows which
-    # weights and momentum have changed.
+    # From the first change of a step to its end: after an error between them, some weights and
+    # momentum have changed, and others have not.
     _is_changing: bool = False
 
     def __init__(
@@ -172,7 +170,7 @@ class Muon(WholeMatrixMuon):
         problems += dependency_problems() + environment_problems()
         try:
             super().__init__(
-                # torch refuses an empty list, which a pipeline stage may have.
+                # torch refuses an empty list, as of a pipeline stage.
                 list(params) or [{"params": []}],
                 lr,
                 momentum,
@@ -191,7 +189,7 @@ class Muon(WholeMatrixMuon):
             list(named_parameters(self.param_groups)), process_group, tensor_group
         )
         problems += unseen + subclass_problems(self) + repeated_problems(parameters)
-        problems += filter(None, (parameter_problem(each, rows_device) for each in parameters))
+        problems += filter(None, (parameter_problem(p, rows_device) for p in parameters))
         other_parameters = list(named_parameters(others))
         self.muon_step = MuonStep(
             [self],
@@ -204,7 +202,6 @@ class Muon(WholeMatrixMuon):
             group=group,
             has_others=bool(other_parameters),
         )
-        # Plans, and orthogonalizes matrices.
         self.compute = self.muon_step.compute
         copies = process_group or tensor_group
         self._holders = by_holders(self.muon_step.plan_inputs, other_parameters, copies)
@@ -241,13 +238,13 @@ class Muon(WholeMatrixMuon):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load momentum and groups; how matrices are split stays that of this run.
+        """Load momentum and parameter groups; the splits of matrices stay.
 
         Called by all ranks that step together.
 
         Raises:
-            RuntimeError: On all ranks, when one cannot load its state, a parameter gets no
-                momentum, or one that is sharded otherwise. The old state stays.
+            RuntimeError: On all ranks, when one cannot load its state, or a parameter gets no
+                momentum, or momentum with other shards. The old state stays.
 
         Communication: a flag over the ranks that step together.
         """
@@ -287,9 +284,9 @@ class Muon(WholeMatrixMuon):
         """Step, and call a function when the first rows are in transit.
 
         Args:
-            overlap_fn: What else is to be done, without communication.
+            overlap_fn: Other work, without communication.
             problems: Sentences for which all ranks refuse the step.
-            others: Memory that it takes.
+            others: Memory of that work.
         """
         # A rank without parameters has nothing to step, and nothing to agree on.
         if not self._holders:

@@ -41,24 +41,24 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Args:
         params: Parameters, pairs of name and parameter, or groups of either. A group may have
-            ``algorithm``: ``muon``, the default, with the keys that :class:`Muon` describes;
-            ``adamw``, with those of ``torch.optim.AdamW``; ``lion``, with ``betas``. It is kept in
-            :attr:`algorithms`: the groups themselves are those of :class:`Muon` and AdamW, so that
+            ``algorithm``: ``muon``, the default, with the keys of :class:`Muon`;
+            ``adamw``, with the keys of ``torch.optim.AdamW``; ``lion``, with ``betas``. It moves to
+            :attr:`algorithms`: groups then equal the groups of :class:`Muon` and AdamW, so that
             states of the two separate optimizers load.
         lr: Learning rate, also of AdamW's groups that have none.
         momentum: Weight of Muon's momentum.
         weight_decay: Coefficient, also of AdamW's groups that have none.
         scale_mode: See :class:`Muon`; with ``match_adamw`` one learning rate fits both.
         nesterov: See :class:`Muon`.
-        betas: Of AdamW and Lion.
-        eps: Of AdamW.
-        foreach: Of AdamW.
-        fused: Of AdamW.
+        betas: See AdamW and Lion.
+        eps: See AdamW.
+        foreach: See AdamW.
+        fused: See AdamW.
         muon_options: Other arguments of :class:`Muon`, among them ``exchange`` and, for plain
             tensors, ``process_group`` and ``tensor_group``.
 
     Attributes:
-        algorithms: Algorithm of each group.
+        algorithms: Algorithms by parameter group.
         muon: The optimizer of matrices; None before their exchange is planned.
         fresh_if_moved: See :class:`Muon`.
 
@@ -66,13 +66,12 @@ class MuonAdamW(torch.optim.Optimizer):
         TypeError: An unknown argument, or a list that :class:`Muon` would not take.
         ValueError: An unknown algorithm, a parameter twice, or an argument that AdamW refuses.
 
-    Communication: none at construction. Then that of :class:`Muon`, at the first step or load also
-        that of its construction. AdamW and Lion communicate nothing.
-    Memory: that of :class:`Muon` for its parameters; two tensors like each parameter for AdamW, one
-        for Lion.
+    Communication: none at construction. Steps as :class:`Muon`; the first step or load also as its
+        construction. AdamW and Lion communicate nothing.
+    Memory: as :class:`Muon` for its parameters; two tensors per parameter for AdamW, one for Lion.
     """
 
-    # torch.amp.GradScaler then calls step() whatever it has found, so that it can be refused.
+    # torch.amp.GradScaler then always calls step(), which refuses it.
     _step_supports_amp_scaling = True
     fresh_if_moved: bool = False
 
@@ -96,7 +95,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if unknown:
             raise TypeError(f"MuonAdamW: expected arguments of Muon, got {unknown}. Leave them out")
         self._options = {"nesterov": nesterov, "scale_mode": scale_mode, **muon_options}
-        # On each rank alone: there may be no process group yet. Arguments are those of all ranks.
+        # On every rank alone: there may be no process group yet. All ranks have the same arguments.
         *_, problems = muon_settings(known | self._options)
         if problems:
             raise ValueError("; ".join(problems))
@@ -111,7 +110,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.muon: Muon | None = None
         self._planned: list[int] = []
         self._reasons: dict[str, str] = {}
-        # torch refuses an empty list, which a pipeline stage may have.
+        # torch refuses an empty list, as of a pipeline stage.
         super().__init__(list(params) or [{"params": []}], common | {"momentum": momentum})  # type: ignore[arg-type]
 
     @classmethod
@@ -127,7 +126,7 @@ class MuonAdamW(torch.optim.Optimizer):
         splits: Mapping[str, SplitSizes] | None = None,
         **options: Any,  # noqa: ANN401 - of __init__, by name
     ) -> Self:
-        """Build it for a model, whose parameters :func:`parameter_groups` sorts.
+        """Build it for a model, with the groups of :func:`parameter_groups`.
 
         Args:
             model: The model.
@@ -148,18 +147,18 @@ class MuonAdamW(torch.optim.Optimizer):
         )
         log(choices)
         optimizer = cls(groups_of(choices, elementwise_options or {}), lr, **options)
-        optimizer._reasons = {each.name: each.reason for each in choices}
+        optimizer._reasons = {choice.name: choice.reason for choice in choices}
         return optimizer
 
     def summary(self) -> str:
-        """Return a line for each parameter: name, shape, algorithm, layout, and the reason."""
+        """Return one line per parameter: name, shape, algorithm, layout, and the reason."""
         lines = []
         for algorithm, group in zip(self.algorithms, self.param_groups, strict=True):
             layout = [f"{key} {group[key]}" for key in PLANNED if group.get(key)]
-            for each in named_parameters([group]):
-                reason = self._reasons.get(each.name, "given")
-                shape = tuple(each.param.shape)
-                lines.append("  ".join([each.name, str(shape), algorithm, *layout, reason]))
+            for parameter in named_parameters([group]):
+                reason = self._reasons.get(parameter.name, "given")
+                shape = tuple(parameter.param.shape)
+                lines.append("  ".join([parameter.name, str(shape), algorithm, *layout, reason]))
         return "\n".join(lines)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -192,7 +191,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _groups(self, algorithm: str) -> list[dict[str, Any]]:
         pairs = zip(self.algorithms, self.param_groups, strict=True)
-        return [group for of_group, group in pairs if of_group == algorithm]
+        return [group for name, group in pairs if name == algorithm]
 
     def _elementwise(self, algorithm: str) -> torch.optim.Optimizer | None:
         """Return the optimizer of an algorithm over its groups, with this one's state."""
@@ -200,14 +199,14 @@ class MuonAdamW(torch.optim.Optimizer):
         if not groups or algorithm == "muon":
             return None
         if algorithm not in self._inner:
-            # Arguments are checked, not the keys of groups: so they are given too.
+            # The class checks its arguments, not the keys of groups: so both are passed.
             made: type[torch.optim.Optimizer] = torch.optim.AdamW
             if algorithm == "lion":
-                # Its import loads torch's compiler: seconds, and memory, that few need.
+                # Its import loads torch's compiler: seconds and memory for few users.
                 from megatron_muon.step.lion import FSDPLion as made
             self._inner[algorithm] = made(groups, **self._defaults[algorithm])
         for group in groups:
-            # OneCycleLR and CyclicLR set it in all groups, as they find it in the defaults.
+            # OneCycleLR and CyclicLR set it in all groups, as it is in the defaults.
             if "momentum" in group:
                 group["betas"] = (group["momentum"], *group["betas"][1:])
         optimizer = self._inner[algorithm]
@@ -216,7 +215,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return optimizer
 
     def _plan(self) -> Muon:
-        """Plan the exchange of matrices if it is not planned; called by all ranks together."""
+        """Plan the exchange of matrices once; called by all ranks together."""
         if self.muon is None:
             others = self._groups("adamw") + self._groups("lion")
             muon = Muon(self._groups("muon"), others=others, **self._options)
@@ -230,7 +229,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return self.muon
 
     def _ids(self) -> list[int]:
-        """Identify all parameters, which the plan keeps alive."""
+        """Identify all parameters; the plan keeps them alive."""
         return [id(param) for group in self.param_groups for param in group["params"]]
 
     @torch.no_grad()
@@ -256,12 +255,12 @@ class MuonAdamW(torch.optim.Optimizer):
 
         @in_range("elementwise")
         def step_others() -> None:
-            """Step the parameters that are no matrices of Muon's."""
+            """Step AdamW's and Lion's parameters."""
             for other in others:
                 with _state_of_empty_shards(other):
                     other.step()
 
-        others = [other for each in _ALGORITHMS if (other := self._elementwise(each)) is not None]
+        others = [other for name in _ALGORITHMS if (other := self._elementwise(name)) is not None]
         memory = elementwise_bytes(others, muon.muon_step.device)
         problems = [] if self._ids() == self._planned else [_CHANGED]
         muon._step_overlapped(step_others, problems, memory)
@@ -282,18 +281,18 @@ class MuonAdamW(torch.optim.Optimizer):
             RuntimeError: As :meth:`Muon.load_state_dict`, or as the construction of :class:`Muon`.
 
         Communication: a flag over the ranks that step together; at first also a gather of objects
-            over the job, and that of the construction of :class:`Muon`.
+            over the job, and the construction of :class:`Muon`.
         """
-        # A rank may have no parameters, and no state of its own: it plans with the others.
+        # A rank without parameters and state plans with the others.
         if self.muon is not None or any(gather_objects(bool(state_dict.get("state", True)))):
             load_together(self._plan(), self, self.algorithms, state_dict)
             return
-        # Without state none is that of another algorithm.
-        of_none = ["adamw"] * len(self.param_groups)
-        super().load_state_dict(arranged(self, of_none, state_dict, {})[0])
+        # Without state no algorithm differs.
+        algorithms = ["adamw"] * len(self.param_groups)
+        super().load_state_dict(arranged(self, algorithms, state_dict, {})[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles need, until the exchange is planned."""
+        """Return the attributes of copies and pickles, until the exchange is planned."""
         if self.muon is not None or any(
             isinstance(value, dist.ProcessGroup) for value in self._options.values()
         ):
@@ -302,8 +301,8 @@ class MuonAdamW(torch.optim.Optimizer):
                 "cannot be copied. Build another one, and load the state of this one."
             )
         names = ("_defaults", "_options", "algorithms", "muon", "_planned", "_reasons")
-        own = {name: getattr(self, name) for name in names}
-        return {**super().__getstate__(), **own, "_inner": {}}
+        attributes = {name: getattr(self, name) for name in names}
+        return {**super().__getstate__(), **attributes, "_inner": {}}
 
 
 @contextmanager

@@ -56,14 +56,14 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[Plan
 
 
 class Views(NamedTuple):
-    """Parameters as they are planned, and where they are.
+    """Planned views of parameters, and their devices.
 
     Args:
-        parameters: The parameters that can be viewed.
-        problems: Errors of the others, and of groups that do not fit those of other ranks, as
+        parameters: Parameters with a view.
+        problems: Errors of the others, and of process groups that differ between ranks, as
             sentences.
-        device: Where matrices are orthogonalized: the device of meshes.
-        rows_device: Where shards are, another one with FSDP2's ``CPUOffloadPolicy``.
+        device: Device of Newton-Schulz and of meshes.
+        rows_device: Device of shards, another one with FSDP2's ``CPUOffloadPolicy``.
     """
 
     parameters: list[PlannedParameter]
@@ -76,7 +76,7 @@ class _Facts(NamedTuple):
     """Facts that a rank sends to all others.
 
     Args:
-        device_type: Of the mesh of its first parameter; None without parameters.
+        device_type: Device of the mesh of its first parameter; None without parameters.
         replicas: Ranks with copies of its tensors.
         tensor_ranks: Ranks with the other shards of tensors that have a ``partition_dim``.
         sizes: Size of that dimension, by position of the parameter.
@@ -93,7 +93,7 @@ def view_parameters(
     replicas: dist.ProcessGroup | None,
     tensor_ranks: dist.ProcessGroup | None,
 ) -> Views:
-    """View parameters as they are planned; called by all ranks of the job together.
+    """Plan the views of parameters; called by all ranks of the job together.
 
     Args:
         parameters: Viewed as they are; a rank may have none.
@@ -103,7 +103,7 @@ def view_parameters(
 
     Communication: a gather of objects over the job.
     """
-    params = [each.param for each in parameters]
+    params = [parameter.param for parameter in parameters]
     types = (
         param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
         for param in params
@@ -119,7 +119,7 @@ def view_parameters(
         },
     )
     facts = gather_objects(mine)
-    device = torch.device(next((each.device_type for each in facts if each.device_type), "cpu"))
+    device = torch.device(next((fact.device_type for fact in facts if fact.device_type), "cpu"))
     if params and not dist.is_initialized():
         device = params[0].device
     elif device.type != "cpu":
@@ -130,24 +130,24 @@ def view_parameters(
     if replicas is not None or tensor_ranks is not None:
         mesh, problems = _plain_mesh(facts, replicas, tensor_ranks, device)
     viewed = []
-    for number, each in enumerate(parameters):
+    for number, parameter in enumerate(parameters):
         try:
             if mesh is None:
-                view = _megatron_view(each)
+                view = _megatron_view(parameter)
             else:
-                # A rank that lacks a size makes the tiling fail, which is an error on all.
+                # A missing size makes the tiling fail on all ranks.
                 sizes = [facts[rank].sizes.get(number, 0) for rank in mine.tensor_ranks]
                 is_cut = number in mine.sizes
                 if is_cut and tensor_ranks is None:
                     raise ValueError(
                         "expected tensor_group with a partition_dim of "
-                        f"{partition_dim(each.param)}, got none. Pass the ranks that hold the "
+                        f"{partition_dim(parameter.param)}, got none. Pass the ranks that hold the "
                         "other shards, or a group of this rank alone"
                     )
-                view = _plain_view(each, mesh, sizes if is_cut else None)
-            viewed.append(_flattened(view) if each.flattens is True else view)
+                view = _plain_view(parameter, mesh, sizes if is_cut else None)
+            viewed.append(_flattened(view) if parameter.flattens is True else view)
         except ValueError as error:
-            problems.append(f"{each.name}: {error}")
+            problems.append(f"{parameter.name}: {error}")
     rows_device = torch.device("cpu") if is_in_cpu_memory else device
     return Views(viewed, problems, device, rows_device)
 
@@ -162,7 +162,7 @@ def _plain_mesh(
     tensor_ranks: dist.ProcessGroup | None,
     device: torch.device,
 ) -> tuple[DeviceMesh | None, list[str]]:
-    """Return the mesh of both groups, or a sentence that says why there is none."""
+    """Return the mesh of both process groups, or None and a problem."""
     mine = facts[own_rank()]
     grid = [facts[rank].tensor_ranks for rank in mine.replicas]
     columns = list(zip(*grid, strict=False))
@@ -189,21 +189,21 @@ def _plain_mesh(
 
 
 def _plain_view(
-    each: PlannedParameter, mesh: DeviceMesh, sizes: Sequence[int] | None
+    parameter: PlannedParameter, mesh: DeviceMesh, sizes: Sequence[int] | None
 ) -> PlannedParameter:
     """View a plain tensor on the mesh, given the sizes of its tensor-parallel shards."""
-    if isinstance(each.param, DTensor):
+    if isinstance(parameter.param, DTensor):
         raise ValueError(
             "expected plain tensors with process_group or tensor_group, got a DTensor, which "
             "knows its ranks. Step DTensors with an optimizer of their own"
         )
-    shape = list(each.param.shape)
+    shape = list(parameter.param.shape)
     boxes: list[Box] = [whole_box(shape)] * mesh.size(mesh.ndim - 1)
     placements: list[Placement] = [Replicate()] * mesh.ndim
-    dim = partition_dim(each.param)
+    dim = partition_dim(parameter.param)
     if dim is not None and sizes is not None:
-        stride = getattr(each.param, "partition_stride", 1)
-        if each.split_sizes is not None and stride > 1:
+        stride = getattr(parameter.param, "partition_stride", 1)
+        if parameter.split_sizes is not None and stride > 1:
             raise ValueError(
                 f"split_sizes: expected none with a partition_stride of {stride}: its shards are "
                 "not consecutive rows. Leave them out"
@@ -215,22 +215,22 @@ def _plain_view(
         ]
         shape[dim] = ends[-1]
     # Tensor parallelism is the last axis of the mesh.
-    of_ranks = dict(zip(ranks_of_mesh(mesh), itertools.cycle(boxes), strict=False))
-    view = as_dtensor(each.param, mesh, placements, shape)
-    return replace(each, view=view, known_boxes=of_ranks)
+    boxes_by_rank = dict(zip(ranks_of_mesh(mesh), itertools.cycle(boxes), strict=False))
+    view = as_dtensor(parameter.param, mesh, placements, shape)
+    return replace(parameter, view=view, known_boxes=boxes_by_rank)
 
 
 def partition_dim(param: torch.Tensor) -> int | None:
     """Return the dimension that Megatron or Transformer Engine shards, or None."""
     dim = getattr(param, "partition_dim", -1)
-    # Both set it for all ranks, with this mark for one of a layer that is cut.
+    # Both set it on all ranks, with this mark for sharded parameters.
     is_cut = getattr(param, "tensor_model_parallel", True)
     return dim if is_cut and isinstance(dim, int) and dim >= 0 else None
 
 
-def _megatron_view(each: PlannedParameter) -> PlannedParameter:
+def _megatron_view(parameter: PlannedParameter) -> PlannedParameter:
     """View a DTensor of Megatron-FSDP over its tensor-parallel ranks; leave others as they are."""
-    param = each.param
+    param = parameter.param
     if not isinstance(param, DTensor) or not (
         is_of_fsdp_v1(param)
         or is_of_fsdp_v2(param)
@@ -238,13 +238,13 @@ def _megatron_view(each: PlannedParameter) -> PlannedParameter:
         # By its update_uneven_dtensor_chunk_metadata(), on DTensors of its shards.
         or hasattr(param._local_tensor, "__create_chunk_list__")
     ):
-        return each
+        return parameter
     if not is_of_fsdp_v1(param) and not is_of_fsdp_v2(param):
         raise ValueError(
             "expected a parameter of a model of Megatron-FSDP, whose buffer says which rows ranks "
             "hold, got a DTensor made of its shards. Pass the parameter"
         )
-    part = tensor_shard_of(each)
+    part = tensor_shard_of(parameter)
     mesh = None if is_of_fsdp_v2(param) else tensor_mesh(param)
     if mesh is None:
         return part
@@ -258,11 +258,11 @@ def _megatron_view(each: PlannedParameter) -> PlannedParameter:
     return viewed
 
 
-def _flattened(each: PlannedParameter) -> PlannedParameter:
+def _flattened(parameter: PlannedParameter) -> PlannedParameter:
     """View a tensor as a matrix of its first dimension and all others."""
-    view, local = each.view, local_tensor(each.param)
+    view, local = parameter.view, local_tensor(parameter.param)
     if view.ndim <= 2:
-        return each
+        return parameter
     if not local.is_contiguous():
         raise ValueError(
             f"flatten: expected a contiguous tensor, got strides {local.stride()}. Call "
@@ -272,13 +272,13 @@ def _flattened(each: PlannedParameter) -> PlannedParameter:
     # FSDP2 sometimes makes all sizes of an empty shard 0.
     matrix = local.detach().reshape(local.shape[0] if local.numel() else 0, num_cols)
     if not isinstance(view, DTensor):
-        return replace(each, view=matrix)
+        return replace(parameter, view=matrix)
     if any(sharded_dim(placement) not in (None, 0) for placement in view.placements):
         raise ValueError(
             f"flatten: expected shards of dimension 0, got {view.placements}. Shard it so"
         )
-    boxes = each.known_boxes
+    boxes = parameter.known_boxes
     if boxes is not None:
         boxes = {rank: (box[0], (0, num_cols)) for rank, box in boxes.items()}
     view = as_dtensor(matrix, view.device_mesh, view.placements, [view.shape[0], num_cols])
-    return replace(each, view=view, known_boxes=boxes)
+    return replace(parameter, view=view, known_boxes=boxes)

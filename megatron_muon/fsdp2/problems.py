@@ -47,7 +47,7 @@ def muon_settings(
         options: Keyword arguments of :class:`~megatron_muon.fsdp2.Muon` by name.
 
     Returns:
-        The settings, the second moments, and errors of arguments, a sentence each.
+        The settings, the second moments, and errors of arguments, as sentences.
     """
     scale = scale_function(options["scale_mode"], options["extra_scale_factor"])
     moments = SecondMoments(options["adaptive"], options["beta2"], options["eps"], scale)
@@ -77,7 +77,7 @@ def muon_settings(
 
 
 def _settings_problems(settings: MuonSettings, options: Mapping[str, Any]) -> list[str]:
-    """List arguments that cannot work, a sentence each.
+    """List arguments that cannot work, one sentence per argument.
 
     Emerging-optimizers finds unknown names in a step, when weights are decayed and other ranks
     wait.
@@ -119,7 +119,7 @@ def _settings_problems(settings: MuonSettings, options: Mapping[str, Any]) -> li
 
 
 def subclass_problems(optimizer: WholeMatrixMuon) -> list[str]:
-    """List the methods of a subclass that would not see what they expect."""
+    """List methods of a subclass that would see shards."""
     return [
         f"{type(optimizer).__name__}.{name}: expected emerging-optimizers' own, got another, which "
         "would see a shard. Change what is orthogonalized by split_sizes"
@@ -140,11 +140,11 @@ def repeated_problems(parameters: Sequence[PlannedParameter]) -> list[str]:
 
 
 def parameter_problem(parameter: PlannedParameter, device: torch.device) -> str | None:
-    """Describe why a parameter cannot be stepped, a sentence that starts with its name, or None.
+    """Describe the problem of a parameter, a sentence that starts with its name, or return None.
 
     Args:
-        parameter: What the user gave.
-        device: Where shards are.
+        parameter: The user's parameter.
+        device: Device of shards.
     """
     for key, value in (("transposed", parameter.is_transposed), ("flatten", parameter.flattens)):
         if type(value) is not bool:
@@ -163,7 +163,7 @@ def parameter_problem(parameter: PlannedParameter, device: torch.device) -> str 
 
 
 def _tensor_problem(parameter: PlannedParameter, device: torch.device) -> str | None:
-    """Describe what is wrong with the tensor itself."""
+    """Describe the problem of the tensor itself, or return None."""
     param, local = parameter.param, local_tensor(parameter.param)
     if parameter.view.ndim not in (2, 3):
         return (
@@ -197,7 +197,7 @@ def _tensor_problem(parameter: PlannedParameter, device: torch.device) -> str | 
 
 
 def _layout_problem(parameter: PlannedParameter) -> str | None:
-    """Describe what is wrong with mesh and placements, or return None."""
+    """Describe the problem of mesh and placements, or return None."""
     param = parameter.view
     if not isinstance(param, DTensor):
         return None
@@ -207,10 +207,10 @@ def _layout_problem(parameter: PlannedParameter) -> str | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return f"expected a mesh with rank {own_rank()}, got {mesh}. Leave it out here"
-    # Shards are cut by the rank in the process group, which torch sorts; the DTensor means the rank
+    # torch shards by the rank in the process group, in ascending order; the DTensor means the rank
     # in the mesh. Where they differ, a shard has other rows than the DTensor says.
     for axis, in_mesh in enumerate(coordinate):
-        # get_local_rank() is the rank in the group, whatever its name says.
+        # get_local_rank() is the rank in the process group, despite its name.
         in_group = dist.get_rank(mesh.get_group(axis))
         if sharded_dim(placements[axis]) is not None and in_mesh != in_group:
             return (
@@ -219,7 +219,7 @@ def _layout_problem(parameter: PlannedParameter) -> str | None:
             )
     box, sizes = parameter.own_box, parameter.local_shape
     shape = tuple(param._local_tensor.shape)
-    # Other sizes of an empty shard are anything: FSDP2 sometimes makes them 0, too.
+    # Other sizes of an empty shard vary: FSDP2 sometimes makes them 0, too.
     if 0 in sizes and 0 in shape:
         return None
     if parameter.known_boxes is not None:
@@ -235,8 +235,8 @@ def _layout_problem(parameter: PlannedParameter) -> str | None:
             "expected a parameter of the model on a mesh of Megatron-FSDP, got a copy, which does "
             f"not say in which order the axes of {placements} have cut it. Pass the parameter"
         )
-    # Twice: by the shard that is there, and by what torch writes into checkpoints, which knows the
-    # split factors of strided shards.
+    # Twice: by the shard itself, and by torch's checkpoints, which know the split factors of
+    # strided shards.
     if shape != sizes or own_box(param) != box:
         return (
             f"expected a shard of ranges {box}, as fully_shard cuts {tuple(param.shape)}, got "

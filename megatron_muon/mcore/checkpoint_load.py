@@ -32,7 +32,7 @@ from megatron_muon.runtime.agreement import raise_where_any_rank_fails, raise_wh
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOADED = "Nothing was loaded."
-# Entry of a state dict that is loaded, as upstream's own ``_model``; one that is saved has none.
+# Entry of a state dict on load, like upstream's ``_model``; absent on save.
 _STORED = "_megatron_muon_checkpoint"
 # Names of experts contain their global index.
 _EXPERT = re.compile(r"(experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
@@ -48,7 +48,7 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
     is missing beside finished checkpoints. Without any checkpoint it still does: that is how a
     first run with ``--load`` and ``--save`` on one folder begins.
 
-    Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks. Each rank
+    Communication: all-reduces of an int32 and an all-gather of an int64 over all ranks. Every rank
         reads ``.metadata`` once; the bytes of tensors are read by upstream's load alone.
     """
 
@@ -92,15 +92,15 @@ def find_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
             return load()
         kept = _fit(sharded_state_dict, checkpoint, args)
         result = load()
-        for settings, own in kept:
-            settings.update(own)
+        for settings, flags in kept:
+            settings.update(flags)
         return result
 
     return _load_base_checkpoint
 
 
 def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """Call a function; return its error as a problem, which all ranks then raise together."""
+    """Call a function; return its error as a problem, for all ranks to raise together."""
     try:
         return call(), []
     except CheckpointError as error:
@@ -117,14 +117,14 @@ def _identity(checkpoint: StoredCheckpoint | None) -> str:
 
 
 def _open(folder: Path, iteration: int | None) -> StoredCheckpoint | None:
-    """Open the checkpoint that upstream would load; None if it starts from random weights."""
+    """Open the checkpoint of a load; None if upstream starts from random weights."""
     tracker = folder / TRACKER
     if (folder / METADATA).is_file():
         raise CheckpointError(
             f"{folder}: expected a --save folder, got that of one checkpoint. Pass the folder that "
             "holds it, and --ckpt-step for its iteration."
         )
-    # As for upstream, iteration 0 means "not given".
+    # As upstream, iteration 0 stands for none.
     if not iteration and not tracker.is_file() and not finished_iterations(folder):
         return None
     if iteration and tracker.is_file() and tracker.read_text().strip() == "release":
@@ -150,12 +150,12 @@ def _read(folder: Path, changed: int) -> StoredCheckpoint:
 def _fit(
     state_dict: dict[str, Any], checkpoint: StoredCheckpoint, args: Any
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Prepare a state dict that will be loaded from a checkpoint.
+    """Prepare a state dict for a load from a checkpoint.
 
     Args:
-        state_dict: Gets the checkpoint, for :func:`compare_before_loading`, and a random state that
-            the checkpoint has: there is one per stage and tensor-parallel rank, and a stage that it
-            lacks starts with that of another one.
+        state_dict: Gets the checkpoint, for :func:`compare_before_loading`, and a stored random
+            state: there is one per stage and tensor-parallel rank, and a missing one is replaced by
+            another.
         checkpoint: The checkpoint.
         args: Arguments of the run.
 
@@ -165,9 +165,9 @@ def _fit(
     """
     state_dict[_STORED] = checkpoint
     generators = {match[1] for key in checkpoint.objects if (match := _GENERATOR.match(key))}
-    own = state_dict.get("rng_state")
-    if generators and isinstance(own, Mapping) and not own.keys() <= generators:
-        state_dict["rng_state"] = dict(zip(sorted(generators), own.values(), strict=False))
+    random = state_dict.get("rng_state")
+    if generators and isinstance(random, Mapping) and not random.keys() <= generators:
+        state_dict["rng_state"] = dict(zip(sorted(generators), random.values(), strict=False))
     if "optimizer" not in state_dict:
         log_single_rank(
             logger,
@@ -194,7 +194,7 @@ def _fit(
 
 
 def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``preprocess_fsdp_dtensor_state_dict``, whose result is filled by a load or saved next.
+    """Wrap ``preprocess_fsdp_dtensor_state_dict``: its result is loaded or saved next.
 
     Communication: for a load one all-reduce of an int32 over all ranks, and with pipeline stages an
         all-gather of names as objects over the pipeline.
@@ -208,7 +208,7 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
         checkpoint = raw_state_dict.pop(_STORED, None)
         weights = raw_state_dict["model"]
         if is_v2(model):
-            # As in checkpoints of v1, whose wrapper is two modules.
+            # As in checkpoints of v1, with a wrapper of two modules.
             weights = {f"module.{key}": value for key, value in weights.items()}
         weights = rename_layers(model, weights)
         state_dict = original(args, {**raw_state_dict, "model": weights}, model)
@@ -216,7 +216,7 @@ def compare_before_loading(original: Callable[..., Any]) -> Callable[..., Any]:
             return state_dict
         shapes, elsewhere = _shapes(state_dict), list[set[str]]()
         if args.pipeline_model_parallel_size > 1:
-            # Other pipeline stages load what this one does not know.
+            # Other pipeline stages load other names.
             group = mpu.get_pipeline_model_parallel_group()
             elsewhere = [set()] * group.size()
             dist.all_gather_object(elsewhere, {*shapes}, group=group)
@@ -248,10 +248,10 @@ def find_differences(
         elsewhere: Names of tensors that other pipeline stages expect.
 
     Returns:
-        One sentence for each module or parameter with weights or states that are missing, have
-        another shape, or are stored but not expected, so that loading would drop them.
+        One sentence per module or parameter with missing weights or states, other shapes, or
+        unexpected tensors that a load would drop.
     """
-    # A rank expects only its own experts; names of the others differ in the index.
+    # A rank expects only its experts; names of the others differ in the index.
     patterns = {_pattern(key, num_experts) for key in (*shapes, *elsewhere)}
     parts = {key.partition(".")[0] for key in (*shapes, *elsewhere)}
     stored = {
@@ -275,7 +275,7 @@ def _shapes(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _pattern(key: str, num_experts: int | None) -> str:
-    """Return a name without the indices that differ between ranks: those of the model's experts."""
+    """Return a name without the indices of the model's experts, which differ between ranks."""
     key, expert = _TENSOR_RANK.sub(r"\1*\2", key), _EXPERT.search(key)
     is_of_model = expert is not None and int(expert[2]) < (num_experts or 0)
     return _EXPERT.sub(r"\1*", key) if is_of_model else key
@@ -284,12 +284,14 @@ def _pattern(key: str, num_experts: int | None) -> str:
 def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
     # Best effort: this text accompanies an error, and must not raise another one.
     saved, _ = _attempt(lambda: checkpoint.read_object("args"))
-    of_saved, of_run = (getattr(each, "pipeline_model_parallel_size", 1) for each in (saved, args))
+    stages_then, stages_now = (
+        getattr(run, "pipeline_model_parallel_size", 1) for run in (saved, args)
+    )
     is_tied = not getattr(args, "untie_embeddings_and_output_weights", True)
-    if is_tied and of_saved != of_run:
+    if is_tied and stages_then != stages_now:
         return (
-            f"{checkpoint.folder} was saved with --pipeline-model-parallel-size {of_saved}, this "
-            f"run has {of_run}: tied embeddings need the same. {_NOTHING_LOADED}"
+            f"{checkpoint.folder} was saved with --pipeline-model-parallel-size {stages_then}, "
+            f"this run has {stages_now}: tied embeddings need the same. {_NOTHING_LOADED}"
         )
     return (
         f"{checkpoint.folder} was saved with --optimizer {getattr(saved, 'optimizer', 'unknown')}, "
@@ -300,7 +302,7 @@ def _advice(checkpoint: StoredCheckpoint, args: Any) -> str:
 
 
 def _raise_where_damaged(checkpoint: StoredCheckpoint) -> None:
-    """Compare the files of a checkpoint with its table of contents, a share on each rank."""
+    """Compare the files of a checkpoint with its table of contents, one share per rank."""
     # All files on every rank would overload the file system of a large job.
     misfits, problems = _attempt(
         lambda: find_misfits(checkpoint, dist.get_rank(), dist.get_world_size())
@@ -326,7 +328,7 @@ def find_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> str:
-        """Return the path of --pretrained-checkpoint where --load is not given."""
+        """Return the path of --pretrained-checkpoint without --load."""
         if getattr(args, load_arg) is None and args.pretrained_checkpoint is not None:
             load_arg = "pretrained_checkpoint"
         return original(args, load_arg)

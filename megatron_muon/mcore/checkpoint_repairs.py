@@ -32,24 +32,24 @@ _IS_REPLICATED = "_megatron_muon_is_replicated"
 
 
 def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a handler that splits parameters in what is saved, and only Adam's two states of them.
+    """Wrap a handler that splits weights and Adam's states, so that it splits all states.
 
     ``handle_swiglu_in_state_dict`` splits a gated ``linear_fc1`` into its halves ``_w`` and ``_v``,
     so that tensor-parallel ranks can reshard it. ``handle_mla_down_proj_in_state_dict`` of later
-    releases splits the fused down-projection of latent attention into the two matrices it consists
-    of. Both read the rows of this rank from an attribute. Without a buffer of model weights (fp32,
-    ``no_shard``) the attribute is missing; under HFSDP it describes another buffer than that of
-    main weights and optimizer state. So it is set anew, from the latter.
+    releases splits the fused down-projection of latent attention into its two matrices. Both read
+    the rows of this rank from an attribute. Without a buffer of model weights (fp32, ``no_shard``)
+    the attribute is missing; under HFSDP it describes another buffer than the one with main weights
+    and optimizer state. So it is set anew, from the latter.
 
-    Communication: as the original: one collective or more for every tensor that is split, in the
-        order of names, which is the same on all ranks.
+    Communication: as the original: one collective or more per split tensor, in the order of
+        names, the same on all ranks.
     """
 
     @functools.wraps(original)
     def split_in_state_dict(
         model: Any, model_state_dict: dict[str, Any], optimizer_state_dict: dict[str, Any] | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Rename and split what is saved, or loaded."""
+        """Rename and split weights and states, for a save or a load."""
         located = _LocatedInV2(model) if is_v2(model) else _LocatedParameters(model)
         weights, _ = original(located, model_state_dict, None)
         if optimizer_state_dict is None:
@@ -59,8 +59,7 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
         whole = optimizer_state_dict["state"]
         local_names = {expert_param_local_key(name, num_experts): name for name in whole}
         split: dict[str, dict[str, Any]] = {}
-        # Sorted: Adam's state is in the order of its creation, which differs between ranks if some
-        # have empty shards.
+        # Sorted: Adam's state is in the order of its creation, and empty shards change that order.
         for local, name in sorted(local_names.items()):
             states = whole[name]
             if bare_name(local) not in split_names:
@@ -68,7 +67,7 @@ def split_every_state(original: Callable[..., Any]) -> Callable[..., Any]:
                 continue
             kinds = sorted(k for k, value in states.items() if isinstance(value, DTensor))
             others = {kind: value for kind, value in states.items() if kind not in kinds}
-            # The original splits one tensor per name, so it is called for each kind of state.
+            # The original splits one tensor per name, so it is called once per kind of state.
             for kind in kinds:
                 located.state = states[kind]
                 for part, tensor in original(located, {local: states[kind]}, None)[0].items():
@@ -94,7 +93,7 @@ class _LocatedParameters:
         buffers = self._model.param_and_grad_buffer
         is_replicated = buffers.ddp_config.data_parallel_sharding_strategy == "no_shard"
         setattr(buffers.dist_index, _IS_REPLICATED, is_replicated)
-        # Names are those of checkpoints, across pipeline stages.
+        # Names as in checkpoints, across pipeline stages.
         self._layer_names = names = layer_names(self._model)
         self._parameters = {
             names(bare_name(name)): p for name, p in buffers.optimizer_named_parameters
@@ -114,7 +113,7 @@ class _LocatedParameters:
         return getattr(self._model, name)
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the modules of the model, which the original asks for in every call."""
+        """Yield the modules of the model; the original asks for them in every call."""
         yield from self._modules
 
     @functools.cached_property
@@ -135,7 +134,7 @@ class _LocatedParameters:
 
 
 class _LocatedInV2(_LocatedParameters):
-    """The parameters of a Megatron-FSDP v2 model, which has no index of meshes."""
+    """The parameters of a Megatron-FSDP v2 model, without an index of meshes."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -162,7 +161,7 @@ class _MeshOfV2:
         return SimpleNamespace(mesh=torch.zeros(1))
 
     def dtensor(self, local: torch.Tensor, shape: torch.Size) -> DTensor:
-        """Return the shard of a part of the parameter, whose rows are sharded as they were."""
+        """Return the shard of a slice of the parameter, with unchanged placements."""
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             local, self._mesh, self._placements, run_check=False, shape=shape, stride=stride
@@ -170,7 +169,7 @@ class _MeshOfV2:
 
 
 def keep_replicas_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the ``make_fsdp_dtensor`` of checkpoints, which assumes that all tensors are sharded."""
+    """Wrap ``make_fsdp_dtensor`` of checkpoints: it assumes that all tensors are sharded."""
 
     @functools.wraps(original)
     def make_fsdp_dtensor(
@@ -191,8 +190,8 @@ def complete_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``DistributedOptimizer.sharded_param_state_fsdp_dtensor`` for all variants of Adam.
 
     Upstream's optimizer has no state for empty shards, so ranks save different sets of tensors, and
-    hang. For loading, upstream creates state by a step with zero gradients, which decays the
-    weights of a run that then finds no checkpoint.
+    hang. For loading, upstream creates state by a step with zero gradients, and so decays the
+    weights of a run without a checkpoint.
 
     Communication: see :func:`agree_on_step`.
     """

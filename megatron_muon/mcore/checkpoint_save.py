@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A save that is interrupted at any moment leaves the earlier checkpoint intact."""
+"""Saves that leave the earlier checkpoint intact if they are interrupted."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ from megatron_muon.checkpoint.reading import METADATA, TRACKER, CheckpointError,
 
 
 def replace_in_one_step(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``save_checkpoint``, whose writer overwrites the files of an earlier save.
+    """Wrap ``save_checkpoint``: its writer overwrites the files of an earlier save.
 
     An iteration may be saved again: after a rewind, or at the end of a run that was already
     complete. An interruption would then leave a mixture of two saves. Upstream looks up the writer
@@ -55,8 +55,8 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
     """Write a checkpoint that replaces an earlier one in one step.
 
     Every save uses new file names, and becomes the checkpoint when its metadata is renamed. Files
-    that the metadata does not name are deleted: those of interrupted saves before this one begins,
-    those of the earlier checkpoint after the rename.
+    that the metadata does not name are deleted: of interrupted saves before this one begins, of the
+    earlier checkpoint after the rename.
     """
 
     def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
@@ -73,7 +73,7 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
         ]
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
-        """Write the metadata, then remove what it does not name; called by one rank."""
+        """Write the metadata, then remove all other files; called by one rank."""
         super().finish(metadata, results)
         self._remove_unused()
 
@@ -90,7 +90,7 @@ class ReplacingFileSystemWriter(dcp.FileSystemWriter):
 
 
 def write_tracker_in_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the lookup of ``maybe_msc.open``, by which Megatron writes its tracker."""
+    """Wrap the lookup of ``maybe_msc.open``: Megatron writes its tracker by it."""
 
     @functools.wraps(original)
     def __getattr__(self: Any, name: str) -> Any:
@@ -103,7 +103,7 @@ def write_tracker_in_one_step(original: Callable[..., Any]) -> Callable[..., Any
 def open_in_one_step(
     path: str | os.PathLike[str] | int, mode: str = "r", *args: object, **options: object
 ) -> IO[Any] | AbstractContextManager[IO[str]]:
-    """Open a file as ``open`` does; a tracker to write replaces the old one when it is closed.
+    """Open a file like ``open``; a written tracker replaces the old one when it is closed.
 
     Otherwise an interruption between opening and writing would leave an empty tracker.
     """

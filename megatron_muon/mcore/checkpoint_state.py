@@ -7,8 +7,8 @@
 ``param_to_group_meta``  parameter name -> settings of its parameter group
 =======================  =======================================================================
 
-Names are those of the whole model: experts have their global index, layers of pipeline stages their
-position in the model, where a stage counts its own from 0. Upstream's ``DistributedOptimizer``
+Names are global: experts have their index in the model, and so have layers, though a pipeline stage
+counts from 0. Upstream's ``DistributedOptimizer``
 writes the same layout, so its tools can read it.
 """
 
@@ -41,7 +41,7 @@ _MOVING_SETTINGS = ("lr", "weight_decay", "step")
 
 
 def layer_names(chunk: Any) -> Callable[[str], str]:
-    """Return a function that gives parameters and modules their names in the whole model.
+    """Return a function from local names of parameters and modules to global ones.
 
     Args:
         chunk: A model chunk. Without pipeline stages all names stay.
@@ -51,7 +51,7 @@ def layer_names(chunk: Any) -> Callable[[str], str]:
     for name, module in chunk.named_modules() if has_stages else ():
         layer = _LAYER.fullmatch(name)
         number = getattr(module, "layer_number", None)
-        # Layers of multi-token prediction are those of one stage, and count from 0.
+        # Layers of multi-token prediction are on one stage, and count from 0.
         if layer and number is not None and "mtp" not in name:
             positions[layer[2], layer[3]] = number - 1
 
@@ -66,7 +66,7 @@ def layer_names(chunk: Any) -> Callable[[str], str]:
 
 
 def rename_layers(chunk: torch.nn.Module, by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dictionary by parameter name with the names of the whole model."""
+    """Return a dictionary by parameter name with global names."""
     rename = layer_names(chunk)
     return {rename(name): value for name, value in by_name.items()}
 
@@ -84,7 +84,7 @@ def _names_of_all_ranks(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
 
 
 def name_across_stages(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``DistributedOptimizer._param_name``, whose layers are counted by stage and chunk.
+    """Wrap ``DistributedOptimizer._param_name``: it counts layers by stage and chunk.
 
     Several chunks with layers are an error upstream, and states of two stages have one name.
     """
@@ -103,7 +103,7 @@ def name_across_stages(original: Callable[..., Any]) -> Callable[..., Any]:
 def names_in_checkpoints(
     children: Sequence[MegatronOptimizer], model_chunks: Sequence[Any]
 ) -> dict[torch.Tensor, str]:
-    """Return the names of parameters in checkpoints, which are the same for v1 and v2."""
+    """Return the names of parameters in checkpoints, the same for v1 and v2."""
     if is_v2(model_chunks[0]):
         # One wrapper is between the chunk and the model, where v1 has two.
         names = _names_of_all_ranks(model_chunks)
@@ -114,10 +114,10 @@ def names_in_checkpoints(
 
 
 def main_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, DTensor]:
-    """Return by parameter the DTensor on which its rows are recorded.
+    """Return the DTensors with recorded rows, by parameter.
 
-    Communication: v2 has recorded none, so that for each parameter the shapes of shards are
-        gathered as objects over the axes of its mesh.
+    Communication: v2 records none, so that per parameter the shapes of shards are gathered as
+        objects over the axes of its mesh.
     """
     weights: dict[torch.Tensor, DTensor] = {}
     for chunk in model_chunks:
@@ -140,7 +140,7 @@ def complete_state(child: MegatronOptimizer) -> None:
     initializer creates it without ``step``, and fused Adams keep ``step`` in groups, from the first
     step on.
     """
-    # Megatron's own initializer, so that names and dtypes are those of its checkpoints.
+    # Megatron's initializer, for the names and dtypes of its checkpoints.
     child.init_state_fn(child.optimizer, child.config)
     if isinstance(child.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         for state in child.optimizer.state.values():
@@ -157,10 +157,10 @@ def record_offsets(child: MegatronOptimizer, main_weights: Mapping[torch.Tensor,
 
     Args:
         child: Optimizer with complete state.
-        main_weights: By parameter, the DTensor on which Megatron-FSDP recorded its rows.
+        main_weights: DTensors with rows recorded by Megatron-FSDP, by parameter.
 
-    Communication: for every state whose shape differs from its parameter's, on all ranks, an
-        all-gather of shapes as objects over each sharded axis.
+    Communication: for every state with another shape than its parameter, on all ranks, an
+        all-gather of shapes as objects per sharded axis.
     """
     for param, states in child.optimizer.state.items():
         recorded = main_weights[param]._local_tensor
@@ -176,7 +176,7 @@ def record_offsets(child: MegatronOptimizer, main_weights: Mapping[torch.Tensor,
 
 
 def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Increment the step counters of empty shards, which Adam skips.
+    """Increment the step counters of empty shards: Adam skips them.
 
     A checkpoint keeps the counter of an arbitrary rank, so it must be equal on all ranks.
     """
@@ -186,9 +186,9 @@ def count_step_of_empty_shards(optimizer: torch.optim.Optimizer) -> None:
 
 
 def agree_on_step(child: MegatronOptimizer, device: torch.device) -> None:
-    """Set the step counters of empty shards, which Adam did not increment, to those of other ranks.
+    """Set the lagging step counters of empty shards to the value of other ranks.
 
-    Only upstream's own Adam needs it, as it does not call :func:`count_step_of_empty_shards`.
+    Only upstream's Adam needs it: it does not call :func:`count_step_of_empty_shards`.
 
     Args:
         child: Optimizer that exists on every rank, and steps all its parameters together.
@@ -215,8 +215,8 @@ def pack(
         names: Names of the parameters in checkpoints.
 
     Returns:
-        ``state`` and ``param_to_group_meta``; the tensors are the optimizers' own, the dictionaries
-        are not.
+        ``state`` and ``param_to_group_meta``; tensors are shared with the optimizers,
+        dictionaries are copies.
     """
     state, settings = {}, {}
     for child in children:
@@ -248,18 +248,18 @@ def raise_where_state_does_not_fit(
     Communication: one all-reduce of a single int32 over all ranks of the job.
     """
     # Before anything is copied: training would silently continue from half a loaded state.
-    own, states = pack(children, names)["state"], state_dict.get("state", {})
+    expected, states = pack(children, names)["state"], state_dict.get("state", {})
     problems = describe_differences(
         *(
             {
                 f"state.{name}.{kind}": _describe(value)
-                for name in own
+                for name in expected
                 for kind, value in by_name.get(name, {}).items()
             }
-            for by_name in (own, states)
+            for by_name in (expected, states)
         )
     )
-    lacking = own.keys() - state_dict.get("param_to_group_meta", {}).keys()
+    lacking = expected.keys() - state_dict.get("param_to_group_meta", {}).keys()
     problems += [f"param_to_group_meta.{n}: expected group settings, got nothing" for n in lacking]
     raise_where_any_rank_fails(
         problems,
@@ -270,22 +270,22 @@ def raise_where_state_does_not_fit(
     )
 
 
-def describe_differences(expected: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
-    """Describe the tensors of a state that differ, in a sentence for each parameter or module.
+def describe_differences(expected: Mapping[str, object], actual: Mapping[str, object]) -> list[str]:
+    """Describe tensors that differ between two states, one sentence per parameter or module.
 
     Args:
         expected: Shapes or layouts of tensors by name.
-        found: The same of another state.
+        actual: Shapes or layouts of the other state.
     """
     texts: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for key in sorted(expected.keys() | found.keys()):
-        if expected.get(key) != found.get(key):
+    for key in sorted(expected.keys() | actual.keys()):
+        if expected.get(key) != actual.get(key):
             parent, _, kind = key.rpartition(".")
-            for side, layouts in enumerate((expected, found)):
+            for side, layouts in enumerate((expected, actual)):
                 texts[parent][side].extend([f"{kind} {layouts[key]}"] if key in layouts else [])
     return [
-        f"{parent}: expected {', '.join(wanted) or 'nothing'}, got {', '.join(got) or 'nothing'}"
-        for parent, (wanted, got) in texts.items()
+        f"{parent}: expected {', '.join(needed) or 'nothing'}, got {', '.join(got) or 'nothing'}"
+        for parent, (needed, got) in texts.items()
     ]
 
 
@@ -308,10 +308,10 @@ def unpack(
 ) -> None:
     """Fill the optimizers from a state dict that passed :func:`raise_where_state_does_not_fit`.
 
-    Tensors are copied into the existing ones, unless they are the same: those of :func:`pack`,
-    which ``torch.distributed.checkpoint`` loads in place. Only the group settings that training
-    changes are loaded (learning rate, weight decay, step count). The others come from the flags of
-    this run; a warning names those that differ in the checkpoint.
+    Tensors are copied into the existing ones, unless they are the same: the tensors of
+    :func:`pack`, which ``torch.distributed.checkpoint`` loads in place. Only group settings that
+    change in training are loaded (learning rate, weight decay, step count). The others come from
+    the flags of this run; a warning names differences.
 
     Args:
         children: Optimizers with complete state.
@@ -331,7 +331,7 @@ def unpack(
         for group in child.optimizer.param_groups:
             for param in group["params"]:
                 for key, value in state_dict["param_to_group_meta"][names[param]].items():
-                    # A group has one value: that of its first parameter.
+                    # A group has one value: its first parameter's.
                     if key in loaded and param is group["params"][0]:
                         group[key] = value
                     elif group.get(key, value) != value:

@@ -5,7 +5,7 @@
 Every rank builds the same plan from the same layouts, so nothing is negotiated in a step.
 ``python -m megatron_muon.plan`` builds one for a job that does not run.
 
-One parameter on two ranks. It fuses query, key and value of two query groups (``q q k v`` each);
+One parameter on two ranks. It fuses query, key and value of two query groups (``q q k v``);
 the border of the shards falls inside the second group. Rank 0 is the owner::
 
       shards              gather                stacks of rank 0            scatter
@@ -20,26 +20,26 @@ the border of the shards falls inside the second group. Rank 0 is the owner::
            | 6 k |   one message               one Newton-Schulz call per stack: Q is a
            | 7 v |   ------------------->      stack of one, K and V are a stack of two
 
-The terms of this package, each with one meaning everywhere:
+Terms of this package:
 
 =======  =========================================================================================
-matrix   what has an owner: a 2-D parameter, a part of it, or one of a batch. It is whole over its
-         shards, and over tensor parallelism where ``--muon-tp-mode`` asks for that. A *local*
-         matrix is held by its owner alone, and is not exchanged
-block    rows of a matrix that are orthogonalized as one: query, key, value, or all rows
-box      the rows and columns of a parameter that one rank, its holder, has; maybe none. The boxes
-         of all ranks say who holds what; a box of rows is a *shard*
+matrix   unit of ownership: a 2-D parameter, a slice of it, or one of a batch; whole over shards,
+         and over tensor parallelism where ``--muon-tp-mode`` joins it. A *local* matrix is held by
+         its owner alone, and is not exchanged
+block    rows of a matrix that are orthogonalized together: query, key, value, or all rows
+box      rows and columns of a parameter on one rank, its holder; maybe none. A box of whole rows
+         is a *shard*
 replica  one of several holders of equal boxes (ZeRO-0, HSDP, copies of tensor-parallel ranks)
 owner    a rank that orthogonalizes a matrix; a matrix has one, or a few that split it
-part     what one owner orthogonalizes of a block: all of it, or a slice of its longer side
-region   the rectangle of a block that lies in one box
-route    what a region and a part have in common: one holder sends it to the owner, unless the
-         owner is a holder itself; the result goes back to all holders
+part     an owner's slice of a block, along the longer side: all of it, unless the block is split
+region   intersection of a block and a box, a rectangle
+route    intersection of a region and a part: one holder sends it to the owner, unless the owner is
+         a holder itself; the result goes back to all holders
 bucket   matrices that are gathered, orthogonalized and scattered together
 stack    parts of one shape on one owner, contiguous; one Newton-Schulz call
-load     estimated time that a rank computes, or what one matrix adds to it, in nanoseconds
-domain   ranks that may own each other's matrices. Those of its matrices that have the same replicas
-         share a plan; a rank may have several plans, such as one for experts
+load     estimated compute time of a rank, or of a matrix on its owner, in nanoseconds
+domain   ranks that may own each other's matrices. Matrices of a domain with the same replicas share
+         a plan; a rank may have several plans, such as one for experts
 staging  memory of messages and stacks while a step runs; the *arena* is the allocation
 =======  =========================================================================================
 
@@ -49,17 +49,16 @@ How a plan is made, once, at construction
     for m in matrices:                                  # owners.py
         split m over 2, 4, 8 owners while it alone exceeds the fair share of a rank
     for capacity in (0, 1.025 * highest load of the first pass):
-        for m in matrices, those that one rank holds whole first, then those of most owners,
-                  then the longest:
+        for m in matrices, whole on one rank first, then most owners first, then longest first:
             fits = [r for r in holders of m if load[r] + time of m <= capacity]
-            owner[m] = (the one of fits with the quietest link) or (the rank that is done first)
+            owner[m] = (rank of fits with the quietest link) or (the rank that is done first)
     local, exchanged = matrices that only their owner holds, all others
 
     shortest = max(longest exchanged matrix, ten times the two collectives of a bucket)
     n = round(Newton-Schulz of exchanged on the busiest owner / shortest), 1 to 16
     for n, depth in (n, 2), (n, 1), (2 n, 2), (2 n, 1), ...:            # buckets.py
         for m in exchanged, longest first:
-            put m into the bucket in which its owners have least to do
+            put m into the bucket with the least load on its owners
         if buffers of the fullest rank, placed by lifetime, fit into memory: break
 
     compare a hash of all owners and buckets between ranks
@@ -70,7 +69,7 @@ How a plan is made, once, at construction
     stacks   = its parts by shape
     offsets  = of every buffer in one arena
 
-What a rank does in a step (:mod:`megatron_muon.plan.schedule`)::
+The step of a rank (:mod:`megatron_muon.plan.schedule`)::
 
     start gathers of the first buckets (depth)
     for bucket in buckets:
@@ -79,19 +78,19 @@ What a rank does in a step (:mod:`megatron_muon.plan.schedule`)::
         finish an earlier scatter; start the scatter of bucket
     finish the scatters that are left
 
-Files, each importing only those above it::
+Files; imports point upwards::
 
-    layout         boxes of rows and columns, the regions of a matrix that follow, and its blocks
+    layout         boxes of rows and columns; regions and blocks of a matrix
     cost           estimated times of Newton-Schulz, links and kernels
-    settings       settings of the exchange, and the numbers of a plan that follow from them
+    settings       settings of the exchange, and the resulting numbers of a plan
     owners         the owners of every matrix
-    routes         where each rectangle of a matrix goes, and how results come back
+    routes         routes of a matrix to its owners, and of results back to the holders
     schedule       the order of a step
     staging        memory of a step: lifetimes and offsets of buffers
     sizes          elements that ranks send, receive and stage in one bucket
-    buckets        which matrices are exchanged together
+    buckets        matrices that are exchanged together
     exchange_plan  the plan of ranks that work together, checked
-    rank_plan      what one rank does in a step
+    rank_plan      the step of one rank
 """
 
 from megatron_muon.plan.exchange_plan import ExchangePlan

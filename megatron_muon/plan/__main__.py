@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Report who would orthogonalize what: ``python -m megatron_muon.plan --preset llama3-8b --dp 64``.
+"""Report the plan of a job: ``python -m megatron_muon.plan --preset llama3-8b --dp 64``.
 
 Needs no GPU, no process group and no torch.
 """
@@ -28,10 +28,10 @@ _REQUIRED = [f.name for f in dataclasses.fields(ModelShape) if f.default is data
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_muon.plan",
-        description="Report who would orthogonalize what, and what it costs each rank.",
+        description="Report the owners of matrices, and time, bytes and memory by rank.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    # Defaults are those of a live run, so that a plan without flags is the plan of such a run.
+    # The defaults of a live run: a plan without flags is the plan of such a run.
     defaults = ExchangeSettings()
     source = parser.add_argument_group("model: a preset, or Megatron's flags")
     source.add_argument("--preset", choices=PRESETS)
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "--muon-fsdp-newton-schulz",
         choices=get_args(BackendChoice),
         default=defaults.newton_schulz,
-        help="auto: the cheapest for each shape, as on a GPU with quack's kernels",
+        help="auto: the cheapest by shape, as on a GPU with quack's kernels",
     )
     plan.add_argument("--cost-model", default="", help="rates, as --muon-fsdp-cost-model")
     plan.add_argument(
@@ -99,7 +99,7 @@ def _settings(options: argparse.Namespace) -> PlanSettings:
 
 
 def _report(options: argparse.Namespace) -> Report:
-    # Flags that were given replace the fields of a preset.
+    # Explicit flags replace the fields of a preset.
     fields = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(ModelShape)
@@ -108,7 +108,7 @@ def _report(options: argparse.Namespace) -> Report:
     if options.preset is not None:
         model = dataclasses.replace(PRESETS[options.preset], **fields)
     else:
-        # Where one is missing, ModelShape says which flag to pass.
+        # ModelShape names a missing flag.
         model = ModelShape(**{**dict.fromkeys(_REQUIRED, 0), **fields})
     # Any mode but blockwise needs the whole matrix over tensor-parallel ranks.
     parallel = Parallelism(
@@ -131,8 +131,8 @@ def _report(options: argparse.Namespace) -> Report:
     plans = simulate(model, parallel, _settings(options), splits=splits)
     report = build_report(range(parallel.stage_size), plans)
     fullest = max(report.ranks, key=lambda rank: rank.staging_bytes)
-    own = [plan for plan in plans if fullest.rank in plan.ranks]
-    problem = staging_problem(own, fullest.staging_bytes, options.staging_bytes)
+    its_plans = [plan for plan in plans if fullest.rank in plan.ranks]
+    problem = staging_problem(its_plans, fullest.staging_bytes, options.staging_bytes)
     if problem is not None:
         raise ValueError(problem)
     return report

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices that are exchanged together, and how much is in flight: rules, no search.
+"""Buckets of matrices, and the depth of a step: rules, no search.
 
 Buckets are slices of time: every bucket has about the same share of every owner's work. None is
-shorter than the longest matrix, or so short that its collectives cost more than they can hide, and
-there are as many as the busiest owner has time for. If memory is short, there are more of them.
+shorter than the longest matrix, or so short that its collectives cost more than they can hide. The
+load of the busiest owner sets their number; if memory is short, there are more of them.
 
-Rejected: a bucket for each layer, or slices in parameter order. A layer has a handful of matrices,
-and in every bucket most ranks would wait for the few that own some.
+Rejected: a bucket per layer, or slices in parameter order. A layer has a handful of matrices,
+and in every bucket most ranks would wait for a few owners.
 """
 
 from collections import Counter
@@ -37,9 +37,9 @@ class Buckets(NamedTuple):
     """The buckets of a plan.
 
     Args:
-        matrices: Indices of the matrices of each bucket, ascending.
-        order: What of them decides the order of a step.
-        staging_bytes: Memory that they need on the fullest rank.
+        matrices: Indices of the matrices by bucket, ascending.
+        order: Numbers that decide the order of a step.
+        staging_bytes: Staging memory of the fullest rank.
     """
 
     matrices: tuple[tuple[int, ...], ...]
@@ -54,12 +54,12 @@ def choose_buckets(
     staging_bytes: int,
     num_buckets: int | None = None,
 ) -> Buckets:
-    """Return the first buckets that fit into memory; those that need least where none do.
+    """Return the first buckets that fit into memory, or the smallest if none do.
 
     Args:
         indices: Indices of the matrices to exchange.
         local: Indices of local matrices.
-        sizes: Matrices, their owners, and what they stage.
+        sizes: Matrices, their owners, and their staging memory.
         staging_bytes: Memory of a rank for messages and stacks.
         num_buckets: Number of buckets to start from; None for the rule.
     """
@@ -81,7 +81,7 @@ def choose_buckets(
         # Less in flight costs overlap alone; more buckets need more collectives.
         for ahead in range(min(_DEPTH, len(buckets)), 0, -1):
             order = order._replace(depth=Depth(ahead, ahead * num_scatters))
-            num_bytes = _bytes_of_fullest([each._replace(order=order) for each in stagings])
+            num_bytes = _bytes_of_fullest([staging._replace(order=order) for staging in stagings])
             tried.append(Buckets(tuple(buckets), order, num_bytes))
             if num_bytes <= staging_bytes:
                 return tried[-1]
@@ -94,12 +94,12 @@ def _num_buckets(load_ns: Mapping[int, int], sizes: SizeCounter) -> int:
     """Return how often the shortest possible bucket fits into the time of the busiest owner."""
     ranks = sizes.matrices[min(load_ns)].ranks
     shortest_ns = 2 * sizes.cost.collective_ns(ranks) / _MAX_OVERHEAD
-    of_owners: Counter[int] = Counter()
+    load_by_owner: Counter[int] = Counter()
     for index, time_ns in load_ns.items():
         for owner in sizes.owners[index]:
-            of_owners[owner] += time_ns
+            load_by_owner[owner] += time_ns
     shortest_ns = max(1, shortest_ns, *load_ns.values())
-    return max(1, min(_MAX_BUCKETS, round(max(of_owners.values()) / shortest_ns)))
+    return max(1, min(_MAX_BUCKETS, round(max(load_by_owner.values()) / shortest_ns)))
 
 
 @dataclass
@@ -117,10 +117,10 @@ def _fill_buckets(
     """Assign matrices to buckets, longest first, to where their owners have least to do.
 
     Ties go to the bucket with the fewest matrices of the same layout: then no bucket has all
-    matrices of a shape, whose few holders would send all that it gathers.
+    matrices of a shape, and its few holders would send all rows of the bucket.
 
     Args:
-        load_ns: By index of a matrix, Newton-Schulz on each of its owners.
+        load_ns: By index of a matrix, Newton-Schulz time on an owner.
         sizes: Matrices and their owners.
         count: Number of buckets; there are fewer if there are not as many matrices.
     """
@@ -145,10 +145,10 @@ def _fill_buckets(
 
 
 def _bytes_of_fullest(stagings: Iterable[PlanStaging]) -> int:
-    """Return the bytes that the fullest rank stages: those that its engine will allocate."""
+    """Return the staging bytes of the fullest rank, as its engine allocates them."""
     most = 0
     # The largest first: ranks whose buffers need less even without sharing are not laid out.
-    totals = [(sum(map(aligned_size, each.buffers())), each) for each in stagings]
+    totals = [(sum(map(aligned_size, staging.buffers())), staging) for staging in stagings]
     for total, staging in sorted(totals, key=lambda pair: -pair[0]):
         if total <= most:
             break

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimated costs of a step in integer nanoseconds: Newton-Schulz, links, kernels, the host.
 
-Only ratios decide who owns what, so the rates need not be exact. Every result is an integer: sums
+Only ratios decide the owners, so the rates need not be exact. Every result is an integer: sums
 do not depend on their order, and ranks of one job agree on them.
 """
 
@@ -17,7 +17,7 @@ from megatron_muon.newton_schulz import BACKENDS
 from megatron_muon.newton_schulz.backend import FlopCount
 from megatron_muon.newton_schulz.gram import segments_of
 
-# At 32, launches cost a 32nd of what single calls would.
+# At 32, launches cost a 32nd of single calls.
 _MAX_STACK_SIZE = 32
 # 268 MB of bf16: a larger stack would need memory, and launches are few already.
 _MAX_STACK_NUMEL = 2**27
@@ -33,8 +33,8 @@ class CostModel:
         tflops: Rate of a rank's Newton-Schulz on infinitely large matrices, TFLOP/s.
         half_rate_side: Shorter side at which half of that rate is reached: the rate of a side n is
             ``tflops * n / (n + half_rate_side)``.
-        gbps: Bandwidth of one rank to ranks of its node, GB/s each way.
-        gbps_between_nodes: Bandwidth of one rank to other nodes, GB/s each way.
+        gbps: Bandwidth of one rank to ranks of its node, GB/s per direction.
+        gbps_between_nodes: Bandwidth of one rank to other nodes, GB/s per direction.
         ranks_per_node: Consecutive ranks that share a node.
         kernel_us: Minimum time of a kernel, launch included, microseconds.
         all_reduce_us: Latency of a collective inside a node, microseconds; doubled between nodes.
@@ -44,7 +44,7 @@ class CostModel:
             are stacked until their Gram matrices have about this many; 1 stacks nothing.
         backends: Names of the ways to compute Newton-Schulz that matrices choose from; a matrix
             uses the fastest. ``standard`` is there for shapes that the others do not support.
-        coefficient_type: Coefficients of the steps, which decide how often the Gram form restarts.
+        coefficient_type: Coefficients of the steps; they decide the restarts of the Gram form.
 
     Raises:
         ValueError: A rate is not positive.
@@ -52,8 +52,8 @@ class CostModel:
 
     # A GPU of the H100 class; nothing here was measured by this project. Others saw 770 to 798
     # TFLOP/s in products of 8192 x 8192. The curve meets that, and estimates of 620 to 700 at 4096,
-    # 500 to 600 at 2048, 300 to 400 at 768 and 200 to 300 at 512 (stacked). 450 GB/s each way is
-    # NVLink 4 (18 links of 25 GB/s). Source: NVIDIA H100 Tensor Core GPU datasheet.
+    # 500 to 600 at 2048, 300 to 400 at 768 and 200 to 300 at 512 (stacked). NVLink 4: 450 GB/s per
+    # direction (18 links of 25 GB/s). Source: NVIDIA H100 Tensor Core GPU datasheet.
     tflops: float = 900.0
     half_rate_side: float = 1350.0
     gbps: float = 450.0
@@ -86,7 +86,7 @@ class CostModel:
 
     @classmethod
     def parse(cls, text: str, base: "CostModel | None" = None) -> "CostModel":
-        """Read ``name=value,name=value``; what is not named stays as in ``base``.
+        """Read ``name=value,name=value``; other rates stay as in ``base``.
 
         Raises:
             ValueError: Unknown rate, or a value that is not a number.
@@ -119,7 +119,7 @@ class CostModel:
     def work(
         self, num_rows: int, num_cols: int, num_parts: int = 1, backend: str = "standard"
     ) -> FlopCount:
-        """Count what a backend does for one part of a matrix."""
+        """Count the work of a backend on one part of a matrix."""
         n, m = min(num_rows, num_cols), max(num_rows, num_cols)
         segments = segments_of(self.coefficient_type, self.num_ns_steps)
         return BACKENDS[backend].work(n, m, segments, num_parts)
@@ -130,7 +130,7 @@ class CostModel:
         All owners of a shape get the same one, wherever they are.
         """
         n, m = min(num_rows, num_cols), max(num_rows, num_cols)
-        # min() keeps the first of equals, which is the preferred one.
+        # min() keeps the first of equals, the preferred one.
         return min(
             (name for name in self.backends if BACKENDS[name].takes(n, m, num_parts)),
             key=lambda name: self._matrix_ns(num_rows, num_cols, num_parts, name),
@@ -141,7 +141,7 @@ class CostModel:
     def newton_schulz_ns(
         self, num_rows: int, num_cols: int, num_parts: int = 1, *, on_node: bool = True
     ) -> int:
-        """Estimate the time of a matrix on each of its owners, with the fastest backend.
+        """Estimate the time of a matrix on an owner, with the fastest backend.
 
         Launches are shared by a full stack; :meth:`stack_ns` is the time of a stack that exists.
 
@@ -215,7 +215,7 @@ class CostModel:
         return round(1e3 * (latency_us + self.collective_us))
 
     def all_gather_ns(self, ranks: Sequence[int], num_bytes: int) -> int:
-        """Estimate an all-gather after which every rank has this many bytes.
+        """Estimate an all-gather with this many bytes of output.
 
         Every byte enters a node once, over the links of all ranks there.
         Source: "bus bandwidth" of doc/PERFORMANCE.md of NVIDIA/nccl-tests.
@@ -235,8 +235,8 @@ _MAY_BE_ZERO = ("kernel_us", "all_reduce_us", "collective_us", "half_rate_side")
 
 
 def _rates() -> dict[str, type[int] | type[float]]:
-    """Return name and type of each rate."""
-    # The fields themselves say which there are: a new rate needs no new code.
+    """Return the types of the rates, by name."""
+    # From the fields: a new rate needs no new code.
     return {
         field.name: int if isinstance(field.default, int) else float
         for field in dataclasses.fields(CostModel)
@@ -244,8 +244,8 @@ def _rates() -> dict[str, type[int] | type[float]]:
     }
 
 
-# Rates by compute capability. Rates of products are those of CostModel, scaled by the dense bf16
-# peak of the datasheets (989 TFLOP/s of the H100); none has been measured by this project.
+# Rates by compute capability. Rates of products are CostModel's, scaled by the dense bf16 peak of
+# the datasheets (989 TFLOP/s of the H100); none has been measured by this project.
 _A100 = CostModel(tflops=285.0, gbps=300.0, gbps_between_nodes=22.5)
 _B200 = CostModel(tflops=1500.0, gbps=900.0)
 _BY_CAPABILITY = {8: _A100, 9: CostModel(), 10: _B200}

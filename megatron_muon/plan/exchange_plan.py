@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a domain: who owns what, and what is exchanged together; built once, no torch."""
+"""The plan of a domain: owners and buckets of its matrices; built once, no torch."""
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,18 +21,18 @@ from megatron_muon.plan.sizes import SizeCounter
 class ExchangePlan:
     """Owners and buckets of a list of matrices, equal on all ranks that have them.
 
-    :func:`plan_matrices` makes one; :class:`~megatron_muon.plan.rank_plan.RankPlan` is what one
-    rank does of it.
+    :func:`plan_matrices` makes one; :class:`~megatron_muon.plan.rank_plan.RankPlan` is the share of
+    one rank.
 
     Args:
         matrices: Layouts, in parameter order.
-        owners: Owners of each matrix.
-        load_ns: By rank, Newton-Schulz of what it owns, and of what it owned before.
+        owners: Owners by matrix.
+        load_ns: By rank, Newton-Schulz of its matrices, in this plan and in earlier ones.
         cost: Rates of the machine, and sizes of stacks.
         dtypes: Dtypes of rows and results.
         local: Indices of the local matrices, ascending.
-        buckets: Indices of the matrices of each bucket, ascending.
-        order: What of the plan decides the order of a step.
+        buckets: Indices of the matrices by bucket, ascending.
+        order: Numbers of the plan that decide the order of a step.
         staging_bytes: Memory of messages and stacks on the fullest rank, if it has no other plan.
     """
 
@@ -54,16 +54,16 @@ class ExchangePlan:
 
     @cached_property
     def sizes(self) -> SizeCounter:
-        """Counts what buckets send, receive and stage."""
+        """Sizes of messages and stacks by bucket."""
         return SizeCounter(self.matrices, self.owners, self.cost, self.dtypes)
 
     @property
     def num_scatters(self) -> int:
-        """Scatters of each bucket."""
+        """Scatters per bucket."""
         return self.order.num_scatters
 
     def routes(self, index: int, holder: int | None = None) -> Iterator[Route]:
-        """Yield the routes of a matrix, or those of which a rank is a holder."""
+        """Yield the routes of a matrix, all of them or with a given holder."""
         return routes_of(index, self.matrices[index], self.owners[index], self.cost, holder)
 
     @cached_property
@@ -72,29 +72,29 @@ class ExchangePlan:
         return tuple(sorted({owners for owners in self.owners if len(owners) > 1}))
 
     def backend(self, index: int, block: int) -> str:
-        """Return the name of what orthogonalizes a block of a matrix."""
+        """Return the name of the backend that orthogonalizes a block of a matrix."""
         blocks = self.matrices[index].blocks
         return self.cost.backend_of(*blocks[block], len(self.owners[index]))
 
     def entries(self) -> list[str]:
-        """Describe each matrix by two lines, and the order, for comparing plans across ranks."""
-        # What matrices are comes first: a matrix that a rank lacks changes the owners of others.
+        """Describe the plan for comparison by ranks: two lines a matrix, one for the order."""
+        # Layouts come first: a matrix that a rank lacks changes the owners of others.
         # A checksum of the regions: their text would be megabytes for a large model, and the line
-        # names the matrix anyway. Layers share their regions, of which there may be thousands.
+        # names the matrix anyway. Layers share their regions, maybe thousands.
         regions = {id(matrix.regions): matrix.regions for matrix in self.matrices}
-        checksums = {key: zlib.crc32(repr(each).encode()) for key, each in regions.items()}
-        what = [
+        checksums = {key: zlib.crc32(repr(tiling).encode()) for key, tiling in regions.items()}
+        layouts = [
             f"{matrix.name} {matrix.blocks} layout {checksums[id(matrix.regions)]:08x}"
             f"{' transposed' if matrix.is_transposed else ''}"
             for matrix in self.matrices
         ]
         bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
-        who = [
+        owners_and_buckets = [
             f"{matrix.name} owners {owners} bucket {bucket_of.get(index, 'local')} "
             f"by {' '.join(self.backend(index, block) for block in range(len(matrix.blocks)))}"
             for index, (matrix, owners) in enumerate(zip(self.matrices, self.owners, strict=True))
         ]
-        return [*what, *who, str(self.order)]
+        return [*layouts, *owners_and_buckets, str(self.order)]
 
 
 def plan_matrices(
@@ -151,7 +151,7 @@ def staging_problem(
     largest = max(plans, key=lambda plan: plan.staging_bytes)
     matrix = max(largest.matrices, key=lambda matrix: matrix.num_elements)
     # Every plan gets at least an equal share of a limit. Buffers of several plans may leave gaps
-    # between them, for which a tenth is added.
+    # between them: a tenth is added.
     enough = max(needed, len(plans) * largest.staging_bytes)
     enough += enough // 10 if len(plans) > 1 else 0
     return (

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a matrix that each rank holds, and its blocks: integers only, no communication."""
+"""Boxes, regions and blocks of matrices: integers only, no communication."""
 
 import functools
 import itertools
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-# Range (start, stop) in each dimension of a tensor.
+# Range (start, stop) per dimension of a tensor.
 type Box = tuple[tuple[int, int], ...]
 
 
 def holders_of_segments(
     sizes: Sequence[int], ranks: Sequence[int], axes: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Return the ranks that hold each segment of a buffer, ascending.
+    """Return the holders of a buffer's segments, in order; the ranks of a segment ascend.
 
-    Megatron-FSDP shards a buffer over the last axis of a mesh first, and what that leaves over the
-    axis before it.
+    Megatron-FSDP shards a buffer over the last axis of a mesh first, then each shard over the axis
+    before it.
 
     Args:
-        sizes: Of the axes of the mesh.
-        ranks: Of the mesh, in its order.
+        sizes: Sizes of the axes of the mesh.
+        ranks: Ranks of the mesh, in its order.
         axes: Axes that shard the buffer; ranks that differ in others are replicas.
 
     Source: ``DataParallelBuffer`` with ``hsdp_outer_dp_shard`` and ``GlobalLayout.get_local_range``
@@ -40,18 +40,18 @@ def holders_of_segments(
 def rows_in_buffer(
     holders: Sequence[Iterable[int]], buffer_size: int, begin: int, num_rows: int, row_size: int
 ) -> dict[int, tuple[int, int]]:
-    """Return the rows ``(start, stop)`` of a tensor in a flat buffer that each rank holds.
+    """Return the rows ``(start, stop)`` of a tensor in a flat buffer, by rank.
 
     Args:
-        holders: Ranks that hold each segment of the buffer; segments are equal.
+        holders: Ranks by segment of the buffer; segments are equal.
         buffer_size: Elements of the buffer.
-        begin: Its first element that is one of the tensor.
+        begin: Offset of the tensor in the buffer.
         num_rows: Rows of the tensor.
         row_size: Elements of a row.
 
     Returns:
-        The rows by rank. Ranks that hold none are left out: only the segments that the tensor is
-        in are visited.
+        The rows by rank. Ranks without rows are left out: only the segments of the tensor are
+        visited.
 
     Raises:
         ValueError: A segment ends inside a row.
@@ -94,16 +94,16 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Where every region of a matrix lies, and which ranks may own the matrix.
+    """Regions of a matrix, and its possible owners.
 
     Args:
         name: Parameter, with index in the batch and outputs of the slice where it has several.
-        blocks: Shape ``(rows, cols)`` of each block, whole over tensor parallelism where its mode
-            asks for that.
+        blocks: Shapes ``(rows, cols)`` of the blocks, whole over tensor parallelism where its mode
+            joins them.
         regions: Rectangles that tile the blocks.
-        ranks: Ranks of the job that may own the matrix, ascending; every holder is one of them.
+        ranks: Ranks of the job that may own the matrix, all holders included, ascending.
         is_transposed: Whether it is stored as (inputs, outputs), so that its result is scaled as
-            that of its transpose.
+            its transpose.
 
     Raises:
         ValueError: Regions that do not have as many elements as the blocks.
@@ -132,11 +132,11 @@ class MatrixLayout:
 
     @cached_property
     def elements_by_rank(self) -> dict[int, int]:
-        """Count the elements that each rank holds; ranks that hold none are left out."""
+        """Elements by rank; ranks without elements are left out."""
         return _elements_by_rank(self.regions)
 
 
-# Shared by matrices of one tiling, as those of all layers have.
+# Shared by matrices of one tiling, such as a parameter of all layers.
 @functools.lru_cache(maxsize=256)
 def _elements_by_rank(regions: tuple[Region, ...]) -> dict[int, int]:
     elements: dict[int, int] = {}
@@ -154,15 +154,15 @@ class RowRange(NamedTuple):
 
 
 def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[RowRange]]:
-    """Return which rows of a matrix form each block.
+    """Return the rows of a matrix by block.
 
     Args:
         num_rows: Rows of the matrix.
-        split_shapes: Rows of one query group that go to each block, such as query, key and value;
-            None for a matrix that is one block.
+        split_shapes: Rows of one query group by block, such as query, key and value; None for a
+            matrix with one block.
 
     Returns:
-        For each block its row ranges, one for each query group.
+        The row ranges of every block, one per query group.
 
     Raises:
         ValueError: The rows are not a whole number of query groups.
@@ -185,7 +185,7 @@ def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[R
 
 
 class OutputSlice(NamedTuple):
-    """Outputs of a parameter that make a matrix of their own.
+    """Outputs of a parameter that form one matrix.
 
     Outputs are rows, or columns if the parameter is transposed.
 
@@ -226,18 +226,16 @@ def tile(
     """Return the blocks of a slice of a matrix, and the regions that tile them.
 
     Args:
-        shape: Of the matrix.
-        outputs: Outputs that make a matrix of their own.
-        boxes: What each rank holds of the matrix; ranks that hold nothing may be missing. Ranks
-            with equal boxes are replicas, whatever makes them so: hybrid sharding, ZeRO-0, tensor
-            parallelism that replicates.
+        shape: Shape of the matrix.
+        outputs: Outputs that form the matrix.
+        boxes: Box of the matrix by rank; ranks without elements may be missing. Ranks with equal
+            boxes are replicas: of hybrid sharding, ZeRO-0 or tensor parallelism.
         output_dim: Dimension of outputs.
     """
     return _tiling(shape, outputs, tuple(boxes.items()), output_dim)
 
 
-# Equal layers share regions, of which a matrix over 16,384 ranks has thousands, and what the
-# planner derives from them.
+# Equal layers share regions, thousands for a matrix over 16,384 ranks, and results of the planner.
 @functools.lru_cache(maxsize=256)
 def _tiling(
     shape: tuple[int, int],
@@ -254,7 +252,7 @@ def _tiling(
         if count and all(start < stop for start, stop in box):
             held.append((position, position + count, box, tuple(members)))
     held.sort()
-    # A scan of all boxes for each query group would make planning quadratic in ranks.
+    # A scan of all boxes per query group would make planning quadratic in ranks.
     ends = list(itertools.accumulate((stop for _, stop, _, _ in held), max))
     num_outputs = len(range(*outputs.outputs, outputs.stride))
     shapes: list[tuple[int, int]] = []
@@ -291,13 +289,13 @@ class Splits:
     Args:
         qkv: Query, key and value of attention (not ``--muon-no-split-qkv``).
         glu: Gate and up of a gated feed-forward layer, experts included (``--muon-split-glu``).
-        mla: Multi-latent attention: of each query the part without and with position, of each key
-            and value the key and the value (``--muon-split-mla``).
-        per_head: Each head of what ``qkv`` and ``mla`` split is a block of its own, and never
-            joined over tensor-parallel ranks (``--muon-split-qkv-per-head``).
+        mla: Multi-latent attention: queries without and with position, keys and values
+            (``--muon-split-mla``).
+        per_head: One block per head, never joined over tensor-parallel ranks, of the matrices that
+            ``qkv`` and ``mla`` split (``--muon-split-qkv-per-head``).
 
     Raises:
-        ValueError: A block for each head, but query, key and value in one.
+        ValueError: ``per_head`` without ``qkv``.
     """
 
     qkv: bool = True
@@ -306,7 +304,7 @@ class Splits:
     per_head: bool = False
 
     def __post_init__(self) -> None:
-        """Check that what is split by head is split."""
+        """Check that a split by head splits query, key and value."""
         if self.per_head and not self.qkv:
             raise ValueError(
                 "--muon-split-qkv-per-head: expected query, key and value apart, got "
@@ -315,17 +313,17 @@ class Splits:
 
 
 def halves(num_rows: int) -> tuple[int, int]:
-    """Return the rows of gate and up, which follow one another."""
+    """Return the rows of gate and up."""
     return num_rows // 2, num_rows // 2
 
 
 def all_heads(split_shapes: Sequence[int], num_rows: int, head_rows: int = 0) -> tuple[int, ...]:
-    """Return the rows of each head of a matrix, as one group of blocks.
+    """Return the rows of all heads of a matrix, as one group of blocks.
 
     Args:
-        split_shapes: Rows of one group that go to each block, such as query, key and value.
+        split_shapes: Rows of one group by block, such as query, key and value.
         num_rows: Rows of the matrix: a whole number of groups.
-        head_rows: Rows of a head, which divide those of each block; 0 where each block is a head.
+        head_rows: Rows of a head, a divisor of all block rows; 0 where every block is a head.
     """
     heads = [head_rows or rows for rows in split_shapes for _ in range(rows // (head_rows or rows))]
     return tuple(heads) * (num_rows // sum(split_shapes))

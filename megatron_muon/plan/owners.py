@@ -2,24 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The owners of every matrix: one function of the layouts, the same on every rank.
 
-A rank is busy for as long as it computes, or for as long as the rows and results of what it owns
-need on its link if that is longer. A matrix that alone exceeds the fair share of a rank, which is
-the mean load, is split over several owners first. Then two passes go over all matrices: those that
-one rank holds whole, then those with most owners, then the longest.
+A rank is busy for its compute time, or for the time of its rows and results on its link if that is
+longer. A matrix that alone exceeds the fair share of a rank, the mean load, is split over several
+owners first. Then two passes go over all matrices: whole ones of one rank first, then by descending
+number of owners, then by descending time.
 
 1. Every matrix goes to the rank that is done with it first. This pass only says how busy the
    busiest rank has to be.
 2. All matrices are placed again. A rank that holds rows of a matrix gets it as long as its load
-   stays within a capacity, 1.025 times the highest load of pass 1; of several such ranks, the one
-   whose link is occupied for the shortest time. If there is none, the matrix goes to the rank that
-   is done with it first. A split matrix goes to consecutive ranks, whether they hold rows or not.
-   If a load exceeds the capacity in the end, the owners of pass 1 stay.
+   stays within a capacity, 1.025 times the highest load of pass 1; of several such ranks, the rank
+   with the quietest link. If there is none, the matrix goes to the rank that is done with it first.
+   A split matrix goes to consecutive ranks, whether they hold rows or not. If a load exceeds the
+   capacity in the end, the owners of pass 1 stay.
 
 Where every matrix is whole on one rank, as experts may be, all of them stay unless the busiest rank
 gains more than the latency of the exchange: without one there are no collectives.
 
 Rejected: the largest holder owns. It moves the fewest bytes, but a layout repeats in every layer,
-so the largest holders are the same few ranks in all of them.
+so the largest holders would be the same few ranks.
 """
 
 import functools
@@ -51,7 +51,7 @@ class Assignment(NamedTuple):
 
     Args:
         owners: Of every matrix, ranks of the job; more than one where it is split.
-        load_ns: By rank, Newton-Schulz of what it owns, the initial load included.
+        load_ns: By rank, Newton-Schulz of its matrices, the initial load included.
     """
 
     owners: tuple[tuple[int, ...], ...]
@@ -78,7 +78,7 @@ def choose_owners(
     fair_ns = before_ns + sum(whole_ns) // len(ranks)
     room_ns = int(_LONGER_THAN_FAIR * fair_ns) - before_ns
     num_parts = _choose_parts(matrices, whole_ns, room_ns, cost, settings.max_owners)
-    # One object for all matrices with the same shards, as those of all layers have.
+    # One object for all matrices with the same shards, such as a parameter of all layers.
     traffic: dict[int, _Traffic] = {}
     tasks = []
     for index, (matrix, parts) in enumerate(zip(matrices, num_parts, strict=True)):
@@ -86,8 +86,8 @@ def choose_owners(
         if id(held) not in traffic:
             traffic[id(held)] = _Traffic(held, matrix.num_elements, cost, dtypes)
         tasks.append(_Task(index, matrix, parts, matrix_ns(matrix, cost, parts), traffic[id(held)]))
-    # Those that one rank holds whole come first: only there they cause no traffic. Then those with
-    # most owners: later there might be no set of consecutive ranks that are all idle.
+    # Whole matrices of one rank come first: only there they cause no traffic. Then most owners:
+    # later there might be no set of consecutive ranks that are all idle.
     tasks.sort(
         key=lambda t: (len(t.matrix.elements_by_rank) > 1, -t.num_parts, -t.load_ns, t.index)
     )
@@ -112,7 +112,7 @@ def choose_owners(
 
 
 def matrix_ns(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> int:
-    """Estimate the Newton-Schulz time of all blocks of a matrix on each of its owners.
+    """Estimate the Newton-Schulz time of all blocks of a matrix on an owner.
 
     Owners that share a matrix are consecutive ranks of its domain. Where the first such set spans
     nodes, as under tensor parallelism, all sets are assumed to span nodes.
@@ -162,7 +162,7 @@ class _Task:
     index: int
     matrix: MatrixLayout
     num_parts: int
-    load_ns: int  # on each owner
+    load_ns: int  # on an owner
     traffic: _Traffic
 
     def traffic_ns(self, rank: int) -> int:
@@ -182,7 +182,7 @@ class _Placing:
     def __init__(self, load_ns: Mapping[int, int], *, capacity_ns: int) -> None:
         self.owners: dict[int, tuple[int, ...]] = {}
         self.load_ns = dict(load_ns)
-        self._link_ns = dict.fromkeys(load_ns, 0)  # rows and results over the link of each owner
+        self._link_ns = dict.fromkeys(load_ns, 0)  # rows and results over the link, by owner
         self._capacity_ns = capacity_ns
         self._idlest: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
@@ -201,18 +201,18 @@ class _Placing:
     def _below_capacity(self, task: _Task) -> tuple[int, ...]:
         """Return owners within the capacity, of holders the one with the quietest link, or ().
 
-        Few ranks hold the matrices of a shape. If only the traffic of this matrix counted, all of
-        these would go to the same ranks. Llama-3-70B with 8 tensor-parallel ranks on 128 ranks in
+        Few ranks hold the matrices of a shape. If only the traffic of this matrix counted, they
+        would all go to the same ranks. Llama-3-70B with 8 tensor-parallel ranks on 128 ranks in
         two instances: a predicted step of 35 ms, otherwise 75.
         """
-        found = []
+        fitting = []
         for owners in _candidates(task) if self._capacity_ns else ():
             if max(self.load_ns[rank] for rank in owners) + task.load_ns <= self._capacity_ns:
                 traffic_ns = sum(task.traffic_ns(rank) for rank in owners)
                 if task.num_parts == 1:
                     traffic_ns += self._link_ns[owners[0]]
-                found.append((traffic_ns, owners))
-        return min(found)[1] if found else ()
+                fitting.append((traffic_ns, owners))
+        return min(fitting)[1] if fitting else ()
 
     def _first_done(self, task: _Task) -> tuple[int, ...]:
         """Return the owners that would be done first."""
@@ -262,9 +262,9 @@ def _choose_parts(
 ) -> list[int]:
     """Choose the number of owners of every matrix: one, unless it exceeds the room of a rank.
 
-    The longest is split first. It is split while all parts fit on ranks of their own, or while it
-    is so much longer than the mean load that others fit beside its parts. Every part repeats the
-    cubic term of its matrix, so splitting more would cost more than it balances.
+    The longest is split first. It is split while free ranks remain, or while it is so much longer
+    than the mean load that others fit beside its parts. Every part repeats the cubic term of its
+    matrix, so splitting more would cost more than it balances.
     """
     num_parts = [1] * len(matrices)
     num_ranks = len(set().union(*{matrix.ranks for matrix in matrices}))

@@ -37,7 +37,7 @@ class OwnedStacks:
 
     Args:
         stacks: Stacks of parts of one shape.
-        kept: Routes whose owner and holder it is: their rows are here already.
+        kept: Routes from the rank to itself: their rows are here already.
     """
 
     stacks: tuple[Stack, ...]
@@ -45,7 +45,7 @@ class OwnedStacks:
 
     @property
     def staying(self) -> tuple[Route, ...]:
-        """Kept routes whose results stay too: with replicas they come back with all others."""
+        """Kept routes without replicas: their results stay too."""
         return tuple(route for route in self.kept if len(route.holders) == 1)
 
     @property
@@ -59,10 +59,10 @@ class RankScatter:
     """Messages of one rank in one scatter.
 
     Args:
-        sends: Results for each holder, itself included where others hold the same rows.
-        receives: Elements from each owner.
+        sends: Results by holder, itself included where others hold the same rows.
+        receives: Elements by owner.
         arrivals: Results for its rows, once replicas have passed them on.
-        shard: What the replicas of its shard get; None where it gets nothing in this bucket.
+        shard: Results for the replicas of its shard; None without results in this bucket.
     """
 
     sends: Messages
@@ -82,12 +82,12 @@ class RankBucket:
     """Messages and stacks of one rank in one bucket.
 
     Args:
-        owned: What it orthogonalizes.
-        sends: Rows for each other owner.
-        receives: Rows from each other source.
-        has_gather: Whether any rank of the domain has rows to send. Where none has, as with
-            replicas of a whole matrix, all ranks leave the gather out.
-        scatters: How results come back.
+        owned: Its stacks.
+        sends: Rows by other owner.
+        receives: Rows by other source.
+        has_gather: Whether any rank of the domain sends rows. Otherwise, as with replicas of whole
+            matrices, all ranks leave the gather out.
+        scatters: Messages of results.
     """
 
     owned: OwnedStacks
@@ -112,7 +112,7 @@ class RankPlan:
         local: Stacks of local matrices, one by one.
         buckets: Every bucket of the plan, also those the rank has no part in: it joins all
             collectives.
-        order: What of the plan decides the order of a step.
+        order: Numbers of the plan that decide the order of a step.
     """
 
     local: tuple[OwnedStacks, ...]
@@ -121,7 +121,7 @@ class RankPlan:
 
     @classmethod
     def build(cls, plan: ExchangePlan, rank: int) -> "RankPlan":
-        """Return what one rank does of a plan of its domain."""
+        """Return the share of one rank in a plan of its domain."""
         local = [index for index in plan.local if plan.owners[index] == (rank,)]
         return cls(
             local=tuple(_owned(plan, [stack], rank) for stack in plan.sizes.stacks(local)[rank]),
@@ -135,7 +135,7 @@ class RankPlan:
         return [scatter for bucket in self.buckets for scatter in bucket.scatters]
 
     def staging(self, dtypes: CommDtypes) -> PlanStaging:
-        """Return what the plan stages in a step."""
+        """Return the staging memory of the plan."""
         return PlanStaging(
             self.order,
             tuple(bucket.num_elements for bucket in self.buckets),
@@ -149,7 +149,7 @@ class LocalStack(NamedTuple):
     """A stack of local matrices.
 
     Args:
-        plan: Position of its plan among those of the rank.
+        plan: Position of its plan in the list of the rank.
         number: Position in :attr:`RankPlan.local`.
     """
 
@@ -162,9 +162,9 @@ class RankSchedule:
     """The step of one rank.
 
     Args:
-        rank_plans: What the rank does of each plan.
-        actions: What it does, in order.
-        local: Local matrices to orthogonalize at the beginning of each round, and at the end.
+        rank_plans: Share of the rank, by plan.
+        actions: Actions of the step, in order.
+        local: Local matrices to orthogonalize at the beginning of every round, and at the end.
         staging: Memory of messages and stacks.
     """
 
@@ -175,10 +175,10 @@ class RankSchedule:
 
     @classmethod
     def build(cls, plans: Sequence[ExchangePlan], rank: int) -> "RankSchedule":
-        """Return what one rank does in a step.
+        """Return the step of one rank.
 
         Args:
-            plans: Plans of the domains that the rank is in, in the order in which it has them.
+            plans: Plans of the rank's domains, in its order.
             rank: Rank of the job.
         """
         rank_plans = tuple(RankPlan.build(plan, rank) for plan in plans)
@@ -202,7 +202,7 @@ def _spread_local(
         for number, _ in enumerate(rank_plan.local)
     ]
     num_slots = sum(action.kind == "local" for action in actions)
-    # Rounded up: the first slots, which fill the time of a gather, come before the others.
+    # Rounded up: the first slots fill the time of a gather, and come before the others.
     ends = [-(-len(stacks) * slot // num_slots) for slot in range(num_slots + 1)]
     return tuple(tuple(stacks[start:end]) for start, end in itertools.pairwise(ends))
 
@@ -226,11 +226,11 @@ def _owned(plan: ExchangePlan, stacks: Sequence[Stack], rank: int) -> OwnedStack
 def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBucket:
     sends: dict[int, list[Route]] = defaultdict(list)
     receives: dict[int, list[Route]] = defaultdict(list)
-    # Of each shard that this rank holds or sends results to, by owner.
+    # Of every shard that this rank holds or sends results to, by owner.
     results: dict[tuple[int, ...], dict[int, list[Route]]] = defaultdict(lambda: defaultdict(list))
     for index in bucket:
-        # Of thousands of ranks most neither hold nor own any of a matrix. With replicas it matters
-        # all the same: what others send them decides where this rank's results have room.
+        # Most of thousands of ranks neither hold nor own a matrix. With replicas it matters all the
+        # same: messages of others decide where this rank's results have room.
         sees_all = plan.order.has_replicas or rank in plan.owners[index]
         if not sees_all and rank not in plan.matrices[index].elements_by_rank:
             continue
@@ -241,7 +241,7 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
                     receives[route.source].append(route)
                 elif route.source == rank:
                     sends[route.owner].append(route)
-            # Where other holders are in between, every owner must know what the others send them.
+            # Through other holders, every owner must know the messages of the others.
             if len(route.holders) > 1 or ((rank in route.holders) != (route.owner == rank)):
                 results[route.holders][route.owner].append(route)
     owned = [index for index in bucket if rank in plan.owners[index]]
@@ -284,10 +284,10 @@ def _rank_scatters(
         sends: dict[int, list[Route]] = defaultdict(list)
         receives: dict[int, int] = {}
         arrivals: list[Arrival] = []
-        own = None
+        own_shard = None
         for by_owner, scatters in shards:
             shard = scatters[number]
-            own = shard if rank in shard.holders else own
+            own_shard = shard if rank in shard.holders else own_shard
             for share in shard.shares:
                 if rank not in (share.owner, *shard.holders):
                     continue
@@ -301,4 +301,4 @@ def _rank_scatters(
                         (r.num_elements for r in routes), initial=share.offset
                     )
                     arrivals += map(Arrival, routes, ends)
-        yield RankScatter(dict(sends), receives, tuple(arrivals), own)
+        yield RankScatter(dict(sends), receives, tuple(arrivals), own_shard)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes of the rectangles of a matrix: from a source to an owner, and back to all holders.
 
-One list of routes serves both ways: the scatter sends back what the gather brought. The way back is
-never computed a second time, so the two cannot disagree.
+One list of routes serves both directions: the scatter sends back the rectangles of the gather, so
+the two cannot disagree.
 
 Results go from an owner to one replica of a shard, and from there to the others. One
 shard with two replicas, on ranks 0 and 4, and the results of three owners::
@@ -16,11 +16,11 @@ shard with two replicas, on ranks 0 and 4, and the results of three owners::
 
 Every replica gets an equal chunk, so that they can all-gather the chunks in place. An owner fills
 the chunk of its nearest replica first; the rest goes to the others. So nearly every result crosses
-to another node once for each replica there, as if the owner sent to all of them, and leaves the
-owner only once.
+to another node once per replica there, as if the owner sent to all of them, and leaves the owner
+only once.
 
-A bucket may have several scatters: then every owner sends an equal fraction of its results in each,
-and replicas need memory for that fraction of the bucket at a time.
+A bucket may have several scatters: then every owner sends an equal fraction of its results
+per scatter, and replicas need memory for that fraction of the bucket at a time.
 """
 
 import functools
@@ -31,8 +31,8 @@ from typing import NamedTuple
 from megatron_muon.plan.cost import CostModel
 from megatron_muon.plan.layout import MatrixLayout
 
-# Elements that the chunk of a replica is a multiple of: 16 bytes of bf16, so that kernels of NCCL
-# read and write 16 bytes at once in each chunk.
+# Multiple of a replica's chunk, in elements: 16 bytes of bf16, which kernels of NCCL read and write
+# at once.
 _CHUNK_MULTIPLE = 8
 
 
@@ -43,7 +43,7 @@ class Part(NamedTuple):
         matrix: Index of the matrix in the plan.
         block: Index of the block.
         owners: Ranks that orthogonalize the block together; one unless it is split.
-        owner: The one of them that has this part.
+        owner: The owner of this part.
         row: First row in the block.
         num_rows: Rows.
         col: First column in the block.
@@ -96,7 +96,7 @@ class Route(NamedTuple):
 
 
 def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, ...]) -> list[Part]:
-    """Split a block along its longer side into equal parts, one for each owner.
+    """Split a block along its longer side into equal parts, one per owner.
 
     The shorter side stays whole: the Gram matrix has its size, and parts of the longer side only
     add up to it.
@@ -136,8 +136,8 @@ def routes_of(
         index: Index of the matrix in the plan.
         matrix: Its layout.
         owners: Ranks of the job that own it.
-        cost: Knows which ranks share a node; the replica nearest to the owner sends.
-        holder: Only the routes of which this rank is a holder; None for all.
+        cost: Nodes of the ranks; the replica nearest to the owner sends.
+        holder: Only routes with this holder; None for all.
     """
     parts = [parts_of(index, block, shape, owners) for block, shape in enumerate(matrix.blocks)]
     for region in matrix.regions:
@@ -177,8 +177,8 @@ def cut(route: Route, start: int, stop: int) -> Iterator[Route]:
     if stop - start == route.num_elements:
         yield route
         return
-    # Elements follow one another row by row, so a range has parts of its first and its last row,
-    # and whole rows between: three rectangles, each of which one copy can move.
+    # Elements follow one another row by row, so a range has pieces of its first and its last row,
+    # and whole rows between: three rectangles, one copy each.
     row, col = divmod(start, route.num_cols)
     last_row, last_col = divmod(stop, route.num_cols)
     if row == last_row:
@@ -205,12 +205,12 @@ def _rectangle(route: Route, row: int, num_rows: int, col: int, num_cols: int) -
 
 
 def nearest_holder(holders: tuple[int, ...], owner: int, cost: CostModel) -> int:
-    """Return the owner itself where it is one of some holders, or the nearest of them.
+    """Return the owner itself if it is a holder, otherwise the holder nearest to it.
 
     Args:
         holders: Ranks, ascending.
         owner: The owner.
-        cost: Knows which ranks share a node.
+        cost: Nodes of the ranks.
     """
     if len(holders) == 1:
         return holders[0]
@@ -218,8 +218,8 @@ def nearest_holder(holders: tuple[int, ...], owner: int, cost: CostModel) -> int
     if position and holders[position - 1] == owner:
         return owner
     # By node first, since only that changes the link. There the next lower rank, cyclically: evenly
-    # spaced replicas then serve equally many owners. By distance, those at either end would serve
-    # up to three times as many as others.
+    # spaced replicas then serve equally many owners. By distance, the first and the last would
+    # serve up to three times as many as others.
     on_node = _by_node(holders, cost.ranks_per_node).get(cost.node(owner), holders)
     return on_node[bisect_right(on_node, owner) - 1]
 
@@ -239,9 +239,9 @@ class Share(NamedTuple):
     Args:
         owner: Rank that orthogonalized them.
         holder: Rank that they are sent to.
-        start: First element, of all that the owner has for this shard in the bucket.
+        start: First element, in the owner's results for this shard in the bucket.
         stop: Element after the last one.
-        offset: First element in the memory of each holder, once they have been all-gathered.
+        offset: First element in the memory of every holder, after the all-gather.
     """
 
     owner: int
@@ -261,7 +261,7 @@ class ShardScatter(NamedTuple):
 
     Args:
         holders: The replicas, ascending.
-        chunk: Elements of each; the last ones may be unused.
+        chunk: Elements per holder; the last ones may be unused.
         shares: Of all owners, by holder, then by owner.
     """
 
@@ -271,12 +271,12 @@ class ShardScatter(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Elements in the memory of each holder."""
+        """Elements in the memory of a holder."""
         return self.chunk * len(self.holders)
 
     @property
     def num_passed_on(self) -> int:
-        """Elements that each replica gets from the others."""
+        """Elements that a replica gets from the others."""
         return self.chunk * (len(self.holders) - 1)
 
 
@@ -287,14 +287,14 @@ def scatters_of(
 
     Args:
         holders: The replicas, ascending.
-        elements: Of each owner's results for the shard. An owner that is the only holder is left
-            out: nothing travels.
+        elements: Elements of results for the shard, by owner. An owner that is the only holder is
+            left out: nothing travels.
         num_scatters: Scatters of the bucket.
-        cost: Knows which ranks share a node.
+        cost: Nodes of the ranks.
     """
     owners = sorted(elements)
     for number in range(num_scatters):
-        # An equal fraction of each owner: otherwise a few links would carry the whole scatter.
+        # An equal fraction per owner: otherwise a few links would carry the whole scatter.
         ranges = [
             (owner, elements[owner] * number // num_scatters,
              elements[owner] * (number + 1) // num_scatters)
@@ -310,7 +310,7 @@ def scatters_of(
 def _shares(
     holders: tuple[int, ...], chunk: int, ranges: Sequence[tuple[int, int, int]], cost: CostModel
 ) -> Iterator[Share]:
-    """Yield where the results of each owner go, by holder."""
+    """Yield the shares of the owners, by holder."""
     room = dict.fromkeys(holders, chunk)
     pieces: dict[int, list[tuple[int, int, int]]] = {holder: [] for holder in holders}
     left = []
@@ -336,7 +336,7 @@ def _shares(
                 break
     for position, holder in enumerate(holders):
         offset = position * chunk
-        # By owner: that is the order in which all_to_all_single delivers.
+        # By owner, the order of all_to_all_single.
         for owner, start, stop in sorted(pieces[holder]):
             yield Share(owner, holder, start, stop, offset)
             offset += stop - start

@@ -1,37 +1,36 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a step: one list of actions, which is run, estimated and given memory.
+"""The order of a step: one list of actions, for execution, estimates and memory.
 
-A step is a list of rounds, each for one bucket of one plan. The round of bucket i::
+A step is a list of rounds, one per bucket of a plan. The round of bucket i::
 
     local             local matrices are orthogonalized, one stack after the other
     wait_for_gather   the rows of bucket i have arrived
     start_gather      the gathers of bucket i + ahead are packed, and start
     orthogonalize     rows of bucket i are copied to its stacks and orthogonalized, into new memory
 
-    and for each scatter j of the bucket:
+    and for every scatter j of the bucket:
     finish_scatter    scatter j - behind has ended, and is applied
     start_scatter     results of scatter j are packed, and start to travel
 
 Before the first round the gathers of the first ``ahead`` buckets of every plan start. After the
-last one come the local matrices that are left, and what is still in flight. Without replicas a
+last one come the remaining local matrices and messages. Without replicas a
 bucket has one scatter.
 
-With replicas, results are passed on behind their scatter, in the order in which the rank starts
-scatters: on a GPU as soon as the scatter has ended, on gloo in ``finish_scatter``
-(:class:`~megatron_muon.runtime.exchange.Chain`). ``finish_scatter`` waits until they have been
-passed on.
+With replicas, results are all-gathered after their scatter, in the order of scatters: on a GPU as
+soon as the scatter has ended, on gloo in ``finish_scatter``
+(:class:`~megatron_muon.runtime.exchange.Chain`). ``finish_scatter`` waits for the all-gather.
 
-Ranks of one plan may differ in their other plans, as with expert parallelism. Two things keep them
-from waiting for each other for ever:
+Ranks of one plan may differ in their other plans, as with expert parallelism. Two rules exclude
+deadlocks:
 
 - The collectives of a plan come in one order on all ranks, whatever other plans there are.
-- Bucket i of n has its turn when the rank is (i + 1/2) / n through the step; of equal turns that of
-  the earlier plan comes first, and ranks have their plans in one order. What a rank waits for was
-  launched by all ranks in an earlier turn of the same plan, or earlier in the same turn, in which
-  all ranks have one order; the same holds for all that comes before what is passed on. Owners of a
-  split matrix, and on gloo replicas, wait for each other in the same turn. So there is no deadlock:
-  the rank that is furthest behind only waits for collectives that every rank has launched.
+- Bucket i of n has its turn when the rank is (i + 1/2) / n through the step; of equal turns the
+  earlier plan comes first, and ranks have their plans in one order. A rank waits for collectives
+  that all ranks launched in an earlier turn of the same plan, or earlier in the same turn, with one
+  order on all ranks; the same holds for all actions before an all-gather. Owners of a split matrix,
+  and on gloo replicas, wait for each other in the same turn. So the rank that is furthest behind
+  only waits for collectives that every rank has launched.
 """
 
 import functools
@@ -41,12 +40,12 @@ from typing import Literal, NamedTuple
 
 
 class Depth(NamedTuple):
-    """How much of a plan is in flight.
+    """Messages of a plan in flight.
 
     Args:
-        ahead: Gathers of later buckets that may be in flight while a bucket is orthogonalized.
-            With more, a rank waits less for others that come to their gathers late.
-        behind: Scatters that are in flight at once, the one that starts included.
+        ahead: Gathers of later buckets in flight while a bucket is orthogonalized. With more, a
+            rank waits less for late ranks.
+        behind: Scatters in flight, the current one included.
     """
 
     ahead: int
@@ -58,9 +57,9 @@ class PlanOrder(NamedTuple):
 
     Args:
         num_buckets: Buckets.
-        num_scatters: Scatters of each bucket.
-        depth: How much is in flight.
-        has_replicas: Whether replicas pass results on.
+        num_scatters: Scatters per bucket.
+        depth: Messages in flight.
+        has_replicas: Whether replicas all-gather results.
     """
 
     num_buckets: int
@@ -77,7 +76,7 @@ class Round(NamedTuple):
     """The turn of one bucket.
 
     Args:
-        plan: Position of its plan among those of the rank.
+        plan: Position of its plan in the list of the rank.
         bucket: Number of the bucket.
     """
 
@@ -96,14 +95,14 @@ ActionKind = Literal[
 
 
 class Action(NamedTuple):
-    """One thing that a rank does.
+    """One action of a rank.
 
     Args:
-        kind: What it does.
-        plan: Position of its plan among those of the rank; 0 for local matrices, which may be of
-            any plan.
-        number: Number of the bucket; for scatters that of the scatter, counted over all buckets;
-            for local matrices that of the round, and the number of rounds at the end of the step.
+        kind: Kind of the action.
+        plan: Position of its plan in the list of the rank; 0 for local matrices of any
+            plan.
+        number: Number of the bucket; of the scatter, counted over all buckets, for scatters; of the
+            round for local matrices, and the number of rounds at the end of the step.
     """
 
     kind: ActionKind
@@ -114,7 +113,7 @@ class Action(NamedTuple):
 # Thousands of ranks have plans of the same order.
 @functools.lru_cache(maxsize=256)
 def actions_of(plans: tuple[PlanOrder, ...]) -> tuple[Action, ...]:
-    """Return what a rank does in a step, in order.
+    """Return the actions of a rank in a step, in order.
 
     Args:
         plans: Plans of the rank.
@@ -123,13 +122,13 @@ def actions_of(plans: tuple[PlanOrder, ...]) -> tuple[Action, ...]:
 
 
 def _step(plans: Sequence[PlanOrder]) -> Iterator[Action]:
-    # A gather needs gradients and memory, no result: all that memory allows start at once.
+    # A gather needs gradients and memory, no result: the first ``ahead`` start at once.
     for plan, order in enumerate(plans):
         for bucket in range(min(order.depth.ahead, order.num_buckets)):
             yield Action("start_gather", plan, bucket)
     rounds = rounds_of([order.num_buckets for order in plans])
     for number, turn in enumerate(rounds):
-        # Before the wait: they are what a rank can do while rows are in flight.
+        # Before the wait: local work fills the time of a gather.
         yield Action("local", 0, number)
         yield from _round(turn, plans[turn.plan])
     # While the last results are in flight.
@@ -144,8 +143,8 @@ def _round(turn: Round, order: PlanOrder) -> Iterator[Action]:
     plan, bucket = turn
     depth = order.depth
     yield Action("wait_for_gather", plan, bucket)
-    # Now this bucket's messages have left the memory that the next gather is packed into. It starts
-    # before Newton-Schulz, which hides it.
+    # Now this bucket's messages have left the memory of the next gather. It starts before
+    # Newton-Schulz, which hides it.
     if bucket + depth.ahead < order.num_buckets:
         yield Action("start_gather", plan, bucket + depth.ahead)
     yield Action("orthogonalize", plan, bucket)
@@ -165,7 +164,7 @@ def rounds_of(num_buckets: Sequence[int]) -> tuple[Round, ...]:
     done with the first.
 
     Args:
-        num_buckets: Buckets of each plan of the rank.
+        num_buckets: Buckets by plan of the rank.
     """
     # Fractions, not floats: ranks with other plans must see the same ties.
     turns: list[tuple[Fraction, Round]] = [
@@ -173,4 +172,4 @@ def rounds_of(num_buckets: Sequence[int]) -> tuple[Round, ...]:
         for plan, number in enumerate(num_buckets)
         for bucket in range(number)
     ]
-    return tuple(each for _, each in sorted(turns))
+    return tuple(turn for _, turn in sorted(turns))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the exchange: those of a user, and the numbers of a plan that follow from them.
+"""Settings of the exchange: the user's, and the resulting numbers of a plan.
 
 Errors call a field of a user ``exchange.NAME``; :mod:`megatron_muon.user_errors` knows its flag.
 """
@@ -52,7 +52,7 @@ class CommDtypes:
 
     @property
     def stack_dtype(self) -> DTypeName:
-        """Dtype of stacks, which hold rows and then results: the wider of both."""
+        """Dtype of stacks of rows and results: the wider of both."""
         return "float32" if "float32" in (self.gather_dtype, self.scatter_dtype) else "bfloat16"
 
     @property
@@ -62,7 +62,7 @@ class CommDtypes:
 
     @property
     def norm_bytes(self) -> int:
-        """Bytes per block in the all-reduce of squared norms, which are float64."""
+        """Bytes per block in the all-reduce of squared norms, in float64."""
         return 8 * max(self.normalizes, self.num_norms)
 
 
@@ -117,8 +117,8 @@ class ExchangeSettings:
             :meth:`~megatron_muon.plan.cost.CostModel.parse`.
         newton_schulz: How Newton-Schulz is computed. ``standard``: upstream's steps, and bits.
             ``symmetric``, ``gram``: a cheaper way, see :mod:`megatron_muon.newton_schulz`.
-            ``auto``: for every shape the one of ``standard``, ``gram`` and ``gram_symmetric`` that
-            the cost model finds cheapest, of those that this machine can run.
+            ``auto``: for every shape the cheapest of ``standard``, ``gram`` and ``gram_symmetric``
+            by the cost model, as far as this machine can run them.
         num_buckets: Number of buckets of a plan, if memory allows it; None for the rule of
             :mod:`megatron_muon.plan.buckets`. For measuring other numbers; it has no flag.
         log_plan: Whether rank 0 logs a report of the plan.

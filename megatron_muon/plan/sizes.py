@@ -4,8 +4,8 @@
 
 Messages and stacks of one rank are built from routes, see :mod:`megatron_muon.plan.rank_plan`. Here
 the same routes are counted for thousands of ranks: for the memory that buckets need, and for
-reports. Matrices of all layers share their shards, whose overlaps with the parts of a matrix are
-computed once.
+reports. Matrices of all layers share their shards: overlaps of shards and parts are computed
+once.
 """
 
 import itertools
@@ -70,11 +70,11 @@ class RankSizes(NamedTuple):
 
 
 class SizeCounter:
-    """Count the elements that buckets of some matrices send, receive and stage.
+    """Count the elements of messages and stacks by bucket.
 
     Args:
         matrices: Layouts.
-        owners: Owners of each.
+        owners: Owners by matrix.
         cost: Sizes of stacks, and nodes.
         dtypes: Decides whether rows are normalized before they are sent.
     """
@@ -89,37 +89,37 @@ class SizeCounter:
         self.matrices, self.owners, self.cost, self.dtypes = matrices, owners, cost, dtypes
         # Equal layers share their regions.
         regions = {id(matrix.regions): matrix.regions for matrix in matrices}.values()
-        self.has_replicas = any(len(each.holders) > 1 for tiling in regions for each in tiling)
+        self.has_replicas = any(len(region.holders) > 1 for tiling in regions for region in tiling)
         self._overlaps: dict[tuple[int, int], list[Overlap]] = {}
 
     def stacks(self, indices: Iterable[int]) -> dict[int, list[Stack]]:
-        """Return the stacks of some matrices by owner, in the order in which it comes to them."""
+        """Return the stacks of some matrices by owner, in the order of the step."""
         stacks: dict[int, list[Stack]] = defaultdict(list)
         by_shape: dict[tuple[int, tuple[int, int]], list[Part]] = defaultdict(list)
         for index in indices:
             owners = self.owners[index]
             for block, shape in enumerate(self.matrices[index].blocks):
                 for part in parts_of(index, block, shape, owners):
-                    # Rows in fp32 are orthogonalized by upstream's function, which accepts one
-                    # matrix. The all-reduces of a split block are between its owners: batching it
-                    # with another block would need the same owners, in the same stack, on all.
+                    # Upstream's function orthogonalizes rows in fp32, one matrix a call. The
+                    # all-reduces of a split block are between its owners: batching it with
+                    # another block would need the same owners, in the same stack, on all.
                     if self.dtypes.normalizes and len(owners) == 1:
                         by_shape[part.owner, shape].append(part)
                     else:
                         stacks[part.owner].append((part,))
         for (owner, shape), parts in by_shape.items():
             stacks[owner] += itertools.batched(parts, self.cost.stack_size(*shape))
-        for of_owner in stacks.values():
-            # Ranks that share several split blocks must come to them in the same order, and before
-            # anything that only some of them have: they all-reduce inside Newton-Schulz.
-            of_owner.sort(key=lambda stack: (len(stack[0].owners) == 1, stack[0][:2]))
+        for owned in stacks.values():
+            # Ranks that share several split blocks must come to them in the same order, and first:
+            # they all-reduce inside Newton-Schulz.
+            owned.sort(key=lambda stack: (len(stack[0].owners) == 1, stack[0][:2]))
         return stacks
 
     def traffic(self, indices: Iterable[int]) -> tuple[Traffic, Results]:
         """Return the rows and the results of a bucket of some matrices.
 
-        Results include those of an owner's own shard: its replicas get them from it. There are none
-        without replicas, where the scatter is the inverse of the gather.
+        Results include an owner's own shard, for its replicas. There are none without replicas: the
+        scatter is then the inverse of the gather.
         """
         if not self.has_replicas:
             return self._traffic_without_replicas(indices), {}
@@ -136,7 +136,7 @@ class SizeCounter:
         return rows, results
 
     def scatters(self, results: Results, num_scatters: int) -> Iterator[tuple[int, ShardScatter]]:
-        """Yield the scatters to the replicas of each shard, with the number of the scatter."""
+        """Yield numbers and scatters, for the replicas of every shard."""
         for holders, by_owner in results.items():
             yield from enumerate(scatters_of(holders, by_owner, num_scatters, self.cost))
 
@@ -155,9 +155,9 @@ class SizeCounter:
         sizes = {}
         for rank in {*stacks, *scatters, *(rank for both in rows for rank, _ in both)}:
             sent, received = (both[rank, True] + both[rank, False] for both in rows)
-            own = sum(map(num_elements, stacks.get(rank, ())))
+            stacked = sum(map(num_elements, stacks.get(rank, ())))
             sizes[rank] = RankSizes(
-                BucketSizes(sent, received, own),
+                BucketSizes(sent, received, stacked),
                 tuple(ScatterSizes(*elements) for elements in scatters[rank])
                 if self.has_replicas
                 else (ScatterSizes(received, sent),),
@@ -167,25 +167,25 @@ class SizeCounter:
     def staging(
         self, buckets: Sequence[Sequence[int]], local: Iterable[int], order: PlanOrder
     ) -> dict[int, PlanStaging]:
-        """Return what each rank stages in a step; ranks that stage nothing may be left out.
+        """Return the staging memory by rank; ranks without any may be left out.
 
         Args:
-            buckets: Indices of the matrices of each bucket.
+            buckets: Indices of the matrices by bucket.
             local: Indices of the local matrices.
-            order: What decides the order of the step.
+            order: Numbers that decide the order of the step.
         """
-        of_buckets = [self.sizes(bucket, order.num_scatters) for bucket in buckets]
+        bucket_sizes = [self.sizes(bucket, order.num_scatters) for bucket in buckets]
         largest = {
             owner: max(map(num_elements, stacks)) for owner, stacks in self.stacks(local).items()
         }
         nothing = RankSizes(BucketSizes(0, 0, 0), (ScatterSizes(0, 0),) * order.num_scatters)
         staging = {}
-        for rank in set(largest).union(*of_buckets):
-            sizes = [of_bucket.get(rank, nothing) for of_bucket in of_buckets]
+        for rank in set(largest).union(*bucket_sizes):
+            sizes = [by_rank.get(rank, nothing) for by_rank in bucket_sizes]
             staging[rank] = PlanStaging(
                 order,
-                tuple(each.bucket for each in sizes),
-                tuple(scatter for each in sizes for scatter in each.scatters),
+                tuple(rank_sizes.bucket for rank_sizes in sizes),
+                tuple(scatter for rank_sizes in sizes for scatter in rank_sizes.scatters),
                 largest.get(rank, 0),
                 self.dtypes,
             )
@@ -211,21 +211,21 @@ class SizeCounter:
                 for index in group
                 for part, owner in enumerate(self.owners[index])
             )
-            of_part: Counter[int] = Counter()
-            of_node: Counter[tuple[int, int]] = Counter()
+            total: Counter[int] = Counter()
+            on_node: Counter[tuple[int, int]] = Counter()
             for (source, part), number in elements.items():
                 near = num_owners[part, node(source)]
                 sent[source, True] += number * near
                 sent[source, False] += number * (len(group) - near)
-                of_part[part] += number
-                of_node[part, node(source)] += number
+                total[part] += number
+                on_node[part, node(source)] += number
             for index in group:
                 for part, owner in enumerate(self.owners[index]):
-                    # Its own rows stay.
-                    own, near = elements.get((owner, part), 0), of_node[part, node(owner)]
-                    sent[owner, True] -= own
-                    received[owner, True] += near - own
-                    received[owner, False] += of_part[part] - near
+                    # The owner's rows stay.
+                    kept, near = elements.get((owner, part), 0), on_node[part, node(owner)]
+                    sent[owner, True] -= kept
+                    received[owner, True] += near - kept
+                    received[owner, False] += total[part] - near
         return rows
 
     def _overlaps_of(self, index: int) -> list[Overlap]:

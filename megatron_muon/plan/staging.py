@@ -3,8 +3,7 @@
 """Memory of messages and stacks: the lifetime of every buffer, and its offset in one arena.
 
 Buffers share memory if they are not alive at the same action of a step, see
-:mod:`megatron_muon.plan.schedule`. A ring of slots, each as large as the largest buffer, would need
-twice the memory.
+:mod:`megatron_muon.plan.schedule`. A ring of slots of the largest size would need twice the memory.
 """
 
 import functools
@@ -21,12 +20,12 @@ _ALIGNMENT = 256
 
 
 class BucketSizes(NamedTuple):
-    """Elements of what one rank stages for a bucket, or their offsets in bytes.
+    """Elements of one rank's buffers for a bucket, or offsets in bytes.
 
     Args:
         gather_send: Rows for other owners.
         gather_receive: Rows from other ranks.
-        stacks: What it owns.
+        stacks: Its stacks.
     """
 
     gather_send: int
@@ -35,11 +34,11 @@ class BucketSizes(NamedTuple):
 
 
 class ScatterSizes(NamedTuple):
-    """Elements of what one rank stages for a scatter, or their offsets in bytes.
+    """Elements of one rank's buffers for a scatter, or offsets in bytes.
 
     Args:
         send: Results for other holders.
-        receive: Results of its own rows; with replicas, the chunks of all of them.
+        receive: Results of its rows; with replicas, the chunks of all of them.
     """
 
     send: int
@@ -57,9 +56,9 @@ class PlanStaging(NamedTuple):
     """Staging memory of one rank for one of its plans.
 
     Args:
-        order: What decides the order of a step.
-        buckets: Elements of the buffers of each bucket.
-        scatters: Elements of the buffers of each scatter, over all buckets.
+        order: Numbers that decide the order of a step.
+        buckets: Elements of the buffers by bucket.
+        scatters: Elements of the buffers by scatter, over all buckets.
         local: Elements of the largest stack of local matrices.
         dtypes: Dtypes of the buffers.
     """
@@ -89,8 +88,8 @@ class PlanOffsets(NamedTuple):
     """Offsets of the buffers of one plan, in bytes.
 
     Args:
-        buckets: Of the buffers of each bucket.
-        scatters: Of the buffers of each scatter.
+        buckets: Offsets by bucket.
+        scatters: Offsets by scatter.
     """
 
     buckets: tuple[BucketSizes, ...]
@@ -102,11 +101,11 @@ class StagingLayout:
     """Offsets of all buffers of one rank in one arena.
 
     Args:
-        plans: Offsets of each plan.
-        local: Offset of the stack of local matrices, for each round and for the end. Stacks of a
-            round share it: they are orthogonalized one after the other.
-        num_bytes: Size of the arena: the most that is alive at one action, and what buffers of
-            different sizes leave unused between them.
+        plans: Offsets by plan.
+        local: Offset of the stack of local matrices, by round and for the end. Stacks of a round
+            share it: they are orthogonalized one after the other.
+        num_bytes: Size of the arena: the largest sum of live buffers, and gaps between buffers of
+            different sizes.
     """
 
     plans: tuple[PlanOffsets, ...]
@@ -118,12 +117,12 @@ class StagingLayout:
         """Place the buffers.
 
         Args:
-            plans: What the rank stages for each of its plans.
+            plans: Staging memory of the rank, by plan.
         """
         sizes, local_bytes = [], 0
         for plan in plans:
-            *of_plan, local = plan.buffers()
-            sizes += of_plan
+            *exchanged, local = plan.buffers()
+            sizes += exchanged
             local_bytes = max(local_bytes, local)
         orders = tuple(plan.order for plan in plans)
         # Local matrices may be due in any round, and at the end.
@@ -133,8 +132,10 @@ class StagingLayout:
         return cls(
             tuple(
                 PlanOffsets(
-                    tuple(BucketSizes(*(next(rest) for _ in each)) for each in plan.buckets),
-                    tuple(ScatterSizes(*(next(rest) for _ in each)) for each in plan.scatters),
+                    tuple(BucketSizes(*(next(rest) for _ in bucket)) for bucket in plan.buckets),
+                    tuple(
+                        ScatterSizes(*(next(rest) for _ in scatter)) for scatter in plan.scatters
+                    ),
                 )
                 for plan in plans
             ),
@@ -163,7 +164,7 @@ def _lifetimes(orders: tuple[PlanOrder, ...]) -> tuple[_Lifetime, ...]:
         for scatter in range(order.num_buckets * order.num_scatters):
             packed = position[Action("start_scatter", plan, scatter)]
             applied = position[Action("finish_scatter", plan, scatter)]
-            # With replicas a rank waits for its own messages only in finish_scatter, too.
+            # With replicas a rank waits for its messages only in finish_scatter, too.
             lifetimes += [_Lifetime(packed, applied)] * 2
     lifetimes += (_Lifetime(i, i) for i, action in enumerate(actions) if action.kind == "local")
     return tuple(lifetimes)
@@ -175,7 +176,7 @@ def aligned_size(size: int) -> int:
 
 
 def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[int], int]:
-    """Place buffers of known lifetimes, the largest first, each as low as it fits.
+    """Place buffers of known lifetimes, the largest first, as low as they fit.
 
     Returns:
         The offset of every buffer, and the end of the arena.

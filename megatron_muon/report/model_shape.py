@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices of a transformer, by layer, and the shapes of some that are published."""
+"""The matrices of a transformer, by layer, and published shapes."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,10 +16,9 @@ class Parameter(NamedTuple):
         name: Within the layer, as Megatron-LM names it.
         shape: One or two dimensions.
         partition_dim: Dimension that tensor parallelism shards; None where every rank has all.
-        split: Rows of one group that go to each block, such as query, key and value; None for one
-            block.
-        head_rows: Rows of a head if each is a block, and so on one tensor-parallel rank; 0 where
-            each block of a group is a head.
+        split: Rows of one group by block, such as query, key and value; None for one block.
+        head_rows: Rows of a head, if every head is a block on one tensor-parallel rank; 0 where
+            every block of a group is a head.
         is_gated: Whether gate and up are blocks.
     """
 
@@ -31,7 +30,7 @@ class Parameter(NamedTuple):
     is_gated: bool = False
 
     def blocks(self, num_rows: int) -> tuple[int, ...] | None:
-        """Return the rows of a group that go to each block; None for one block.
+        """Return the rows of a group by block; None for one block.
 
         Args:
             num_rows: Rows that one tensor-parallel rank has.
@@ -91,7 +90,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         """Check that sizes are there and divide."""
-        # The first five have no default that could make sense. They are also what a user forgets.
+        # The first five have no sensible default, and users forget them.
         for field in dataclasses.fields(self)[:5]:
             if getattr(self, field.name) < 1:
                 raise ValueError(
@@ -133,14 +132,14 @@ class ModelShape:
     def expert_parameters(
         self, layer: int, num_local_experts: int, splits: Splits
     ) -> list[Parameter]:
-        """List the parameters of the experts that one expert-parallel rank has, grouped GEMM."""
+        """List the parameters of one expert-parallel rank's experts, grouped GEMM."""
         if not self.is_moe(layer):
             return []
         # Grouped GEMM registers all first layers, then all second ones: that order is the buffer's.
         fc1, fc2 = self._feed_forward("mlp.experts", self.moe_ffn_hidden_size, splits)
         return [
-            each._replace(name=f"{each.name}{expert}")
-            for each in (fc1, fc2)
+            linear._replace(name=f"{linear.name}{expert}")
+            for linear in (fc1, fc2)
             for expert in range(num_local_experts)
         ]
 
@@ -183,17 +182,22 @@ class ModelShape:
         # projections are replicated over tensor-parallel ranks.
         compressed = self.kv_lora_rank + self.qk_pos_emb_head_dim
         head_rows = 0 if splits.mla and splits.per_head else None
-        of_query, of_key_value = (
+        query_blocks, key_value_blocks = (
             ((self.qk_head_dim, second) if splits.mla else None, head_rows)
             for second in (self.qk_pos_emb_head_dim, self.v_head_dim)
         )
         return [
             Parameter(f"{name}.linear_proj.weight", (self.hidden_size, heads * self.v_head_dim), 1),
             Parameter(f"{name}.linear_q_down_proj.weight", (self.q_lora_rank, self.hidden_size)),
-            Parameter(f"{name}.linear_q_up_proj.weight", (query, self.q_lora_rank), 0, *of_query),
+            Parameter(
+                f"{name}.linear_q_up_proj.weight", (query, self.q_lora_rank), 0, *query_blocks
+            ),
             Parameter(f"{name}.linear_kv_down_proj.weight", (compressed, self.hidden_size)),
             Parameter(
-                f"{name}.linear_kv_up_proj.weight", (key_value, self.kv_lora_rank), 0, *of_key_value
+                f"{name}.linear_kv_up_proj.weight",
+                (key_value, self.kv_lora_rank),
+                0,
+                *key_value_blocks,
             ),
             Parameter(f"{name}.q_layernorm.weight", (self.q_lora_rank,)),
             Parameter(f"{name}.kv_layernorm.weight", (self.kv_lora_rank,)),

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Times, bytes, memory and calls of every rank that follow from plans, and their table."""
+"""Times, bytes, memory and calls of a plan by rank, and their table."""
 
 import logging
 from collections import Counter, defaultdict
@@ -24,13 +24,13 @@ class RankReport:
     Args:
         rank: Rank of the job.
         newton_schulz_ns: Estimated Newton-Schulz time.
-        send_ns: Estimated time of what it sends.
-        receive_ns: Estimated time of what it receives.
+        send_ns: Estimated time of sent messages.
+        receive_ns: Estimated time of received messages.
         bytes_sent: Bytes of rows to owners, and of results sent back.
         bytes_received: Bytes received from others.
         staging_bytes: Memory of messages and stacks while a step runs; nothing stays between steps.
         num_matrices: Matrices it owns, or has a part of.
-        num_calls: Calls of Newton-Schulz: each orthogonalizes one stack.
+        num_calls: Calls of Newton-Schulz, one per stack.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Report:
     """A job's plans in numbers.
 
     Args:
-        ranks: Share of each rank.
+        ranks: Shares by rank.
         ideal_ns: Newton-Schulz time if all matrices, none split, were spread evenly.
         num_elements: Elements of all matrices.
         moved_elements: Elements sent to owners.
@@ -62,8 +62,8 @@ class Report:
             it, everything else is gathered and scattered.
         norm_bytes: Bytes of the all-reduce of norms, counted once.
         num_buckets: Buckets of the plan with most of them.
-        num_split_groups: Sets of ranks that split matrices: each is a communicator.
-        num_blocks: Blocks that each backend orthogonalizes.
+        num_split_groups: Sets of ranks that split matrices, one communicator per set.
+        num_blocks: Blocks by backend.
         matrices: ``name`` and ``owner`` (``owners`` where it is split), in order.
         busiest_ns: Newton-Schulz time of the busiest rank.
         busiest_over_ideal: Busiest Newton-Schulz time over the ideal.
@@ -92,10 +92,10 @@ class Report:
 
 
 def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
-    """Add up what plans mean for each rank.
+    """Add up plans by rank.
 
     Args:
-        ranks: Ranks of the job, or those of one plan.
+        ranks: Ranks of the job, or of one plan.
         plans: Plans of its domains.
     """
     # Ranks without a matrix are there too: they wait for the others, and may still send rows.
@@ -108,14 +108,14 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
             _add_traffic(report, by_rank, plan, bucket)
         for indices in (plan.local, *plan.buckets):
             _add_calls(by_rank, plan, indices)
-        for rank, of_plan in plan.sizes.staging(plan.buckets, plan.local, plan.order).items():
-            staging[rank].append(of_plan)
+        for rank, buffers in plan.sizes.staging(plan.buckets, plan.local, plan.order).items():
+            staging[rank].append(buffers)
     # Most ranks stage the same.
     num_bytes = {
         key: StagingLayout.build(key).num_bytes for key in set(map(tuple, staging.values()))
     }
-    for rank, of_plans in staging.items():
-        by_rank[rank].staging_bytes = num_bytes[tuple(of_plans)]
+    for rank, buffers_by_plan in staging.items():
+        by_rank[rank].staging_bytes = num_bytes[tuple(buffers_by_plan)]
     report.ideal_ns //= len(by_rank)
     report.busiest_ns = max(rank.newton_schulz_ns for rank in report.ranks)
     report.busiest_over_ideal = report.busiest_ns / report.ideal_ns if report.ideal_ns else 1.0
@@ -127,16 +127,16 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
 
 
 def _add_matrices(report: Report, by_rank: Mapping[int, RankReport], plan: ExchangePlan) -> None:
-    """Add who owns what, and what it would be at best."""
+    """Add owners, and the ideal."""
     dtypes = plan.dtypes
     for index, (matrix, owners) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
-        who = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
-        report.matrices.append({"name": matrix.name, **who})
+        owner_entry = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
+        report.matrices.append({"name": matrix.name, **owner_entry})
         report.num_blocks.update(plan.backend(index, block) for block in range(len(matrix.blocks)))
         report.num_elements += matrix.num_elements
         report.ideal_ns += sum(plan.cost.newton_schulz_ns(*shape) for shape in matrix.blocks)
         report.norm_bytes += dtypes.norm_bytes * len(matrix.blocks)
-        # An owner keeps what it holds itself, so the largest holder saves most. Results go to
+        # An owner keeps its own rows, so the largest holder saves most. Results go to
         # every replica, rows come from one of them.
         held = matrix.elements_by_rank.values()
         report.lower_bound_bytes += dtypes.gather_bytes * (matrix.num_elements - max(held))
@@ -151,7 +151,7 @@ def _add_matrices(report: Report, by_rank: Mapping[int, RankReport], plan: Excha
 def _add_traffic(
     report: Report, by_rank: Mapping[int, RankReport], plan: ExchangePlan, bucket: Sequence[int]
 ) -> None:
-    """Add rows and results of a bucket, and what replicas pass on to each other."""
+    """Add rows and results of a bucket, and the all-gathers of replicas."""
     cost, dtypes = plan.cost, plan.dtypes
     rows, results_of_shards = plan.sizes.traffic(bucket)
     report.moved_elements += rows.sent.total()
@@ -206,7 +206,7 @@ def table(report: Report) -> Iterator[str]:
         split += f", over {report.num_split_groups} sets of ranks"
     yield (
         f"{len(report.matrices)} matrices, {report.num_elements / 1e6:,.1f} M elements, on "
-        f"{len(ranks)} ranks, {sum(rank.num_calls > 0 for rank in ranks)} of which orthogonalize; "
+        f"{len(ranks)} ranks, {sum(rank.num_calls > 0 for rank in ranks)} of them orthogonalize; "
         f"{split}"
     )
     yield (
@@ -239,7 +239,7 @@ def table(report: Report) -> Iterator[str]:
 
 
 def log_plans(plans: Sequence[ExchangePlan], rank: int) -> None:
-    """Log the plans of which a rank is the first; the other ranks of a plan have the same."""
+    """Log the plans with this rank as their first one; the other ranks have the same plans."""
     for plan in plans:
         ranks = plan.ranks
         if rank != ranks[0]:

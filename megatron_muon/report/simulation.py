@@ -3,8 +3,7 @@
 """Plans of jobs that do not run, from the shape of a model.
 
 A live run reads the buffers of the model itself (``rows/megatron_fsdp.py``). :func:`unit_buffer`
-follows the rule they come from, ``_get_parameter_groups`` and ``build_data_parallel_buffer_index``
-of megatron-core 0.19.2.
+follows ``_get_parameter_groups`` and ``build_data_parallel_buffer_index`` of megatron-core 0.19.2.
 """
 
 import itertools
@@ -30,7 +29,7 @@ from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.report.model_shape import ModelShape, Parameter
 
 type Shape = tuple[int, ...]
-# Ranks that hold the same shard, for each shard.
+# Replicas, by shard.
 type Cells = tuple[tuple[int, ...], ...]
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -108,7 +107,7 @@ def simulate(
     *,
     splits: Splits | None = None,
 ) -> list[ExchangePlan]:
-    """Plan a model as a live run would: small domains, such as those of experts, come first.
+    """Plan a model as a live run would: small domains, such as of experts, come first.
 
     Args:
         model: Its matrices.
@@ -117,7 +116,7 @@ def simulate(
         splits: Blocks of fused matrices; None for query, key and value.
 
     Returns:
-        One plan for each set of ranks that exchange matrices.
+        The plans, one per set of ranks that exchange matrices.
 
     Raises:
         ValueError: Experts or layers do not divide.
@@ -143,20 +142,20 @@ def _plan_all(
     """Plan small domains first, and others on top of them, as the ranks of a run do."""
     plans: list[ExchangePlan] = []
     load_ns = dict.fromkeys(range(world_size), 0)
-    of_rank: dict[int, list[ExchangePlan]] = defaultdict(list)
-    ranks_of = {replicas: of_domain[0].ranks for replicas, of_domain in matrices.items()}
+    plans_of: dict[int, list[ExchangePlan]] = defaultdict(list)
+    ranks_of = {replicas: layouts[0].ranks for replicas, layouts in matrices.items()}
     most_plans = max(Counter(itertools.chain(*ranks_of.values())).values(), default=0)
     for replicas, ranks in sorted(ranks_of.items(), key=lambda item: (len(item[1]), item[::-1])):
         staging_bytes = settings.share_of_staging(
-            max(sum(plan.staging_bytes for plan in of_rank[rank]) for rank in ranks),
-            most_plans - max(len(of_rank[rank]) for rank in ranks),
+            max(sum(plan.staging_bytes for plan in plans_of[rank]) for rank in ranks),
+            most_plans - max(len(plans_of[rank]) for rank in ranks),
         )
         plan = plan_matrices(
             matrices[replicas], settings, load_ns=load_ns, staging_bytes=staging_bytes
         )
         load_ns.update(plan.load_ns)
         for rank in ranks:
-            of_rank[rank].append(plan)
+            plans_of[rank].append(plan)
         plans.append(plan)
     return plans
 
@@ -164,7 +163,7 @@ def _plan_all(
 def _units(
     model: ModelShape, parallel: Parallelism, splits: Splits, *, is_expert: bool
 ) -> list[list[Parameter]]:
-    """List the parameters of each layer of the first pipeline stage, experts or all others."""
+    """List the parameters of the first pipeline stage by layer, experts or all others."""
     # The first stage has the most layers where they do not divide.
     layers = range(-(-model.num_layers // parallel.pp))
     if is_expert:
@@ -174,7 +173,7 @@ def _units(
 
 
 def _rank_grids(parallel: Parallelism, is_expert: bool) -> list[list[list[int]]]:
-    """List the ranks that share matrices, each as ``ranks[tensor_rank][data_parallel_rank]``."""
+    """List sets of ranks that share matrices, as ``ranks[tensor_rank][data_parallel_rank]``."""
     tp = parallel.expert_tp if is_expert else parallel.tp
     ep = parallel.ep if is_expert else 1
     dp = parallel.expert_dp if is_expert else parallel.dp
@@ -197,8 +196,8 @@ def _matrices(
         axes = []
     sizes = parallel.hsdp, len(rank_grid[0]) // parallel.hsdp
     holders = [holders_of_segments(sizes, ranks, axes) for ranks in rank_grid]
-    # What tensor parallelism joins, a part of each tensor rank, and copies, which are replicas.
-    joined, parts = [_domain(holders)], [_domain([of_rank]) for of_rank in holders]
+    # Matrices joined over tensor parallelism, matrices of one tensor rank, and copies (replicas).
+    joined, separate = [_domain(holders)], [_domain([segments]) for segments in holders]
     copies = [
         _domain([[tuple(sorted(itertools.chain(*same))) for same in zip(*holders, strict=True)]])
     ]
@@ -208,9 +207,9 @@ def _matrices(
         for parameter, shape, begin in zip(parameters, shapes, begins, strict=True):
             if len(shape) != 2:
                 continue
-            layout = parts
+            layout = separate
             if parameter.partition_dim is None:
-                layout = parts if is_expert else copies
+                layout = separate if is_expert else copies
             elif parallel.joins_tensor_ranks and parameter.head_rows is None:
                 layout = joined
             for columns, replicas, ranks in layout:
@@ -237,14 +236,14 @@ def _boxes(
     shape: Sequence[int],
     dim: int,
 ) -> dict[int, Box]:
-    """Return what ranks hold of a matrix of which tensor ranks have parts of one shape.
+    """Return the boxes of a matrix over tensor-parallel shards of one shape.
 
     Args:
-        columns: By tensor rank, the ranks that hold each segment of the buffer.
-        size: Of the buffer.
-        begin: Of the parameter in it.
-        shape: Of a part.
-        dim: Dimension in which the parts follow one another.
+        columns: By tensor rank, the holders of the buffer's segments.
+        size: Size of the buffer.
+        begin: Offset of the parameter in it.
+        shape: Shape of a tensor-parallel shard.
+        dim: Dimension of tensor parallelism.
     """
     rows, cols = shape
     boxes: dict[int, Box] = {}
@@ -273,15 +272,14 @@ def _local_shape(parameter: Parameter, num_tensor_ranks: int) -> tuple[int, ...]
 def unit_buffer(shapes: tuple[Shape, ...], num_shards: int) -> tuple[int, list[int]]:
     """Lay out the parameters of one module in the buffer of Megatron-FSDP.
 
-    Parameters of one module, such as a layer, share a buffer; experts have a buffer of their own.
-    It is sharded at multiples of a chunk, which is a multiple of the row of almost every parameter:
-    shards are whole rows. Parameters begin on a chunk, longest rows first. Parameters smaller than
-    a chunk follow; Megatron-FSDP puts them into gaps, which moves borders in layers with many small
+    Parameters of one module, such as a layer, share a buffer; experts have another one. It is
+    sharded at multiples of a unit, itself a multiple of the row of almost every parameter: shards
+    are whole rows. Parameters begin on a unit, longest rows first. Parameters smaller than a unit
+    follow; Megatron-FSDP puts them into gaps, which moves borders in layers with many small
     matrices (DeepSeek-V3), but no figure of a plan by more than 0.1 %.
 
     Args:
-        shapes: Of each parameter, as tensor parallelism leaves it, in the order of
-            ``named_parameters``.
+        shapes: Shapes of the tensor-parallel shards, in the order of ``named_parameters``.
         num_shards: Ranks that the buffer is sharded over.
 
     Returns:
@@ -289,18 +287,18 @@ def unit_buffer(shapes: tuple[Shape, ...], num_shards: int) -> tuple[int, list[i
         :func:`~megatron_muon.plan.layout.rows_in_buffer`.
     """
     sizes, rows = [math.prod(shape) for shape in shapes], [math.prod(shape[1:]) for shape in shapes]
-    chunk_size = max(rows)
+    unit_size = max(rows)
     for size, row in sorted(zip(sizes, rows, strict=True), key=lambda pair: -pair[1]):
-        # A parameter smaller than a chunk never crosses a shard border, whatever its rows are.
-        if size >= chunk_size and chunk_size % row:
-            chunk_size = math.lcm(chunk_size, row)
-    order = sorted(range(len(shapes)), key=lambda i: (sizes[i] < chunk_size, -rows[i]))
+        # A parameter smaller than a unit never crosses a shard border.
+        if size >= unit_size and unit_size % row:
+            unit_size = math.lcm(unit_size, row)
+    order = sorted(range(len(shapes)), key=lambda i: (sizes[i] < unit_size, -rows[i]))
     begins, end = [0] * len(shapes), 0
     for i in order:
         begins[i] = end
-        end += sizes[i] if sizes[i] < chunk_size else _round_up(sizes[i], chunk_size)
-    # The buffer is padded so that every rank has the same number of whole chunks.
-    return _round_up(end, num_shards * chunk_size), begins
+        end += sizes[i] if sizes[i] < unit_size else _round_up(sizes[i], unit_size)
+    # The buffer is padded: every rank has the same number of whole units.
+    return _round_up(end, num_shards * unit_size), begins
 
 
 def _round_up(size: int, multiple: int) -> int:

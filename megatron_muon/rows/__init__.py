@@ -1,21 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""One description of rows for both front ends: what each rank holds of a parameter.
+"""Descriptions of the rows of a parameter by rank, for both front ends.
 
 It does not import megatron; attributes of Megatron-FSDP's parameters are read in ``megatron_fsdp``.
 
-A *parameter* has a name and a view, whose mesh, placements and shape say what is planned. A *box*
+A *parameter* has a name and a view; its mesh, placements and shape are planned. A *box*
 is a rectangle of rows and columns; the boxes of all ranks of the mesh follow from placements, from
 Megatron-FSDP's buffer or from the sizes of plain tensors. The *matrices* of a parameter and their
-*regions* follow from boxes alone; ranks with equal boxes hold the same regions. The *domain* whose
-ranks exchange a matrix, and their replicas, follow from mesh and placements of the view::
+*regions* follow from boxes alone; ranks with equal boxes hold the same regions. The *domain*
+that exchanges a matrix, and its replicas, follow from mesh and placements of the view::
 
-    parameter -> boxes by rank -> matrices -> one plan input for each domain with its replicas
+    parameter -> boxes by rank -> matrices -> one plan input per domain with its replicas
 
-Files, each importing only those above it::
+Files; imports point upwards::
 
     megatron_fsdp  the rows of a parameter in the buffer of Megatron-FSDP, versions 1 and 2
-    parameters     parameters as they are planned, and their boxes, from placements or a buffer
+    parameters     planned views of parameters, and their boxes, from placements or a buffer
     matrices       the matrices of a parameter, and this rank's rows of them
     plan_inputs    parameters that share a plan, and their process groups
 """

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of a parameter: one, a batch, or the slices of a fused one."""
+"""Matrices of a parameter: one, a batch, or slices of a fused one."""
 
 import itertools
 from collections import defaultdict
@@ -41,14 +41,13 @@ def output_slices(
 ) -> list[OutputSlice]:
     """Return the slices of outputs that are orthogonalized separately.
 
-    Consecutive and interleaved blocks become matrices with owners of their own. The blocks of
-    repeating groups are many short pieces, which stay with one owner.
+    Consecutive and interleaved blocks become separate matrices with their own owners. Blocks of
+    repeating groups are many short pieces, and stay with one owner.
 
     Args:
         num_rows: Outputs of the parameter.
-        split_sizes: A number of equal blocks; the outputs of the blocks, which add up to all
-            outputs or to those of one group, the last of which may be -1 for the outputs that are
-            left; None for one block.
+        split_sizes: A number of equal blocks; or the outputs of the blocks, in all or of one group
+            that repeats (a last -1 stands for the remaining outputs); None for one block.
         is_transposed: Whether outputs are columns.
 
     Raises:
@@ -136,14 +135,14 @@ def matrices_of(
 
 
 def _own_rows(
-    parameter: PlannedParameter, own: Box, index: int | None, outputs: OutputSlice
+    parameter: PlannedParameter, box: Box, index: int | None, outputs: OutputSlice
 ) -> RowIndex | None:
     """Return this rank's rows of a slice, or None if it holds none."""
-    ranges = [slice(0, stop - start) for start, stop in own[-2:]]
+    ranges = [slice(0, stop - start) for start, stop in box[-2:]]
     # A slice may begin or end inside a shard, or miss it.
     dim = int(parameter.is_transposed)
-    _, ranges[dim], count = outputs.within(*own[-2:][dim])
-    if not count or any(each.start >= each.stop for each in ranges):
+    _, ranges[dim], count = outputs.within(*box[-2:][dim])
+    if not count or any(side.start >= side.stop for side in ranges):
         return None
-    position = None if index is None else index - own[0][0]
+    position = None if index is None else index - box[0][0]
     return RowIndex(parameter.param, position, *ranges)

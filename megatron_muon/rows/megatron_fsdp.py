@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a parameter in the flat buffer of Megatron-FSDP, versions 1 and 2.
 
-Both lay the tensors of a parameter group out in one buffer, of which all ranks hold segments of one
-size that end at whole rows. Rows of all ranks follow from integers, without communication. Of
-version 2 both generations are read: releases (``megatron_fsdp.experimental``) and Megatron-LM main.
+Both lay the tensors of a parameter group out in one buffer. Its segments, one per rank, have one
+size and end at whole rows. Rows of all ranks follow from integers, without communication.
+Of version 2 both generations are read: ``megatron_fsdp.experimental`` and Megatron-LM main.
 """
 
 import functools
@@ -47,9 +47,9 @@ def place_of(param: DTensor) -> tuple[Any, int]:
         ValueError: The model is gone, or the parameter is a copy.
     """
     group = _group_of(param)
-    for index, each in enumerate(_parameters(group)):
+    for index, parameter in enumerate(_parameters(group)):
         # == of DTensors compares values.
-        if each.sharded is param:
+        if parameter.sharded is param:
             return group, index
     raise ValueError(
         "expected a parameter of a model that exists, got one of none. Keep the model, and pass "
@@ -58,7 +58,7 @@ def place_of(param: DTensor) -> tuple[Any, int]:
 
 
 def unsharded_of(param: DTensor) -> torch.Tensor:
-    """Return what modules see in place of a sharded parameter in a forward pass."""
+    """Return the gathered tensor that replaces a sharded parameter in a forward pass."""
     group, index = place_of(param)
     return _parameters(group)[index].unsharded
 
@@ -70,7 +70,7 @@ class _Parameter(NamedTuple):
 
 
 def _parameters(group: Any) -> list[_Parameter]:  # noqa: ANN401 - a class of megatron
-    """Return the parameters of a group, of which None has none."""
+    """Return the parameters of a group; none of None."""
     if hasattr(group, "fsdp_parameters"):
         return [_Parameter(p.fqns[0], p.sharded, p.unsharded) for p in group.fsdp_parameters]
     if group is None:
@@ -80,19 +80,22 @@ def _parameters(group: Any) -> list[_Parameter]:  # noqa: ANN401 - a class of me
 
 
 def names_that_block_gradients(param: DTensor) -> tuple[object, list[str]]:
-    """Return the module of a parameter, and what keeps Megatron-FSDP from reducing its gradients.
+    """Return the module of a parameter, and the parameters that block its gradient reduction.
 
-    It waits until all parameters of the module have a gradient. Those that lack one are named if
-    others have theirs: nothing of the module is reduced then.
+    Megatron-FSDP reduces no gradient of a module until all of its parameters have one. If some
+    have, the others are named.
     """
     group = _group_of(param)
     if group is None:
         return None, []
     module = group._owning_module() if hasattr(group, "_owning_module") else group.owning_module
     waiting = [
-        each for one in module._parameter_groups if one.requires_grad for each in _parameters(one)
+        parameter
+        for one in module._parameter_groups
+        if one.requires_grad
+        for parameter in _parameters(one)
     ]
-    missing = [each.name for each in waiting if each.unsharded.grad is None]
+    missing = [parameter.name for parameter in waiting if parameter.unsharded.grad is None]
     return module, missing if len(missing) < len(waiting) else []
 
 
@@ -105,7 +108,7 @@ def tensor_shard_shape(param: Any) -> torch.Size:  # noqa: ANN401 - with attribu
 
 
 def is_joined(param: Any) -> bool:  # noqa: ANN401
-    """Return whether tensor parallelism, which shards a parameter, is the last axis of its mesh."""
+    """Return whether a parameter is tensor-parallel over the last axis of its mesh."""
     return tuple(param.shape) != tuple(tensor_shard_shape(param))
 
 
@@ -114,7 +117,7 @@ def tensor_shard_layout(param: DTensor) -> tuple[DeviceMesh, tuple[Placement, ..
     mesh, placements = param.device_mesh, tuple(param.placements)
     if is_joined(param):
         mesh, placements = _without_last_axis(mesh), placements[:-1]
-    # Of ZeRO-0 with several instances of the optimizer version 1 says one placement for two axes.
+    # ZeRO-0 with several instances of the optimizer has one placement for two axes in version 1.
     return mesh, placements + (Replicate(),) * (mesh.ndim - len(placements))
 
 
@@ -127,8 +130,8 @@ def _without_last_axis(mesh: DeviceMesh) -> DeviceMesh:
 def tensor_mesh(param: Any) -> DeviceMesh | None:  # noqa: ANN401
     """Return the mesh of a parameter with tensor parallelism as its last axis.
 
-    None where version 1 has no such axis, and for experts, which tensor parallelism never
-    replicates: every rank has others, or other rows of them.
+    None where version 1 has no such axis, and for experts: tensor parallelism never replicates
+    them.
     """
     if is_joined(param):
         mesh: DeviceMesh = param.device_mesh
@@ -141,16 +144,15 @@ def tensor_mesh(param: Any) -> DeviceMesh | None:  # noqa: ANN401
 
 
 def tensor_shard_rows(param: DTensor) -> dict[int, tuple[int, int]]:
-    """Return the rows ``(start, stop)`` of a parameter that each rank holds.
+    """Return the rows ``(start, stop)`` of a tensor-parallel shard, by rank of the job.
 
-    They are rows of what its tensor-parallel rank has, by rank of the job. Ranks that hold none are
-    left out.
+    Ranks without rows are left out.
 
     Raises:
         ValueError: A shard ends inside a row, or this rank holds another segment than expected.
     """
     mesh, placements = tensor_shard_layout(param)
-    axes = tuple(axis for axis, each in enumerate(placements) if each.is_shard())
+    axes = tuple(axis for axis, placement in enumerate(placements) if placement.is_shard())
     holders, shape = _holders(mesh, axes), tensor_shard_shape(param)
     if not axes:
         return dict.fromkeys(holders[0], (0, shape[0]))
@@ -169,9 +171,9 @@ def own_rows(param: DTensor) -> tuple[int, int]:
 
 
 def shard_group(param: DTensor) -> dist.ProcessGroup | None:
-    """Return the ranks with the segments of the buffer of a parameter, None if it is not sharded.
+    """Return the process group that shards the buffer of a parameter, or None.
 
-    Of version 2 on a mesh of one axis.
+    With version 2 on a mesh of one axis.
     """
     mesh, placements = tensor_shard_layout(param)
     if not any(placement.is_shard() for placement in placements):
@@ -202,7 +204,7 @@ def _buffer_in_v1(param: DTensor) -> Any:  # noqa: ANN401
 def _place_in_v1(param: Any, holders: list[tuple[int, ...]]) -> tuple[int, int]:  # noqa: ANN401
     """Return the size of the buffer of a parameter, and its first element there."""
     buffer = _buffer_in_v1(param)
-    # The order of segments is no interface of Megatron-FSDP, so every rank checks its own.
+    # The order of segments is no interface of Megatron-FSDP, so every rank checks it.
     expected = holders[buffer.dp_rank]
     if own_rank() not in expected:
         raise ValueError(

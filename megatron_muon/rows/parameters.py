@@ -33,7 +33,7 @@ def is_strided(placement: Placement) -> bool:
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """Return the dimension of the tensor that an axis of the mesh shards, or None."""
+    """Return the tensor dimension that an axis of the mesh shards, or None."""
     return placement.dim if is_strided(placement) or placement.is_shard() else None  # type: ignore[attr-defined]
 
 
@@ -43,7 +43,7 @@ def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
     Plain axes shard from left to right. A strided axis, left of them, shards the resulting shards:
     FSDP2 shards after tensor parallelism.
     """
-    cutting = [axis for axis, each in enumerate(placements) if sharded_dim(each) == dim]
+    cutting = [axis for axis, p in enumerate(placements) if sharded_dim(p) == dim]
     return sorted(cutting, key=lambda axis: (is_strided(placements[axis]), axis))
 
 
@@ -52,7 +52,7 @@ def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
 def boxes_of_placements(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> dict[int, Box]:
-    """Return the box of each rank of a mesh, for placements that FSDP2 makes."""
+    """Return boxes by rank of a mesh, for placements of FSDP2."""
     cuts = [(dim, axis) for dim in range(len(shape)) for axis in cutting_axes(placements, dim)]
     boxes: dict[int, Box] = {}
     coordinates = itertools.product(*map(range, mesh.shape))
@@ -68,7 +68,7 @@ def boxes_of_placements(
 
 
 def own_box(param: DTensor) -> Box | None:
-    """Return what this rank holds according to torch's checkpoints; None for nothing."""
+    """Return the box of this rank in torch's checkpoints, or None."""
     for chunk in param.__create_chunk_list__():
         if 0 not in chunk.sizes:
             return tuple(
@@ -80,18 +80,17 @@ def own_box(param: DTensor) -> Box | None:
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """A parameter of an optimizer, and the view of it that is planned.
+    """A parameter of an optimizer, and its planned view.
 
     Args:
-        name: Equal on all ranks that hold it; identifies it in errors and in comparisons of ranks.
+        name: Name, equal on all holders; identifies it in errors and in comparisons of ranks.
         param: The parameter of the model.
-        view: Shape and sharding as they are planned, without memory: 2-D, or 3-D for a batch of
-            matrices.
+        view: Planned shape and sharding, without memory: 2-D, or 3-D for a batch of matrices.
         split_sizes: See :func:`~megatron_muon.rows.matrices.output_slices`.
         is_transposed: Whether matrices are stored as (inputs, outputs).
         flattens: Whether all dimensions but the first are columns.
-        blocks: Rows of one group that go to each block, such as query, key and value, which stay
-            with one owner; instead of ``split_sizes``.
+        blocks: Rows of one group by block, such as query, key and value, in a matrix with one
+            owner; instead of ``split_sizes``.
         known_boxes: Box of the view by rank of the job, where placements do not say it. Ranks
             without elements may be missing.
     """
@@ -141,7 +140,7 @@ def ranks_of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
 def replicas_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the sets of ranks of a mesh that differ in replicated axes alone."""
     # Not ranks with equal boxes: all empty shards have one.
-    sharding = [axis for axis, each in enumerate(placements) if not each.is_replicate()]
+    sharding = [axis for axis, p in enumerate(placements) if not p.is_replicate()]
     return tuple(holders_of_segments(mesh.shape, ranks_of_mesh(mesh), sharding))
 
 
@@ -150,7 +149,7 @@ def as_dtensor(
 ) -> DTensor:
     """Describe a local tensor as a DTensor without memory."""
     whole = torch.empty(*shape, device="meta")
-    # On "meta": torch would copy what is in CPU memory to the device of the mesh.
+    # On "meta": torch would copy a CPU tensor to the device of the mesh.
     local = local.detach().to("meta")
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -175,21 +174,21 @@ def tensor_shard_of(parameter: PlannedParameter) -> PlannedParameter:
 def over_tensor_ranks(
     tensor_shard: PlannedParameter, mesh: DeviceMesh, dim: int | None
 ) -> PlannedParameter:
-    """View a parameter over its tensor-parallel ranks, whose shards are in the same places.
+    """View a parameter over its tensor-parallel ranks, with shards in the same places.
 
     Args:
         tensor_shard: Shard on this tensor-parallel rank; see :func:`tensor_shard_of`.
         mesh: Its mesh, with tensor parallelism as one more axis at the end.
-        dim: Dimension that tensor parallelism shards; None where all of its ranks have a copy.
-            Copies are replicas then: a matrix is orthogonalized once, and they cannot differ.
+        dim: Dimension that tensor parallelism shards; None for copies.
+            Copies are replicas: a matrix is orthogonalized once, and they cannot differ.
     """
     assert isinstance(tensor_shard.view, DTensor)
     columns = mesh.mesh.flatten(0, -2).T.tolist()
-    own = columns[mesh.get_local_rank(mesh.ndim - 1)]
+    column = columns[mesh.get_local_rank(mesh.ndim - 1)]
     shape, placement = list(tensor_shard.view.shape), Replicate() if dim is None else Shard(dim)
     boxes: dict[int, Box] = {}
     for number, ranks in enumerate(columns):
-        for rank, like in zip(ranks, own, strict=True):
+        for rank, like in zip(ranks, column, strict=True):
             box = list(tensor_shard.boxes.get(like, ()))
             if box and dim is not None:
                 start, stop = box[dim]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters by plan: those of one domain with the same replicas share one."""
+"""Parameters by plan: one plan per domain and set of replicas."""
 
 import functools
 from collections import defaultdict
@@ -50,8 +50,8 @@ class _Facts(NamedTuple):
     Args:
         num_ranks_on_node: Ranks that the launcher started on its node.
         keys: Hashes of the keys of its plans; a key may name thousands of ranks.
-        groups: Process groups that it knows: the hash of their ranks, and their name.
-        steps_with: Hash of the ranks that it steps together with; None for all of them.
+        groups: Known process groups: the hash of their ranks, and their name.
+        steps_with: Hash of the ranks that step together; None for all of them.
         has_any: Whether it has parameters, planned or not.
     """
 
@@ -89,18 +89,18 @@ def find_plan_inputs(
     """Sort parameters by plan, and make their process groups; called by all ranks together.
 
     Args:
-        parameters: Of this rank, checked; it may have none.
+        parameters: Checked parameters of this rank, maybe none.
         group: Ranks that step together; None for all that have parameters.
         device: Where a flag is reduced.
         has_others: Whether this rank steps parameters that are not planned.
-        known_groups: Groups of the model beside those of its meshes.
+        known_groups: Process groups of the model beside its meshes'.
 
     Raises:
         RuntimeError: On all ranks, when ranks of a domain have other plans or do not step together,
             or boxes do not tile a parameter.
 
-    Communication: two gathers of objects over the job, two flags, and a new process group for each
-        domain, each set of replicas, and the ranks with parameters, where they have none yet.
+    Communication: two gathers of objects over the job, two flags, and a new process group per
+        domain, per set of replicas, and for the ranks with parameters, unless one exists.
     """
     by_key: dict[_Key, list[PlannedParameter]] = defaultdict(list)
     for parameter in parameters:
@@ -109,7 +109,7 @@ def find_plan_inputs(
     mine = _Facts(
         num_ranks_on_node(),
         {hash(key) for key in by_key},
-        {(hash(ranks_of(each)), str(each.group_name)) for each in known},
+        {(hash(ranks_of(g)), str(g.group_name)) for g in known},
         None if group is None else hash(ranks_of(group)),
         has_others or bool(parameters),
     )
@@ -118,37 +118,37 @@ def find_plan_inputs(
     problems = [text for key in by_key for text in _problems(key, by_key[key][0].name, facts)]
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
     # Ranks without parameters have nothing to step, and nothing to agree on.
-    stepping = tuple(rank for rank, each in enumerate(facts) if each.has_any)
+    stepping = tuple(rank for rank, fact in enumerate(facts) if fact.has_any)
     groups = _groups(by_key, stepping if group is None else (), known, facts)
     if group is None and len(stepping) < len(facts):
         group = groups.get(stepping)
-    nodes = ranks_per_node([each.num_ranks_on_node for each in facts])
+    nodes = ranks_per_node([fact.num_ranks_on_node for fact in facts])
     # Ranks that share several plans make their collectives in this order. Small domains come first:
-    # matrices of large ones fill the ranks that these leave idle.
+    # matrices of large ones fill idle ranks.
     plans = sorted(by_key.items(), key=lambda item: (len(item[0].ranks), item[0]))
     inputs, problems = [], []
-    for key, of_plan in plans:
+    for key, planned in plans:
         try:
-            inputs.append(_plan_input(key, of_plan, groups, nodes))
+            inputs.append(_plan_input(key, planned, groups, nodes))
         # Boxes that do not tile a matrix. Raised here, other ranks would wait.
         except ValueError as error:
             problems.append(str(error))
     raise_where_any_rank_fails(problems, None, device, _ADVICE)
-    max_num_plans = max(len(each.keys) for each in facts)
-    return PlanInputs(inputs, [of_plan for _, of_plan in plans], max_num_plans, group)
+    max_num_plans = max(len(fact.keys) for fact in facts)
+    return PlanInputs(inputs, [planned for _, planned in plans], max_num_plans, group)
 
 
 def _problems(key: _Key, name: str, facts: Sequence[_Facts]) -> list[str]:
     """List errors of a plan, as sentences.
 
     Args:
-        key: Of the plan.
+        key: Key of the plan.
         name: Its first parameter.
-        facts: Of all ranks.
+        facts: Facts of all ranks.
     """
-    first, last, of_key = key.ranks[0], key.ranks[-1], hash(key)
+    first, last, hashed = key.ranks[0], key.ranks[-1], hash(key)
     problems = []
-    lacking = [rank for rank in key.ranks if of_key not in facts[rank].keys]
+    lacking = [rank for rank in key.ranks if hashed not in facts[rank].keys]
     if lacking:
         problems.append(
             f"{name}: expected a parameter of its mesh and placements on all of ranks {first} to "
@@ -183,31 +183,31 @@ def _key_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[in
     index: list[slice | int] = [slice(None)] * mesh.ndim
     num_matrices = shape[0]
     for axis in cutting_axes(placements, 0) if len(shape) == 3 else ():
-        # Uneven, one rank would have a matrix more than another; sharing them evens that out. What
-        # the axes behind it cut is uneven too.
+        # Uneven, one rank would have a matrix more than another; sharing them evens that out.
+        # Shards of later axes are uneven too.
         if num_matrices % mesh.size(axis):
             break
         num_matrices //= mesh.size(axis)
         index[axis] = coordinate[axis]
     ranks = set(mesh.mesh[tuple(index)].flatten().tolist())
-    replicas = [each for each in replicas_of(mesh, placements) if not ranks.isdisjoint(each)]
+    replicas = [r for r in replicas_of(mesh, placements) if not ranks.isdisjoint(r)]
     return _Key(tuple(sorted(ranks)), tuple(sorted(replicas)))
 
 
 def _known_groups(
     parameters: Sequence[PlannedParameter], known_groups: Sequence[dist.ProcessGroup]
 ) -> list[dist.ProcessGroup]:
-    """Return the groups of the job, of the model, and of all axes of meshes.
+    """Return the process groups of the job, of the model, and of all axes of meshes.
 
-    A communicator of NCCL takes hundreds of megabytes of a GPU: those that exist are used again.
+    A communicator of NCCL takes hundreds of megabytes of a GPU: existing ones are used again.
     """
     if not dist.is_initialized():
         return []
     meshes = {p.view.device_mesh: None for p in parameters if isinstance(p.view, DTensor)}
-    of_meshes = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    mesh_groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
     world = dist.group.WORLD
     assert world is not None
-    return [world, *known_groups, *of_meshes]
+    return [world, *known_groups, *mesh_groups]
 
 
 def _groups(
@@ -216,13 +216,13 @@ def _groups(
     known: Sequence[dist.ProcessGroup],
     facts: Sequence[_Facts],
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Choose a group for each domain and each set of replicas, and make those that are missing.
+    """Choose a process group per domain and per set of replicas, and make the missing ones.
 
     Args:
-        keys: Of the plans of this rank.
-        stepping: Ranks that step together, if they need a group of their own.
-        known: Groups that this rank knows.
-        facts: Of all ranks.
+        keys: Keys of the plans of this rank.
+        stepping: Ranks that step together, if they need a process group.
+        known: Process groups that this rank knows.
+        facts: Facts of all ranks.
     """
     needed = {ranks for key in keys for ranks in (key.ranks, _own_replicas(key)) if len(ranks) > 1}
     # A group of one rank exchanges nothing, but reduces flags: None is all ranks.
@@ -230,11 +230,11 @@ def _groups(
         needed.add(stepping)
     chosen: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for ranks in needed:
-        # Two meshes may have a group each of the same ranks, and a rank may know one of them alone:
-        # all take the first by name of those that all know.
-        by_name = {str(each.group_name): each for each in known if ranks_of(each) == ranks}
-        of_ranks = hash(ranks)
-        shared = [n for n in by_name if all((of_ranks, n) in facts[rank].groups for rank in ranks)]
+        # Several meshes may have a group of the same ranks, and a rank may know one of them alone:
+        # all take the first, by name, that all know.
+        by_name = {str(g.group_name): g for g in known if ranks_of(g) == ranks}
+        hashed = hash(ranks)
+        shared = [n for n in by_name if all((hashed, n) in facts[rank].groups for rank in ranks)]
         if shared:
             chosen[ranks] = by_name[min(shared)]
     # A collective of the job: called once per plan it would hang if ranks have different numbers of
@@ -258,7 +258,7 @@ def _plan_input(
     params: list[torch.Tensor] = []
     for parameter in parameters:
         for matrix, rows in matrices_of(parameter, key.ranks, own_rank()):
-            # By position in the list, which is the same on all ranks of the domain.
+            # By position in the list, the same on all ranks of the domain.
             if rows is not None:
                 handles[len(matrices)] = rows
             matrices.append(matrix)
