@@ -85,7 +85,7 @@ class Muon(WholeMatrixMuon):
         momentum_dtype: bfloat16 halves the memory of momentum. It is averaged in float32, and
             rounded once a step.
         offload_momentum: Whether momentum is in CPU memory, pinned. A step copies it to the device
-            and back, and the host waits for it in the end. No GPU has run it yet.
+            and back, and the host waits for it in the end.
         others: Parameter groups of another optimizer, as in :class:`MuonAdamW`: their gradients are
             checked too.
 
