@@ -258,7 +258,7 @@ class StoredCheckpoint:
             # A view may have any number of elements of one stored one.
             if chunk.nbytes > len(data):
                 raise ValueError(f"{chunk.nbytes} bytes in an archive of {len(data)}")
-            # Megatron stores layers without the axis by which it stacks them.
+            # Megatron stores layers without their stacking axis.
             lengths = [n for n in chunk.shape if n != 1]
             if lengths != [n for n in item.sizes if n != 1] or chunk.dtype != dtype:
                 raise ValueError(f"{tuple(chunk.shape)} of {chunk.dtype}")
@@ -389,8 +389,8 @@ def find_problems(checkpoint: StoredCheckpoint) -> list[str]:
     records, time stamps of the archive) are never loaded.
 
     Returns:
-        One sentence per problem: of :func:`find_misfits` or, without any, items with
-        changed bytes or another chunk.
+        One sentence per problem: of :func:`find_misfits` or, without any, items with changed
+        bytes or another chunk.
 
     Memory: twice the largest item.
     """

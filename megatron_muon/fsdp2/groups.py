@@ -223,7 +223,7 @@ def choose(
         if evidence and not against:
             choices.append(_choose_muon(name, param, evidence, its_places[0], splits))
             continue
-        # A linear layer whose name says that it is an embedding.
+        # A linear layer called embedding.
         is_unclear = against == "embedding" and all(place.is_linear for place in its_places)
         if not against:
             against, is_unclear = "no linear layer and no experts", True

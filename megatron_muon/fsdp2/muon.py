@@ -55,9 +55,8 @@ class Muon(WholeMatrixMuon):
             ``lr``, ``momentum`` and ``weight_decay``: ``split_sizes``, rows of blocks that are
             orthogonalized separately (a number of equal blocks; the rows of all blocks, with a last
             -1 for the remaining rows; or the rows of a group of blocks that repeats, such as query,
-            key and value), ``transposed``, for matrices that are stored and scaled as
-            ``(inputs, outputs)``, and ``flatten``, for convolutions: all dimensions but the
-            first are columns.
+            key and value), ``transposed``, for matrices that are stored and scaled as ``(inputs,
+            outputs)``, and ``flatten``, for convolutions: all dimensions but the first are columns.
         lr: Learning rate.
         momentum: EMA coefficient.
         weight_decay: Coefficient.
@@ -86,7 +85,7 @@ class Muon(WholeMatrixMuon):
         momentum_dtype: bfloat16 halves the memory of momentum. It is averaged in float32, and
             rounded once a step.
         offload_momentum: Whether momentum is in CPU memory, pinned. A step copies it to the device
-            and back, and the host waits for it in the end. No GPU has run it yet.
+            and back, and the host waits for it in the end.
         others: Parameter groups of another optimizer, as in :class:`MuonAdamW`: their gradients are
             checked too.
 
@@ -285,7 +284,7 @@ class Muon(WholeMatrixMuon):
 
         Args:
             overlap_fn: Other work, without communication.
-            problems: Sentences for which all ranks refuse the step.
+            problems: Reasons for all ranks to refuse the step, as sentences.
             others: Memory of that work.
         """
         # A rank without parameters has nothing to step, and nothing to agree on.

@@ -41,8 +41,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Args:
         params: Parameters, pairs of name and parameter, or groups of either. A group may have
-            ``algorithm``: ``muon``, the default, with the keys of :class:`Muon`;
-            ``adamw``, with the keys of ``torch.optim.AdamW``; ``lion``, with ``betas``. It moves to
+            ``algorithm``: ``muon``, the default, with the keys of :class:`Muon`; ``adamw``,
+            with the keys of ``torch.optim.AdamW``; ``lion``, with ``betas``. It moves to
             :attr:`algorithms`: groups then equal the groups of :class:`Muon` and AdamW, so that
             states of the two separate optimizers load.
         lr: Learning rate, also of AdamW's groups that have none.

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Views of the parameters of an optimizer, as they are planned.
+"""Planned views of the parameters of an optimizer.
 
 A plan needs a mesh and placements. A DTensor has both. For a plain tensor the user gives the group
 of its replicas, and the tensor-parallel group if it has a ``partition_dim``, as in Transformer
 Engine. A convolution is a matrix of its first dimension. The view is a DTensor without memory. For
 parameters of Megatron-FSDP it covers the tensor-parallel ranks, with shards of one matrix or with
-copies, which are replicas.
+copies (replicas).
 """
 
 import itertools

@@ -8,8 +8,7 @@
 =======================  =======================================================================
 
 Names are global: experts have their index in the model, and so have layers, though a pipeline stage
-counts from 0. Upstream's ``DistributedOptimizer``
-writes the same layout, so its tools can read it.
+counts from 0. Upstream's ``DistributedOptimizer`` writes the same layout, so its tools can read it.
 """
 
 import functools

@@ -139,7 +139,7 @@ def _report(options: argparse.Namespace) -> Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; 2 with a message where an argument cannot work."""
+    """Print the report; exit with 2 and a message for invalid arguments."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:

@@ -91,7 +91,7 @@ def choose_buckets(
 
 
 def _num_buckets(load_ns: Mapping[int, int], sizes: SizeCounter) -> int:
-    """Return how often the shortest possible bucket fits into the time of the busiest owner."""
+    """Return the number of buckets: the time of the busiest owner over the shortest bucket."""
     ranks = sizes.matrices[min(load_ns)].ranks
     shortest_ns = 2 * sizes.cost.collective_ns(ranks) / _MAX_OVERHEAD
     load_by_owner: Counter[int] = Counter()
@@ -114,7 +114,7 @@ class _Draft:
 def _fill_buckets(
     load_ns: Mapping[int, int], sizes: SizeCounter, count: int
 ) -> list[tuple[int, ...]]:
-    """Assign matrices to buckets, longest first, to where their owners have least to do.
+    """Assign matrices, longest first, to the buckets with the least load on their owners.
 
     Ties go to the bucket with the fewest matrices of the same layout: then no bucket has all
     matrices of a shape, and its few holders would send all rows of the bucket.
@@ -147,7 +147,7 @@ def _fill_buckets(
 def _bytes_of_fullest(stagings: Iterable[PlanStaging]) -> int:
     """Return the staging bytes of the fullest rank, as its engine allocates them."""
     most = 0
-    # The largest first: ranks whose buffers need less even without sharing are not laid out.
+    # The largest first: ranks that need less even without sharing are not laid out.
     totals = [(sum(map(aligned_size, staging.buffers())), staging) for staging in stagings]
     for total, staging in sorted(totals, key=lambda pair: -pair[0]):
         if total <= most:

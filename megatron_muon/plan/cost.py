@@ -31,7 +31,7 @@ class CostModel:
 
     Args:
         tflops: Rate of a rank's Newton-Schulz on infinitely large matrices, TFLOP/s.
-        half_rate_side: Shorter side at which half of that rate is reached: the rate of a side n is
+        half_rate_side: Shorter side with half of that rate: the rate of a side n is
             ``tflops * n / (n + half_rate_side)``.
         gbps: Bandwidth of one rank to ranks of its node, GB/s per direction.
         gbps_between_nodes: Bandwidth of one rank to other nodes, GB/s per direction.

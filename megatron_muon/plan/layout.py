@@ -74,7 +74,7 @@ class Region(NamedTuple):
     """The rectangle of a block that lies in one box.
 
     Args:
-        holders: Ranks of the job that hold it, more than one where shards are replicated.
+        holders: Ranks of the job that hold it; several with replicated shards.
         block: Index of the block in :attr:`MatrixLayout.blocks`.
         row: First row in the block.
         num_rows: Rows.
@@ -97,7 +97,7 @@ class MatrixLayout:
     """Regions of a matrix, and its possible owners.
 
     Args:
-        name: Parameter, with index in the batch and outputs of the slice where it has several.
+        name: Parameter, with index in the batch and outputs of the slice if there are several.
         blocks: Shapes ``(rows, cols)`` of the blocks, whole over tensor parallelism where its mode
             joins them.
         regions: Rectangles that tile the blocks.
@@ -323,7 +323,7 @@ def all_heads(split_shapes: Sequence[int], num_rows: int, head_rows: int = 0) ->
     Args:
         split_shapes: Rows of one group by block, such as query, key and value.
         num_rows: Rows of the matrix: a whole number of groups.
-        head_rows: Rows of a head, a divisor of all block rows; 0 where every block is a head.
+        head_rows: Rows of a head, a divisor of all block rows; 0 if every block is a head.
     """
     heads = [head_rows or rows for rows in split_shapes for _ in range(rows // (head_rows or rows))]
     return tuple(heads) * (num_rows // sum(split_shapes))

@@ -7,8 +7,8 @@ longer. A matrix that alone exceeds the fair share of a rank, the mean load, is 
 owners first. Then two passes go over all matrices: whole ones of one rank first, then by descending
 number of owners, then by descending time.
 
-1. Every matrix goes to the rank that is done with it first. This pass only says how busy the
-   busiest rank has to be.
+1. Every matrix goes to the rank that is done with it first. This pass only gives the load
+   of the busiest rank.
 2. All matrices are placed again. A rank that holds rows of a matrix gets it as long as its load
    stays within a capacity, 1.025 times the highest load of pass 1; of several such ranks, the rank
    with the quietest link. If there is none, the matrix goes to the rank that is done with it first.
@@ -50,7 +50,7 @@ class Assignment(NamedTuple):
     """Owners of a list of matrices.
 
     Args:
-        owners: Of every matrix, ranks of the job; more than one where it is split.
+        owners: Ranks of the job by matrix; several for a split matrix.
         load_ns: By rank, Newton-Schulz of its matrices, the initial load included.
     """
 
@@ -175,8 +175,8 @@ class _Placing:
 
     Args:
         load_ns: Load of every rank before any matrix is placed.
-        capacity_ns: Load up to which a rank that holds rows of a matrix gets it; 0 in pass 1, where
-            no rank is preferred.
+        capacity_ns: Maximum load for holders of a matrix to be preferred; 0 in pass 1, without
+            preference.
     """
 
     def __init__(self, load_ns: Mapping[int, int], *, capacity_ns: int) -> None:
@@ -242,7 +242,7 @@ class _Placing:
 
 
 def _candidates(task: _Task) -> Sequence[tuple[int, ...]]:
-    """Return the holders; of a split matrix sets of consecutive ranks, which tile nodes."""
+    """Return the holders; for a split matrix sets of consecutive ranks that tile nodes."""
     if task.num_parts == 1:
         return [(rank,) for rank in task.matrix.elements_by_rank]
     return _sets_of_ranks(task.matrix.ranks, task.num_parts)

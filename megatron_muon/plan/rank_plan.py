@@ -59,7 +59,7 @@ class RankScatter:
     """Messages of one rank in one scatter.
 
     Args:
-        sends: Results by holder, itself included where others hold the same rows.
+        sends: Results by holder, itself included if others hold the same rows.
         receives: Elements by owner.
         arrivals: Results for its rows, once replicas have passed them on.
         shard: Results for the replicas of its shard; None without results in this bucket.
@@ -195,7 +195,7 @@ class RankSchedule:
 def _spread_local(
     rank_plans: Sequence[RankPlan], actions: Sequence[Action]
 ) -> tuple[tuple[LocalStack, ...], ...]:
-    """Spread local matrices evenly over the rounds and the end, where the last results arrive."""
+    """Spread local matrices evenly over the rounds and the end of the step."""
     stacks = [
         LocalStack(plan, number)
         for plan, rank_plan in enumerate(rank_plans)

@@ -67,7 +67,7 @@ class Route(NamedTuple):
         matrix: Index of the matrix in the plan.
         block: Index of the block.
         owner: Rank that orthogonalizes it.
-        source: Rank that sends it to the owner; the owner itself where it holds it.
+        source: Rank that sends it to the owner; the owner itself if it is a holder.
         holders: Ranks that get the result.
         row: First row in the part.
         num_rows: Rows.

@@ -14,8 +14,8 @@ A step is a list of rounds, one per bucket of a plan. The round of bucket i::
     start_scatter     results of scatter j are packed, and start to travel
 
 Before the first round the gathers of the first ``ahead`` buckets of every plan start. After the
-last one come the remaining local matrices and messages. Without replicas a
-bucket has one scatter.
+last one come the remaining local matrices and messages. Without replicas a bucket
+has one scatter.
 
 With replicas, results are all-gathered after their scatter, in the order of scatters: on a GPU as
 soon as the scatter has ended, on gloo in ``finish_scatter``
@@ -99,8 +99,7 @@ class Action(NamedTuple):
 
     Args:
         kind: Kind of the action.
-        plan: Position of its plan in the list of the rank; 0 for local matrices of any
-            plan.
+        plan: Position of its plan in the list of the rank; 0 for local matrices of any plan.
         number: Number of the bucket; of the scatter, counted over all buckets, for scatters; of the
             round for local matrices, and the number of rounds at the end of the step.
     """
@@ -159,9 +158,8 @@ def _round(turn: Round, order: PlanOrder) -> Iterator[Action]:
 def rounds_of(num_buckets: Sequence[int]) -> tuple[Round, ...]:
     """Return the rounds of a step, in order.
 
-    Every plan gets through its buckets evenly. One plan after the other would be worse: where a
-    rank has nothing to do in the second plan, it would still keep others waiting there until it is
-    done with the first.
+    Every plan gets through its buckets evenly. One plan after the other would be worse: a rank
+    without work in the second plan would keep others waiting there until it is done with the first.
 
     Args:
         num_buckets: Buckets by plan of the rank.

@@ -44,8 +44,8 @@ class Traffic(NamedTuple):
     """Elements of messages between ranks.
 
     Args:
-        sent: By rank, and whether the receiver is on its node.
-        received: By rank, and whether the sender is on its node.
+        sent: Elements by sender, and whether the receiver is on its node.
+        received: Elements by receiver, and whether the sender is on its node.
     """
 
     sent: Counter[tuple[int, bool]]
@@ -76,7 +76,7 @@ class SizeCounter:
         matrices: Layouts.
         owners: Owners by matrix.
         cost: Sizes of stacks, and nodes.
-        dtypes: Decides whether rows are normalized before they are sent.
+        dtypes: Dtypes of messages and stacks.
     """
 
     def __init__(

@@ -121,8 +121,8 @@ class StagingLayout:
         """
         sizes, local_bytes = [], 0
         for plan in plans:
-            *exchanged, local = plan.buffers()
-            sizes += exchanged
+            *buffers, local = plan.buffers()
+            sizes += buffers
             local_bytes = max(local_bytes, local)
         orders = tuple(plan.order for plan in plans)
         # Local matrices may be due in any round, and at the end.

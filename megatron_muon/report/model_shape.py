@@ -15,7 +15,7 @@ class Parameter(NamedTuple):
     Args:
         name: Within the layer, as Megatron-LM names it.
         shape: One or two dimensions.
-        partition_dim: Dimension that tensor parallelism shards; None where every rank has all.
+        partition_dim: Dimension that tensor parallelism shards; None for copies on all ranks.
         split: Rows of one group by block, such as query, key and value; None for one block.
         head_rows: Rows of a head, if every head is a block on one tensor-parallel rank; 0 where
             every block of a group is a head.

@@ -64,7 +64,7 @@ class Report:
         num_buckets: Buckets of the plan with most of them.
         num_split_groups: Sets of ranks that split matrices, one communicator per set.
         num_blocks: Blocks by backend.
-        matrices: ``name`` and ``owner`` (``owners`` where it is split), in order.
+        matrices: ``name`` and ``owner`` (``owners`` of a split matrix), in order.
         busiest_ns: Newton-Schulz time of the busiest rank.
         busiest_over_ideal: Busiest Newton-Schulz time over the ideal.
         min_step_ns: Time of the busiest GPU or link: no step is shorter.
@@ -136,8 +136,8 @@ def _add_matrices(report: Report, by_rank: Mapping[int, RankReport], plan: Excha
         report.num_elements += matrix.num_elements
         report.ideal_ns += sum(plan.cost.newton_schulz_ns(*shape) for shape in matrix.blocks)
         report.norm_bytes += dtypes.norm_bytes * len(matrix.blocks)
-        # An owner keeps its own rows, so the largest holder saves most. Results go to
-        # every replica, rows come from one of them.
+        # An owner keeps its own rows, so the largest holder saves most. Results go to every
+        # replica, rows come from one of them.
         held = matrix.elements_by_rank.values()
         report.lower_bound_bytes += dtypes.gather_bytes * (matrix.num_elements - max(held))
         report.lower_bound_bytes += dtypes.scatter_bytes * (sum(held) - max(held))

@@ -21,7 +21,7 @@ class RowIndex:
         param: The parameter.
         index: Position in the batch of the local tensor; None if the parameter is no batch.
         rows: Local rows.
-        cols: Local columns, fewer than all where a transposed parameter is split.
+        cols: Local columns; not all of them in a split transposed parameter.
     """
 
     param: torch.Tensor

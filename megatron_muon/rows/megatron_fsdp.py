@@ -130,7 +130,7 @@ def _without_last_axis(mesh: DeviceMesh) -> DeviceMesh:
 def tensor_mesh(param: Any) -> DeviceMesh | None:  # noqa: ANN401
     """Return the mesh of a parameter with tensor parallelism as its last axis.
 
-    None where version 1 has no such axis, and for experts: tensor parallelism never replicates
+    None if version 1 has no such axis, and for experts: tensor parallelism never replicates
     them.
     """
     if is_joined(param):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters as they are planned, and their boxes by rank.
+"""Planned parameters, and their boxes by rank.
 
 Boxes follow from placements where torch has sharded a parameter, and from Megatron-FSDP's buffer
 otherwise: integers, without communication.
@@ -91,7 +91,7 @@ class PlannedParameter:
         flattens: Whether all dimensions but the first are columns.
         blocks: Rows of one group by block, such as query, key and value, in a matrix with one
             owner; instead of ``split_sizes``.
-        known_boxes: Box of the view by rank of the job, where placements do not say it. Ranks
+        known_boxes: Box of the view by rank of the job, if placements do not define it. Ranks
             without elements may be missing.
     """
 
@@ -179,8 +179,8 @@ def over_tensor_ranks(
     Args:
         tensor_shard: Shard on this tensor-parallel rank; see :func:`tensor_shard_of`.
         mesh: Its mesh, with tensor parallelism as one more axis at the end.
-        dim: Dimension that tensor parallelism shards; None for copies.
-            Copies are replicas: a matrix is orthogonalized once, and they cannot differ.
+        dim: Dimension that tensor parallelism shards; None for copies. They
+            are replicas: a matrix is orthogonalized once, and they cannot differ.
     """
     assert isinstance(tensor_shard.view, DTensor)
     columns = mesh.mesh.flatten(0, -2).T.tolist()
