@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers import fsdp2_models as models
-from helpers.device import has_megatron, init_group
+from helpers.device import has_megatron, init_group, kind
 from helpers.fsdp2_models import CASES, Sharded
 from helpers.megatron_fsdp import version_1
 from helpers.ranks import Run, run_ranks
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 def _fsdp2_row(build: Callable[[], list[Sharded]], size: int) -> Row:
     """Return a layout of FSDP2; whole matrices and batches are for methods of adaptive Muon too."""
-    is_adaptive = size < 4 and build.__name__ in ADAPTIVE_LAYOUTS
+    is_adaptive = size < 4 and build.__name__ in ADAPTIVE_LAYOUTS and kind() == "cpu"
     settings = (*PLAIN, *ADAPTIVE) if is_adaptive else PLAIN
     return Row(build, settings, [pytest.mark.slow] if size == 2 else [])
 
@@ -71,13 +71,15 @@ def _table() -> dict[int, dict[str, Row]]:
         size: {case.__name__: _fsdp2_row(case, size) for case in cases}
         for size, cases in CASES.items()
     }
-    for size, build in (
-        (2, models.plain_replicas),
-        (2, models.plain_blocks),
-        (3, models.convolutions),
-        (4, models.plain_replicas_of_blocks),
-    ):
-        table[size][build.__name__] = Row(build)
+    # The pieces of --device cuda have the layouts of sharded models alone.
+    if kind() == "cpu":
+        for size, build in (
+            (2, models.plain_replicas),
+            (2, models.plain_blocks),
+            (3, models.convolutions),
+            (4, models.plain_replicas_of_blocks),
+        ):
+            table[size][build.__name__] = Row(build)
     # Megatron-FSDP's placements do not say who has what, nor is its
     # update_uneven_dtensor_chunk_metadata() called.
     for size, layouts in (
@@ -86,9 +88,9 @@ def _table() -> dict[int, dict[str, Row]]:
     ):
         table.setdefault(size, {}).update(
             {
-                f"megatron_{layout}_{kind}": _megatron_row(layout, size, is_even=kind == "even")
+                f"megatron_{layout}_{rows}": _megatron_row(layout, size, is_even=rows == "even")
                 for layout in layouts
-                for kind in ("even", "uneven")
+                for rows in ("even", "uneven")
             }
         )
     table[4][COPIES] = _megatron_row("tensor_rows", 4, copies=[2])
@@ -189,6 +191,7 @@ def test_step_is_that_of_whole_matrices(size, name):
         assert found[name][0] == [], f"rank {rank}"
 
 
+@pytest.mark.cpu_only
 def test_replicas_orthogonalize_each_matrix_once():
     """Of plain tensors each matrix has one owner."""
     for found in steps(4):

@@ -17,11 +17,12 @@ checkpoint_runs     runs that save and load, and kills of them
 broken_optimizers   ways to break Muon on purpose
 collective_timing   collectives that arrive late, or at once
 fused_linear        a stand-in for Transformer Engine's linear layer with fused gradients
-whole_matrices      Newton-Schulz of emerging-optimizers, on whole matrices
+whole_matrices      Muon and Newton-Schulz of emerging-optimizers, on whole matrices
 exact               Newton-Schulz in float64, and matrices that are hard for it
 stacks              Newton-Schulz on a stack, with settings by name
 cusolvermp          a stand-in for Transformer Engine's Newton-Schulz
-fsdp2_models        matrices in every layout that FSDP2 makes
+fsdp2_models        matrices in every layout that FSDP2 makes, and plain ones
+megatron_fsdp       models that Megatron-FSDP has sharded, of versions 1 and 2
 triton_interpreter  Triton's interpreter, mended so that it multiplies bf16
 documents           the documents, and the commands in them
 commands            commands that tests run as users do

@@ -31,10 +31,6 @@ class Sharded:
 
     def own(self, whole: Any) -> Any:
         """Cut this rank's part out of a tensor that is shaped like the whole one."""
-        from torch.distributed.tensor import DTensor
-
-        if not isinstance(self.param, DTensor):
-            return whole
         for chunk in self.param.__create_chunk_list__():
             ranges = zip(chunk.offsets, chunk.sizes, strict=True)
             cut = whole[tuple(slice(start, start + size) for start, size in ranges)]
@@ -45,8 +41,6 @@ class Sharded:
         """Wrap a local tensor as the parameter is."""
         from torch.distributed.tensor import DTensor
 
-        if not isinstance(self.param, DTensor):
-            return local
         return DTensor.from_local(
             local,
             self.param.device_mesh,
