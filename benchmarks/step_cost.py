@@ -274,9 +274,12 @@ def build_optimizer(model: Any) -> Any:
     """Build Muon and Lion as on a GPU."""
     import megatron_muon
     from megatron_muon.plan.cost import CostModel
+    from megatron_muon.runtime import local_rows
 
     norms_as_on_a_gpu()
     clip_as_with_transformer_engine()
+    # CPU ranks orthogonalize one matrix at once.
+    local_rows.batch_size = len
     # Named, so that they replace those of CPU ranks. The other two are the run's.
     others = ("num_ns_steps", "backends", "coefficient_type")
     rates = {k: v for k, v in dataclasses.asdict(CostModel()).items() if k not in others}

@@ -7,7 +7,6 @@ Files, each importing only those above it::
     tensors         local tensors: of a DTensor, adjacent in memory, not finite
     agreement       process groups, whose ranks compare their knowledge, and fail together
     exchange        the collectives that move rows and results
-    machine_cost    settings, resolved for the machine of all ranks
     arena           memory of a step
     row_kernel      one kernel that moves rectangles, in Triton, and their table on the device
     row_moves       moves a list of rectangles, by the kernel or by torch
@@ -15,5 +14,5 @@ Files, each importing only those above it::
     local_rows      local rows, read normalized and written scaled, and stacks of an owner
     plan_runner     gathers, orthogonalizes and scatters the buckets of one plan
     engine          runs the plans of a rank: local rows in, orthogonalized local rows out
-    engine_builder  plans, process groups, connections
+    engine_builder  settings of all ranks, plans, process groups, connections
 """

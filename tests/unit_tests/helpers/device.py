@@ -181,11 +181,11 @@ def claim_gpu(backend: str) -> None:
 def _plan_as_on_cpu_ranks() -> None:
     import torch
 
-    from megatron_muon.runtime import machine_cost
+    from megatron_muon.runtime import engine_builder
 
-    rates = machine_cost._rates
+    rates = engine_builder._rates
 
     def rates_of_cpu_ranks(*args: Any) -> Any:
         return rates(*args[:-1], torch.device("cpu"))
 
-    machine_cost._rates = rates_of_cpu_ranks
+    engine_builder._rates = rates_of_cpu_ranks
