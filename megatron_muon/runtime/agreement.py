@@ -7,6 +7,7 @@ A process without a process group is a job of one rank.
 
 import datetime
 import hashlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -97,7 +98,7 @@ def raise_where_ranks_differ(
     """Check that all ranks of a group hold the same list, by its hash.
 
     Args:
-        entries: See :func:`difference_between_ranks`.
+        entries: See :func:`differences_between_ranks`.
         group: See there.
         device: See there.
         what: See there.
@@ -107,17 +108,17 @@ def raise_where_ranks_differ(
         RuntimeError: On all ranks of the group, naming the first item that differs, per deviating
             rank.
 
-    Communication: that of :func:`difference_between_ranks`.
+    Communication: that of :func:`differences_between_ranks`.
     """
-    difference = difference_between_ranks(entries, group, device, what)
-    if difference is not None:
-        raise RuntimeError(f"{difference}. {advice}")
+    differences = differences_between_ranks(entries, group, device, what)
+    if differences:
+        raise RuntimeError(f"{differences[0]}. {advice}")
 
 
-def difference_between_ranks(
+def differences_between_ranks(
     entries: Sequence[str], group: dist.ProcessGroup, device: torch.device, what: str
-) -> str | None:
-    """Describe how the lists of a group's ranks differ, or return None where they are the same.
+) -> list[str]:
+    """Describe how the lists of a group's ranks differ, in a sentence; none where they do not.
 
     Args:
         entries: The list, one line of text per item, in order.
@@ -137,20 +138,18 @@ def difference_between_ranks(
     hashes = mine.new_empty(dist.get_world_size(group))
     dist.all_gather_into_tensor(hashes, mine, group=group)
     if bool((hashes == hashes[0]).all()):
-        return None
+        return []
     # Only now that ranks are known to differ: the lists of a large model are megabytes.
     lists = gather_objects(list(entries), group)
     ranks = dist.get_process_group_ranks(group)
     lines = []
-    for rank, found in zip(ranks, lists, strict=True):
-        for index in range(max(len(found), len(lists[0]))):
-            here = found[index] if index < len(found) else "nothing"
-            there = lists[0][index] if index < len(lists[0]) else "nothing"
+    for rank, own in zip(ranks, lists, strict=True):
+        for here, there in itertools.zip_longest(own, lists[0], fillvalue="nothing"):
             # The first difference explains the rest: one parameter more shifts all others.
             if here != there:
                 lines.append(f"rank {rank} has {here!r} where rank {ranks[0]} has {there!r}")
                 break
-    return f"{what}: expected the same on all ranks of the group, got " + "; ".join(lines[:8])
+    return [f"{what}: expected the same on all ranks of the group, got " + "; ".join(lines[:8])]
 
 
 def first_line(error: Exception) -> str:

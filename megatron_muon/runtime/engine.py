@@ -242,25 +242,13 @@ class Engine:
             runner.forget()
 
     def _run(self, action: Action) -> Iterator[list[Any]]:
-        """Run one action of :mod:`megatron_muon.plan.schedule`."""
-        kind, number = action.kind, action.number
-        if kind == "local":
-            yield from self._orthogonalize_local(self._schedule.local[number])
-            return
-        runner = self.runners[action.plan]
-        if kind == "start_gather":
-            runner.start_gather(number)
-        elif kind == "wait_for_gather":
-            runner.wait_for_gather(number)
-        elif kind == "orthogonalize":
-            runner.orthogonalize(number)
-        elif kind == "start_scatter":
-            yield runner.start_scatter(number)
-        elif kind == "finish_scatter":
-            yield runner.finish_scatter(number)
-
-    def _orthogonalize_local(self, local: Sequence[LocalStack]) -> Iterator[list[Any]]:
-        # One stack after the other: they share memory, and a result is written back before the
-        # next stack is read.
-        for stack in local:
-            yield self.runners[stack.plan].orthogonalize_local(stack.number)
+        """Run one action of :mod:`megatron_muon.plan.schedule`, a method of that name."""
+        stacks = [LocalStack(action.plan, action.number)]
+        if action.kind == "local":
+            # One after the other: they share memory, and a result is written back before the next
+            # stack is read.
+            stacks = list(self._schedule.local[action.number])
+        for plan, number in stacks:
+            done = getattr(self.runners[plan], action.kind)(number)
+            if done is not None:
+                yield done

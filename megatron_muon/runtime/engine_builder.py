@@ -16,7 +16,7 @@ from megatron_muon.plan.rank_plan import RankSchedule
 from megatron_muon.plan.settings import ExchangeSettings, PlanSettings
 from megatron_muon.runtime.agreement import (
     Domain,
-    difference_between_ranks,
+    differences_between_ranks,
     first_line,
     new_groups,
     own_rank,
@@ -226,8 +226,7 @@ def _differences(entries: list[str], domain: Domain, device: torch.device) -> li
     """
     if domain.group is None:
         return []
-    difference = difference_between_ranks(entries, domain.group, device, "Muon exchange plan")
-    return [] if difference is None else [difference]
+    return differences_between_ranks(entries, domain.group, device, "Muon exchange plan")
 
 
 def _parts_groups(

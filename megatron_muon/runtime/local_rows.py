@@ -72,10 +72,9 @@ class LocalRows:
         # One device alone has a kernel for all rows.
         self._by_kernel = False if rows_device not in (None, device) else None
         method = newton_schulz.method
-        self._norm_method = method if isinstance(method, Namo) else None
-        self.norms = BlockNorms(
-            plan, rank, group, device, rows_device or device, self._norm_method, moments
-        )
+        namo = method if isinstance(method, Namo) else None
+        self._has_factors = namo is not None
+        self.norms = BlockNorms(plan, rank, group, device, rows_device or device, namo, moments)
         self._to_read: list[Sequence[tuple[Route, torch.Tensor]]] = []
         self._to_write: list[Sequence[tuple[Route, torch.Tensor]]] = []
         self._missing: Counter[int] = Counter()
@@ -88,7 +87,16 @@ class LocalRows:
         Args:
             targets: Routes, with ``(num_rows, num_cols)`` in the gather dtype.
         """
+        norms = [self.norms.position(route) for route, _ in targets]
         self._to_read.append(targets)
+        self._reads.append(
+            RowMoves(
+                (),
+                norms=norms if self._plan.dtypes.normalizes else None,
+                device=self._device,
+                by_kernel=self._by_kernel,
+            )
+        )
         return len(self._to_read) - 1
 
     def add_write(self, results: Sequence[tuple[Route, torch.Tensor]]) -> int:
@@ -97,7 +105,18 @@ class LocalRows:
         Args:
             results: Routes, with ``(num_rows, num_cols)`` in the scatter dtype.
         """
+        norms = [self.norms.position(route) for route, _ in results]
         self._to_write.append(results)
+        self._writes.append(
+            RowMoves(
+                (),
+                norms=norms if self._has_factors else None,
+                # Query, key and value have factors of their own.
+                factors=[self._scale(route) for route, _ in results],
+                device=self._device,
+                by_kernel=self._by_kernel,
+            )
+        )
         return len(self._to_write) - 1
 
     def begin(self, updates: Rows, results: Rows) -> None:
@@ -113,31 +132,8 @@ class LocalRows:
         """View the rows that the lists read and write."""
         of_updates = {index: updates[each] for index, each in self._handles.items()}
         of_results = {index: results[each] for index, each in self._handles.items()}
-        normalizes = self._plan.dtypes.normalizes
         if self._plan.dtypes.norm_bytes:
             self.norms.view(of_updates)
-        self._reads = self._reads or [
-            RowMoves(
-                (),
-                norms=[self.norms.position(route) for route, _ in targets] if normalizes else None,
-                device=self._device,
-                by_kernel=self._by_kernel,
-            )
-            for targets in self._to_read
-        ]
-        # Query, key and value have factors of their own.
-        self._writes = self._writes or [
-            RowMoves(
-                (),
-                norms=None
-                if self._norm_method is None
-                else [self.norms.position(route) for route, _ in written],
-                factors=[self._scale(route) for route, _ in written],
-                device=self._device,
-                by_kernel=self._by_kernel,
-            )
-            for written in self._to_write
-        ]
         for read, targets in zip(self._reads, self._to_read, strict=True):
             read.set([(in_shard(of_updates[r.matrix], r), target) for r, target in targets])
         for write, written in zip(self._writes, self._to_write, strict=True):

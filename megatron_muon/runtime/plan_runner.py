@@ -344,7 +344,7 @@ class PlanRunner:
         self._rows.forget()
 
     @in_range("local_matrices")
-    def orthogonalize_local(self, number: int) -> list[Handle]:
+    def local(self, number: int) -> list[Handle]:
         """Orthogonalize a stack of local matrices, and return the rows that are complete."""
         owned = self._local[number]
         self._orthogonalize(owned)

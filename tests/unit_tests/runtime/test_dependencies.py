@@ -107,7 +107,6 @@ NO_DOCSTRING = r"got AttributeError\(.'NoneType' object has no attribute 'format
 @pytest.mark.parametrize(
     ("options", "before", "does", "said"),
     [
-        ((), WITHOUT_ABSL, "import megatron_muon.fsdp2", NO_ABSL),
         ((), WITHOUT_ABSL, "import megatron_muon; megatron_muon.enable()", NO_ABSL),
         (("-OO",), "", "import megatron_muon.fsdp2", NO_DOCSTRING),
     ],

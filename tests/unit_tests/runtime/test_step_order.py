@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which a rank launches, waits and computes."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,13 +10,12 @@ from unittest import mock
 import pytest
 from helpers.layouts import rows_cut_at
 from helpers.ranks import run_ranks
-from helpers.sharded_muon import build_optimizers, init_group
+from helpers.sharded_muon import build_optimizers, each_of, init_group
 
 pytestmark = pytest.mark.ranks
 
 
 def _order_of_a_step(depth: int, num_buckets: int, has_replicas: bool) -> list[Any]:
-    init_group()
     exchange = {"comm_dtype": "bf16", "num_buckets": num_buckets}
     # About four matrices of one size for each rank, so that there are buckets enough.
     cases = [*[(12, [6, 6, 6, 6])] * 16, (12, [8, 8, 8, 8])]
@@ -59,11 +59,13 @@ def _order_of_a_step(depth: int, num_buckets: int, has_replicas: bool) -> list[A
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_traffic_of_other_buckets_is_under_way_during_newton_schulz(depth):
+def test_traffic_of_other_buckets_is_under_way_during_newton_schulz():
     """The order is that of plan/schedule.py."""
-    run = run_ranks(4, _order_of_a_step, depth, 5, False).check()
-    for count, _, (ahead, behind), log in run.results:
+    depths = [1, 2, 5]
+    by_rank = run_ranks(4, each_of, _order_of_a_step, [(depth, 5, False) for depth in depths])
+    for depth, (count, _, (ahead, behind), log) in zip(
+        4 * depths, itertools.chain(*by_rank.check().results), strict=True
+    ):
         assert (count, ahead, behind) == (5, depth, depth)
         expected = [f"start gather {bucket}" for bucket in range(min(ahead, count))]
         for bucket in range(count):
@@ -77,11 +79,13 @@ def test_traffic_of_other_buckets_is_under_way_during_newton_schulz(depth):
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize(("depth", "num_buckets"), [(1, 5), (2, 5), (1, 2)])
-def test_replicas_gather_results_behind_their_scatter(depth, num_buckets):
+def test_replicas_gather_results_behind_their_scatter():
     """On gloo when the step waits for them; test_chained_collectives.py has the order of a GPU."""
-    run = run_ranks(4, _order_of_a_step, depth, num_buckets, True).check()
-    for count, num_scatters, (_, behind), log in run.results:
+    cases = [(1, 5, True), (2, 5, True), (1, 2, True)]
+    by_rank = run_ranks(4, each_of, _order_of_a_step, cases).check().results
+    for (depth, num_buckets, _), (count, num_scatters, (_, behind), log) in zip(
+        4 * cases, itertools.chain(*by_rank), strict=True
+    ):
         assert (count, behind) == (num_buckets, depth * num_scatters)
         assert (num_scatters > 1) == (num_buckets < 3)
         ends = count * num_scatters
