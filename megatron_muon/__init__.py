@@ -6,7 +6,7 @@ Importing this package changes nothing. :func:`enable` patches an installed mega
 ``--optimizer muon --use-megatron-fsdp`` trains; :func:`disable` reverts the patches. docs/api.md
 describes the public names.
 
-Subpackages; imports point upwards::
+Parts, each importing only those above it::
 
     user_errors     errors that the user can repair
     newton_schulz/  ways to compute Newton-Schulz, and their costs

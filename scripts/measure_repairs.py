@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Print the gradient norms that test_gradient_repairs.py compares, a table of docs/numerics.md."""
+"""Print the gradient norms that test_gradient_repairs.py compares, a table of patches/README.md."""
 
 import sys
 from pathlib import Path

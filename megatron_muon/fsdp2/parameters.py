@@ -90,15 +90,15 @@ class _Facts(NamedTuple):
 
 def view_parameters(
     parameters: Sequence[PlannedParameter],
-    replicas: dist.ProcessGroup | None,
-    tensor_ranks: dist.ProcessGroup | None,
+    process_group: dist.ProcessGroup | None,
+    tensor_group: dist.ProcessGroup | None,
 ) -> Views:
     """Plan the views of parameters; called by all ranks of the job together.
 
     Args:
         parameters: Viewed as they are; a rank may have none.
-        replicas: Ranks with copies of this rank's plain tensors; None for no others.
-        tensor_ranks: Ranks with the other shards of plain tensors that have a ``partition_dim``, in
+        process_group: Ranks with copies of this rank's plain tensors; None for no others.
+        tensor_group: Ranks with the other shards of plain tensors that have a ``partition_dim``, in
             the order of the shards; None for no others.
 
     Communication: a gather of objects over the job.
@@ -110,8 +110,8 @@ def view_parameters(
     )
     mine = _Facts(
         next(types, None),
-        _ranks(replicas),
-        _ranks(tensor_ranks),
+        _ranks(process_group),
+        _ranks(tensor_group),
         {
             number: local_tensor(param).shape[dim]
             for number, param in enumerate(params)
@@ -127,8 +127,8 @@ def view_parameters(
     is_in_cpu_memory = any(local_tensor(param).device.type == "cpu" for param in params[:1])
     mesh: DeviceMesh | None = None
     problems: list[str] = []
-    if replicas is not None or tensor_ranks is not None:
-        mesh, problems = _plain_mesh(facts, replicas, tensor_ranks, device)
+    if process_group is not None or tensor_group is not None:
+        mesh, problems = _plain_mesh(facts, process_group, tensor_group, device)
     viewed = []
     for number, parameter in enumerate(parameters):
         try:
@@ -138,7 +138,7 @@ def view_parameters(
                 # A missing size makes the tiling fail on all ranks.
                 sizes = [facts[rank].sizes.get(number, 0) for rank in mine.tensor_ranks]
                 is_cut = number in mine.sizes
-                if is_cut and tensor_ranks is None:
+                if is_cut and tensor_group is None:
                     raise ValueError(
                         "expected tensor_group with a partition_dim of "
                         f"{partition_dim(parameter.param)}, got none. Pass the ranks that hold the "
@@ -158,8 +158,8 @@ def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 def _plain_mesh(
     facts: Sequence[_Facts],
-    replicas: dist.ProcessGroup | None,
-    tensor_ranks: dist.ProcessGroup | None,
+    process_group: dist.ProcessGroup | None,
+    tensor_group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> tuple[DeviceMesh | None, list[str]]:
     """Return the mesh of both process groups, or None and a problem."""
@@ -176,7 +176,7 @@ def _plain_mesh(
             f"and whose columns are process groups, got {mine.tensor_ranks} and {mine.replicas} on "
             f"rank {own_rank()}. Pass both groups of one model"
         ]
-    groups = [group for group in (replicas, tensor_ranks) if group is not None]
+    groups = [group for group in (process_group, tensor_group) if group is not None]
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device.type), []
     mesh = DeviceMesh.from_group(

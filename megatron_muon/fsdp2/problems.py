@@ -18,8 +18,8 @@ from megatron_muon.rows.matrices import output_slices
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v2
 from megatron_muon.rows.parameters import (
     PlannedParameter,
+    checkpointed_box,
     is_strided,
-    own_box,
     sharded_dim,
 )
 from megatron_muon.runtime.agreement import own_rank
@@ -237,9 +237,9 @@ def _layout_problem(parameter: PlannedParameter) -> str | None:
         )
     # Twice: by the shard itself, and by torch's checkpoints, which know the split factors of
     # strided shards.
-    if shape != sizes or own_box(param) != box:
+    if shape != sizes or checkpointed_box(param) != box:
         return (
             f"expected a shard of ranges {box}, as fully_shard cuts {tuple(param.shape)}, got "
-            f"shape {shape} at {own_box(param)}. Report it, with {placements}"
+            f"shape {shape} at {checkpointed_box(param)}. Report it, with {placements}"
         )
     return None

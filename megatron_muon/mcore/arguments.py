@@ -33,8 +33,8 @@ EXCHANGE_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "comm_dtype": {
         "choices": get_args(CommDtype),
         "help": "Dtype of rows on their way to owners. bf16: rows normalized by the float64 norm "
-        "of their matrix; fp32: fp32 rows, for the very bits of upstream's Muon; auto: bf16 with "
-        "--muon-fp32-matmul-prec medium, otherwise fp32.",
+        "of their matrix; fp32: fp32 rows, for the bits of upstream's Muon with one owner per "
+        "matrix; auto: bf16 with --muon-fp32-matmul-prec medium, otherwise fp32.",
     },
     "staging_bytes": {
         "type": int,

@@ -115,7 +115,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         """
         unreduced = [each for chunk in self._chunks for each in chunk.finish_gradients()]
         elementwise = (torch.optim.Adam, torch.optim.AdamW, FSDPLion)
-        # Transformer Engine's Adam is fused.
+        # Not Transformer Engine's Adam: its fused kernel allocates nothing.
         others = [
             c.optimizer for c in self.chained_optimizers if isinstance(c.optimizer, elementwise)
         ]
@@ -123,7 +123,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         if self.muon_step is not None:
             self._problems += self.muon_step.reserve(elementwise_bytes(others, current_device()))
         self._problems += alignment_problems(self.model_chunks[0].config)
-        self._problems += [INTERRUPTED] * self._is_changing
+        if self._is_changing:
+            self._problems.append(INTERRUPTED)
         self._norm = None
         # Upstream would look for a main_grad of every parameter; those of Megatron-FSDP have none.
         return False
@@ -134,6 +135,8 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         Raises:
             RuntimeError: As :meth:`step_with_ready_grads`, if the host reads the norm.
+
+        Communication: upstream's, and one all-reduce of a float32 over all ranks of the job.
         """
         norm = super().get_grad_norm()
         is_on_host = not isinstance(norm, torch.Tensor)
@@ -204,7 +207,11 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             RuntimeError: As :meth:`step_with_ready_grads`.
         """
         try:
-            return super().step()
+            result = super().step()
+            if not result[0]:
+                # Upstream skips a norm above its threshold, and one that is not finite with it.
+                self._raise_where_gradients_fail()
+            return result
         finally:
             # Otherwise collectives may still use the memory.
             if not self._is_changing:
@@ -413,5 +420,7 @@ def _timed(config: Any, name: str) -> Iterator[None]:
         return
     timer = config.timers(name, log_level=1)
     timer.start(barrier=config.barrier_with_L1_time)
-    yield
-    timer.stop()
+    try:
+        yield
+    finally:
+        timer.stop()

@@ -322,7 +322,7 @@ def _log_routing(
     for (name, is_expert), groups in groups_by_child.items():
         params = [param for group in groups for param in group["params"]]
         is_rest = name != config.optimizer
-        reason = "embedding, output layer or not 2-D" if is_rest else "2-D weights"
+        reason = "not 2-D, or not for Muon by its rules" if is_rest else "2-D weights"
         parts.append(
             f"{name}: {len(params)} {'expert' if is_expert else 'dense'} parameters, "
             f"{sum(tensor_shard_shape(param).numel() for param in params):,} elements ({reason})"

@@ -275,7 +275,7 @@ class TensorParallelMoments(SecondMoments):
         return self._muon.tensor_shards[each.param].view.shape
 
     def _place(self, param: torch.Tensor, of_param: dict[str, Any]) -> None:
-        if len(of_param) > 1:
+        if any(name.startswith("moment2_") for name in of_param):
             return
         moments, index = self._places[param]
         numbers = local_tensor(self._views[param])

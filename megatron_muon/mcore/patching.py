@@ -98,11 +98,15 @@ def _lines(found: Any) -> frozenset[str]:
 
 def apply_all(patches: Sequence[Patch]) -> None:
     """Replace the targets of verified patches; the originals stay in ``__wrapped__``."""
+    replacements = []
     for patch in patches:
         original = pkgutil.resolve_name(patch.symbol)
         replacement = patch.wrap(original)
         replacement.__wrapped__ = original
         setattr(replacement, _MARK, patch.symbol)
+        replacements.append(replacement)
+    # All or none: a wrap may raise.
+    for patch, replacement in zip(patches, replacements, strict=True):
         _replace(patch, replacement)
 
 

@@ -214,8 +214,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "--optimizer-cpu-offload",
         has("optimizer_cpu_offload"),
-        "Newton-Schulz runs on the device of the momentum",
-        "drop it, or shard over more ranks",
+        "Megatron then steps copies of the parameters on the CPU",
+        "drop it; --muon-fsdp-offload-momentum keeps momentum in CPU memory",
     ),
     Unsupported(
         "--optimizer-cuda-graph",

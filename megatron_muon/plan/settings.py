@@ -103,8 +103,8 @@ class ExchangeSettings:
 
     Args:
         comm_dtype: ``bf16``: rows are sent normalized, in bf16. ``fp32``: rows are sent in fp32,
-            and Newton-Schulz is the stock function on the very bits of the whole matrix, also where
-            upstream would spread it over tensor-parallel ranks with other rounding
+            and Newton-Schulz of a matrix with one owner is upstream's function, also where upstream
+            would spread it over tensor-parallel ranks with other rounding
             (``--muon-tp-mode distributed``). ``auto``: bf16 where Newton-Schulz runs in bf16
             (matmul precision medium), otherwise fp32.
         staging_bytes: Maximum memory of messages, stacks and results on a rank while a step runs,

@@ -67,7 +67,7 @@ def boxes_of_placements(
     return boxes
 
 
-def own_box(param: DTensor) -> Box | None:
+def checkpointed_box(param: DTensor) -> Box | None:
     """Return the box of this rank in torch's checkpoints, or None."""
     for chunk in param.__create_chunk_list__():
         if 0 not in chunk.sizes:

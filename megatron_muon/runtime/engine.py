@@ -107,8 +107,8 @@ class Engine:
         ]
         self._workspace_bytes = max((each.workspace_bytes for each in self.runners), default=0)
         self._device = device
-        for error in self.reserve():
-            raise MemoryError(error)
+        if problems := self.reserve():
+            raise MemoryError(problems[0])
         self.release()
 
     def reserve(self, others: OtherBytes = NOTHING) -> list[str]:
@@ -129,6 +129,7 @@ class Engine:
         num_bytes = self.staging_bytes + other_bytes
         try:
             self._arena.allocate()
+            # Freed at once: the allocator keeps the block for Newton-Schulz and other optimizers.
             torch.empty(other_bytes, dtype=torch.uint8, device=self._device)
         # A GPU raises torch.OutOfMemoryError, which is one of these.
         except RuntimeError as error:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Build the engine of one Muon optimizer: settings of all ranks, plans, groups, connections."""
+"""Build the engine for all matrices of a model: settings, plans, groups, connections."""
 
 import dataclasses
 import logging
@@ -72,7 +72,7 @@ def build_engine(
         inputs: Matrices of this rank by plan, in an order that all ranks share. Ranks may have
             different ones.
         newton_schulz: Steps, coefficients, precision and scale.
-        settings: CommDtypes, sizes and cost model.
+        settings: Dtypes of messages, sizes and cost model.
         device: Where matrices are orthogonalized.
         rows_device: See :class:`~megatron_muon.runtime.engine.Engine`.
         max_num_plans: Maximum number of plans of any rank, which share the staging memory; None if

@@ -17,7 +17,7 @@ def all_gather_rows(
 ) -> torch.Tensor:
     """Assemble a whole matrix on every rank from the rows of all.
 
-    Shards are padded to the largest one on the dtypes. Ranks with an empty shard still take part.
+    Shards are padded to the size of the largest one. Ranks with an empty shard still take part.
 
     Args:
         local_rows: This rank's rows, ``(local_rows, cols)``, any dtype; ``local_rows`` may be 0.

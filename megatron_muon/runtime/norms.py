@@ -101,9 +101,11 @@ class Moments:
 
         Communication: one all-reduce of 4 bytes a number, if owners update them.
         """
-        if self._group is not None and self.by_owner:
+        if not self.by_owner:
+            return
+        if self._group is not None:
             dist.all_reduce(values, operation, self._group)
-            self.values.copy_(values)
+        self.values.copy_(values)
 
 
 # What a CPU converts to float64 at once: 2 MB, which stay in the second-level cache of a core. More

@@ -251,13 +251,15 @@ class MuonStep:
         shards = [getattr(param, "_local_tensor", param) for param in now]
         if all(map(operator.is_, shards, self._shards)):
             return []
-        self._shards = shards
-        return [
+        problems = [
             f"{self._named[param].name}: expected a local shard of shape {tuple(shape)}, got "
             f"{tuple(shard.shape)}. Build a new optimizer after the model was sharded again"
             for param, shard, shape in zip(now, shards, self._shapes, strict=True)
             if shard.shape != shape
         ]
+        if not problems:
+            self._shards = shards
+        return problems
 
     def release(self) -> None:
         """Return the memory of :meth:`reserve`, if ranks do not step."""

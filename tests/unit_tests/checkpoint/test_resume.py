@@ -100,6 +100,7 @@ SAME_WORLD = [
     slow(4, 3, ADAMUON_EP, id="hfsdp_fp32_adamuon_ep2"),
     slow(4, 1, NORMUON_TP, id="zero1_fp32_normuon_tp2_dropout"),
     slow(4, 3, (*NAMO, *EP, *TP, *SEQUENCE, "1", *BF16), id="zero3_bf16_namo_tp2_ep2"),
+    slow(1, 3, NORMUON, id="zero3_normuon_on_one_rank"),
     slow(2, 3, (*NORMUON, *LION), id="zero3_fp32_normuon_lion"),
     slow(4, 3, (*PP, *BF16), id="stages_bf16"),
     slow(4, 3, (*PP, TIED), id="stages_tied"),

@@ -143,7 +143,7 @@ def _refuse_to_build() -> None:
     # torch times kernels on rank 1; its list of chunks says something else in a later release.
     with mock.patch.dict("os.environ", PYTORCH_TUNABLEOP_ENABLED=str(dist.get_rank())):
         _assert_refused("rank 1: PYTORCH_TUNABLEOP_ENABLED", partial(Muon, [w]))
-    with mock.patch.object(problems, "own_box", lambda param: ((1, 4), (0, 4))):
+    with mock.patch.object(problems, "checkpointed_box", lambda param: ((1, 4), (0, 4))):
         _assert_refused("expected a shard of ranges", partial(Muon, [w]))
 
 

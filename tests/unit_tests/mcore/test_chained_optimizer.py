@@ -154,17 +154,12 @@ def _reload(sharding: str) -> list[Any]:
         group.model_weight_buffer.data.fill_(0.25)
     optimizer.reload_model_params()
     reloaded = all(bool((weight == 0.25).all()) for weight in main_weights(model).values())
-    try:
+    with pytest.raises(ValueError, match="expected no state_dict"):
         optimizer.reload_model_params(state_dict={"model": {}})
-    except ValueError as error:
-        refused = "expected no state_dict" in str(error)
-    try:
+    with pytest.raises(ValueError, match="expected fsdp_dtensor, got dp_reshardable"):
         optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
-    except ValueError as error:
-        refused = refused and "expected fsdp_dtensor, got dp_reshardable" in str(error)
     return [
         reloaded,
-        refused,
         isinstance(optimizer.param_groups[0]["lr"], float),
         torch.is_tensor(optimizer.get_loss_scale()),
     ]
@@ -286,8 +281,8 @@ def cases_of_two_ranks() -> list[dict[str, Any]]:
         # Children would install and gather once each; a second reduction would be wrong.
         ("installs", [2, 2, 2]),
         # After a model-only load the main weights follow the model, on every shard.
-        ("reload optim", [True] * 4),
-        ("reload optim_grads_params", [True] * 4),
+        ("reload optim", [True] * 3),
+        ("reload optim_grads_params", [True] * 3),
         # A step that was tried again went on from momentum that had changed, without a word.
         ("failed", [2, True, True, True]),
     ],

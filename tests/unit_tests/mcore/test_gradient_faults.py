@@ -177,6 +177,9 @@ def _step_with_all_faults() -> dict[str, list[Any]]:
             _keep_norm_on_device()
         for fault, name in itertools.product(FAULTS, OWNERS):
             run(f"{fault} {name} {place}", functools.partial(_step_with, fault, name))
+        optimizer.config.grad_norm_skip_threshold = 1e9
+        run(f"above threshold {place}", functools.partial(_step_with, "nan", next(iter(OWNERS))))
+        optimizer.config.grad_norm_skip_threshold = float("inf")
         run(f"after {place}", lambda model, optimizer: [optimizer.step()[0]])
         if place == "host":
             for case, _ in REFUSED[:-1]:
@@ -203,6 +206,14 @@ def test_faulty_gradient_raises_on_all_ranks_whichever_optimizer_owns_it(norm_is
     for found in steps():
         text, is_same = found[f"{fault} {name} {norm_is_on}"]
         assert f"rank 1: {name}: {FAULTS[fault]}" in text and is_same
+
+
+@pytest.mark.parametrize("norm_is_on", ["host", "device"])
+def test_fault_is_not_taken_for_a_norm_above_the_threshold(norm_is_on):
+    """Upstream skips such steps; one with a NaN would be skipped for ever, without an error."""
+    for found in steps():
+        text, is_same = found[f"above threshold {norm_is_on}"]
+        assert f"rank 1: {next(iter(OWNERS))}: {FAULTS['nan']}" in text and is_same
 
 
 def test_step_after_faults_trains():
