@@ -110,7 +110,7 @@ def _attempt[T](call: Callable[[], T]) -> tuple[T | None, list[str]]:
 
 
 def _identity(checkpoint: StoredCheckpoint | None) -> str:
-    """Return a text that differs between any two saves of this package, which use new file names."""
+    """Return a text that differs between any two saves of this package: files have new names."""
     if checkpoint is None:
         return "none"
     return f"{checkpoint.folder.name}, {next(iter(checkpoint.items_by_file()), 'empty')}"
