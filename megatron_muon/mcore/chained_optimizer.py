@@ -216,7 +216,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             # Otherwise collectives may still use the memory.
             if not self._is_changing:
                 # Upstream skips a step where the norm is above its threshold.
-                self._end()
+                self._restore_gradients()
                 if self.muon_step is not None:
                     self.muon_step.release()
 
@@ -244,7 +244,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                     child.optimizer.step()
                     optimizer_state.count_step_of_empty_shards(child.optimizer)
         self._is_changing = False
-        self._end()
+        self._restore_gradients()
         with _timed(self.config, "optimizer-copy-main-to-model-params"):
             for chunk in self._chunks:
                 chunk.install_weights()
@@ -253,10 +253,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 chunk.start_param_sync()
         return True
 
-    def _end(self) -> None:
+    def _restore_gradients(self) -> None:
         """Restore the gradients that were cast for a step."""
         for chunk in self._chunks:
-            chunk.end()
+            chunk.restore_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradient buffers of the model, which hold all gradients."""

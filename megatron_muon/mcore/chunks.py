@@ -48,7 +48,7 @@ class OuterReductions:
         """Reset the counts, as when Megatron runs the microbatches of a step again."""
         self._counts.clear()
 
-    def problems(self) -> list[str]:
+    def take_problems(self) -> list[str]:
         """List the errors since the gradients were zeroed, and reset the counts."""
         counts = {
             self._counts[index]
@@ -88,9 +88,9 @@ class ShardedChunk:
         # Megatron's loop has called it already; a loop of the user's own may not have.
         if not self._chunk.module.is_param_fsdp_distributed:
             self._chunk.finish_grad_sync()
-        return self._outer_reductions.problems() if self._outer_reductions is not None else []
+        return self._outer_reductions.take_problems() if self._outer_reductions is not None else []
 
-    def end(self) -> None:
+    def restore_gradients(self) -> None:
         """Revert :meth:`finish_gradients` after a step."""
 
     def install_weights(self) -> None:
@@ -142,7 +142,7 @@ class ShardedChunkOfV2(ShardedChunk):
                 _set_gradient(param, grad.to(param.dtype))
         return problems
 
-    def end(self) -> None:
+    def restore_gradients(self) -> None:
         """Restore the gradients that were replaced by a cast copy."""
         for param, grad in self._given:
             _set_gradient(param, grad)

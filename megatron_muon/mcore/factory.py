@@ -101,7 +101,7 @@ def build_megatron_fsdp_emerging_optimizer(
     fqns = {param: fqn for fqn, param in named_optimizer_parameters(model_chunks)}
     _tag_parameters(config, fqns, model_chunks, splits)
     groups_by_child = _parameter_groups(config, model_chunks, config_overrides)
-    children = _Children(config, model_chunks, pg_collection)
+    children = _ChildBuilder(config, model_chunks, pg_collection)
     if config.optimizer != "lion":
         children.read_tensor_shards(groups_by_child, fqns)
     _log_routing(config, groups_by_child, fqns)
@@ -187,7 +187,7 @@ def _parameter_groups(
     return groups_by_child
 
 
-class _Children:
+class _ChildBuilder:
     """Builds the optimizers of a chain."""
 
     def __init__(

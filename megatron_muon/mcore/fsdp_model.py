@@ -140,7 +140,7 @@ def bare_name(name: str) -> str:
 
 
 def current_device() -> torch.device:
-    """Return the device of this rank; CPU ranks answer for ``cuda`` too."""
+    """Return the CUDA device of this rank; scripts/cpu_ranks replaces ``torch.cuda``."""
     return torch.device("cuda", torch.cuda.current_device())
 
 

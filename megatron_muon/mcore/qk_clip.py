@@ -96,9 +96,10 @@ def max_attention_logit(original: Callable[..., float]) -> Callable[..., float]:
             return original(model, log_max_only)
         largest = 0.0
         for module in map(sharded_module, model):
-            for _, attention, _, largest_of_layer in _reduced(module) if log_max_only else ():
-                attention.core_attention.current_max_attn_logits = None
-                largest = max(largest, largest_of_layer)
+            if log_max_only:
+                for _, attention, _, largest_of_layer in _reduced(module):
+                    attention.core_attention.current_max_attn_logits = None
+                    largest = max(largest, largest_of_layer)
             largest = max(largest, getattr(module, _MAX_LOGIT, 0.0))
             setattr(module, _MAX_LOGIT, 0.0)
         return largest

@@ -83,7 +83,7 @@ _MUON_PARAMETERS = frozenset(
     "pg_collection tp_mode use_syrk".split()
 )
 
-# Of Megatron-FSDP v2 through flags: where a release has the first, the others are relied on.
+# Releases with this symbol have Megatron-FSDP v2 in Megatron's flags, and must have the others.
 V2_FLAG = "megatron.core.distributed:DistributedDataParallelConfig.megatron_fsdp_version"
 V2_RELIED_ON: Mapping[str, tuple[str, ...]] = {
     # The chained optimizer casts gradients, and restores them, as this one and its children do.

@@ -21,7 +21,7 @@ from megatron_muon.runtime.exchange import all_reduce_norms
 
 
 class Moments:
-    """The numbers of all blocks of a plan.
+    """State values that a method keeps per block, of all blocks of a plan: one float32 vector.
 
     Args:
         matrices: Of the plan, equal on all ranks.

@@ -85,8 +85,8 @@ class StepHooks:
     def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
         """See gradients by position, before weight decay."""
 
-    def advanced(self, momentum: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-        """See the new momentum, and what is orthogonalized, by position."""
+    def advanced(self, momentum: Sequence[torch.Tensor]) -> None:
+        """See the new momentum by position."""
 
     def arrived(self, positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
         """Change results of one parameter group, which are subtracted next."""
@@ -145,7 +145,7 @@ class MatrixStep:
         compute: Orthogonalizes their matrices.
         settings: Settings.
         device: Of weights and gradients.
-        is_beside: Whether the exchange is on another device than weights and gradients.
+        rows_elsewhere: Whether weights and gradients are on another device than the exchange.
 
     Attributes:
         params: By position, the parameters with local rows.
@@ -167,10 +167,10 @@ class MatrixStep:
         settings: StepSettings,
         device: torch.device,
         *,
-        is_beside: bool = False,
+        rows_elsewhere: bool = False,
     ) -> None:
         self.compute, self.settings, self._device = compute, settings, device
-        self._is_beside = is_beside
+        self._is_beside = rows_elsewhere
         self.hooks: list[StepHooks] = []
         rows: list[RowIndex] = compute.handles
         self._num_matrices = Counter(each.param for each in rows)
@@ -274,7 +274,7 @@ class MatrixStep:
             # The host reads momentum that is still being copied.
             torch.cuda.current_stream(self._device).synchronize()
         for hook in self.hooks:
-            hook.advanced(momentum, results if self._in_results else momentum)
+            hook.advanced(momentum)
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):
             arrivals = self.compute.orthogonalize(self._sources, self._targets, overlap_fn)
             for number, done in enumerate(arrivals):
@@ -310,10 +310,12 @@ class MatrixStep:
         self._targets = self._rows_of(now[2])
         self._sources = self._targets if self._in_results else self._rows_of(now[1])
         for chunk in self._chunks:
-            chunk.lists = [[each[i] for i in chunk.positions] for each in now] + [chunk.staged]
+            lists = [[tensors[i] for i in chunk.positions] for tensors in now]
+            lists += [chunk.staged] if chunk.staged else []
             if self.settings.overwrites_gradients:
                 # Elsewhere gradients are in other memory in every step.
-                chunk.lists[: 3 + bool(chunk.staged)] = join_adjacent(*filter(None, chunk.lists))
+                lists = join_adjacent(*lists)
+            chunk.lists = lists if chunk.staged else [*lists, []]
 
     def _rows_of(self, tensors: Sequence[torch.Tensor]) -> Rows:
         return {each: each.of(tensors[i]) for each, i in self._position.items()}
@@ -324,6 +326,7 @@ class MatrixStep:
     ) -> None:
         """Decay weights, and average gradients into momentum."""
         weights, kept, results, staged = chunk.lists
+        # Results overwrite gradients: both are the same tensors.
         grads: Sequence[Any] = results
         if self._results is not None:
             grads = [all_grads[i] for i in chunk.positions]
@@ -335,6 +338,7 @@ class MatrixStep:
                 )
             narrow = [n for n, grad in enumerate(grads) if grad.dtype != torch.float32]
             if narrow:
+                # bfloat16 gradients are converted in the memory of results.
                 torch._foreach_copy_([results[n] for n in narrow], [grads[n] for n in narrow])
                 for n in narrow:
                     grads[n] = results[n]

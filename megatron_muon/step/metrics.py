@@ -68,7 +68,7 @@ class MetricSums(StepHooks):
         if not self._errors and len(stack.owners) == 1:
             self._errors.append(_orthogonality_error(stack.tensor[0]))
 
-    def advanced(self, momentum: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
+    def advanced(self, momentum: Sequence[torch.Tensor]) -> None:
         """Add the squares of momentum."""
         self._add("momentum", range(len(momentum)), momentum)
 

@@ -159,7 +159,7 @@ class MuonStep:
             self.compute,
             self._step,
             rows_device,
-            is_beside=rows_device != self.device,
+            rows_elsewhere=rows_device != self.device,
         )
         # By position of the step.
         self._held = [(optimizer_of[param], param) for param in self._matrix_step.params]
@@ -187,7 +187,7 @@ class MuonStep:
         place_momentum(state, dtype, in_cpu_memory=in_cpu_memory)
 
     def publish_moments(self) -> None:
-        """Complete the state, which is to be saved."""
+        """Copy second moments into the optimizer state, before a save."""
         self._moments.publish(self.state())
 
     def collect_moments(self) -> None:
@@ -200,11 +200,14 @@ class MuonStep:
 
     def record_metrics(self, is_on: bool = True) -> None:
         """Record metrics of every step for :meth:`last_metrics`, by a pass over its tensors."""
-        step, sums = self._matrix_step, None
-        if is_on:
-            sums = MetricSums([self._named[p] for p in step.params], step.group_index)
-        self._sums, step.hooks = sums, [*self._hooks, *filter(None, [sums])]
-        self.compute.watch(None if sums is None else sums.watch)
+        step = self._matrix_step
+        if not is_on:
+            self._sums, step.hooks = None, list(self._hooks)
+            self.compute.watch(None)
+            return
+        self._sums = MetricSums([self._named[p] for p in step.params], step.group_index)
+        step.hooks = [*self._hooks, self._sums]
+        self.compute.watch(self._sums.watch)
 
     def last_metrics(self) -> StepMetrics:
         """Return the metrics of the last step; called by all ranks that step together.
