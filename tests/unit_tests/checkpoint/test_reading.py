@@ -81,6 +81,7 @@ def test_names_of_classes_and_functions_are_inert(name):
     assert found("anything").arguments == ("anything",)
 
 
+@pytest.mark.slow
 def test_commands_need_neither_megatron_nor_a_process_group(folder):
     """As a user runs them."""
     code = (

@@ -23,7 +23,7 @@ REFUSALS = [
     (("--fp16",), "--fp16: emerging optimizers have no loss scaling; use --bf16."),
     (("--use-precision-aware-optimizer",), "--use-precision-aware-optimizer: it keeps gradients"),
     (("--exp-avg-dtype", "fp8"), "got fp8: momentum is averaged in float32, and rounded to"),
-    (("--optimizer-cpu-offload",), "--optimizer-cpu-offload: Newton-Schulz runs on"),
+    (("--optimizer-cpu-offload",), "--optimizer-cpu-offload: Megatron then steps copies"),
     (("--no-use-layer-wise-param-layout",), "--no-use-layer-wise-param-layout or use_layer_wise"),
     (("--optimizer", "dist_muon"), "adaptive_muon and lion, got dist_muon: it has no"),
     (

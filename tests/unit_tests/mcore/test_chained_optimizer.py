@@ -303,7 +303,7 @@ REFUSED_SETTINGS = [
     ({"optimizer": "soap"}, "got soap: it has no implementation over row shards"),
     ({"optimizer": "dist_muon"}, "got dist_muon: it has no implementation"),
     ({"use_layer_wise_distributed_optimizer": True}, "Megatron-FSDP has already sharded"),
-    ({"optimizer_cpu_offload": True}, "Newton-Schulz runs on the device of the momentum"),
+    ({"optimizer_cpu_offload": True}, "Megatron then steps copies of the parameters on the CPU"),
     ({"optimizer_cuda_graph": True}, "the step checks gradients on the host"),
 ]
 

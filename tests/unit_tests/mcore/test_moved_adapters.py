@@ -111,6 +111,7 @@ assert not is_wrapped(DistributedDataParallel.__new__(DistributedDataParallel))
 """
 
 
+@pytest.mark.slow
 def test_wrappers_are_found_and_repaired_in_the_modules_of_nightly(tree):
     """Two repairs of v2 vanished without a word there, and no model counted as wrapped."""
     move_adapters(tree)
@@ -118,6 +119,7 @@ def test_wrappers_are_found_and_repaired_in_the_modules_of_nightly(tree):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_release_with_v2_whose_targets_are_elsewhere_is_refused(tree):
     """With the flag ``--megatron-fsdp-version`` a repair that finds no place is an error."""
     config = tree / "megatron" / "core" / "distributed" / "distributed_data_parallel_config.py"

@@ -104,6 +104,7 @@ def test_step_cost_stays_within_its_bounds(tmp_path, monkeypatch, capsys):
         assert all(figure <= most for figure, most in found), row
 
 
+@pytest.mark.slow
 def test_host_time_counts_few_launches(tmp_path):
     """Launches of a whole step beside products and collectives are counts: no machine changes them.
 

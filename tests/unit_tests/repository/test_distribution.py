@@ -79,6 +79,7 @@ def test_both_hold_the_package_with_types_and_license_and_no_tests(built: Path) 
             assert not others and not any(name.startswith("tests") for name in names)
 
 
+@pytest.mark.slow
 def test_wheel_steps_with_torch_and_emerging_optimizers_alone(built: Path, tmp_path: Path) -> None:
     """Unpacked first on the path, in place of this checkout, and without megatron."""
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:

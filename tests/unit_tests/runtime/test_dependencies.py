@@ -76,6 +76,7 @@ def test_what_is_missing_or_other_is_named(owner, name, value, said, monkeypatch
     assert problem in str(caught.value) and not is_enabled()
 
 
+@pytest.mark.slow
 def test_import_names_all_that_is_missing():
     """Python alone would name the first symbol, and neither its package nor what to install."""
     program = """
@@ -111,6 +112,7 @@ NO_DOCSTRING = r"got AttributeError\(.'NoneType' object has no attribute 'format
         (("-OO",), "", "import megatron_muon.fsdp2", NO_DOCSTRING),
     ],
 )
+@pytest.mark.slow
 def test_error_of_an_import_is_shown_in_place_of_what_follows_from_it(options, before, does, said):
     """Without absl-py ten symbols of the right release were missing, and absl was not named."""
     done = subprocess.run(
