@@ -141,7 +141,7 @@ def _cast() -> list[Any]:
         )
     problems = chunk.finish_gradients()
     dtypes = [str(params[0].grad.dtype)]
-    chunk.end()
+    chunk.restore_gradients()
     dtypes.append(str(params[0].grad.dtype))
     chunk.install_weights()
     chunk.zero_gradients()
