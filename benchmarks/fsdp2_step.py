@@ -237,7 +237,7 @@ def probe(peer: str, layout: str, options: argparse.Namespace) -> dict[str, Any]
     if peer in (OURS, OURS_FP32):
         from megatron_muon.report.rank_report import build_report
 
-        plans = stepped.optimizer.compute.plans  # type: ignore[attr-defined]
+        plans = stepped.optimizer.engine.plans  # type: ignore[attr-defined]
         report = build_report(range(options.ranks), plans)
         found["plan_bytes"] = report.ranks[dist.get_rank()].bytes_sent
     return found

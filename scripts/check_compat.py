@@ -54,7 +54,7 @@ SMOKE_TESTS = (
 )
 # Of the generation of Megatron-FSDP's version 2 that is there; main's has more layouts.
 FSDP_V2_TESTS = (
-    "runtime/test_fsdp_v2_layout",
+    "rows/test_fsdp_v2_layout",
     "fsdp2/test_megatron_fsdp_v2",
     "mcore/test_moved_adapters",
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.fsdp2.parameters import named_parameters
+from megatron_muon.fsdp2.parameters import planned_parameters
 from megatron_muon.runtime.agreement import first_line, raise_where_any_rank_fails
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.second_moments import KEY
@@ -46,7 +46,7 @@ def arranged(
     Returns:
         The state, by names of parameters, and its problems, as sentences.
     """
-    named = list(named_parameters(optimizer.param_groups))
+    named = list(planned_parameters(optimizer.param_groups))
     places = _places(state_dict["param_groups"], [parameter.name for parameter in named])
     problems: list[str] = []
     state: dict[str, Any] = {}
@@ -152,7 +152,7 @@ def load_together(
         if not problems:
             torch.optim.Optimizer.load_state_dict(optimizer, new_state)
             # Again: torch has loaded these tensors in the dtype of the parameter.
-            for parameter in named_parameters(optimizer.param_groups):
+            for parameter in planned_parameters(optimizer.param_groups):
                 loaded = optimizer.state[parameter.param]
                 for key in loaded.keys() & {*_MUON_KEYS, MAIN_PARAM}:
                     loaded[key] = new_state["state"][parameter.name][key].to(loaded[key].device)

@@ -19,7 +19,7 @@ from megatron_muon.fsdp2.gradients import (
     refuse_grad_scaler,
 )
 from megatron_muon.fsdp2.loading import load_together
-from megatron_muon.fsdp2.parameters import named_parameters, view_parameters
+from megatron_muon.fsdp2.parameters import planned_parameters, view_parameters
 from megatron_muon.fsdp2.problems import (
     muon_settings,
     parameter_problem,
@@ -185,11 +185,11 @@ class Muon(WholeMatrixMuon):
             problems.append(first_line(error))
             self.param_groups: list[dict[str, Any]] = []
         parameters, unseen, device, rows_device = view_parameters(
-            list(named_parameters(self.param_groups)), process_group, tensor_group
+            list(planned_parameters(self.param_groups)), process_group, tensor_group
         )
         problems += unseen + subclass_problems(self) + repeated_problems(parameters)
         problems += filter(None, (parameter_problem(p, rows_device) for p in parameters))
-        other_parameters = list(named_parameters(others))
+        other_parameters = list(planned_parameters(others))
         self.muon_step = MuonStep(
             [self],
             parameters,
@@ -201,7 +201,7 @@ class Muon(WholeMatrixMuon):
             group=group,
             has_others=bool(other_parameters),
         )
-        self.compute = self.muon_step.compute
+        self.engine = self.muon_step.engine
         copies = process_group or tensor_group
         self._holders = by_holders(self.muon_step.plan_inputs, other_parameters, copies)
         self._is_built = True

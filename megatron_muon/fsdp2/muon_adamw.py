@@ -14,7 +14,7 @@ from megatron_muon.fsdp2.gradients import refuse_grad_scaler
 from megatron_muon.fsdp2.groups import ELEMENTWISE_NAMES, choose, groups_of, log
 from megatron_muon.fsdp2.loading import PLANNED, arranged, load_together
 from megatron_muon.fsdp2.muon import Muon
-from megatron_muon.fsdp2.parameters import named_parameters
+from megatron_muon.fsdp2.parameters import planned_parameters
 from megatron_muon.fsdp2.problems import muon_settings
 from megatron_muon.rows.megatron_fsdp import is_of_fsdp_v1
 from megatron_muon.rows.parameters import SplitSizes
@@ -155,7 +155,7 @@ class MuonAdamW(torch.optim.Optimizer):
         lines = []
         for algorithm, group in zip(self.algorithms, self.param_groups, strict=True):
             layout = [f"{key} {group[key]}" for key in PLANNED if group.get(key)]
-            for parameter in named_parameters([group]):
+            for parameter in planned_parameters([group]):
                 reason = self._reasons.get(parameter.name, "given")
                 shape = tuple(parameter.param.shape)
                 lines.append("  ".join([parameter.name, str(shape), algorithm, *layout, reason]))

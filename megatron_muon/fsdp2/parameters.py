@@ -35,7 +35,7 @@ from megatron_muon.runtime.agreement import gather_objects, own_rank
 from megatron_muon.runtime.tensors import local_tensor
 
 
-def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[PlannedParameter]:
+def planned_parameters(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[PlannedParameter]:
     """Yield the parameters of groups, viewed as they are."""
     number = 0
     for group in param_groups:

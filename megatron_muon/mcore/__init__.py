@@ -14,14 +14,14 @@ Files, each importing only those above it::
     chunks              operations of a step on a model chunk
     arguments           command-line flags, their checks, and settings read from them
     splits              tags the rows that are orthogonalized separately; routes parameters
-    repairs_pipeline    upstream defects of pipeline stages
+    pipeline_repairs    upstream defects of pipeline stages
     checkpoint_state    optimizer state and layers by name, as checkpoints hold them
     checkpoint_load     finds a checkpoint, and compares it with the run
     checkpoint_save     an interrupted save leaves the checkpoint before it
     checkpoint_repairs  upstream defects of checkpoints
     chained_optimizer   FSDPMuonChainedOptimizer, and its check of gradients
     factory             build_megatron_fsdp_emerging_optimizer
-    repairs_gradients   upstream defects of gradients: scale, norm and fused accumulation
+    gradient_repairs    upstream defects of gradients: scale, norm and fused accumulation
     patches             the patches of megatron
     enable              applies the patches, and reverts them
 """

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megatron_muon.mcore import checkpoint_state as optimizer_state
+from megatron_muon.mcore import checkpoint_state
 from megatron_muon.mcore.arguments import takes_schedule_of_checkpoint
 from megatron_muon.mcore.chunks import sharded_chunk
 from megatron_muon.mcore.fsdp_model import (
@@ -96,15 +96,15 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         stay = all(map(gradients_stay, self.model_chunks))
         self.muon_step = build_muon_step(muons, exchange, gradients_stay=stay) if muons else None
         # Named while the model still holds its DTensor parameters.
-        self._state_names = optimizer_state.names_in_checkpoints(
+        self._state_names = checkpoint_state.names_in_checkpoints(
             self.chained_optimizers, self.model_chunks
         )
         self._chunks = [sharded_chunk(chunk) for chunk in self.model_chunks]
-        main_weights = optimizer_state.main_weights(self.model_chunks)
+        main_weights = checkpoint_state.main_weights(self.model_chunks)
         # Before anything can be saved: ranks that hold different sets of state hang the save.
         for child in self.chained_optimizers:
-            optimizer_state.complete_state(child)
-            optimizer_state.record_offsets(child, main_weights)
+            checkpoint_state.complete_state(child)
+            checkpoint_state.record_offsets(child, main_weights)
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
@@ -242,7 +242,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
                 if not child.is_stub_optimizer and not _is_muon(child):
                     # The inner step alone: the wrapper's would install weights, see above.
                     child.optimizer.step()
-                    optimizer_state.count_step_of_empty_shards(child.optimizer)
+                    checkpoint_state.count_step_of_empty_shards(child.optimizer)
         self._is_changing = False
         self._restore_gradients()
         with _timed(self.config, "optimizer-copy-main-to-model-params"):
@@ -292,7 +292,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         """
         if self.muon_step is not None:
             self.muon_step.publish_moments()
-        return optimizer_state.pack(self.chained_optimizers, self._state_names)
+        return checkpoint_state.pack(self.chained_optimizers, self._state_names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Fill the optimizers from :meth:`state_dict` of a run on the same ranks.
@@ -312,10 +312,10 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
             :meth:`MuonStep.collect_moments`.
         """
         device = current_device()
-        optimizer_state.raise_where_state_does_not_fit(
+        checkpoint_state.raise_where_state_does_not_fit(
             self.chained_optimizers, self._state_names, state_dict, device
         )
-        optimizer_state.unpack(
+        checkpoint_state.unpack(
             self.chained_optimizers,
             self._state_names,
             state_dict,

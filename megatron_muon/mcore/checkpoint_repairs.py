@@ -25,7 +25,7 @@ from megatron_muon.mcore.fsdp_model import (
     is_wrapped,
     sharded_parameters,
 )
-from megatron_muon.mcore.repairs_pipeline import check_within_stage
+from megatron_muon.mcore.pipeline_repairs import check_within_stage
 from megatron_muon.rows.megatron_fsdp import own_rows
 
 _IS_REPLICATED = "_megatron_muon_is_replicated"

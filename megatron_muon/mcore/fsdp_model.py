@@ -105,7 +105,7 @@ def gradients_stay(chunk: FSDPModel) -> bool:
 
 
 def _has_unrepaired_gradients(chunk: FSDPModel) -> bool:
-    """Return whether buffers are as Megatron-FSDP makes them without ``repairs_gradients``."""
+    """Return whether buffers are as Megatron-FSDP makes them without ``gradient_repairs``."""
     is_sharded = chunk.ddp_config.data_parallel_sharding_strategy in (
         "optim_grads",
         "optim_grads_params",

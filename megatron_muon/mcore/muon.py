@@ -86,7 +86,7 @@ class FSDPZeROTensorParallelMuon(TensorParallelMuon):
         super().__init__(params, **muon_kwargs)
         # Upstream keeps these in a closure.
         parameters = inspect.signature(TensorParallelMuon.__init__).parameters
-        values = {name: muon_kwargs.get(name, given.default) for name, given in parameters.items()}
+        values = {name: muon_kwargs.get(name, each.default) for name, each in parameters.items()}
         self._num_steps, self._coefficients = values["num_ns_steps"], values["coefficient_type"]
         self.scale_mode = values["scale_mode"]
         self.extra_scale_factor = values["extra_scale_factor"]

@@ -9,9 +9,9 @@ from megatron_muon.mcore import (
     checkpoint_save,
     checkpoint_state,
     factory,
+    gradient_repairs,
+    pipeline_repairs,
     qk_clip,
-    repairs_gradients,
-    repairs_pipeline,
 )
 from megatron_muon.mcore.fsdp_model import adapter_module
 from megatron_muon.mcore.patching import Patch
@@ -78,27 +78,27 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         f"{_FSDP}.param_and_grad_buffer:_create_hfsdp_helper_buffer",
         "HFSDP: keep the gradient scaling factor, without which gradients are dp times too large",
-        repairs_gradients.keep_gradient_scaling_factor,
+        gradient_repairs.keep_gradient_scaling_factor,
         source_lines=("helper_buffer = DataParallelBuffer(", "return helper_buffer"),
     ),
     Patch(
         f"{_FSDP}.param_and_grad_buffer:DataParallelBuffer.__init__",
         "gradients over a group of one rank: scale each microbatch once, not again with the next",
-        repairs_gradients.scale_each_microbatch_once,
+        gradient_repairs.scale_each_microbatch_once,
         # The patch above copies the attribute that this line sets.
         source_lines=("self.gradient_scaling_factor = gradient_scaling_factor",),
     ),
     Patch(
         "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
         "HFSDP: reduce the gradient norm over all instances, which hold different shards",
-        repairs_gradients.reduce_grad_norm_over_instances,
+        gradient_repairs.reduce_grad_norm_over_instances,
         # Upstream's group is one instance; the wrapper replaces the group that this line sets.
         source_lines=("setattr(optimizer, 'grad_stats_parallel_group', intra_dist_opt_group)",),
     ),
     Patch(
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
         "fused accumulation, optim: Transformer Engine adds microbatches, and overwrites none",
-        repairs_gradients.overwrite_only_buckets,
+        gradient_repairs.overwrite_only_buckets,
         source_lines=(
             'if self.data_parallel_sharding_strategy == "no_shard":',
             "param.overwrite_main_grad = True",
@@ -109,7 +109,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.transformer.moe.experts:TEGroupedMLP._ensure_main_grad",
         "fused accumulation, optim: grouped experts keep the mark that Megatron-FSDP sets",
-        repairs_gradients.keep_mark_of_grouped_experts,
+        gradient_repairs.keep_mark_of_grouped_experts,
         source_lines=(
             'if hasattr(param, "overwrite_main_grad"):',
             "param.overwrite_main_grad = True",
@@ -119,7 +119,7 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.forward",
         "fused accumulation in Megatron's own linear, as the output layer: only where main_grad "
         "holds nothing",
-        repairs_gradients.fuse_only_into_buckets,
+        gradient_repairs.fuse_only_into_buckets,
         source_lines=("ctx.gradient_accumulation_fusion = gradient_accumulation_fusion",),
     ),
     # Where a mesh of the job's ranks is made: a pipeline stage has some of them.
@@ -127,7 +127,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             f"{adapter_module(1)}:{name}",
             f"pipeline stages: a mesh has the ranks of one stage{why}",
-            repairs_pipeline.mesh_of_stage,
+            pipeline_repairs.mesh_of_stage,
             source_lines=("torch.arange(world_size),", "return dp_tp_meshes[0]"),
         )
         for name, why in (("_get_dp_tp_mesh", ""), ("_get_hsdp_tp_mesh", ", under HSDP too"))
@@ -135,13 +135,13 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         f"{_FSDP}.param_and_grad_buffer:make_fsdp_dtensor",
         "pipeline stages with tensor parallelism: nothing is compared with ranks of other stages",
-        repairs_pipeline.check_within_stage,
+        pipeline_repairs.check_within_stage,
         source_lines=("run_check=run_check,",),
     ),
     Patch(
         f"{_FSDP}.megatron_fsdp:MegatronFSDP._init_fsdp_param_and_grad_buffer",
         "pipeline stages: one without a layer has no unit of Megatron-FSDP",
-        repairs_pipeline.size_without_units,
+        pipeline_repairs.size_without_units,
         source_lines=(
             "suggested_communication_unit_size = total_param_elements // total_fsdp_module * 2",
         ),
@@ -149,7 +149,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.pipeline_parallel.schedules:deallocate_output_tensor",
         "pipeline stages: free outputs, which are views under Megatron-FSDP",
-        repairs_pipeline.free_views,
+        pipeline_repairs.free_views,
         source_lines=(
             'assert out._base is None, "counter-productive to free a view of another tensor."',
             "out.data = torch.empty((1,), device=out.device, dtype=out.dtype)",
@@ -158,7 +158,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
         "pipeline stages: tied embeddings, whose shards differ between first and last stage",
-        repairs_pipeline.sum_whole_gradients,
+        pipeline_repairs.sum_whole_gradients,
         source_lines=("torch.distributed.all_reduce(grad, group=embd_group)",),
     ),
     Patch(
@@ -258,7 +258,7 @@ V2_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer.__init__",
         "v2: gradients count once in norm and zeros, also with expert parallelism",
-        repairs_gradients.count_shards_once,
+        gradient_repairs.count_shards_once,
         source_lines=("super().__init__(optimizer, config, grad_scaler, init_state_fn)",),
         # Pull request 6489, whose optimizer counts by placements.
         repaired_text="def get_grad_norm(",
@@ -273,13 +273,13 @@ V2_PATCHES: tuple[Patch, ...] = (
         f"{adapter_module(2)}:FullyShardedDataParallelV2.__init__",
         "v2: name parameters without a gradient, which stop the gradients of their module; count "
         "gradients anew in each of two backward passes in a row, as of pipeline stages",
-        repairs_gradients.complete_backward_passes,
+        gradient_repairs.complete_backward_passes,
         source_lines=("super().__init__(config=config, module=module)",),
     ),
     Patch(
         f"{adapter_module(2)}:FullyShardedDataParallelV2._validate_config",
         "v2: accept pipeline stages, some without experts, and several on a rank",
-        repairs_pipeline.accept_stages,
+        pipeline_repairs.accept_stages,
         source_lines=(
             '"pipeline_model_parallel_size",',
             'for group_name in ("tp", "pp", "cp"):',
@@ -290,7 +290,7 @@ V2_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer._validate_config",
         "v2: accept several pipeline stages on a rank",
-        repairs_pipeline.accept_chunks,
+        pipeline_repairs.accept_chunks,
         source_lines=(
             "if len(model_chunks) != 1:",
             'raise ValueError("MFSDP v2 currently supports exactly one model chunk.")',

@@ -90,7 +90,7 @@ V2_RELIED_ON: Mapping[str, tuple[str, ...]] = {
     "megatron.core.optimizer.fully_sharded_optimizer:FullyShardedOptimizer.step_with_ready_grads": (
         "parameter.grad_dtype = original_grad.dtype",
     ),
-    # A mark makes gradients local shards (repairs_gradients.py, count_shards_once).
+    # A mark makes gradients local shards (gradient_repairs.py, count_shards_once).
     "megatron.core.optimizer.optimizer:MegatronOptimizer._filter_grads_for_norm": (
         "grad = param.grad._local_tensor if param.grad is not None else None",
     ),
@@ -99,7 +99,7 @@ V2_RELIED_ON: Mapping[str, tuple[str, ...]] = {
         "for axis, placement in reversed(tuple(enumerate(placements))):",
         "offset += mesh.get_local_rank(axis) * shard_size",
     ),
-    # The count of gradients has this name (repairs_gradients.py, complete_backward_passes).
+    # The count of gradients has this name (gradient_repairs.py, complete_backward_passes).
     f"{_FSDP}.experimental.module:FsdpModule.pre_forward": ("self._num_ready_grad_parameters = 0",),
     # The callback at the end of a backward pass is found by its name on the context.
     f"{_FSDP}.experimental.module:FsdpModule.pre_backward": (

@@ -38,12 +38,12 @@ class Unsupported:
         return f"{self.flag}{given}: {self.reason}; {self.instead}."
 
 
-def value(name: str) -> Callable[[Settings], str]:
+def _value_of(name: str) -> Callable[[Settings], str]:
     """Return a ``found`` that is the value of one setting."""
     return lambda settings: str(settings.get(name)).removeprefix("torch.")
 
 
-def flags(*names: str) -> Callable[[Settings], str]:
+def _given_flags(*names: str) -> Callable[[Settings], str]:
     """Return a ``found`` that spells those settings that were given as flags."""
 
     def spelled(settings: Settings) -> str:
@@ -55,13 +55,13 @@ def flags(*names: str) -> Callable[[Settings], str]:
             if found is None or found is False:
                 continue
             flag = "--" + name.replace("_", "-")
-            given.append(flag if found is True else f"{flag} {value(name)(settings)}")
+            given.append(flag if found is True else f"{flag} {_value_of(name)(settings)}")
         return " ".join(given)
 
     return spelled
 
 
-def has(*names: str) -> Callable[[Settings], bool]:
+def _all_set(*names: str) -> Callable[[Settings], bool]:
     """Return an ``is_requested`` that is true if all of some settings are."""
     return lambda settings: all(settings.get(name) for name in names)
 
@@ -128,17 +128,17 @@ QK_CLIP_UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "upstream's clip divides the sizes of all ranks by the query groups of one, and fails",
         "use data parallelism alone, or --multi-latent-attention",
-        flags("tensor_model_parallel_size"),
+        _given_flags("tensor_model_parallel_size"),
     ),
     Unsupported(
         "--qk-clip --attention-output-gate",
-        has("qk_clip", "attention_output_gate"),
+        _all_set("qk_clip", "attention_output_gate"),
         "upstream's clip leaves the gate out of linear_qkv, and fails",
         "drop one of them",
     ),
     Unsupported(
         "--qk-clip --optimizer-cpu-offload",
-        has("qk_clip", "optimizer_cpu_offload"),
+        _all_set("qk_clip", "optimizer_cpu_offload"),
         "the next step overwrites clipped weights with their copies on the CPU",
         "drop one of them",
     ),
@@ -157,7 +157,7 @@ _STAGES_ROWS: tuple[Unsupported, ...] = (
         lambda s: has_stages(s) and _has_chunks(s) and has_checkpoints(s),
         "Megatron-FSDP's checkpoints hold one chunk of layers per rank",
         "use one stage per rank, or train without checkpoints",
-        flags(
+        _given_flags(
             "num_layers_per_virtual_pipeline_stage",
             "num_virtual_stages_per_pipeline_rank",
             "pipeline_model_parallel_layout",
@@ -169,11 +169,11 @@ _STAGES_ROWS: tuple[Unsupported, ...] = (
         lambda s: has_stages(s) and bool(s.get("mtp_num_layers")) and has_checkpoints(s),
         "two stages save their copies of the embedding under one name",
         "drop --mtp-num-layers, or train without checkpoints",
-        flags("mtp_num_layers", *CHECKPOINTS),
+        _given_flags("mtp_num_layers", *CHECKPOINTS),
     ),
     Unsupported(
         "--defer-embedding-wgrad-compute",
-        has("defer_embedding_wgrad_compute"),
+        _all_set("defer_embedding_wgrad_compute"),
         "Megatron-FSDP reduces the gradient of the output layer before it has been computed",
         "drop it",
     ),
@@ -190,17 +190,17 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: s.get("optimizer") not in BUILT_OPTIMIZERS,
         "it has no implementation over row shards here",
         "use --optimizer muon, adaptive_muon, lion, adam or sgd",
-        value("optimizer"),
+        _value_of("optimizer"),
     ),
     Unsupported(
         "--fp16",
-        has("fp16"),
+        _all_set("fp16"),
         "emerging optimizers have no loss scaling",
         "use --bf16",
     ),
     Unsupported(
         "--use-precision-aware-optimizer",
-        has("use_precision_aware_optimizer"),
+        _all_set("use_precision_aware_optimizer"),
         "it keeps gradients and states outside of the fp32 tensors that Muon steps",
         "drop it; Muon already keeps one state tensor where Adam keeps two",
     ),
@@ -209,17 +209,17 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: s.get("exp_avg_dtype") in ("fp16", "fp8"),
         "momentum is averaged in float32, and rounded to bfloat16 at most",
         "use --exp-avg-dtype bf16 or fp32",
-        value("exp_avg_dtype"),
+        _value_of("exp_avg_dtype"),
     ),
     Unsupported(
         "--optimizer-cpu-offload",
-        has("optimizer_cpu_offload"),
+        _all_set("optimizer_cpu_offload"),
         "Megatron then steps copies of the parameters on the CPU",
         "drop it; --muon-fsdp-offload-momentum keeps momentum in CPU memory",
     ),
     Unsupported(
         "--optimizer-cuda-graph",
-        has("optimizer_cuda_graph"),
+        _all_set("optimizer_cuda_graph"),
         "the step checks gradients on the host",
         "drop it",
     ),
@@ -241,7 +241,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     *FSDP_UNSUPPORTED,
     Unsupported(
         "ddp_config.megatron_fsdp_use_decoupled_grad",
-        has("megatron_fsdp_use_decoupled_grad"),
+        _all_set("megatron_fsdp_use_decoupled_grad"),
         "gradients are then stored in another attribute than Muon and Adam read",
         "leave it False",
     ),
@@ -256,14 +256,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: (s.get("gtp_weight_remat_size") or 1) > 1,
         "it shards rows a second time, which Megatron-FSDP does not record",
         "drop it",
-        flags("gtp_weight_remat_size"),
+        _given_flags("gtp_weight_remat_size"),
     ),
     Unsupported(
         "HSDP without --overlap-grad-reduce",
         lambda s: _is_hsdp(s) and not s.get("overlap_grad_reduce"),
         "Megatron-FSDP then never reduces gradients over the outer ranks, and the replicas drift",
         "add --overlap-grad-reduce",
-        flags("num_distributed_optimizer_instances"),
+        _given_flags("num_distributed_optimizer_instances"),
     ),
     Unsupported(
         "--ddp-average-in-collective",
@@ -282,14 +282,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "Transformer Engine then keeps the gradient of one use of the layer, and drops the others",
         "add --no-gradient-accumulation-fusion",
-        flags("mtp_num_layers", "mtp_use_repeated_layer", "data_parallel_sharding_strategy"),
+        _given_flags("mtp_num_layers", "mtp_use_repeated_layer", "data_parallel_sharding_strategy"),
     ),
     Unsupported(
         "--megatron-fsdp-main-params-dtype other than fp32",
         _has_low_precision_main_params,
         "Newton-Schulz and momentum need float32 main parameters",
         "use --megatron-fsdp-main-params-dtype fp32",
-        value("megatron_fsdp_main_params_dtype"),
+        _value_of("megatron_fsdp_main_params_dtype"),
     ),
     Unsupported(
         "checkpoints of grouped experts with biases under expert parallelism",
@@ -300,7 +300,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         ),
         "Megatron-FSDP's checkpoints give the biases of all expert-parallel ranks one name",
         "add --disable-bias-linear",
-        flags(
+        _given_flags(
             "moe_grouped_gemm",
             "expert_model_parallel_size",
             *CHECKPOINTS,
@@ -308,7 +308,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "--async-save",
-        has("async_save"),
+        _all_set("async_save"),
         "upstream's asynchronous writer has not been run with Megatron-FSDP here, and does not "
         "replace a checkpoint in one step",
         "drop it",
@@ -318,18 +318,18 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda s: s.get("non_persistent_ckpt_type") is not None,
         "upstream writes these checkpoints for Megatron-FSDP, and cannot load them",
         "use --save-interval with --save-retain-interval",
-        value("non_persistent_ckpt_type"),
+        _value_of("non_persistent_ckpt_type"),
     ),
     Unsupported(
         "--ckpt-convert-format",
         lambda s: s.get("ckpt_convert_format") is not None,
         "a Megatron-FSDP model writes no other format",
         "drop it",
-        value("ckpt_convert_format"),
+        _value_of("ckpt_convert_format"),
     ),
     Unsupported(
         "--load-main-params-from-ckpt",
-        has("load_main_params_from_ckpt"),
+        _all_set("load_main_params_from_ckpt"),
         "fsdp_dtensor checkpoints hold the main parameters, which are loaded anyway",
         "drop it",
     ),

@@ -238,21 +238,23 @@ def _plan(
     plans: list[ExchangePlan] = []
     differences = []
     load_ns = staged_bytes = 0
-    for number, (given, settings) in enumerate(zip(inputs, resolved, strict=True)):
+    for number, (plan_input, settings) in enumerate(zip(inputs, resolved, strict=True)):
         loads_ns, most_staged, position = _planned_before(
-            given.domain, (load_ns, staged_bytes, number), device
+            plan_input.domain, (load_ns, staged_bytes, number), device
         )
         # Costs decide the sizes of stacks and which replica is the nearest.
         entries = [str(settings)]
         share = settings.share_of_staging(most_staged, max_num_plans - position)
         try:
-            plan = plan_matrices(given.matrices, settings, load_ns=loads_ns, staging_bytes=share)
+            plan = plan_matrices(
+                plan_input.matrices, settings, load_ns=loads_ns, staging_bytes=share
+            )
         except ValueError as error:
             # Others wait for the entries of this rank, and stop with it.
-            differences += [first_line(error), *_differences(entries, given.domain, device)]
+            differences += [first_line(error), *_differences(entries, plan_input.domain, device)]
             continue
         entries += plan.entries()
-        differences += _differences(entries, given.domain, device)
+        differences += _differences(entries, plan_input.domain, device)
         plans.append(plan)
         load_ns = plan.load_ns[own_rank()]
         staged_bytes += plan.staging_bytes

@@ -142,7 +142,7 @@ class MatrixStep:
 
     Args:
         group_index: Index of the parameter group by parameter.
-        compute: Orthogonalizes their matrices.
+        engine: Orthogonalizes their matrices.
         settings: Settings.
         device: Of weights and gradients.
         rows_elsewhere: Whether weights and gradients are on another device than the exchange.
@@ -163,16 +163,16 @@ class MatrixStep:
     def __init__(
         self,
         group_index: Mapping[torch.Tensor, int],
-        compute: Engine,
+        engine: Engine,
         settings: StepSettings,
         device: torch.device,
         *,
         rows_elsewhere: bool = False,
     ) -> None:
-        self.compute, self.settings, self._device = compute, settings, device
+        self.engine, self.settings, self._device = engine, settings, device
         self._is_beside = rows_elsewhere
         self.hooks: list[StepHooks] = []
-        rows: list[RowIndex] = compute.handles
+        rows: list[RowIndex] = engine.handles
         self._num_matrices = Counter(each.param for each in rows)
         self.params = [param for param in group_index if param in self._num_matrices]
         self.group_index = [group_index[param] for param in self.params]
@@ -230,12 +230,12 @@ class MatrixStep:
         needs = [others.temporaries]
         if not self._is_beside:
             needs += [self._copied_bytes, *(hook.num_bytes for hook in self.hooks)]
-        return self.compute.reserve(OtherBytes(others.state, max(needs)))
+        return self.engine.reserve(OtherBytes(others.state, max(needs)))
 
     def release(self) -> None:
         """Return the memory of :meth:`reserve`, if ranks do not step."""
         self._arena.free()
-        self.compute.release()
+        self.engine.release()
 
     @torch.no_grad()
     def step(
@@ -276,13 +276,13 @@ class MatrixStep:
         for hook in self.hooks:
             hook.advanced(momentum)
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):
-            arrivals = self.compute.orthogonalize(self._sources, self._targets, overlap_fn)
+            arrivals = self.engine.orthogonalize(self._sources, self._targets, overlap_fn)
             for number, done in enumerate(arrivals):
                 self._update(groups, number, done, without)
         self._arena.free()
         if self.settings.overwrites_gradients and not self.settings.gradients_stay:
             self._forget()
-            self.compute.forget()
+            self.engine.forget()
 
     @property
     def _in_results(self) -> bool:

@@ -38,13 +38,13 @@ class MuonSettings:
         newton_schulz: Steps, coefficients, precision and scale.
         exchange: How matrices are exchanged.
         step: Settings of a step.
-        scale: Scale mode and factor as text, for the comparison of ranks.
+        description: Scale mode and factor as text, for the comparison of ranks.
     """
 
     newton_schulz: NewtonSchulzSettings
     exchange: ExchangeSettings
     step: StepSettings
-    scale: str
+    description: str
 
     def entries(self) -> list[str]:
         """Return all settings as text."""
@@ -55,7 +55,7 @@ class MuonSettings:
             f"precision {step.fp32_matmul_prec}, function {orthogonalize.function is not None}",
             f"nesterov {step.nesterov}, {step.weight_decay_method} weight decay, momentum in "
             f"{step.momentum_dtype}, offloaded {step.offload_momentum}",
-            f"scale {self.scale}",
+            f"scale {self.description}",
         ]
 
 
@@ -79,7 +79,7 @@ class MuonStep:
         has_others: Whether this rank steps other parameters meanwhile.
 
     Attributes:
-        compute: Orthogonalizes matrices.
+        engine: Orthogonalizes matrices.
         group: Ranks that step together, as agreed; None if that is the whole job.
         plan_inputs: Plans of this rank, and their parameters.
 
@@ -90,7 +90,7 @@ class MuonStep:
     Communication: at construction a flag and a hash over all ranks, the collectives of
         :func:`~megatron_muon.rows.plan_inputs.find_plan_inputs` and
         :func:`~megatron_muon.runtime.engine_builder.build_engine`, then one flag. In
-        :meth:`step` the collectives of ``orthogonalize`` of :attr:`compute`.
+        :meth:`step` the collectives of ``orthogonalize`` of :attr:`engine`.
     Memory: the state of the optimizers; while a step runs, see
         :class:`~megatron_muon.step.matrix_step.MatrixStep`.
     """
@@ -128,7 +128,7 @@ class MuonStep:
         self.group = self.plan_inputs.group
         # Kernels are checked here, in the precision of a step.
         with fp32_matmul_precision(settings.step.fp32_matmul_prec):
-            self.compute = build_engine(
+            self.engine = build_engine(
                 self.plan_inputs.inputs,
                 settings.newton_schulz,
                 settings.exchange,
@@ -137,7 +137,7 @@ class MuonStep:
                 max_num_plans=self.plan_inputs.max_num_plans,
             )
         if settings.exchange.log_plan:
-            log_plans(self.compute.plans, own_rank())
+            log_plans(self.engine.plans, own_rank())
         self._named = {each.param: each for each in parameters}
         self._params = self._all_params()
         self._main_params = MainParams(self._params)
@@ -156,7 +156,7 @@ class MuonStep:
         optimizer_of = {param: each for each, group in groups for param in group["params"]}
         self._matrix_step = MatrixStep(
             {param: i for i, (_, group) in enumerate(groups) for param in group["params"]},
-            self.compute,
+            self.engine,
             self._step,
             rows_device,
             rows_elsewhere=rows_device != self.device,
@@ -203,11 +203,11 @@ class MuonStep:
         step = self._matrix_step
         if not is_on:
             self._sums, step.hooks = None, list(self._hooks)
-            self.compute.watch(None)
+            self.engine.watch(None)
             return
         self._sums = MetricSums([self._named[p] for p in step.params], step.group_index)
         step.hooks = [*self._hooks, self._sums]
-        self.compute.watch(self._sums.watch)
+        self.engine.watch(self._sums.watch)
 
     def last_metrics(self) -> StepMetrics:
         """Return the metrics of the last step; called by all ranks that step together.

@@ -27,23 +27,23 @@ METHODS = ("adamuon", "normuon", "namo")
 KEY = "moment2_buffer"
 
 
-def method_problems(given: object, weight_decay_method: str) -> list[str]:
+def method_problems(method: object, weight_decay_method: str) -> list[str]:
     """List errors of a method, or of its name, a sentence each.
 
     Args:
-        given: See :class:`SecondMoments`.
+        method: See :class:`SecondMoments`.
         weight_decay_method: Of the optimizer.
     """
-    if given is None or (not isinstance(given, str) and isinstance(given, StackMethod)):
+    if method is None or (not isinstance(method, str) and isinstance(method, StackMethod)):
         return []
-    if not isinstance(given, str):
+    if not isinstance(method, str):
         return [
             "adaptive: expected a name, or an object with state_shape() that is called with "
-            f"results and state, got {given!r}. Write both methods"
+            f"results and state, got {method!r}. Write both methods"
         ]
-    if given not in METHODS:
-        return [f"adaptive: expected one of {', '.join(METHODS)}, got {given}. Choose one"]
-    if given == "namo" and weight_decay_method == "l2":
+    if method not in METHODS:
+        return [f"adaptive: expected one of {', '.join(METHODS)}, got {method}. Choose one"]
+    if method == "namo" and weight_decay_method == "l2":
         return [
             "adaptive: expected decoupled weight decay with namo, which averages norms of "
             "gradients, got l2, which adds the decay to them. Choose another"
@@ -59,7 +59,7 @@ class SecondMoments:
     of :class:`~megatron_muon.runtime.norms.Moments`, which owners update.
 
     Args:
-        given: Name of a method, a function of stacks with state, or None for none.
+        method: Name of a method, a function of stacks with state, or None for none.
         beta2: Decay rate of a method with a name.
         eps: Keeps its divisor from zero.
         scale: Factors of results that are divided element by element.
@@ -71,15 +71,15 @@ class SecondMoments:
     method: StackMethod | Namo | None
 
     def __init__(
-        self, given: str | StackMethod | None, beta2: float, eps: float, scale: Scale
+        self, method: str | StackMethod | None, beta2: float, eps: float, scale: Scale
     ) -> None:
-        self.method = None if isinstance(given, str) else given
-        if given == "normuon":
+        self.method = None if isinstance(method, str) else method
+        if method == "normuon":
             self.method = NorMuon(beta2, eps)
-        if given == "namo":
+        if method == "namo":
             self.method = Namo(beta2, eps)
-        self.is_elementwise = given == "adamuon"
-        self.description = f"{given if isinstance(given, str) else type(given)} {beta2} {eps}"
+        self.is_elementwise = method == "adamuon"
+        self.description = f"{method if isinstance(method, str) else type(method)} {beta2} {eps}"
         self._settings, self._scale = (beta2, eps), scale
         # By parameter: the values of its plan, and the index of its first matrix.
         self._places: dict[torch.Tensor, tuple[Moments, int]] = {}
@@ -101,19 +101,19 @@ class SecondMoments:
         Returns:
             Additions to the step.
         """
-        compute = step.compute
+        engine = step.engine
         # Without a method plans have no values.
-        for given, of_plan, moments in zip(
-            plan_inputs.inputs, plan_inputs.parameters, compute.moments, strict=False
+        for plan_input, of_plan, moments in zip(
+            plan_inputs.inputs, plan_inputs.parameters, engine.moments, strict=False
         ):
-            counts, first = Counter(given.params), 0
+            counts, first = Counter(plan_input.params), 0
             for each in of_plan:
                 self._places[each.param] = moments, first
                 values = moments.values[slice(*moments.range_of(first, counts[each.param]))]
-                self._views[each.param] = _sharded(each.view, values, len(given.domain.ranks))
+                self._views[each.param] = _sharded(each.view, values, len(plan_input.domain.ranks))
                 first += counts[each.param]
         if isinstance(self.method, Namo):
-            return [GradientNorms(step.params, compute)]
+            return [GradientNorms(step.params, engine)]
         if not self.is_elementwise:
             return []
         named = {each.param: each for of_plan in plan_inputs.parameters for each in of_plan}
@@ -192,11 +192,11 @@ class GradientNorms(StepHooks):
 
     Args:
         params: By position, the parameters with local rows.
-        compute: Orthogonalizes their matrices.
+        engine: Orthogonalizes their matrices.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], compute: Engine) -> None:
-        self._params, self._compute = list(params), compute
+    def __init__(self, params: Sequence[torch.Tensor], engine: Engine) -> None:
+        self._params, self._engine = list(params), engine
 
     def begin(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Sum squares, before gradients are overwritten."""
@@ -206,8 +206,8 @@ class GradientNorms(StepHooks):
                 # Moments of a parameter without a gradient are kept.
                 local = local_tensor(param)
                 by_param[param] = torch.zeros((), device=local.device).expand(local.shape)
-        self._compute.see_gradients(
-            {rows: rows.of(by_param[rows.param]) for rows in self._compute.handles}
+        self._engine.see_gradients(
+            {rows: rows.of(by_param[rows.param]) for rows in self._engine.handles}
         )
 
 

@@ -153,7 +153,7 @@ def _step_rows(size: int, names: Sequence[str]) -> dict[str, list[Any]]:
         for setting in row.settings:
             muon, of_setting = _step(row.build(), setting)
             different += [f"{setting}: {each}" for each in of_setting]
-        plans = muon.compute.plans
+        plans = muon.engine.plans
         holders = {x.name: sorted(x.elements_by_rank) for plan in plans for x in plan.matrices}
         owners = [list(ranks) for plan in plans for ranks in plan.owners]
         found[name] = [different, holders, owners]
@@ -236,7 +236,7 @@ def _domains() -> list[list[Any]]:
         mesh = each.param.device_mesh
         groups = [None, dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
         is_known = any(found_input.domain.group is group for group in groups)
-        (plan,) = muon.compute.plans
+        (plan,) = muon.engine.plans
         assert plan.cost.ranks_per_node == 2
         found.append([len(found_input.domain.ranks), len(found_input.matrices), is_known])
     return found

@@ -178,7 +178,7 @@ def build_optimizers(
         **arguments,
     )
     muon.muon_step = build_muon_step([muon], ExchangeSettings(**(exchange or {})))
-    muon.step, muon.compute = muon.muon_step.step, muon.muon_step.compute
+    muon.step, muon.engine = muon.muon_step.step, muon.muon_step.engine
     return Optimizers(
         muon,
         (whole or TensorParallelMuon)([reference for _, reference, _ in params], **arguments),

@@ -74,7 +74,7 @@ def _trace(sharding: str, settings: dict[str, Any]) -> list[Any]:
         model.finish_grad_sync()
         with _logged(log if step == 1 else []):
             optimizer.step()
-    (plan,) = optimizer.muon_step.compute.plans
+    (plan,) = optimizer.muon_step.engine.plans
     num_blocks = sum(len(matrix.blocks) for matrix in plan.matrices)
     return [construction, log, len(plan.buckets), plan.num_scatters, num_blocks]
 

@@ -173,7 +173,7 @@ MENDED = """
 from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
 from megatron_muon import enable
 enable()
-from megatron_muon.mcore.repairs_gradients import count_shards_once
+from megatron_muon.mcore.gradient_repairs import count_shards_once
 from megatron_muon.mcore.patches import V2_PATCHES
 
 assert [each.wrap for each in V2_PATCHES if each.is_repaired()] == [count_shards_once]
@@ -192,7 +192,7 @@ def test_norm_that_upstream_has_mended_is_left_alone(tree):
 
 def test_group_of_upstreams_own_norm_is_left_alone(monkeypatch):
     """It divides by copies and sums over all ranks: over one instance the norm was too small."""
-    from megatron_muon.mcore import fsdp_model, repairs_gradients
+    from megatron_muon.mcore import fsdp_model, gradient_repairs
 
     class Upstream:
         grad_stats_parallel_group = "all ranks"
@@ -202,5 +202,5 @@ def test_group_of_upstreams_own_norm_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(fsdp_model, "is_v2", lambda model: True)
     chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
-    build = repairs_gradients.reduce_grad_norm_over_instances(lambda config, chunks: Upstream())
+    build = gradient_repairs.reduce_grad_norm_over_instances(lambda config, chunks: Upstream())
     assert build(None, [chunk]).grad_stats_parallel_group == "all ranks"

@@ -94,10 +94,10 @@ def _owners_of_copies() -> list[list[tuple[str, int, int]]]:
     init_group()
     found = []
     for mode in ("blockwise", "duplicated"):
-        compute = build_optimizers(2, {"tp_mode": mode}, num_tensor_ranks=2).sharded.compute
+        engine = build_optimizers(2, {"tp_mode": mode}, num_tensor_ranks=2).sharded.engine
         copied = [
             (matrix.name, len(owners), sorted(matrix.elements_by_rank))
-            for plan in compute.plans
+            for plan in engine.plans
             for matrix, owners in zip(plan.matrices, plan.owners, strict=True)
             if any(len(region.holders) > 1 for region in matrix.regions)
         ]

@@ -28,7 +28,7 @@ from helpers.toy_gpt import (
 )
 
 from megatron_muon.mcore.checkpoint_state import layer_names
-from megatron_muon.mcore.repairs_pipeline import free_views
+from megatron_muon.mcore.pipeline_repairs import free_views
 
 pytestmark = pytest.mark.ranks
 

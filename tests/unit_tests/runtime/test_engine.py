@@ -69,7 +69,7 @@ def _count_bytes(comm_dtype: str, grid: dict[str, int]) -> dict[str, Any]:
         all_reduce=counting_all_reduce,
     ):
         optimizers.sharded.step()
-    engine = optimizers.sharded.compute
+    engine = optimizers.sharded.engine
     # Tensor-parallel ranks have a plan of their own for what they replicate.
     plans = engine.plans
     report = build_report(range(4), plans)
@@ -129,7 +129,7 @@ def _step_with_cut_matrices(name: str, grid: dict[str, int]) -> list[Any]:
     num_shards = 4 // math.prod(grid.values())
     with split_always(4):
         optimizers = build_optimizers(num_shards, settings, exchange, **grid)
-    plan = optimizers.sharded.compute.plans[0]
+    plan = optimizers.sharded.engine.plans[0]
     step_both(optimizers, comm_dtype)
     different = optimizers.differences(atol)
     if backend == "gram":
@@ -167,7 +167,7 @@ def _memory_of_steps(staging_bytes: int | None) -> list[int]:
 
     exchange = {"comm_dtype": "bf16", "staging_bytes": staging_bytes}
     optimizers = build_optimizers(2, {}, exchange, cases=[(64, [40, 24])] * 9)
-    engine = optimizers.sharded.compute
+    engine = optimizers.sharded.engine
     (memory,) = (x for x in vars(engine._arena).values() if torch.is_tensor(x))
     between_steps = memory.untyped_storage().nbytes()
     in_step = 0
@@ -263,9 +263,9 @@ def test_ranks_with_different_settings_raise_at_construction():
 def _step_after_an_abandoned_one() -> list[str]:
     init_group()
     optimizers = build_optimizers(1, {}, {"comm_dtype": "bf16"})
-    compute = optimizers.sharded.compute
-    rows = {each: each.of(each.param._local_tensor.detach() + 1) for each in compute.handles}
-    abandoned = compute.orthogonalize(rows, rows)
+    engine = optimizers.sharded.engine
+    rows = {each: each.of(each.param._local_tensor.detach() + 1) for each in engine.handles}
+    abandoned = engine.orthogonalize(rows, rows)
     next(abandoned)
     abandoned.close()
     step_both(optimizers, "bf16")
@@ -287,12 +287,12 @@ def _step_after_messages_were_left(grid: dict[str, int]) -> list[Any]:
     if grid:
         cases = [(cols, [sum(rows)]) for cols, rows in cases]
     optimizers = build_optimizers(1 if grid else 2, {}, exchange, cases=cases, **grid)
-    compute = optimizers.sharded.compute
-    rows = {each: each.of(each.param._local_tensor.detach() + 1) for each in compute.handles}
+    engine = optimizers.sharded.engine
+    rows = {each: each.of(each.param._local_tensor.detach() + 1) for each in engine.handles}
     with collectives_run("at_wait") as timing:
-        abandoned = compute.orthogonalize(rows, rows)
+        abandoned = engine.orthogonalize(rows, rows)
         next(abandoned)
-        (buckets,) = compute.runners
+        (buckets,) = engine.runners
         while grid and not buckets._scattering:
             next(abandoned)
         under_way = len(buckets._gathering) + len(buckets._scattering)

@@ -96,7 +96,7 @@ def _build_within(limit: int) -> str:
         built = build_optimizers(2, exchange={"staging_bytes": limit}, cases=CASES)
     except RuntimeError as error:
         return str(error)
-    return str(built.sharded.compute.staging_bytes)
+    return str(built.sharded.engine.staging_bytes)
 
 
 def test_limit_that_no_plan_keeps_names_the_largest_matrix_and_the_least_that_works():

@@ -32,7 +32,7 @@ def _connected_and_used(num_buckets: int) -> list[Any]:
 def _compared(optimizers: Any, sizes: list[tuple[list[int], list[int]]]) -> list[Any]:
     connected = sizes.copy()
     sizes.clear()
-    engine = optimizers.sharded.compute
+    engine = optimizers.sharded.engine
     engine._arena.allocate()
     (buckets,) = engine.runners
     used = []

@@ -24,7 +24,7 @@ def _ranks_per_node(cost_model: str, sizes: list[str], _expected: int) -> int:
         if not size:
             os.environ.pop("LOCAL_WORLD_SIZE", None)
         built = build_optimizers(2, exchange={"cost_model": cost_model}, cases=CASES)
-    return built.sharded.compute.plans[0].cost.ranks_per_node
+    return built.sharded.engine.plans[0].cost.ranks_per_node
 
 
 def test_ranks_a_node_are_those_of_the_launcher():
@@ -73,7 +73,7 @@ def _build(newton_schulz: list[str], gram: list[str], settings: list[dict[str, A
             built = build_optimizers(2, settings[rank], exchange, cases=CASES)
         except RuntimeError as error:
             return str(error)
-    plan = built.sharded.compute.plans[0]
+    plan = built.sharded.engine.plans[0]
     return [list(plan.cost.backends), [plan.backend(i, 0) for i, _ in enumerate(plan.matrices)]]
 
 

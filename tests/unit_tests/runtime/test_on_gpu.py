@@ -114,17 +114,17 @@ def _memory_of_steps() -> dict[str, int]:
     exchange = {"comm_dtype": "bf16", "num_buckets": NUM_BUCKETS}
     optimizers = build_optimizers(2, {}, exchange, cases=CASES, sharded=build)
     connected = before["free"] - torch.cuda.mem_get_info()[0]
-    compute = optimizers.sharded.compute
-    rows = {each: each.of(each.param._local_tensor.detach() + 1) for each in compute.handles}
+    engine = optimizers.sharded.engine
+    rows = {each: each.of(each.param._local_tensor.detach() + 1) for each in engine.handles}
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(NUM_STEPS):
-        for _ in compute.orthogonalize(rows, rows):
+        for _ in engine.orthogonalize(rows, rows):
             pass
     torch.cuda.synchronize()
     return {
         "connected": connected,
-        "staging": compute.staging_bytes,
+        "staging": engine.staging_bytes,
         "peak": torch.cuda.max_memory_allocated() - held,
         "left": torch.cuda.memory_allocated() - held,
     }

@@ -107,7 +107,7 @@ def _random_layouts(seed: int) -> dict[str, Any]:
         found = _compare(optimizers)
         if found["at_wait"] != [True, []] or found["at_launch"] != [True, []]:
             wrong.append(f"{kind}: {case}: {found}")
-        plan = optimizers.sharded.compute.plans[0]
+        plan = optimizers.sharded.engine.plans[0]
         seen.append([kind, found["launched"], max(map(len, plan.owners))])
     return {"wrong": wrong, "seen": seen}
 
@@ -132,7 +132,7 @@ def _scatters_without_results_for_a_shard() -> list[Any]:
     exchange = {"comm_dtype": "bf16", "num_buckets": 4}
     with mock.patch("megatron_muon.plan.buckets._DEPTH", 1):
         optimizers = build_optimizers(**grid, cases=cases, exchange=exchange)
-    (built,) = optimizers.sharded.compute.runners
+    (built,) = optimizers.sharded.engine.runners
     sends = [each.numel() > 0 for each in built._scatters._sends]
     gets = [each.numel() > 0 for each in built._all_gather._all]
     return [_compare(optimizers), sends, gets]

@@ -25,7 +25,7 @@ def _order_of_a_step(depth: int, num_buckets: int, has_replicas: bool) -> list[A
         cases = [(cols, [sum(rows[:2]), sum(rows[2:])]) for cols, rows in cases]
     with mock.patch("megatron_muon.plan.buckets._DEPTH", depth):
         optimizers = build_optimizers(**grid, exchange=exchange, cases=cases)
-    (built,) = optimizers.sharded.compute.runners
+    (built,) = optimizers.sharded.engine.runners
     log: list[str] = []
     parts = {"gather": built._gathers, "scatter": built._scatters, "spread": built._all_gather}
     for kind, part in parts.items():
