@@ -55,6 +55,7 @@ def layer_names(chunk: Any) -> Callable[[str], str]:
             positions[layer[2], layer[3]] = number - 1
 
     def rename(name: str) -> str:
+        """Return a name with the position of its layer in the whole model."""
         layer = _LAYER.match(name)
         if layer is None or (layer[2], layer[3]) not in positions:
             return name
