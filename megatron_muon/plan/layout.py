@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+# Ranks of the job, ascending.
+type Ranks = tuple[int, ...]
+# Rows and columns.
+type Shape = tuple[int, int]
 # Range (start, stop) per dimension of a tensor.
 type Box = tuple[tuple[int, int], ...]
 

@@ -25,12 +25,12 @@ so the largest holders would be the same few ranks.
 import functools
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.layout import MatrixLayout, Ranks
 from megatron_muon.plan.settings import CommDtypes, PlanSettings
 
 # Pass 2 may load a rank by this factor more than pass 1: estimates are not more exact.
@@ -54,7 +54,7 @@ class Assignment(NamedTuple):
         load_ns: By rank, Newton-Schulz of its matrices, the initial load included.
     """
 
-    owners: tuple[tuple[int, ...], ...]
+    owners: tuple[Ranks, ...]
     load_ns: Mapping[int, int]
 
 
@@ -63,14 +63,11 @@ def choose_owners(
     settings: PlanSettings,
     initial_load_ns: Mapping[int, int],
 ) -> Assignment:
-    """Choose the owners of matrices.
+    """Choose the owners of matrices, listed in the same order on every rank.
 
-    Args:
-        matrices: Layouts, in the same order on every rank.
-        settings: Rates, bytes per element and maximum number of owners.
-        initial_load_ns: Time that ranks spend on other matrices.
+    ``initial_load_ns`` is the time that ranks spend on the matrices of other plans.
     """
-    cost, dtypes = settings.cost, settings.dtypes
+    cost = settings.cost
     ranks = sorted(set().union(*{matrix.ranks for matrix in matrices}))
     load_ns = {rank: initial_load_ns.get(rank, 0) for rank in ranks}
     whole_ns = [matrix_ns(matrix, cost) for matrix in matrices]
@@ -78,14 +75,14 @@ def choose_owners(
     fair_ns = before_ns + sum(whole_ns) // len(ranks)
     room_ns = int(_LONGER_THAN_FAIR * fair_ns) - before_ns
     num_parts = _choose_parts(matrices, whole_ns, room_ns, cost, settings.max_owners)
-    # One object for all matrices with the same shards, such as a parameter of all layers.
-    traffic: dict[int, _Traffic] = {}
+    # Layers share their regions, and so the traffic of their matrices.
+    traffic_ns: dict[tuple[int, Ranks], Mapping[int, int]] = {}
     tasks = []
     for index, (matrix, parts) in enumerate(zip(matrices, num_parts, strict=True)):
-        held = matrix.elements_by_rank
-        if id(held) not in traffic:
-            traffic[id(held)] = _Traffic(held, matrix.num_elements, cost, dtypes)
-        tasks.append(_Task(index, matrix, parts, matrix_ns(matrix, cost, parts), traffic[id(held)]))
+        key = id(matrix.elements_by_rank), matrix.ranks
+        if key not in traffic_ns:
+            traffic_ns[key] = _traffic_ns(matrix, cost, settings.dtypes)
+        tasks.append(_Task(index, matrix, parts, matrix_ns(matrix, cost, parts), traffic_ns[key]))
     # Whole matrices of one rank come first: only there they cause no traffic. Then most owners:
     # later there might be no set of consecutive ranks that are all idle.
     tasks.sort(
@@ -98,63 +95,45 @@ def choose_owners(
     placing.place(tasks)
     if max(placing.load_ns.values()) > capacity_ns:
         placing = first
-    owners = tuple(placing.owners[i] for i in range(len(tasks)))
     if all(len(matrix.elements_by_rank) == 1 for matrix in matrices):
         # There and back, and the all-reduce of norms.
-        num_collectives = 2 + (dtypes.norm_bytes > 0)
+        num_collectives = 2 + (settings.dtypes.norm_bytes > 0)
         exchange_ns = num_collectives * cost.collective_ns(ranks)
         holders = tuple(tuple(matrix.elements_by_rank) for matrix in matrices)
         for (holder,), time_ns in zip(holders, whole_ns, strict=True):
             load_ns[holder] += time_ns
         if max(load_ns.values()) <= max(placing.load_ns.values()) + exchange_ns:
             return Assignment(holders, load_ns)
-    return Assignment(owners, placing.load_ns)
+    return Assignment(tuple(placing.owners[i] for i in range(len(tasks))), placing.load_ns)
 
 
 def matrix_ns(matrix: MatrixLayout, cost: CostModel, num_parts: int = 1) -> int:
     """Estimate the Newton-Schulz time of all blocks of a matrix on an owner.
 
-    Owners that share a matrix are consecutive ranks of its domain. Where the first such set spans
-    nodes, as under tensor parallelism, all sets are assumed to span nodes.
+    Owners of a split matrix are consecutive ranks of its domain. If the first such set spans nodes,
+    as under tensor parallelism, all sets are assumed to span nodes.
     """
     on_node = cost.share_a_node(matrix.ranks[:num_parts])
     return sum(cost.newton_schulz_ns(*shape, num_parts, on_node=on_node) for shape in matrix.blocks)
 
 
-class _Traffic(dict[int, int]):
-    """Time of the rows that an owner lacks, and of their results, over its link, in nanoseconds.
-
-    Args:
-        held: Elements of a matrix by rank; every replica counts.
-        num_elements: Elements of the matrix.
-        cost: Rates of the machine.
-        dtypes: Bytes per element.
-    """
-
-    def __init__(
-        self, held: Mapping[int, int], num_elements: int, cost: CostModel, dtypes: CommDtypes
-    ) -> None:
-        super().__init__()
-        self._held = held
-        self._cost = cost
-        self._total = sum(held.values())
-        # One of several replicas sends, and one gets results: the nearest, here assumed to be an
-        # average one.
-        self._element_bytes = (
-            (dtypes.gather_bytes + dtypes.scatter_bytes) * num_elements / self._total
+def _traffic_ns(matrix: MatrixLayout, cost: CostModel, dtypes: CommDtypes) -> dict[int, int]:
+    """Estimate, by owner, the time of missing rows and of their results over its link."""
+    held = matrix.elements_by_rank
+    total = sum(held.values())
+    # One of several replicas sends, and one gets results: the nearest, here assumed to be an
+    # average one.
+    element_bytes = (dtypes.gather_bytes + dtypes.scatter_bytes) * matrix.num_elements / total
+    by_node: Counter[int] = Counter()
+    for rank, elements in held.items():
+        by_node[cost.node(rank)] += elements
+    return {
+        owner: cost.messages_ns(
+            round((by_node[cost.node(owner)] - held.get(owner, 0)) * element_bytes),
+            round((total - by_node[cost.node(owner)]) * element_bytes),
         )
-        self._by_node: Counter[int] = Counter()
-        for rank, elements in held.items():
-            self._by_node[cost.node(rank)] += elements
-
-    def __missing__(self, owner: int) -> int:
-        """Estimate the time for an owner that was not asked for before."""
-        in_node = self._by_node[self._cost.node(owner)]
-        self[owner] = self._cost.messages_ns(
-            round((in_node - self._held.get(owner, 0)) * self._element_bytes),
-            round((self._total - in_node) * self._element_bytes),
-        )
-        return self[owner]
+        for owner in matrix.ranks
+    }
 
 
 @dataclass(frozen=True)
@@ -163,11 +142,22 @@ class _Task:
     matrix: MatrixLayout
     num_parts: int
     load_ns: int  # on an owner
-    traffic: _Traffic
+    traffic_ns: Mapping[int, int]  # by owner, as if it owned the whole matrix
 
-    def traffic_ns(self, rank: int) -> int:
-        """Estimate the time of rows and results over the link of an owner."""
-        return self.traffic[rank] // self.num_parts
+    def part_traffic_ns(self, owner: int) -> int:
+        """Estimate the time of rows and results of one part over the link of its owner."""
+        return self.traffic_ns[owner] // self.num_parts
+
+    def candidates(self) -> Sequence[Ranks]:
+        """Return the holders; for a split matrix sets of consecutive ranks that tile nodes."""
+        if self.num_parts == 1:
+            return _sets_of_ranks(tuple(self.matrix.elements_by_rank), 1)
+        return _sets_of_ranks(self.matrix.ranks, self.num_parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _sets_of_ranks(ranks: Ranks, size: int) -> list[Ranks]:
+    return [ranks[i : i + size] for i in range(0, len(ranks) - size + 1, size)]
 
 
 class _Placing:
@@ -180,25 +170,25 @@ class _Placing:
     """
 
     def __init__(self, load_ns: Mapping[int, int], *, capacity_ns: int) -> None:
-        self.owners: dict[int, tuple[int, ...]] = {}
+        self.owners: dict[int, Ranks] = {}
         self.load_ns = dict(load_ns)
         self._link_ns = dict.fromkeys(load_ns, 0)  # rows and results over the link, by owner
         self._capacity_ns = capacity_ns
-        self._idlest: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        self._idlest: dict[Ranks, list[tuple[int, int]]] = {}
 
-    def place(self, tasks: Sequence[_Task]) -> None:
+    def place(self, tasks: Iterable[_Task]) -> None:
         """Choose owners for all tasks, in order."""
         for task in tasks:
             owners = self._below_capacity(task) or self._first_done(task)
             for rank in owners:
                 self.load_ns[rank] += task.load_ns
-                self._link_ns[rank] += task.traffic_ns(rank)
+                self._link_ns[rank] += task.part_traffic_ns(rank)
             self.owners[task.index] = owners
 
     def _busy_ns(self, rank: int) -> int:
         return max(self.load_ns[rank], self._link_ns[rank])
 
-    def _below_capacity(self, task: _Task) -> tuple[int, ...]:
+    def _below_capacity(self, task: _Task) -> Ranks:
         """Return owners within the capacity, of holders the one with the quietest link, or ().
 
         Few ranks hold the matrices of a shape. If only the traffic of this matrix counted, they
@@ -206,30 +196,32 @@ class _Placing:
         two instances: a predicted step of 35 ms, otherwise 75.
         """
         fitting = []
-        for owners in _candidates(task) if self._capacity_ns else ():
+        for owners in task.candidates() if self._capacity_ns else ():
             if max(self.load_ns[rank] for rank in owners) + task.load_ns <= self._capacity_ns:
-                traffic_ns = sum(task.traffic_ns(rank) for rank in owners)
+                traffic_ns = sum(map(task.part_traffic_ns, owners))
                 if task.num_parts == 1:
                     traffic_ns += self._link_ns[owners[0]]
                 fitting.append((traffic_ns, owners))
         return min(fitting)[1] if fitting else ()
 
-    def _first_done(self, task: _Task) -> tuple[int, ...]:
+    def _first_done(self, task: _Task) -> Ranks:
         """Return the owners that would be done first."""
-        others = [] if task.num_parts > 1 else [(self._idlest_rank(task.matrix.ranks),)]
+        candidates = [*task.candidates()]
+        if task.num_parts == 1:
+            candidates.append((self._idlest_rank(task.matrix.ranks),))
 
-        def done(owners: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-            """Return when owners would be done, and their traffic."""
-            traffic_ns = [task.traffic_ns(rank) for rank in owners]
-            busy_ns = [
+        def done_ns(owners: Ranks) -> tuple[int, int, Ranks]:
+            """Return when owners would be done; ties go to the least traffic."""
+            traffic_ns = list(map(task.part_traffic_ns, owners))
+            busy_ns = (
                 max(self.load_ns[rank] + task.load_ns, self._link_ns[rank] + extra_ns)
                 for rank, extra_ns in zip(owners, traffic_ns, strict=True)
-            ]
+            )
             return max(busy_ns), sum(traffic_ns), owners
 
-        return min([*_candidates(task), *others], key=done)
+        return min(candidates, key=done_ns)
 
-    def _idlest_rank(self, ranks: tuple[int, ...]) -> int:
+    def _idlest_rank(self, ranks: Ranks) -> int:
         """Return the rank that is busy for the shortest time so far."""
         if ranks not in self._idlest:
             self._idlest[ranks] = [(self._busy_ns(rank), rank) for rank in ranks]
@@ -239,18 +231,6 @@ class _Placing:
         while heap[0][0] != self._busy_ns(heap[0][1]):
             heapq.heapreplace(heap, (self._busy_ns(heap[0][1]), heap[0][1]))
         return heap[0][1]
-
-
-def _candidates(task: _Task) -> Sequence[tuple[int, ...]]:
-    """Return the holders; for a split matrix sets of consecutive ranks that tile nodes."""
-    if task.num_parts == 1:
-        return [(rank,) for rank in task.matrix.elements_by_rank]
-    return _sets_of_ranks(task.matrix.ranks, task.num_parts)
-
-
-@functools.lru_cache(maxsize=64)
-def _sets_of_ranks(ranks: tuple[int, ...], number: int) -> list[tuple[int, ...]]:
-    return [ranks[i : i + number] for i in range(0, len(ranks) - number + 1, number)]
 
 
 def _choose_parts(

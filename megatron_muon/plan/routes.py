@@ -24,20 +24,21 @@ per scatter, and replicas need memory for that fraction of the bucket at a time.
 """
 
 import functools
+import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.layout import MatrixLayout, Ranks, Shape
 
-# Multiple of a replica's chunk, in elements: 16 bytes of bf16, which kernels of NCCL read and write
-# at once.
+# Chunks are multiples of 8 elements: 16 bytes of bf16, which kernels of NCCL read and write at once.
 _CHUNK_MULTIPLE = 8
 
 
 class Part(NamedTuple):
-    """The rectangle of a block that one owner orthogonalizes.
+    """Rectangle of a block that one owner orthogonalizes.
 
     Args:
         matrix: Index of the matrix in the plan.
@@ -52,7 +53,7 @@ class Part(NamedTuple):
 
     matrix: int
     block: int
-    owners: tuple[int, ...]
+    owners: Ranks
     owner: int
     row: int
     num_rows: int
@@ -61,7 +62,7 @@ class Part(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A rectangle that is exchanged between shards and a part.
+    """Rectangle that is exchanged between shards and a part.
 
     Args:
         matrix: Index of the matrix in the plan.
@@ -81,7 +82,7 @@ class Route(NamedTuple):
     block: int
     owner: int
     source: int
-    holders: tuple[int, ...]
+    holders: Ranks
     row: int
     num_rows: int
     col: int
@@ -95,51 +96,33 @@ class Route(NamedTuple):
         return self.num_rows * self.num_cols
 
 
-def parts_of(index: int, block: int, shape: tuple[int, int], owners: tuple[int, ...]) -> list[Part]:
-    """Split a block along its longer side into equal parts, one per owner.
+def parts_of(index: int, block: int, shape: Shape, owners: Ranks) -> Iterator[Part]:
+    """Split a block ``(rows, cols)`` along its longer side into equal parts, one per owner.
 
     The shorter side stays whole: the Gram matrix has its size, and parts of the longer side only
     add up to it.
-
-    Args:
-        index: Index of the matrix in the plan.
-        block: Index of the block.
-        shape: ``(rows, cols)`` of the block.
-        owners: Ranks of the job that own it.
     """
     rows, cols = shape
     length = max(shape)
     # Rounded down one by one: parts differ by at most a row, and the borders of all fit together.
     borders = [length * number // len(owners) for number in range(len(owners) + 1)]
-    ranges = zip(owners, borders, borders[1:], strict=False)
-    if rows > cols:
-        return [
-            Part(index, block, owners, owner, start, stop - start, 0, cols)
-            for owner, start, stop in ranges
-        ]
-    return [
-        Part(index, block, owners, owner, 0, rows, start, stop - start)
-        for owner, start, stop in ranges
-    ]
+    for owner, (start, stop) in zip(owners, itertools.pairwise(borders), strict=True):
+        size = stop - start
+        rectangle = (start, size, 0, cols) if rows > cols else (0, rows, start, size)
+        yield Part(index, block, owners, owner, *rectangle)
 
 
 def routes_of(
-    index: int,
-    matrix: MatrixLayout,
-    owners: tuple[int, ...],
-    cost: CostModel,
-    holder: int | None = None,
+    index: int, matrix: MatrixLayout, owners: Ranks, cost: CostModel, holder: int | None = None
 ) -> Iterator[Route]:
-    """Yield the routes of a matrix: together they tile it, each element once.
+    """Yield the routes of a matrix, or only the routes with a given holder.
 
-    Args:
-        index: Index of the matrix in the plan.
-        matrix: Its layout.
-        owners: Ranks of the job that own it.
-        cost: Nodes of the ranks; the replica nearest to the owner sends.
-        holder: Only routes with this holder; None for all.
+    All routes together tile the matrix. Of several replicas, the nearest to the owner is the
+    source.
     """
-    parts = [parts_of(index, block, shape, owners) for block, shape in enumerate(matrix.blocks)]
+    parts = [
+        list(parts_of(index, block, shape, owners)) for block, shape in enumerate(matrix.blocks)
+    ]
     for region in matrix.regions:
         # Checked before routes are made: of thousands of holders a rank is one.
         if holder is not None and holder not in region.holders:
@@ -166,57 +149,28 @@ def routes_of(
 
 
 def cut(route: Route, start: int, stop: int) -> Iterator[Route]:
-    """Yield the rectangles that some elements of a route form, in order.
-
-    Args:
-        route: The route; a message holds it row by row.
-        start: First element.
-        stop: Element after the last one.
-    """
-    # Nearly every route is whole: borders are few.
-    if stop - start == route.num_elements:
-        yield route
-        return
-    # Elements follow one another row by row, so a range has pieces of its first and its last row,
-    # and whole rows between: three rectangles, one copy each.
-    row, col = divmod(start, route.num_cols)
-    last_row, last_col = divmod(stop, route.num_cols)
-    if row == last_row:
-        yield _rectangle(route, row, 1, col, last_col - col)
-        return
-    if col:
-        yield _rectangle(route, row, 1, col, route.num_cols - col)
-        row += 1
-    if row < last_row:
-        yield _rectangle(route, row, last_row - row, 0, route.num_cols)
-    if last_col:
-        yield _rectangle(route, last_row, 1, 0, last_col)
+    """Yield the rectangles of elements ``[start, stop)`` of a route, row by row."""
+    # At most three rectangles, one copy each: the end of a row, whole rows, the start of a row.
+    while start < stop:
+        row, col = divmod(start, route.num_cols)
+        num_rows, num_cols = (stop - start) // route.num_cols, route.num_cols
+        if col or not num_rows:
+            num_rows, num_cols = 1, min(stop - start, route.num_cols - col)
+        yield route._replace(
+            row=route.row + row,
+            num_rows=num_rows,
+            col=route.col + col,
+            num_cols=num_cols,
+            local_row=route.local_row + row,
+            local_col=route.local_col + col,
+        )
+        start += num_rows * num_cols
 
 
-def _rectangle(route: Route, row: int, num_rows: int, col: int, num_cols: int) -> Route:
-    return route._replace(
-        row=route.row + row,
-        num_rows=num_rows,
-        col=route.col + col,
-        num_cols=num_cols,
-        local_row=route.local_row + row,
-        local_col=route.local_col + col,
-    )
-
-
-def nearest_holder(holders: tuple[int, ...], owner: int, cost: CostModel) -> int:
-    """Return the owner itself if it is a holder, otherwise the holder nearest to it.
-
-    Args:
-        holders: Ranks, ascending.
-        owner: The owner.
-        cost: Nodes of the ranks.
-    """
+def nearest_holder(holders: Ranks, owner: int, cost: CostModel) -> int:
+    """Return the owner itself if it is a holder, otherwise the holder nearest to it."""
     if len(holders) == 1:
         return holders[0]
-    position = bisect_right(holders, owner)
-    if position and holders[position - 1] == owner:
-        return owner
     # By node first, since only that changes the link. There the next lower rank, cyclically: evenly
     # spaced replicas then serve equally many owners. By distance, the first and the last would
     # serve up to three times as many as others.
@@ -226,10 +180,10 @@ def nearest_holder(holders: tuple[int, ...], owner: int, cost: CostModel) -> int
 
 # Thousands of owners look for the nearest of the same replicas.
 @functools.lru_cache(maxsize=4096)
-def _by_node(holders: tuple[int, ...], ranks_per_node: int) -> dict[int, list[int]]:
-    by_node: dict[int, list[int]] = {}
+def _by_node(holders: Ranks, ranks_per_node: int) -> dict[int, list[int]]:
+    by_node: dict[int, list[int]] = defaultdict(list)
     for holder in holders:
-        by_node.setdefault(holder // ranks_per_node, []).append(holder)
+        by_node[holder // ranks_per_node].append(holder)
     return by_node
 
 
@@ -261,98 +215,83 @@ class ShardScatter(NamedTuple):
 
     Args:
         holders: The replicas, ascending.
-        chunk: Elements per holder; the last ones may be unused.
-        shares: Of all owners, by holder, then by owner.
+        chunk_size: Elements of the chunk of a holder; the last ones may be unused.
+        shares: Shares of all owners, by holder, then by owner.
     """
 
-    holders: tuple[int, ...]
-    chunk: int
+    holders: Ranks
+    chunk_size: int
     shares: tuple[Share, ...]
 
     @property
     def num_elements(self) -> int:
         """Elements in the memory of a holder."""
-        return self.chunk * len(self.holders)
-
-    @property
-    def num_passed_on(self) -> int:
-        """Elements that a replica gets from the others."""
-        return self.chunk * (len(self.holders) - 1)
+        return self.chunk_size * len(self.holders)
 
 
 def scatters_of(
-    holders: tuple[int, ...], elements: Mapping[int, int], num_scatters: int, cost: CostModel
+    holders: Ranks, elements: Mapping[int, int], num_scatters: int, cost: CostModel
 ) -> Iterator[ShardScatter]:
     """Yield the scatters of a bucket to the replicas of one shard.
 
-    Args:
-        holders: The replicas, ascending.
-        elements: Elements of results for the shard, by owner. An owner that is the only holder is
-            left out: nothing travels.
-        num_scatters: Scatters of the bucket.
-        cost: Nodes of the ranks.
+    ``elements`` are the results for the shard by owner, without an owner that is the only holder:
+    it sends nothing.
     """
-    owners = sorted(elements)
     for number in range(num_scatters):
         # An equal fraction per owner: otherwise a few links would carry the whole scatter.
-        ranges = [
-            (owner, elements[owner] * number // num_scatters,
-             elements[owner] * (number + 1) // num_scatters)
-            for owner in owners
-        ]  # fmt: skip
-        total = sum(stop - start for _, start, stop in ranges)
-        chunk = total
+        ranges = {
+            owner: (count * number // num_scatters, count * (number + 1) // num_scatters)
+            for owner, count in sorted(elements.items())
+        }
+        chunk_size = sum(stop - start for start, stop in ranges.values())
         if len(holders) > 1:
-            chunk = -(-total // (len(holders) * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE
-        yield ShardScatter(holders, chunk, tuple(_shares(holders, chunk, ranges, cost)))
+            multiple = len(holders) * _CHUNK_MULTIPLE
+            chunk_size = -(-chunk_size // multiple) * _CHUNK_MULTIPLE
+        yield ShardScatter(holders, chunk_size, tuple(_shares(holders, chunk_size, ranges, cost)))
 
 
 def _shares(
-    holders: tuple[int, ...], chunk: int, ranges: Sequence[tuple[int, int, int]], cost: CostModel
+    holders: Ranks, chunk_size: int, ranges: Mapping[int, tuple[int, int]], cost: CostModel
 ) -> Iterator[Share]:
-    """Yield the shares of the owners, by holder."""
-    room = dict.fromkeys(holders, chunk)
-    pieces: dict[int, list[tuple[int, int, int]]] = {holder: [] for holder in holders}
-    left = []
-    for owner, start, stop in ranges:
-        nearest = nearest_holder(holders, owner, cost)
-        end = min(stop, start + room[nearest])
-        if end > start:
-            pieces[nearest].append((owner, start, end))
-            room[nearest] -= end - start
-        if end < stop:
-            left.append((owner, end, stop))
-    for owner, start, stop in left:
-        node = cost.node(owner)
-        for holder in sorted(
-            (holder for holder in holders if room[holder]),
-            key=lambda rank: (cost.node(rank) != node, rank),
-        ):
-            end = min(stop, start + room[holder])
-            pieces[holder].append((owner, start, end))
-            room[holder] -= end - start
-            start = end
-            if start == stop:
-                break
+    """Fill the chunks of holders with ranges of the results of owners."""
+    free = dict.fromkeys(holders, chunk_size)
+    filled: dict[int, list[tuple[int, int, int]]] = {holder: [] for holder in holders}
+
+    def fill(candidates: Iterable[int], owner: int, start: int, stop: int) -> int:
+        """Fill the chunks of candidates in order; return where the rest of the range starts."""
+        for holder in candidates:
+            end = min(stop, start + free[holder])
+            if end > start:
+                filled[holder].append((owner, start, end))
+                free[holder] -= end - start
+                start = end
+        return start
+
+    starts = {
+        owner: fill([nearest_holder(holders, owner, cost)], owner, *ends)
+        for owner, ends in ranges.items()
+    }
+    for owner, (_, stop) in ranges.items():
+        if starts[owner] < stop:
+            node = cost.node(owner)
+            nearest_first = sorted(holders, key=lambda rank: (cost.node(rank) != node, rank))
+            fill(nearest_first, owner, starts[owner], stop)
     for position, holder in enumerate(holders):
-        offset = position * chunk
-        # By owner, the order of all_to_all_single.
-        for owner, start, stop in sorted(pieces[holder]):
+        offset = position * chunk_size
+        # Sorted by owner, the order of all_to_all_single.
+        for owner, start, stop in sorted(filled[holder]):
             yield Share(owner, holder, start, stop, offset)
             offset += stop - start
 
 
-def routes_of_share(routes: Sequence[Route], share: Share) -> Iterator[Route]:
+def routes_of_share(routes: Iterable[Route], share: Share) -> Iterator[Route]:
     """Yield the rectangles of a share, in order.
 
-    Args:
-        routes: All routes of the share's owner to the shard in the bucket, in plan order.
-        share: The share.
+    ``routes`` are all routes from the owner of the share to the shard in the bucket, in plan order.
     """
     first = 0
     for route in routes:
-        start = max(share.start - first, 0)
-        stop = min(share.stop - first, route.num_elements)
-        if start < stop:
-            yield from cut(route, start, stop)
+        yield from cut(
+            route, max(share.start - first, 0), min(share.stop - first, route.num_elements)
+        )
         first += route.num_elements

@@ -164,7 +164,7 @@ def _add_traffic(
             if share.owner != share.holder:
                 on_node = cost.share_a_node((share.owner, share.holder))
                 results.add(share.owner, share.holder, share.num_elements, on_node)
-        passed_on = dtypes.scatter_bytes * shard.num_passed_on
+        passed_on = dtypes.scatter_bytes * (shard.num_elements - shard.chunk_size)
         time_ns = cost.all_gather_ns(shard.holders, dtypes.scatter_bytes * shard.num_elements)
         for holder in shard.holders:
             rank = by_rank[holder]

@@ -21,8 +21,9 @@ def _bytes(plan: ExchangePlan, bucket: RankBucket, rank: int) -> tuple[int, int]
         to_others = [routes for holder, routes in scatter.sends.items() if holder != rank]
         sent += of_scatter * sum(route.num_elements for routes in to_others for route in routes)
         received += of_scatter * sum(n for owner, n in scatter.receives.items() if owner != rank)
-        passed_on = scatter.shard.num_passed_on if scatter.shard is not None else 0
-        sent, received = sent + of_scatter * passed_on, received + of_scatter * passed_on
+        if scatter.shard is not None:
+            gathered = scatter.shard.num_elements - scatter.shard.chunk_size
+            sent, received = sent + of_scatter * gathered, received + of_scatter * gathered
     return sent, received
 
 
