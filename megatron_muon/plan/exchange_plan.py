@@ -9,7 +9,7 @@ from functools import cached_property
 
 from megatron_muon.plan.buckets import choose_buckets
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.layout import MatrixLayout, Ranks
 from megatron_muon.plan.owners import choose_owners
 from megatron_muon.plan.routes import Route, routes_of
 from megatron_muon.plan.schedule import PlanOrder
@@ -37,7 +37,7 @@ class ExchangePlan:
     """
 
     matrices: tuple[MatrixLayout, ...]
-    owners: tuple[tuple[int, ...], ...]
+    owners: tuple[Ranks, ...]
     load_ns: Mapping[int, int]
     cost: CostModel
     dtypes: CommDtypes
@@ -47,7 +47,7 @@ class ExchangePlan:
     staging_bytes: int
 
     @cached_property
-    def ranks(self) -> tuple[int, ...]:
+    def ranks(self) -> Ranks:
         """Ranks that join the collectives of the plan, ascending."""
         # Most matrices have one tuple of ranks: thousands of them are walked once.
         return tuple(sorted(set().union(*{matrix.ranks for matrix in self.matrices})))
@@ -67,7 +67,7 @@ class ExchangePlan:
         return routes_of(index, self.matrices[index], self.owners[index], self.cost, holder)
 
     @cached_property
-    def sets_of_owners(self) -> tuple[tuple[int, ...], ...]:
+    def sets_of_owners(self) -> tuple[Ranks, ...]:
         """Sets of ranks that split a matrix, ascending."""
         return tuple(sorted({owners for owners in self.owners if len(owners) > 1}))
 

@@ -11,26 +11,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-# Ranks of the job, ascending.
+# Ranks of the job; ascending, unless a docstring gives another order.
 type Ranks = tuple[int, ...]
 # Rows and columns.
-type Shape = tuple[int, int]
-# Range (start, stop) per dimension of a tensor.
-type Box = tuple[tuple[int, int], ...]
+type MatrixShape = tuple[int, int]
+# Start and stop.
+type Range = tuple[int, int]
+# Range per dimension of a tensor.
+type Box = tuple[Range, ...]
 
 
 def holders_of_segments(
     sizes: Sequence[int], ranks: Sequence[int], axes: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """Return the holders of a buffer's segments, in order; the ranks of a segment ascend.
+) -> list[Ranks]:
+    """Return the holders of the segments of a buffer that a mesh shards over some of its axes.
 
-    Megatron-FSDP shards a buffer over the last axis of a mesh first, then each shard over the axis
-    before it.
+    Megatron-FSDP shards a buffer over the last axis first, then the resulting shards over the axis
+    before it. Ranks that differ in other axes are replicas.
 
     Args:
         sizes: Sizes of the axes of the mesh.
         ranks: Ranks of the mesh, in its order.
-        axes: Axes that shard the buffer; ranks that differ in others are replicas.
+        axes: Axes that shard the buffer.
 
     Source: ``DataParallelBuffer`` with ``hsdp_outer_dp_shard`` and ``GlobalLayout.get_local_range``
     of megatron-core 0.19.2.
@@ -43,25 +45,21 @@ def holders_of_segments(
 
 def rows_in_buffer(
     holders: Sequence[Iterable[int]], buffer_size: int, begin: int, num_rows: int, row_size: int
-) -> dict[int, tuple[int, int]]:
-    """Return the rows ``(start, stop)`` of a tensor in a flat buffer, by rank.
+) -> dict[int, Range]:
+    """Return the rows of a tensor in a flat buffer by rank; ranks without rows are left out.
 
     Args:
-        holders: Ranks by segment of the buffer; segments are equal.
+        holders: Ranks by segment of the buffer; segments have one size.
         buffer_size: Elements of the buffer.
-        begin: Offset of the tensor in the buffer.
+        begin: First element of the tensor.
         num_rows: Rows of the tensor.
         row_size: Elements of a row.
-
-    Returns:
-        The rows by rank. Ranks without rows are left out: only the segments of the tensor are
-        visited.
 
     Raises:
         ValueError: A segment ends inside a row.
     """
     size, end = buffer_size // len(holders), begin + num_rows * row_size
-    rows: dict[int, tuple[int, int]] = {}
+    rows: dict[int, Range] = {}
     for number in range(begin // size, -(-end // size)):
         low, high = max(number * size, begin) - begin, min((number + 1) * size, end) - begin
         # A region is a rectangle of whole rows: a border inside a row cannot be described.
@@ -75,10 +73,10 @@ def rows_in_buffer(
 
 
 class Region(NamedTuple):
-    """The rectangle of a block that lies in one box.
+    """Intersection of a block and a box.
 
     Args:
-        holders: Ranks of the job that hold it; several with replicated shards.
+        holders: Ranks that hold it; several if the shard is replicated.
         block: Index of the block in :attr:`MatrixLayout.blocks`.
         row: First row in the block.
         num_rows: Rows.
@@ -87,7 +85,7 @@ class Region(NamedTuple):
         local_row: First row in the holders' shards.
     """
 
-    holders: tuple[int, ...]
+    holders: Ranks
     block: int
     row: int
     num_rows: int
@@ -105,7 +103,7 @@ class MatrixLayout:
         blocks: Shapes ``(rows, cols)`` of the blocks, whole over tensor parallelism where its mode
             joins them.
         regions: Rectangles that tile the blocks.
-        ranks: Ranks of the job that may own the matrix, all holders included, ascending.
+        ranks: Ranks that may own the matrix, all holders included.
         is_transposed: Whether it is stored as (inputs, outputs), so that its result is scaled as
             its transpose.
 
@@ -114,9 +112,9 @@ class MatrixLayout:
     """
 
     name: str
-    blocks: tuple[tuple[int, int], ...]
+    blocks: tuple[MatrixShape, ...]
     regions: tuple[Region, ...]
-    ranks: tuple[int, ...]
+    ranks: Ranks
     is_transposed: bool = False
 
     def __post_init__(self) -> None:
@@ -158,15 +156,12 @@ class RowRange(NamedTuple):
 
 
 def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[RowRange]]:
-    """Return the rows of a matrix by block.
+    """Return the row ranges of every block of a matrix, one per query group.
 
     Args:
         num_rows: Rows of the matrix.
         split_shapes: Rows of one query group by block, such as query, key and value; None for a
             matrix with one block.
-
-    Returns:
-        The row ranges of every block, one per query group.
 
     Raises:
         ValueError: The rows are not a whole number of query groups.
@@ -194,10 +189,10 @@ class OutputSlice(NamedTuple):
     Outputs are rows, or columns if the parameter is transposed.
 
     Args:
-        outputs: First output, and the output after the last one.
+        outputs: Range of outputs ``[start, stop)``.
         blocks: For groups that repeat, the outputs of one group by block, such as query, key and
             value; None for one block.
-        stride: Distance of its outputs: 1, or the number of interleaved slices.
+        stride: Distance of consecutive outputs: 1, or the number of interleaved slices.
     """
 
     outputs: RowRange
@@ -205,14 +200,11 @@ class OutputSlice(NamedTuple):
     stride: int = 1
 
     def within(self, first: int, last: int) -> tuple[int, slice, int]:
-        """Return the intersection with a shard.
-
-        Args:
-            first: First output of the shard.
-            last: The output after its last one.
+        """Intersect the slice with a shard of outputs ``[first, last)``.
 
         Returns:
-            The position in the slice, the outputs in the shard, and their number.
+            The position of the intersection in the slice, its outputs in the shard, and their
+            number.
         """
         position = max(0, -(-(first - self.outputs.start) // self.stride))
         start = self.outputs.start + position * self.stride
@@ -224,17 +216,16 @@ class OutputSlice(NamedTuple):
         )
 
 
+type Tiling = tuple[tuple[MatrixShape, ...], tuple[Region, ...]]
+
+
 def tile(
-    shape: tuple[int, int], outputs: OutputSlice, boxes: Mapping[int, Box], output_dim: int = 0
-) -> tuple[tuple[tuple[int, int], ...], tuple[Region, ...]]:
+    shape: MatrixShape, outputs: OutputSlice, boxes: Mapping[int, Box], output_dim: int = 0
+) -> Tiling:
     """Return the blocks of a slice of a matrix, and the regions that tile them.
 
-    Args:
-        shape: Shape of the matrix.
-        outputs: Outputs that form the matrix.
-        boxes: Box of the matrix by rank; ranks without elements may be missing. Ranks with equal
-            boxes are replicas: of hybrid sharding, ZeRO-0 or tensor parallelism.
-        output_dim: Dimension of outputs.
+    Ranks without elements may be missing in ``boxes``. Ranks with equal boxes are replicas, as in
+    hybrid sharding, ZeRO-0 or tensor parallelism. Outputs are in dimension ``output_dim``.
     """
     return _tiling(shape, outputs, tuple(boxes.items()), output_dim)
 
@@ -242,30 +233,30 @@ def tile(
 # Equal layers share regions, thousands for a matrix over 16,384 ranks, and results of the planner.
 @functools.lru_cache(maxsize=256)
 def _tiling(
-    shape: tuple[int, int],
+    shape: MatrixShape,
     outputs: OutputSlice,
     boxes: tuple[tuple[int, Box], ...],
     output_dim: int,
-) -> tuple[tuple[tuple[int, int], ...], tuple[Region, ...]]:
+) -> Tiling:
     holders: dict[Box, list[int]] = defaultdict(list)
     for rank, box in sorted(boxes):
         holders[box].append(rank)
-    held = []
-    for box, members in holders.items():
+    shards = []
+    for box, ranks in holders.items():
         position, _, count = outputs.within(*box[output_dim])
         if count and all(start < stop for start, stop in box):
-            held.append((position, position + count, box, tuple(members)))
-    held.sort()
+            shards.append((position, position + count, box, tuple(ranks)))
+    shards.sort()
     # A scan of all boxes per query group would make planning quadratic in ranks.
-    ends = list(itertools.accumulate((stop for _, stop, _, _ in held), max))
+    ends = list(itertools.accumulate((stop for _, stop, _, _ in shards), max))
     num_outputs = len(range(*outputs.outputs, outputs.stride))
-    shapes: list[tuple[int, int]] = []
+    blocks: list[MatrixShape] = []
     regions: list[Region] = []
     for block, runs in enumerate(block_rows(num_outputs, outputs.blocks)):
         before = 0
         # Rows of a block are consecutive, though other blocks are between them in the parameter.
         for run in runs:
-            for position, stop, box, ranks in held[bisect_right(ends, run.start) :]:
+            for position, stop, box, members in shards[bisect_right(ends, run.start) :]:
                 if position >= run.stop:
                     break
                 first, last = max(run.start, position), min(run.stop, stop)
@@ -277,18 +268,16 @@ def _tiling(
                 # Only rows have blocks that repeat: all held columns of a slice are taken.
                 local_row = 0 if output_dim else first - position
                 regions.append(
-                    Region(ranks, block, row, last_row - row, col, last_col - col, local_row)
+                    Region(members, block, row, last_row - row, col, last_col - col, local_row)
                 )
             before += run.stop - run.start
-        size = list(shape)
-        size[output_dim] = before
-        shapes.append((size[0], size[1]))
-    return tuple(shapes), tuple(regions)
+        blocks.append((shape[0], before) if output_dim else (before, shape[1]))
+    return tuple(blocks), tuple(regions)
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Fused matrices that have several blocks.
+    """Fused parameters that are split into blocks.
 
     Args:
         qkv: Query, key and value of attention (not ``--muon-no-split-qkv``).

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.plan.exchange_plan import ExchangePlan
+from megatron_muon.plan.layout import Ranks
 from megatron_muon.plan.routes import Route, ShardScatter, routes_of_share, scatters_of
 from megatron_muon.plan.schedule import Action, PlanOrder, actions_of
 from megatron_muon.plan.settings import CommDtypes
@@ -227,7 +228,7 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
     sends: dict[int, list[Route]] = defaultdict(list)
     receives: dict[int, list[Route]] = defaultdict(list)
     # Of every shard that this rank holds or sends results to, by owner.
-    results: dict[tuple[int, ...], dict[int, list[Route]]] = defaultdict(lambda: defaultdict(list))
+    results: dict[Ranks, dict[int, list[Route]]] = defaultdict(lambda: defaultdict(list))
     for index in bucket:
         # Most of thousands of ranks neither hold nor own a matrix. With replicas it matters all the
         # same: messages of others decide where this rank's results have room.
@@ -261,7 +262,7 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
 
 def _rank_scatters(
     plan: ExchangePlan,
-    results: Mapping[tuple[int, ...], Mapping[int, Sequence[Route]]],
+    results: Mapping[Ranks, Mapping[int, Sequence[Route]]],
     rank: int,
 ) -> Iterator[RankScatter]:
     """Yield the scatters of a bucket; results are evenly distributed over them.

@@ -31,9 +31,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout, Ranks, Shape
+from megatron_muon.plan.layout import MatrixLayout, MatrixShape, Range, Ranks
 
-# Chunks are multiples of 8 elements: 16 bytes of bf16, which kernels of NCCL read and write at once.
+# Chunks are multiples of 8 elements: 16 bytes of bf16, which NCCL's kernels read and write at once.
 _CHUNK_MULTIPLE = 8
 
 
@@ -96,7 +96,7 @@ class Route(NamedTuple):
         return self.num_rows * self.num_cols
 
 
-def parts_of(index: int, block: int, shape: Shape, owners: Ranks) -> Iterator[Part]:
+def parts_of(index: int, block: int, shape: MatrixShape, owners: Ranks) -> Iterator[Part]:
     """Split a block ``(rows, cols)`` along its longer side into equal parts, one per owner.
 
     The shorter side stays whole: the Gram matrix has its size, and parts of the longer side only
@@ -251,7 +251,7 @@ def scatters_of(
 
 
 def _shares(
-    holders: Ranks, chunk_size: int, ranges: Mapping[int, tuple[int, int]], cost: CostModel
+    holders: Ranks, chunk_size: int, ranges: Mapping[int, Range], cost: CostModel
 ) -> Iterator[Share]:
     """Fill the chunks of holders with ranges of the results of owners."""
     free = dict.fromkeys(holders, chunk_size)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_muon.plan.cost import CostModel
-from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.layout import MatrixLayout, MatrixShape, Ranks
 from megatron_muon.plan.routes import (
     Part,
     ShardScatter,
@@ -30,9 +30,9 @@ from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes
 # Parts of one shape that one call of Newton-Schulz orthogonalizes.
 type Stack = tuple[Part, ...]
 # Ranks that hold a shard, position of a part among the owners, elements of the shard in the part.
-type Overlap = tuple[tuple[int, ...], int, int]
+type Overlap = tuple[Ranks, int, int]
 # Elements of results, by the ranks that hold a shard and by owner.
-type Results = dict[tuple[int, ...], Counter[int]]
+type Results = dict[Ranks, Counter[int]]
 
 
 def num_elements(stack: Stack) -> int:
@@ -82,7 +82,7 @@ class SizeCounter:
     def __init__(
         self,
         matrices: Sequence[MatrixLayout],
-        owners: Sequence[tuple[int, ...]],
+        owners: Sequence[Ranks],
         cost: CostModel,
         dtypes: CommDtypes,
     ) -> None:
@@ -95,7 +95,7 @@ class SizeCounter:
     def stacks(self, indices: Iterable[int]) -> dict[int, list[Stack]]:
         """Return the stacks of some matrices by owner, in the order of the step."""
         stacks: dict[int, list[Stack]] = defaultdict(list)
-        by_shape: dict[tuple[int, tuple[int, int]], list[Part]] = defaultdict(list)
+        by_shape: dict[tuple[int, MatrixShape], list[Part]] = defaultdict(list)
         for index in indices:
             owners = self.owners[index]
             for block, shape in enumerate(self.matrices[index].blocks):
@@ -232,7 +232,7 @@ class SizeCounter:
         matrix, num_parts = self.matrices[index], len(self.owners[index])
         key = id(matrix.elements_by_rank), num_parts
         if key not in self._overlaps:
-            elements: Counter[tuple[tuple[int, ...], int]] = Counter()
+            elements: Counter[tuple[Ranks, int]] = Counter()
             # Parts by position, as if the first ranks owned the matrix.
             for route in routes_of(index, matrix, tuple(range(num_parts)), self.cost):
                 elements[route.holders, route.owner] += route.num_elements

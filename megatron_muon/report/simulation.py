@@ -19,6 +19,7 @@ from megatron_muon.plan.layout import (
     Box,
     MatrixLayout,
     OutputSlice,
+    Ranks,
     RowRange,
     Splits,
     holders_of_segments,
@@ -30,7 +31,7 @@ from megatron_muon.report.model_shape import ModelShape, Parameter
 
 type Shape = tuple[int, ...]
 # Replicas, by shard.
-type Cells = tuple[tuple[int, ...], ...]
+type Cells = tuple[Ranks, ...]
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -222,15 +223,15 @@ def _matrices(
 
 
 def _domain(
-    columns: Sequence[Sequence[tuple[int, ...]]],
-) -> tuple[Sequence[Sequence[tuple[int, ...]]], Cells, tuple[int, ...]]:
+    columns: Sequence[Sequence[Ranks]],
+) -> tuple[Sequence[Sequence[Ranks]], Cells, Ranks]:
     """Return the holders of shards by tensor rank, all of them, and their ranks."""
     replicas = tuple(sorted(itertools.chain(*columns)))
     return columns, replicas, tuple(sorted(itertools.chain(*replicas)))
 
 
 def _boxes(
-    columns: Sequence[Sequence[tuple[int, ...]]],
+    columns: Sequence[Sequence[Ranks]],
     size: int,
     begin: int,
     shape: Sequence[int],
@@ -254,7 +255,7 @@ def _boxes(
     return boxes
 
 
-def _local_shape(parameter: Parameter, num_tensor_ranks: int) -> tuple[int, ...]:
+def _local_shape(parameter: Parameter, num_tensor_ranks: int) -> Shape:
     shape = list(parameter.shape)
     if parameter.partition_dim is not None:
         size = shape[parameter.partition_dim]

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.plan.layout import Box, MatrixLayout, OutputSlice, RowRange, tile
+from megatron_muon.plan.layout import (
+    Box,
+    MatrixLayout,
+    MatrixShape,
+    OutputSlice,
+    Ranks,
+    RowRange,
+    tile,
+)
 from megatron_muon.rows.parameters import PlannedParameter, SplitSizes
 
 
@@ -91,7 +99,7 @@ def output_slices(
 
 
 def matrices_of(
-    parameter: PlannedParameter, domain: tuple[int, ...], rank: int
+    parameter: PlannedParameter, domain: Ranks, rank: int
 ) -> Iterator[tuple[MatrixLayout, RowIndex | None]]:
     """Yield the matrices of a parameter that a domain exchanges, with this rank's rows of them.
 
@@ -101,7 +109,7 @@ def matrices_of(
         rank: This rank.
     """
     boxes, is_batch = parameter.boxes, parameter.view.ndim == 3
-    shape: tuple[int, int] = tuple(parameter.view.shape[-2:])  # type: ignore[assignment]
+    shape: MatrixShape = tuple(parameter.view.shape[-2:])  # type: ignore[assignment]
     dim = int(parameter.is_transposed)
     slices = [OutputSlice(RowRange(0, shape[0]), parameter.blocks)]
     if parameter.blocks is None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron_muon.plan.layout import holders_of_segments, rows_in_buffer
+from megatron_muon.plan.layout import Range, Ranks, holders_of_segments, rows_in_buffer
 from megatron_muon.runtime.agreement import own_rank
 
 _GROUP = "_mfsdp_parameter_group"
@@ -143,10 +143,8 @@ def tensor_mesh(param: Any) -> DeviceMesh | None:  # noqa: ANN401
     return mesh if mesh.size(mesh.ndim - 1) > 1 else None
 
 
-def tensor_shard_rows(param: DTensor) -> dict[int, tuple[int, int]]:
-    """Return the rows ``(start, stop)`` of a tensor-parallel shard, by rank of the job.
-
-    Ranks without rows are left out.
+def tensor_shard_rows(param: DTensor) -> dict[int, Range]:
+    """Return the rows of a tensor-parallel shard by rank; ranks without rows are left out.
 
     Raises:
         ValueError: A shard ends inside a row, or this rank holds another segment than expected.
@@ -165,7 +163,7 @@ def tensor_shard_rows(param: DTensor) -> dict[int, tuple[int, int]]:
     return rows_in_buffer(holders, size, begin, shape[0], shape[1:].numel())
 
 
-def own_rows(param: DTensor) -> tuple[int, int]:
+def own_rows(param: DTensor) -> Range:
     """Return the rows of :func:`tensor_shard_rows` that this rank holds."""
     return tensor_shard_rows(param).get(own_rank(), (0, 0))
 
@@ -186,7 +184,7 @@ def shard_group(param: DTensor) -> dist.ProcessGroup | None:
 
 # Groups of layers share meshes: the ranks of a large one are visited once.
 @functools.lru_cache(maxsize=64)
-def _holders(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _holders(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[Ranks]:
     return holders_of_segments(mesh.shape, mesh.mesh.flatten().tolist(), axes)
 
 
@@ -201,7 +199,7 @@ def _buffer_in_v1(param: DTensor) -> Any:  # noqa: ANN401
     return group.main_weight_buffer or group.model_weight_buffer
 
 
-def _place_in_v1(param: Any, holders: list[tuple[int, ...]]) -> tuple[int, int]:  # noqa: ANN401
+def _place_in_v1(param: Any, holders: list[Ranks]) -> tuple[int, int]:  # noqa: ANN401
     """Return the size of the buffer of a parameter, and its first element there."""
     buffer = _buffer_in_v1(param)
     # The order of segments is no interface of Megatron-FSDP, so every rank checks it.

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from megatron_muon.plan.layout import Box, holders_of_segments
+from megatron_muon.plan.layout import Box, Ranks, holders_of_segments
 from megatron_muon.rows.megatron_fsdp import (
     tensor_shard_layout,
     tensor_shard_rows,
@@ -131,13 +131,13 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 @functools.lru_cache(maxsize=64)
-def ranks_of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
+def ranks_of_mesh(mesh: DeviceMesh) -> Ranks:
     """Return the ranks of a mesh, in its order."""
     return tuple(mesh.mesh.flatten().tolist())
 
 
 @functools.lru_cache(maxsize=256)
-def replicas_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[tuple[int, ...], ...]:
+def replicas_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Ranks, ...]:
     """Return the sets of ranks of a mesh that differ in replicated axes alone."""
     # Not ranks with equal boxes: all empty shards have one.
     sharding = [axis for axis, p in enumerate(placements) if not p.is_replicate()]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron_muon.plan.layout import MatrixLayout
+from megatron_muon.plan.layout import MatrixLayout, Ranks
 from megatron_muon.rows.matrices import RowIndex, matrices_of
 from megatron_muon.rows.parameters import PlannedParameter, cutting_axes, replicas_of
 from megatron_muon.runtime.agreement import (
@@ -40,8 +40,8 @@ class _Key(NamedTuple):
         replicas: Sets of ranks that hold the same rows, and all-gather results.
     """
 
-    ranks: tuple[int, ...]
-    replicas: tuple[tuple[int, ...], ...]
+    ranks: Ranks
+    replicas: tuple[Ranks, ...]
 
 
 class _Facts(NamedTuple):
@@ -212,10 +212,10 @@ def _known_groups(
 
 def _groups(
     keys: Iterable[_Key],
-    stepping: tuple[int, ...],
+    stepping: Ranks,
     known: Sequence[dist.ProcessGroup],
     facts: Sequence[_Facts],
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
+) -> dict[Ranks, dist.ProcessGroup]:
     """Choose a process group per domain and per set of replicas, and make the missing ones.
 
     Args:
@@ -228,7 +228,7 @@ def _groups(
     # A group of one rank exchanges nothing, but reduces flags: None is all ranks.
     if own_rank() in stepping:
         needed.add(stepping)
-    chosen: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    chosen: dict[Ranks, dist.ProcessGroup] = {}
     for ranks in needed:
         # Several meshes may have a group of the same ranks, and a rank may know one of them alone:
         # all take the first, by name, that all know.
@@ -242,7 +242,7 @@ def _groups(
     return {**chosen, **new_groups(needed - chosen.keys())}
 
 
-def _own_replicas(key: _Key) -> tuple[int, ...]:
+def _own_replicas(key: _Key) -> Ranks:
     (replicas,) = (ranks for ranks in key.replicas if own_rank() in ranks)
     return replicas
 
@@ -250,7 +250,7 @@ def _own_replicas(key: _Key) -> tuple[int, ...]:
 def _plan_input(
     key: _Key,
     parameters: Sequence[PlannedParameter],
-    groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+    groups: Mapping[Ranks, dist.ProcessGroup],
     nodes: int | None,
 ) -> PlanInput:
     matrices: list[MatrixLayout] = []
