@@ -54,14 +54,9 @@ def choose_buckets(
     staging_bytes: int,
     num_buckets: int | None = None,
 ) -> Buckets:
-    """Return the first buckets that fit into memory, or the smallest if none do.
+    """Return the first buckets that fit into ``staging_bytes`` a rank, else the smallest.
 
-    Args:
-        indices: Indices of the matrices to exchange.
-        local: Indices of local matrices.
-        sizes: Matrices, their owners, and their staging memory.
-        staging_bytes: Memory of a rank for messages and stacks.
-        num_buckets: Number of buckets to start from; None for the rule.
+    Their number starts from ``num_buckets``, or from the rule of this module.
     """
     if not indices:
         order = PlanOrder(0, 1, Depth(1, 1), sizes.has_replicas)
@@ -104,7 +99,7 @@ def _num_buckets(load_ns: Mapping[int, int], sizes: SizeCounter) -> int:
 
 @dataclass
 class _Draft:
-    """A bucket that is being filled."""
+    """A bucket while it is filled."""
 
     matrices: list[int] = field(default_factory=list)
     load_ns: Counter[int] = field(default_factory=Counter)
@@ -117,17 +112,13 @@ def _fill_buckets(
     """Assign matrices, longest first, to the buckets with the least load on their owners.
 
     Ties go to the bucket with the fewest matrices of the same layout: then no bucket has all
-    matrices of a shape, and its few holders would send all rows of the bucket.
-
-    Args:
-        load_ns: By index of a matrix, Newton-Schulz time on an owner.
-        sizes: Matrices and their owners.
-        count: Number of buckets; there are fewer if there are not as many matrices.
+    matrices of a shape, and its few holders would send all rows of the bucket. There are at most
+    as many buckets as matrices.
     """
     drafts = [_Draft() for _ in range(count)]
     for index in sorted(load_ns, key=lambda index: (-load_ns[index], index)):
         matrix, owners = sizes.matrices[index], sizes.owners[index]
-        # Of the shards the first and the last: this only decides ties.
+        # The first and the last shard are enough: this only decides ties.
         layout = matrix.blocks, matrix.regions[0].holders, matrix.regions[-1].holders
         draft = min(
             drafts,
@@ -146,11 +137,10 @@ def _fill_buckets(
 
 def _bytes_of_fullest(stagings: Iterable[PlanStaging]) -> int:
     """Return the staging bytes of the fullest rank, as its engine allocates them."""
-    most = 0
-    # The largest first: ranks that need less even without sharing are not laid out.
+    num_bytes = 0
     totals = [(sum(map(aligned_size, staging.buffers())), staging) for staging in stagings]
     for total, staging in sorted(totals, key=lambda pair: -pair[0]):
-        if total <= most:
-            break
-        most = max(most, StagingLayout.build([staging]).num_bytes)
-    return most
+        # Ranks that need less even without sharing are not laid out.
+        if total > num_bytes:
+            num_bytes = max(num_bytes, StagingLayout.build([staging]).num_bytes)
+    return num_bytes

@@ -63,7 +63,7 @@ class ExchangePlan:
         return self.order.num_scatters
 
     def routes(self, index: int, holder: int | None = None) -> Iterator[Route]:
-        """Yield the routes of a matrix, all of them or with a given holder."""
+        """Yield the routes of a matrix, or only the routes with a given holder."""
         return routes_of(index, self.matrices[index], self.owners[index], self.cost, holder)
 
     @cached_property
@@ -104,14 +104,14 @@ def plan_matrices(
     load_ns: Mapping[int, int],
     staging_bytes: int,
 ) -> ExchangePlan:
-    """Plan the matrices of a domain.
+    """Plan the matrices of a domain, listed in the same order on all of its ranks.
 
     Args:
-        matrices: Layouts, in the same order on all ranks of the domain.
+        matrices: Layouts.
         settings: Rates, dtypes and maximum number of owners.
         load_ns: Time that ranks of the domain spend on other matrices.
-        staging_bytes: Memory of a rank for messages and stacks of this plan. If no buckets fit into
-            it, the plan is the one with the least: its ``staging_bytes`` is then larger.
+        staging_bytes: Memory of a rank for messages and stacks of this plan. If no buckets fit, the
+            plan needs more, but as little as possible.
     """
     # Nothing here depends on the rank that builds the plan: all ranks must get the same.
     assignment = choose_owners(matrices, settings, load_ns)
@@ -138,13 +138,7 @@ def plan_matrices(
 def staging_problem(
     plans: Sequence[ExchangePlan], needed: int, staging_bytes: int | None
 ) -> str | None:
-    """Describe a limit of memory that the plans of a rank exceed, or return None.
-
-    Args:
-        plans: Plans of the rank, of experts and of dense matrices.
-        needed: Bytes that they need together, in one arena.
-        staging_bytes: The limit; None for none.
-    """
+    """Describe how the plans of a rank, which need one arena, exceed a limit in bytes, or return None."""
     # A rank may have no matrices, and so no plan.
     if staging_bytes is None or needed <= staging_bytes:
         return None

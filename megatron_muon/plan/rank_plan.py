@@ -16,7 +16,7 @@ from megatron_muon.plan.settings import CommDtypes
 from megatron_muon.plan.sizes import Stack, num_elements
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, StagingLayout
 
-# The routes of a message, by the rank at its other end. Both ends list them in plan order.
+# Routes by the rank at the other end of a message. Both ends list them in plan order.
 type Messages = Mapping[int, Sequence[Route]]
 
 
@@ -176,12 +176,7 @@ class RankSchedule:
 
     @classmethod
     def build(cls, plans: Sequence[ExchangePlan], rank: int) -> "RankSchedule":
-        """Return the step of one rank.
-
-        Args:
-            plans: Plans of the rank's domains, in its order.
-            rank: Rank of the job.
-        """
+        """Return the step of one rank, with the plans of its domains in their order."""
         rank_plans = tuple(RankPlan.build(plan, rank) for plan in plans)
         actions = actions_of(tuple(rank_plan.order for rank_plan in rank_plans))
         staging = [
@@ -227,22 +222,22 @@ def _owned(plan: ExchangePlan, stacks: Sequence[Stack], rank: int) -> OwnedStack
 def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBucket:
     sends: dict[int, list[Route]] = defaultdict(list)
     receives: dict[int, list[Route]] = defaultdict(list)
-    # Of every shard that this rank holds or sends results to, by owner.
+    # Routes of results, by holders of a shard and by owner.
     results: dict[Ranks, dict[int, list[Route]]] = defaultdict(lambda: defaultdict(list))
     for index in bucket:
-        # Most of thousands of ranks neither hold nor own a matrix. With replicas it matters all the
-        # same: messages of others decide where this rank's results have room.
+        # Most of thousands of ranks neither hold nor own a matrix. With replicas they matter all the
+        # same: their messages decide where this rank's results have room.
         sees_all = plan.order.has_replicas or rank in plan.owners[index]
         if not sees_all and rank not in plan.matrices[index].elements_by_rank:
             continue
         for route in plan.routes(index, None if sees_all else rank):
-            # Of several replicas, only one sends its rows.
+            # Only one of several replicas sends its rows.
             if route.source != route.owner:
                 if route.owner == rank:
                     receives[route.source].append(route)
                 elif route.source == rank:
                     sends[route.owner].append(route)
-            # Through other holders, every owner must know the messages of the others.
+            # Owners fill the chunks of several replicas together: all must know all results.
             if len(route.holders) > 1 or ((rank in route.holders) != (route.owner == rank)):
                 results[route.holders][route.owner].append(route)
     owned = [index for index in bucket if rank in plan.owners[index]]
@@ -265,13 +260,7 @@ def _rank_scatters(
     results: Mapping[Ranks, Mapping[int, Sequence[Route]]],
     rank: int,
 ) -> Iterator[RankScatter]:
-    """Yield the scatters of a bucket; results are evenly distributed over them.
-
-    Args:
-        plan: The plan.
-        results: Routes by holders and owner.
-        rank: This rank.
-    """
+    """Yield the scatters of a bucket; results are evenly distributed over them."""
     shards = []
     for holders, by_owner in results.items():
         if rank in holders or rank in by_owner:

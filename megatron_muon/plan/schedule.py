@@ -72,18 +72,6 @@ class PlanOrder(NamedTuple):
         return range(bucket * self.num_scatters, (bucket + 1) * self.num_scatters)
 
 
-class Round(NamedTuple):
-    """The turn of one bucket.
-
-    Args:
-        plan: Position of its plan in the list of the rank.
-        bucket: Number of the bucket.
-    """
-
-    plan: int
-    bucket: int
-
-
 ActionKind = Literal[
     "local",
     "start_gather",
@@ -112,24 +100,33 @@ class Action(NamedTuple):
 # Thousands of ranks have plans of the same order.
 @functools.lru_cache(maxsize=256)
 def actions_of(plans: tuple[PlanOrder, ...]) -> tuple[Action, ...]:
-    """Return the actions of a rank in a step, in order.
-
-    Args:
-        plans: Plans of the rank.
-    """
-    return tuple(_step(plans))
+    """Return the actions of a rank in a step, in order."""
+    return tuple(_actions(plans))
 
 
-def _step(plans: Sequence[PlanOrder]) -> Iterator[Action]:
+def _actions(plans: Sequence[PlanOrder]) -> Iterator[Action]:
     # A gather needs gradients and memory, no result: the first ``ahead`` start at once.
     for plan, order in enumerate(plans):
         for bucket in range(min(order.depth.ahead, order.num_buckets)):
             yield Action("start_gather", plan, bucket)
     rounds = rounds_of([order.num_buckets for order in plans])
-    for number, turn in enumerate(rounds):
+    for number, (plan, bucket) in enumerate(rounds):
+        order = plans[plan]
+        ahead, behind = order.depth
         # Before the wait: local work fills the time of a gather.
         yield Action("local", 0, number)
-        yield from _round(turn, plans[turn.plan])
+        yield Action("wait_for_gather", plan, bucket)
+        # Now this bucket's messages have left the memory of the next gather. It starts before
+        # Newton-Schulz, which hides it.
+        if bucket + ahead < order.num_buckets:
+            yield Action("start_gather", plan, bucket + ahead)
+        yield Action("orthogonalize", plan, bucket)
+        # Earlier results are only waited for now: they had all of this bucket's Newton-Schulz to
+        # arrive. Their memory may serve this bucket's results.
+        for scatter in order.scatters_of(bucket):
+            if scatter >= behind:
+                yield Action("finish_scatter", plan, scatter - behind)
+            yield Action("start_scatter", plan, scatter)
     # While the last results are in flight.
     yield Action("local", 0, len(rounds))
     for plan, order in enumerate(plans):
@@ -138,36 +135,12 @@ def _step(plans: Sequence[PlanOrder]) -> Iterator[Action]:
             yield Action("finish_scatter", plan, scatter)
 
 
-def _round(turn: Round, order: PlanOrder) -> Iterator[Action]:
-    plan, bucket = turn
-    depth = order.depth
-    yield Action("wait_for_gather", plan, bucket)
-    # Now this bucket's messages have left the memory of the next gather. It starts before
-    # Newton-Schulz, which hides it.
-    if bucket + depth.ahead < order.num_buckets:
-        yield Action("start_gather", plan, bucket + depth.ahead)
-    yield Action("orthogonalize", plan, bucket)
-    # Earlier results are only waited for now: they had all of this bucket's Newton-Schulz to
-    # arrive. Their memory may serve this bucket's results.
-    for scatter in order.scatters_of(bucket):
-        if scatter >= depth.behind:
-            yield Action("finish_scatter", plan, scatter - depth.behind)
-        yield Action("start_scatter", plan, scatter)
+def rounds_of(num_buckets: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the rounds of a step in order, as the position of a plan and the number of its bucket.
 
-
-def rounds_of(num_buckets: Sequence[int]) -> tuple[Round, ...]:
-    """Return the rounds of a step, in order.
-
-    Every plan gets through its buckets evenly. One plan after the other would be worse: a rank
+    Plans advance through their buckets evenly. One plan after the other would be worse: a rank
     without work in the second plan would keep others waiting there until it is done with the first.
-
-    Args:
-        num_buckets: Buckets by plan of the rank.
     """
+    rounds = [(plan, bucket) for plan, end in enumerate(num_buckets) for bucket in range(end)]
     # Fractions, not floats: ranks with other plans must see the same ties.
-    turns: list[tuple[Fraction, Round]] = [
-        (Fraction(2 * bucket + 1, 2 * number), Round(plan, bucket))
-        for plan, number in enumerate(num_buckets)
-        for bucket in range(number)
-    ]
-    return tuple(turn for _, turn in sorted(turns))
+    return sorted(rounds, key=lambda r: (Fraction(2 * r[1] + 1, 2 * num_buckets[r[0]]), r))

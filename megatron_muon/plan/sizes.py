@@ -27,11 +27,11 @@ from megatron_muon.plan.schedule import PlanOrder
 from megatron_muon.plan.settings import CommDtypes
 from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes
 
-# Parts of one shape that one call of Newton-Schulz orthogonalizes.
+# Parts of one shape, orthogonalized by one call of Newton-Schulz.
 type Stack = tuple[Part, ...]
-# Ranks that hold a shard, position of a part among the owners, elements of the shard in the part.
+# Holders of a shard, position of a part among the owners, elements of the shard in the part.
 type Overlap = tuple[Ranks, int, int]
-# Elements of results, by the ranks that hold a shard and by owner.
+# Elements of results, by holders of a shard and by owner.
 type Results = dict[Ranks, Counter[int]]
 
 
@@ -58,26 +58,14 @@ class Traffic(NamedTuple):
 
 
 class RankSizes(NamedTuple):
-    """Buffers of one rank for one bucket, in elements.
-
-    Args:
-        bucket: Its gather and its stacks.
-        scatters: Its scatters.
-    """
+    """Elements of one rank's buffers for a bucket and its scatters."""
 
     bucket: BucketSizes
     scatters: tuple[ScatterSizes, ...]
 
 
 class SizeCounter:
-    """Count the elements of messages and stacks by bucket.
-
-    Args:
-        matrices: Layouts.
-        owners: Owners by matrix.
-        cost: Sizes of stacks, and nodes.
-        dtypes: Dtypes of messages and stacks.
-    """
+    """Count the elements of messages and stacks by bucket."""
 
     def __init__(
         self,
@@ -116,9 +104,9 @@ class SizeCounter:
         return stacks
 
     def traffic(self, indices: Iterable[int]) -> tuple[Traffic, Results]:
-        """Return the rows and the results of a bucket of some matrices.
+        """Return the traffic of rows in a bucket, and the results by shard.
 
-        Results include an owner's own shard, for its replicas. There are none without replicas: the
+        Results include an owner's own shard, for its replicas. Without replicas there are none: the
         scatter is then the inverse of the gather.
         """
         if not self.has_replicas:
@@ -144,35 +132,33 @@ class SizeCounter:
         """Return the buffers of every rank for a bucket of some matrices."""
         stacks = self.stacks(indices)
         rows, results = self.traffic(indices)
-        scatters: dict[int, list[list[int]]] = defaultdict(
-            lambda: [[0, 0] for _ in range(num_scatters)]
-        )
+        # By rank and number of the scatter.
+        sends: Counter[tuple[int, int]] = Counter()
+        receives: Counter[tuple[int, int]] = Counter()
         for number, shard in self.scatters(results, num_scatters):
             for share in shard.shares:
-                scatters[share.owner][number][0] += share.num_elements
+                sends[share.owner, number] += share.num_elements
             for holder in shard.holders:
-                scatters[holder][number][1] += shard.num_elements
+                receives[holder, number] += shard.num_elements
         sizes = {}
-        for rank in {*stacks, *scatters, *(rank for both in rows for rank, _ in both)}:
-            sent, received = (both[rank, True] + both[rank, False] for both in rows)
+        for rank in {*stacks, *(rank for counts in (*rows, sends, receives) for rank, _ in counts)}:
+            sent, received = (counts[rank, True] + counts[rank, False] for counts in rows)
+            scatters = [(sends[rank, i], receives[rank, i]) for i in range(num_scatters)]
+            if not self.has_replicas:
+                scatters = [(received, sent)]
             stacked = sum(map(num_elements, stacks.get(rank, ())))
             sizes[rank] = RankSizes(
                 BucketSizes(sent, received, stacked),
-                tuple(ScatterSizes(*elements) for elements in scatters[rank])
-                if self.has_replicas
-                else (ScatterSizes(received, sent),),
+                tuple(itertools.starmap(ScatterSizes, scatters)),
             )
         return sizes
 
     def staging(
         self, buckets: Sequence[Sequence[int]], local: Iterable[int], order: PlanOrder
     ) -> dict[int, PlanStaging]:
-        """Return the staging memory by rank; ranks without any may be left out.
+        """Return the staging memory by rank, from the indices of exchanged and local matrices.
 
-        Args:
-            buckets: Indices of the matrices by bucket.
-            local: Indices of the local matrices.
-            order: Numbers that decide the order of the step.
+        Ranks without any may be left out.
         """
         bucket_sizes = [self.sizes(bucket, order.num_scatters) for bucket in buckets]
         largest = {
@@ -192,10 +178,10 @@ class SizeCounter:
         return staging
 
     def _traffic_without_replicas(self, indices: Iterable[int]) -> Traffic:
-        """Return the rows of a bucket.
+        """Return the traffic of rows in a bucket.
 
-        All shards of a matrix go to its owners: matrices with equal layouts are counted together,
-        as ranks times matrices are many millions.
+        All shards of a matrix go to its owners. Matrices with equal layouts are counted together:
+        ranks times matrices are many millions.
         """
         sent, received = rows = Traffic(Counter(), Counter())
         node = self.cost.node

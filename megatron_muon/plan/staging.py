@@ -18,6 +18,9 @@ from megatron_muon.plan.settings import CommDtypes
 # cuBLAS's fast ones, need less.
 _ALIGNMENT = 256
 
+# First and last action of a buffer, both included, by their positions in the step.
+type Lifetime = tuple[int, int]
+
 
 class BucketSizes(NamedTuple):
     """Elements of one rank's buffers for a bucket, or offsets in bytes.
@@ -43,13 +46,6 @@ class ScatterSizes(NamedTuple):
 
     send: int
     receive: int
-
-
-class _Lifetime(NamedTuple):
-    """First and last action of a buffer, both included, by their positions in the step."""
-
-    first: int
-    last: int
 
 
 class PlanStaging(NamedTuple):
@@ -114,11 +110,7 @@ class StagingLayout:
 
     @classmethod
     def build(cls, plans: Sequence[PlanStaging]) -> "StagingLayout":
-        """Place the buffers.
-
-        Args:
-            plans: Staging memory of the rank, by plan.
-        """
+        """Place the buffers of all plans of a rank."""
         sizes, local_bytes = [], 0
         for plan in plans:
             *buffers, local = plan.buffers()
@@ -146,11 +138,11 @@ class StagingLayout:
 
 # Ranks differ in sizes, few of them in the order of their step.
 @functools.lru_cache(maxsize=16)
-def _lifetimes(orders: tuple[PlanOrder, ...]) -> tuple[_Lifetime, ...]:
+def _lifetimes(orders: tuple[PlanOrder, ...]) -> tuple[Lifetime, ...]:
     """Return the lifetime of every buffer, in the order of :class:`StagingLayout`."""
     actions = actions_of(orders)
     position = {action: number for number, action in enumerate(actions)}
-    lifetimes: list[_Lifetime] = []
+    lifetimes: list[Lifetime] = []
     for plan, order in enumerate(orders):
         for bucket in range(order.num_buckets):
             packed = position[Action("start_gather", plan, bucket)]
@@ -158,15 +150,13 @@ def _lifetimes(orders: tuple[PlanOrder, ...]) -> tuple[_Lifetime, ...]:
             orthogonalized = position[Action("orthogonalize", plan, bucket)]
             # Results replace the rows in the stacks, and leave with the last scatter.
             left = position[Action("start_scatter", plan, order.scatters_of(bucket)[-1])]
-            lifetimes.append(_Lifetime(packed, arrived))
-            lifetimes.append(_Lifetime(packed, orthogonalized))
-            lifetimes.append(_Lifetime(orthogonalized, left))
+            lifetimes += [(packed, arrived), (packed, orthogonalized), (orthogonalized, left)]
         for scatter in range(order.num_buckets * order.num_scatters):
             packed = position[Action("start_scatter", plan, scatter)]
             applied = position[Action("finish_scatter", plan, scatter)]
             # With replicas a rank waits for its messages only in finish_scatter, too.
-            lifetimes += [_Lifetime(packed, applied)] * 2
-    lifetimes += (_Lifetime(i, i) for i, action in enumerate(actions) if action.kind == "local")
+            lifetimes += [(packed, applied)] * 2
+    lifetimes += ((i, i) for i, action in enumerate(actions) if action.kind == "local")
     return tuple(lifetimes)
 
 
@@ -175,31 +165,24 @@ def aligned_size(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _place(sizes: Sequence[int], lifetimes: Sequence[_Lifetime]) -> tuple[list[int], int]:
-    """Place buffers of known lifetimes, the largest first, as low as they fit.
-
-    Returns:
-        The offset of every buffer, and the end of the arena.
-    """
-    aligned = [aligned_size(size) for size in sizes]
+def _place(sizes: Sequence[int], lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
+    """Place buffers, the largest first, as low as they fit; return offsets and the arena's size."""
     # A rank has a part in few buckets: most buffers are empty, and have any offset.
-    used = [index for index, size in enumerate(aligned) if size]
-    used.sort(key=lambda index: (-aligned[index], lifetimes[index].first))
-    offsets, end = [0] * len(sizes), 0
-    placed: list[int] = []
-    for index in used:
-        first, last = lifetimes[index]
-        beside = sorted(
-            (offsets[other], offsets[other] + aligned[other])
-            for other in placed
-            if lifetimes[other].first <= last and first <= lifetimes[other].last
-        )
+    used = [
+        (-aligned_size(size), *lifetimes[index], index) for index, size in enumerate(sizes) if size
+    ]
+    used.sort(key=lambda buffer: buffer[:2])
+    offsets, num_bytes = [0] * len(sizes), 0
+    placed: list[tuple[int, int, int, int]] = []
+    for negative_size, first, last, index in used:
         offset = 0
-        for start, stop in beside:
-            if offset + aligned[index] <= start:
-                break
-            offset = max(offset, stop)
+        for start, stop, other_first, other_last in sorted(placed):
+            if other_first <= last and first <= other_last:
+                if offset - negative_size <= start:
+                    break
+                offset = max(offset, stop)
+        end = offset - negative_size
         offsets[index] = offset
-        placed.append(index)
-        end = max(end, offset + aligned[index])
-    return offsets, end
+        placed.append((offset, end, first, last))
+        num_bytes = max(num_bytes, end)
+    return offsets, num_bytes

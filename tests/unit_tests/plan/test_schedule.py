@@ -49,5 +49,5 @@ def test_each_action_comes_once_and_after_what_it_needs(order):
 
 def test_plans_get_through_their_buckets_evenly():
     """Two buckets of one plan come at a quarter and three quarters of the other's."""
-    assert rounds_of([4, 2]) == ((0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3))
-    assert rounds_of([0, 2]) == ((1, 0), (1, 1)) and rounds_of([0]) == ()
+    assert rounds_of([4, 2]) == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
+    assert rounds_of([0, 2]) == [(1, 0), (1, 1)] and rounds_of([0]) == []
