@@ -138,7 +138,7 @@ def plan_matrices(
 def staging_problem(
     plans: Sequence[ExchangePlan], needed: int, staging_bytes: int | None
 ) -> str | None:
-    """Describe how the plans of a rank, which need one arena, exceed a limit in bytes, or return None."""
+    """Return an error if plans of a rank need more bytes, in one arena, than the limit."""
     # A rank may have no matrices, and so no plan.
     if staging_bytes is None or needed <= staging_bytes:
         return None

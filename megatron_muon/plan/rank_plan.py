@@ -225,8 +225,8 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
     # Routes of results, by holders of a shard and by owner.
     results: dict[Ranks, dict[int, list[Route]]] = defaultdict(lambda: defaultdict(list))
     for index in bucket:
-        # Most of thousands of ranks neither hold nor own a matrix. With replicas they matter all the
-        # same: their messages decide where this rank's results have room.
+        # Most of thousands of ranks neither hold nor own a matrix. With replicas, their messages
+        # decide where this rank's results have room.
         sees_all = plan.order.has_replicas or rank in plan.owners[index]
         if not sees_all and rank not in plan.matrices[index].elements_by_rank:
             continue

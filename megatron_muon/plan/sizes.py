@@ -143,14 +143,14 @@ class SizeCounter:
         sizes = {}
         for rank in {*stacks, *(rank for counts in (*rows, sends, receives) for rank, _ in counts)}:
             sent, received = (counts[rank, True] + counts[rank, False] for counts in rows)
-            scatters = [(sends[rank, i], receives[rank, i]) for i in range(num_scatters)]
+            scatters = [
+                ScatterSizes(sends[rank, number], receives[rank, number])
+                for number in range(num_scatters)
+            ]
             if not self.has_replicas:
-                scatters = [(received, sent)]
+                scatters = [ScatterSizes(received, sent)]
             stacked = sum(map(num_elements, stacks.get(rank, ())))
-            sizes[rank] = RankSizes(
-                BucketSizes(sent, received, stacked),
-                tuple(itertools.starmap(ScatterSizes, scatters)),
-            )
+            sizes[rank] = RankSizes(BucketSizes(sent, received, stacked), tuple(scatters))
         return sizes
 
     def staging(
