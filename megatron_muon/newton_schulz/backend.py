@@ -95,7 +95,7 @@ class Backend(ABC):
         return True
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
-        """Return a sentence for each requirement that a job does not meet."""
+        """Return the requirements that a job does not meet, as sentences."""
         return []
 
     def connect(self, parts_group: "dist.ProcessGroup") -> None:  # noqa: B027
@@ -134,8 +134,8 @@ class Backend(ABC):
         It runs once for each shape at construction, which also compiles the kernels.
 
         Args:
-            stack: Has the shape, dtype and device to run on; its values are not read.
-            args: Its arguments.
+            stack: Stack of the shape, dtype and device to run on; its values are not read.
+            args: Arguments of the stack.
 
         Raises:
             RuntimeError: The results differ by more than rounding.
@@ -151,9 +151,9 @@ class Backend(ABC):
         generator = torch.Generator(stack.device).manual_seed(seed)
         std = math.prod(args.whole_shape) ** -0.5
         drawn = torch.empty_like(stack).normal_(std=std, generator=generator)
-        found = self.run(drawn, args).float()
+        actual = self.run(drawn, args).float()
         expected = self.reference().run(drawn, args).float()
-        difference = float((found - expected).norm() / expected.norm())
+        difference = float((actual - expected).norm() / expected.norm())
         # Also true if a result is NaN.
         if not difference <= _MAX_DIFFERENCE:
             other = self.reference.name
@@ -166,11 +166,9 @@ class Backend(ABC):
 
 
 def gpu_problems(device: "torch.device", capabilities: Sequence[tuple[int, ...]] = ()) -> list[str]:
-    """Return a sentence unless a device is a GPU of a given compute capability.
+    """Return a sentence unless a device is a GPU of one of the compute capabilities.
 
-    Args:
-        device: Device of the matrices.
-        capabilities: Major versions, or major and minor ones; any if empty.
+    Capabilities are major versions, or major and minor ones; any GPU will do if there are none.
     """
     import torch
 
@@ -178,8 +176,8 @@ def gpu_problems(device: "torch.device", capabilities: Sequence[tuple[int, ...]]
         return [f"expected a GPU, got {device.type} ranks"]
     if not capabilities:
         return []
-    found = torch.cuda.get_device_capability(device)
-    if any(found[: len(known)] == known for known in capabilities):
+    actual = torch.cuda.get_device_capability(device)
+    if any(actual[: len(capability)] == capability for capability in capabilities):
         return []
-    known = ", ".join(".".join(map(str, capability)) for capability in capabilities)
-    return [f"expected a GPU of compute capability {known}, got {found[0]}.{found[1]}"]
+    expected = ", ".join(".".join(map(str, capability)) for capability in capabilities)
+    return [f"expected a GPU of compute capability {expected}, got {actual[0]}.{actual[1]}"]

@@ -74,7 +74,7 @@ class Gram(Backend):
         return FlopCount(flops, 2 * len(segments) + num_square, len(segments))
 
     def item_bytes(self, stack: "torch.Tensor") -> int:
-        """Return 2 on a GPU, in fp16, and otherwise those of fp32."""
+        """Return the bytes of fp16 on a GPU, elsewhere those of fp32."""
         return 2 if stack.dtype.itemsize == 2 and stack.device.type == "cuda" else 4
 
     def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
@@ -83,12 +83,15 @@ class Gram(Backend):
         Memory: in addition to the result two copies of the stack in the dtype of :func:`_dtype`,
             and five n x n matrices per matrix.
         """
-        x = stack if args.is_normalized else normalize(stack, args.parts_group)
+        x = normalize(stack, args)
         x = x.mT if args.is_tall else x
         # Scaled before rounding to fp16, where small elements would lose bits.
         x = x.mul(_SCALE).to(_dtype(stack, args))
+        settings, first = args.settings, 0
         with _fp32_sums(x):
-            for coefficients in _segments(args):
+            for steps in segments_of(settings.coefficient_type, settings.steps):
+                coefficients = settings.coefficients[first : first + steps]
+                first += steps
                 # Without names, which would keep n x n matrices while the next ones are computed.
                 x = (
                     self._polynomial(
@@ -97,7 +100,7 @@ class Gram(Backend):
                     @ x
                 )
         x = x.mT if args.is_tall else x
-        result = x.bfloat16() if args.settings.is_bf16 else x
+        result = x.bfloat16() if settings.is_bf16 else x
         return result.mul_(1 / _SCALE).to(stack.dtype)
 
     def _symmetric_product(
@@ -120,12 +123,9 @@ class Gram(Backend):
         coefficients: Sequence[Coefficients],
         parts_group: "dist.ProcessGroup | None",
     ) -> "torch.Tensor":
-        """Return the product of a segment's polynomials, ``(num_matrices, n, n)``.
+        """Return the product of the polynomials of a segment, ``(num_matrices, n, n)``.
 
-        Args:
-            r: Scaled Gram matrices, or this owner's part of their sum; overwritten.
-            coefficients: By step of the segment.
-            parts_group: Owners of the matrix; None if there is one.
+        It overwrites ``r``, the scaled Gram matrices, or this owner's part of their sum.
         """
         import torch
         import torch.distributed as dist
@@ -167,18 +167,10 @@ def segments_of(coefficient_type: str, steps: int) -> tuple[int, ...]:
     Without a table, for other coefficients or more steps, it restarts every two steps, which is
     safe for all sets of the table: the errors are below 0.1.
     """
-    known = _SEGMENTS.get(coefficient_type, "").split()
-    if steps <= len(known):
-        return tuple(int(digit) for digit in known[steps - 1])
+    by_num_steps = _SEGMENTS.get(coefficient_type, "").split()
+    if steps <= len(by_num_steps):
+        return tuple(map(int, by_num_steps[steps - 1]))
     return (2,) * (steps // 2) + (1,) * (steps % 2)
-
-
-def _segments(args: NewtonSchulzArgs) -> Iterator[Sequence[Coefficients]]:
-    """Yield the coefficients of all segments."""
-    coefficients, first = args.settings.coefficients, 0
-    for steps in segments_of(args.settings.coefficient_type, len(coefficients)):
-        yield coefficients[first : first + steps]
-        first += steps
 
 
 @contextmanager

@@ -8,7 +8,7 @@ products of the Gram form but Q X; they are in the package quack-kernels (the ex
 this package). Not measured here.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_muon.newton_schulz.backend import NewtonSchulzArgs, gpu_problems
 from megatron_muon.newton_schulz.gram import Gram
@@ -38,7 +38,7 @@ _QUACK_CAPABILITIES = ((9,), (10,))
 
 
 class Symmetric(Standard):
-    """Three products per step; of two of them one half is computed."""
+    """Three products per step; two of them are symmetric, and half of each is computed."""
 
     name = "symmetric"
     reference = Standard
@@ -51,17 +51,17 @@ class Symmetric(Standard):
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
         """Check for a GPU that the kernels were tested on, Triton, and bf16."""
-        found = []
+        problems = []
         if not settings.is_bf16:
-            found.append("expected fp32_matmul_prec medium: the kernels multiply bf16")
+            problems.append("expected fp32_matmul_prec medium: the kernels multiply bf16")
         try:
             from emerging_optimizers import triton_kernels
 
             if not triton_kernels.HAS_TRITON_340:
-                found.append("expected Triton 3.4 or later, got an older one")
+                problems.append("expected Triton 3.4 or later, got an older one")
         except (ImportError, AttributeError) as error:
-            found.append(f"expected Triton 3.4 or later, got {error}")
-        return found + gpu_problems(device, _TRITON_CAPABILITIES)
+            problems.append(f"expected Triton 3.4 or later, got {error}")
+        return problems + gpu_problems(device, _TRITON_CAPABILITIES)
 
     def run(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
         """Orthogonalize a stack, matrix by matrix; see :meth:`Backend.run`."""
@@ -69,7 +69,7 @@ class Symmetric(Standard):
         from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
         _limit_tuning()
-        x = stack if args.is_normalized else normalize(stack, args.parts_group)
+        x = normalize(stack, args)
         results = []
         # The kernels have no batches.
         for matrix in x.bfloat16():
@@ -84,27 +84,27 @@ class Symmetric(Standard):
 
 
 def _limit_tuning() -> None:
-    """Let Triton try six configurations in this process; a release that has none of them, all.
+    """Limit Triton's tuning to six configurations in this process, if the release has them.
 
-    All 180 that emerging-optimizers leaves for n below 5000 take minutes to compile for a shape,
-    while other ranks wait.
+    emerging-optimizers leaves 180 for n below 5000: they take minutes to compile for a shape, while
+    other ranks wait.
     """
     from emerging_optimizers import triton_kernels
 
-    kernel = getattr(getattr(triton_kernels, "syrk", None), "syrk_kernel_bf16", None)
-    kept = [
-        each
-        for each in getattr(kernel, "configs", ())
-        if tuple(each.kwargs.get(f"TILE_{side}") for side in "MNK") in _TILES
-        and each.kwargs.get("GROUP_SIZE_M") == _GROUP_SIZE
-        and each.num_warps == _NUM_WARPS
+    kernel: Any = getattr(getattr(triton_kernels, "syrk", None), "syrk_kernel_bf16", None)
+    configs = [
+        config
+        for config in getattr(kernel, "configs", ())
+        if tuple(config.kwargs.get(f"TILE_{side}") for side in "MNK") in _TILES
+        and config.kwargs.get("GROUP_SIZE_M") == _GROUP_SIZE
+        and config.num_warps == _NUM_WARPS
     ]
-    if kernel is not None and kept:
-        kernel.configs = kept
+    if configs:
+        kernel.configs = configs
 
 
 class GramSymmetric(Gram):
-    """The Gram form; of symmetric products one half is computed."""
+    """The Gram form; half of every symmetric product is computed."""
 
     name = "gram_symmetric"
     reference = Gram
@@ -116,18 +116,18 @@ class GramSymmetric(Gram):
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
         """Check for Hopper or Blackwell, quack, and bf16."""
-        found = []
+        problems = []
         if not settings.is_bf16:
-            found.append("expected fp32_matmul_prec medium: the kernels multiply 16 bits")
+            problems.append("expected fp32_matmul_prec medium: the kernels multiply 16 bits")
         try:
             from quack.gemm_interface import gemm_symmetric  # noqa: F401
         # Its compiler is another package, and fails with various errors.
         except Exception as error:
-            found.append(
+            problems.append(
                 f"expected the package quack-kernels, got {type(error).__name__}: {error}. Run pip "
                 "install quack-kernels"
             )
-        return found + gpu_problems(device, _QUACK_CAPABILITIES)
+        return problems + gpu_problems(device, _QUACK_CAPABILITIES)
 
     def _symmetric_product(
         self,

@@ -96,7 +96,7 @@ class Namo(_Decaying):
         Args:
             state: ``(num_blocks,)``.
             gradient: Norms of gradients, ``(num_blocks,)``.
-            update: Norms of what is orthogonalized, ``(num_blocks,)``.
+            update: Norms of the input of Newton-Schulz, ``(num_blocks,)``.
         """
         state.lerp_(gradient.square(), 1 - self.beta2)
         return update / (state.sqrt() + self.eps)
@@ -151,11 +151,11 @@ def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ..
             f"coefficient_type: expected one of {sorted(muon_utils._COEFFICIENT_SETS)}, got "
             f"{coefficient_type!r}. Choose one"
         )
-    found: list[Coefficients] = []
+    recorded: list[Coefficients] = []
 
     def record(x: "torch.Tensor", *coefficients: float, **_: object) -> "torch.Tensor":
         """Take a step of upstream's function that records its coefficients."""
-        found.append(coefficients)  # type: ignore[arg-type]
+        recorded.append(coefficients)  # type: ignore[arg-type]
         return x
 
     step = muon_utils.newton_schulz_step
@@ -169,9 +169,9 @@ def coefficients_of(steps: int, coefficient_type: str) -> tuple[Coefficients, ..
         ) from error
     finally:
         muon_utils.newton_schulz_step = step
-    if [len(each) for each in found] != [3] * steps:
+    if list(map(len, recorded)) != [3] * steps:
         raise ValueError(
             f"num_ns_steps: expected emerging-optimizers to take {steps} steps of three "
-            f"coefficients for {coefficient_type}, got {found}. Install another release"
+            f"coefficients for {coefficient_type}, got {recorded}. Install another release"
         )
-    return tuple(found)
+    return tuple(recorded)

@@ -15,7 +15,6 @@ from megatron_muon.newton_schulz.backend import Backend, FlopCount, NewtonSchulz
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 
 class Standard(Backend):
@@ -60,7 +59,7 @@ def _normalized(stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor"
     """Run the steps of "medium" precision on normalized bf16 matrices, as one batch.
 
     The norm was computed in float64 before the matrix was assembled. emerging-optimizers' function
-    would compute it again, of the rounded bf16 values.
+    would compute it again from the rounded bf16 values.
     """
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
@@ -83,21 +82,21 @@ def least_norm() -> float:
     return float(inspect.signature(muon_utils.newton_schulz).parameters["eps"].default)
 
 
-def normalize(
-    stack: "torch.Tensor", parts_group: "dist.ProcessGroup | None" = None
-) -> "torch.Tensor":
-    """Divide matrices by their Frobenius norms, as emerging-optimizers does.
+def normalize(stack: "torch.Tensor", args: NewtonSchulzArgs) -> "torch.Tensor":
+    """Divide matrices by their Frobenius norms, as emerging-optimizers does, unless that is done.
 
     Args:
         stack: ``(num_matrices, rows, cols)``, float32.
-        parts_group: Ranks that hold the parts of the matrices; None if they are whole.
+        args: Arguments of the stack.
 
-    Communication: with ``parts_group`` one all-reduce of a number per matrix.
+    Communication: one all-reduce of a number per matrix if matrices are split.
     """
     import torch
     import torch.distributed as dist
 
+    if args.is_normalized:
+        return stack
     squares = stack.square().sum((-2, -1), keepdim=True)
-    if parts_group is not None:
-        dist.all_reduce(squares, group=parts_group)
+    if args.parts_group is not None:
+        dist.all_reduce(squares, group=args.parts_group)
     return stack / torch.sqrt_(squares).clamp_min_(least_norm())

@@ -45,20 +45,20 @@ class TransformerEngine(Standard):
 
     def problems(self, settings: NewtonSchulzSettings, device: "torch.device") -> list[str]:
         """Check for a GPU, and Transformer Engine."""
-        found = []
+        problems = []
         try:
             import transformer_engine
             from transformer_engine.pytorch.newton_schulz import newton_schulz  # noqa: F401
 
             version = transformer_engine.__version__
             if tuple(int(part) for part in version.split(".")[:2]) < _VERSION:
-                found.append(f"expected Transformer Engine 2.19 or later, got {version}")
+                problems.append(f"expected Transformer Engine 2.19 or later, got {version}")
         # Its libraries fail to load with various errors.
         except Exception as error:
-            found.append(
+            problems.append(
                 f"expected Transformer Engine 2.19 or later, got {type(error).__name__}: {error}"
             )
-        return found + gpu_problems(device)
+        return problems + gpu_problems(device)
 
     def connect(self, parts_group: "dist.ProcessGroup") -> None:
         """Create the context of a group of owners.
@@ -102,7 +102,7 @@ class TransformerEngine(Standard):
         from transformer_engine.pytorch.newton_schulz import newton_schulz
 
         assert args.parts_group is not None and len(stack) == 1  # the plan splits single matrices
-        x = stack if args.is_normalized else normalize(stack, args.parts_group)
+        x = normalize(stack, args)
         x = x.bfloat16() if args.settings.is_bf16 else x
         # The call splits columns, so a tall matrix is transposed. It works in place, so its input
         # is copied.

@@ -42,8 +42,8 @@ class CostModel:
         num_ns_steps: Newton-Schulz steps.
         stack_tiles: Tiles of 128 x 128 that fill a rank's multiprocessors. Matrices of one shape
             are stacked until their Gram matrices have about this many; 1 stacks nothing.
-        backends: Names of the ways to compute Newton-Schulz that matrices choose from; a matrix
-            uses the fastest. ``standard`` is there for shapes that the others do not support.
+        backends: Names of the available backends of Newton-Schulz; a matrix uses the fastest.
+            ``standard`` is among them for shapes that the others do not support.
         coefficient_type: Coefficients of the steps; they decide the restarts of the Gram form.
 
     Raises:
@@ -143,14 +143,9 @@ class CostModel:
     ) -> int:
         """Estimate the time of a matrix on an owner, with the fastest backend.
 
-        Launches are shared by a full stack; :meth:`stack_ns` is the time of a stack that exists.
-
-        Args:
-            num_rows: Rows.
-            num_cols: Columns.
-            num_parts: Owners that hold equal parts of the longer side. They all-reduce the Gram
-                matrix of the shorter side in 2 bytes an element.
-            on_node: Whether the owners share a node.
+        Launches are shared by a full stack; :meth:`stack_ns` is the time of a given stack. Owners
+        of ``num_parts`` equal parts of the longer side, on one node or not, all-reduce the Gram
+        matrix of the shorter side in 2 bytes an element.
         """
         backend = self.backend_of(num_rows, num_cols, num_parts)
         return self._matrix_ns(num_rows, num_cols, num_parts, backend, on_node=on_node)
@@ -191,7 +186,7 @@ class CostModel:
         flops_per_ns = self.tflops * 1e3 * n / (n + self.half_rate_side)
         gbps = self.gbps if on_node else self.gbps_between_nodes
         latency_ns = self.all_reduce_us * 1e3 * (1 if on_node else 2)
-        # Of an n x n matrix in 2 bytes an element, but for the share that stays.
+        # An n x n matrix in 2 bytes an element, without the share of this rank.
         gather_ns = 2 * n**2 * (num_parts - 1) / num_parts / gbps
         # A ring all-reduce sends every byte twice.
         all_reduces_ns = work.num_all_reduces * (latency_ns + 2 * gather_ns)

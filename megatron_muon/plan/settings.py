@@ -68,7 +68,7 @@ class CommDtypes:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Numbers that a planner works with, the same on all ranks of a domain.
+    """Settings of the planner, the same on all ranks of a domain.
 
     Args:
         cost: Rates of the machine, and sizes of stacks.
@@ -90,16 +90,14 @@ class PlanSettings:
     def share_of_staging(self, staged_bytes: int, num_plans: int) -> int:
         """Return the staging memory of the next plan of a rank, in bytes.
 
-        Args:
-            staged_bytes: Memory of the plans before it.
-            num_plans: Plans that are still to be made, this one included.
+        Earlier plans need ``staged_bytes``; ``num_plans`` are still to be made, this one included.
         """
         return max(0, self.staging_bytes - staged_bytes) // num_plans
 
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """How matrices are assigned to ranks, sent and orthogonalized.
+    """Settings of the assignment, exchange and orthogonalization of matrices.
 
     Args:
         comm_dtype: ``bf16``: rows are sent normalized, in bf16. ``fp32``: rows are sent in fp32,

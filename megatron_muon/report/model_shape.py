@@ -155,15 +155,14 @@ class ModelShape:
         channels = self.kv_channels or self.hidden_size // self.num_attention_heads
         query_rows = self.num_attention_heads // self.num_query_groups * channels
         split = (query_rows, channels, channels)
-        name = "self_attention"
         parameters = [
             Parameter(
-                f"{name}.linear_proj.weight",
+                "self_attention.linear_proj.weight",
                 (self.hidden_size, self.num_attention_heads * channels),
                 1,
             ),
             Parameter(
-                f"{name}.linear_qkv.weight",
+                "self_attention.linear_qkv.weight",
                 (self.num_query_groups * sum(split), self.hidden_size),
                 0,
                 split if splits.qkv else None,
@@ -171,11 +170,13 @@ class ModelShape:
             ),
         ]
         if self.qk_layernorm:
-            parameters += [Parameter(f"{name}.{x}_layernorm.weight", (channels,)) for x in "qk"]
+            parameters += [
+                Parameter(f"self_attention.{x}_layernorm.weight", (channels,)) for x in "qk"
+            ]
         return parameters
 
     def _latent_attention(self, splits: Splits) -> list[Parameter]:
-        heads, name = self.num_attention_heads, "self_attention"
+        heads = self.num_attention_heads
         query = heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)
         key_value = heads * (self.qk_head_dim + self.v_head_dim)
         # The rotary part of keys is not compressed; it comes out of the same projection. The down
@@ -187,20 +188,27 @@ class ModelShape:
             for second in (self.qk_pos_emb_head_dim, self.v_head_dim)
         )
         return [
-            Parameter(f"{name}.linear_proj.weight", (self.hidden_size, heads * self.v_head_dim), 1),
-            Parameter(f"{name}.linear_q_down_proj.weight", (self.q_lora_rank, self.hidden_size)),
             Parameter(
-                f"{name}.linear_q_up_proj.weight", (query, self.q_lora_rank), 0, *query_blocks
+                "self_attention.linear_proj.weight", (self.hidden_size, heads * self.v_head_dim), 1
             ),
-            Parameter(f"{name}.linear_kv_down_proj.weight", (compressed, self.hidden_size)),
             Parameter(
-                f"{name}.linear_kv_up_proj.weight",
+                "self_attention.linear_q_down_proj.weight", (self.q_lora_rank, self.hidden_size)
+            ),
+            Parameter(
+                "self_attention.linear_q_up_proj.weight",
+                (query, self.q_lora_rank),
+                0,
+                *query_blocks,
+            ),
+            Parameter("self_attention.linear_kv_down_proj.weight", (compressed, self.hidden_size)),
+            Parameter(
+                "self_attention.linear_kv_up_proj.weight",
                 (key_value, self.kv_lora_rank),
                 0,
                 *key_value_blocks,
             ),
-            Parameter(f"{name}.q_layernorm.weight", (self.q_lora_rank,)),
-            Parameter(f"{name}.kv_layernorm.weight", (self.kv_lora_rank,)),
+            Parameter("self_attention.q_layernorm.weight", (self.q_lora_rank,)),
+            Parameter("self_attention.kv_layernorm.weight", (self.kv_lora_rank,)),
         ]
 
 

@@ -19,7 +19,7 @@ _MAX_RANKS_SHOWN = 16
 
 @dataclass
 class RankReport:
-    """One rank's share.
+    """Figures of one rank.
 
     Args:
         rank: Rank of the job.
@@ -29,7 +29,7 @@ class RankReport:
         bytes_sent: Bytes of rows to owners, and of results sent back.
         bytes_received: Bytes received from others.
         staging_bytes: Memory of messages and stacks while a step runs; nothing stays between steps.
-        num_matrices: Matrices it owns, or has a part of.
+        num_matrices: Owned matrices, parts included.
         num_calls: Calls of Newton-Schulz, one per stack.
     """
 
@@ -51,10 +51,10 @@ class RankReport:
 
 @dataclass
 class Report:
-    """A job's plans in numbers.
+    """Figures of a job.
 
     Args:
-        ranks: Shares by rank.
+        ranks: Figures by rank.
         ideal_ns: Newton-Schulz time if all matrices, none split, were spread evenly.
         num_elements: Elements of all matrices.
         moved_elements: Elements sent to owners.
@@ -64,7 +64,7 @@ class Report:
         num_buckets: Buckets of the plan with most of them.
         num_split_groups: Sets of ranks that split matrices, one communicator per set.
         num_blocks: Blocks by backend.
-        matrices: ``name`` and ``owner`` (``owners`` of a split matrix), in order.
+        matrices: ``name`` and ``owner``, or ``owners`` if it is split, by matrix.
         busiest_ns: Newton-Schulz time of the busiest rank.
         busiest_over_ideal: Busiest Newton-Schulz time over the ideal.
         min_step_ns: Time of the busiest GPU or link: no step is shorter.
@@ -92,13 +92,8 @@ class Report:
 
 
 def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
-    """Add up plans by rank.
-
-    Args:
-        ranks: Ranks of the job, or of one plan.
-        plans: Plans of its domains.
-    """
-    # Ranks without a matrix are there too: they wait for the others, and may still send rows.
+    """Add up the plans of all domains of a job, or one plan, by rank."""
+    # Ranks without a matrix count too: they wait for the others, and may still send rows.
     by_rank = {rank: RankReport(rank) for rank in ranks}
     report = Report(list(by_rank.values()))
     staging: dict[int, list[PlanStaging]] = defaultdict(list)
@@ -108,14 +103,14 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
             _add_traffic(report, by_rank, plan, bucket)
         for indices in (plan.local, *plan.buckets):
             _add_calls(by_rank, plan, indices)
-        for rank, buffers in plan.sizes.staging(plan.buckets, plan.local, plan.order).items():
-            staging[rank].append(buffers)
+        for rank, plan_staging in plan.sizes.staging(plan.buckets, plan.local, plan.order).items():
+            staging[rank].append(plan_staging)
     # Most ranks stage the same.
     num_bytes = {
         key: StagingLayout.build(key).num_bytes for key in set(map(tuple, staging.values()))
     }
-    for rank, buffers_by_plan in staging.items():
-        by_rank[rank].staging_bytes = num_bytes[tuple(buffers_by_plan)]
+    for rank, buffers in staging.items():
+        by_rank[rank].staging_bytes = num_bytes[tuple(buffers)]
     report.ideal_ns //= len(by_rank)
     report.busiest_ns = max(rank.newton_schulz_ns for rank in report.ranks)
     report.busiest_over_ideal = report.busiest_ns / report.ideal_ns if report.ideal_ns else 1.0
@@ -127,7 +122,7 @@ def build_report(ranks: Sequence[int], plans: Sequence[ExchangePlan]) -> Report:
 
 
 def _add_matrices(report: Report, by_rank: Mapping[int, RankReport], plan: ExchangePlan) -> None:
-    """Add owners, and the ideal."""
+    """Add matrices to their owners, and sums over all matrices."""
     dtypes = plan.dtypes
     for index, (matrix, owners) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
         owner_entry = {"owner": owners[0]} if len(owners) == 1 else {"owners": list(owners)}
@@ -153,13 +148,13 @@ def _add_traffic(
 ) -> None:
     """Add rows and results of a bucket, and the all-gathers of replicas."""
     cost, dtypes = plan.cost, plan.dtypes
-    rows, results_of_shards = plan.sizes.traffic(bucket)
+    rows, results_by_shard = plan.sizes.traffic(bucket)
     report.moved_elements += rows.sent.total()
-    # Without replicas the inverse of the gather.
+    # The inverse of the gather without replicas.
     results = Traffic(rows.received, rows.sent)
     if plan.order.has_replicas:
         results = Traffic(Counter(), Counter())
-    for _, shard in plan.sizes.scatters(results_of_shards, plan.order.num_scatters):
+    for _, shard in plan.sizes.scatters(results_by_shard, plan.num_scatters):
         for share in shard.shares:
             if share.owner != share.holder:
                 on_node = cost.share_a_node((share.owner, share.holder))
@@ -174,12 +169,14 @@ def _add_traffic(
             rank.receive_ns += time_ns
     for traffic, width in ((rows, dtypes.gather_bytes), (results, dtypes.scatter_bytes)):
         for rank in map(by_rank.__getitem__, plan.ranks):
-            near, far = (width * traffic.sent[rank.rank, on_node] for on_node in (True, False))
-            rank.bytes_sent += near + far
-            rank.send_ns += cost.messages_ns(near, far)
-            near, far = (width * traffic.received[rank.rank, on_node] for on_node in (True, False))
-            rank.bytes_received += near + far
-            rank.receive_ns += cost.messages_ns(near, far)
+            sent, received = (
+                [width * elements[rank.rank, on_node] for on_node in (True, False)]
+                for elements in traffic
+            )
+            rank.bytes_sent += sum(sent)
+            rank.send_ns += cost.messages_ns(*sent)
+            rank.bytes_received += sum(received)
+            rank.receive_ns += cost.messages_ns(*received)
 
 
 def _add_calls(
@@ -226,7 +223,7 @@ def table(report: Report) -> Iterator[str]:
     )
     yield f"step: {report.min_step_ns / 1e6:.3f} ms at least, in {report.num_buckets} buckets"
     yield "rank  matrices  Newton-Schulz ms  traffic ms  sent MB  received MB  staging MB"
-    # Of many ranks only the busiest matter: they decide the step.
+    # Only the busiest of many ranks are listed: they decide the step.
     shown = sorted(ranks, key=lambda rank: (-rank.newton_schulz_ns, rank.rank))[:_MAX_RANKS_SHOWN]
     for rank in ranks if len(ranks) <= _MAX_RANKS_SHOWN else shown:
         yield (

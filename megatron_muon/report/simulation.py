@@ -30,15 +30,17 @@ from megatron_muon.plan.settings import PlanSettings
 from megatron_muon.report.model_shape import ModelShape, Parameter
 
 type Shape = tuple[int, ...]
-# Replicas, by shard.
-type Cells = tuple[Ranks, ...]
+# Holders of the segments of a buffer, by tensor-parallel rank.
+type Columns = Sequence[Sequence[Ranks]]
+# Sets of ranks with equal shards.
+type Replicas = tuple[Ranks, ...]
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a job is laid out; ranks count tensor first, then expert, then data parallelism.
+    """Parallelism of a job; ranks count tensor first, then expert, then data parallelism.
 
     Args:
         dp: Data-parallel ranks, context parallelism included.
@@ -95,11 +97,6 @@ class Parallelism:
         """Tensor-parallel ranks of an expert."""
         return self.etp or self.tp
 
-    @property
-    def expert_dp(self) -> int:
-        """Data-parallel ranks of an expert."""
-        return self.stage_size // (self.expert_tp * self.ep)
-
 
 def simulate(
     model: ModelShape,
@@ -108,16 +105,9 @@ def simulate(
     *,
     splits: Splits | None = None,
 ) -> list[ExchangePlan]:
-    """Plan a model as a live run would: small domains, such as of experts, come first.
+    """Plan every domain of a job as a live run would.
 
-    Args:
-        model: Its matrices.
-        parallel: Layout of the job.
-        settings: Numbers of the plans; None for the defaults.
-        splits: Blocks of fused matrices; None for query, key and value.
-
-    Returns:
-        The plans, one per set of ranks that exchange matrices.
+    Small domains, such as experts, come first. ``splits`` None splits query, key and value.
 
     Raises:
         ValueError: Experts or layers do not divide.
@@ -127,57 +117,51 @@ def simulate(
             f"ep: expected a divisor of {model.num_experts} experts, got {parallel.ep}. "
             "Change --ep or --num-experts."
         )
+    splits = splits or Splits()
+    # The first stage has the most layers where they do not divide.
+    layers = range(-(-model.num_layers // parallel.pp))
+    num_local_experts = model.num_experts // parallel.ep
+    experts = [model.expert_parameters(layer, num_local_experts, splits) for layer in layers]
+    dense = [model.dense_parameters(layer, splits) for layer in layers]
     # As in a run: matrices of the same ranks and replicas share a plan.
-    matrices: dict[Cells, list[MatrixLayout]] = defaultdict(list)
-    for is_expert in (True, False):
-        units = _units(model, parallel, splits or Splits(), is_expert=is_expert)
-        for rank_grid in _rank_grids(parallel, is_expert) if any(units) else ():
-            for replicas, matrix in _matrices(units, rank_grid, parallel, is_expert=is_expert):
+    matrices: dict[Replicas, list[MatrixLayout]] = defaultdict(list)
+    for parameters, is_expert in ((experts, True), (dense, False)):
+        for rank_grid in _rank_grids(parallel, is_expert) if any(parameters) else ():
+            for replicas, matrix in _matrices(parameters, rank_grid, parallel, is_expert=is_expert):
                 matrices[replicas].append(matrix)
     return _plan_all(parallel.stage_size, matrices, settings or PlanSettings())
 
 
 def _plan_all(
-    world_size: int, matrices: Mapping[Cells, Sequence[MatrixLayout]], settings: PlanSettings
+    world_size: int, matrices: Mapping[Replicas, Sequence[MatrixLayout]], settings: PlanSettings
 ) -> list[ExchangePlan]:
     """Plan small domains first, and others on top of them, as the ranks of a run do."""
     plans: list[ExchangePlan] = []
     load_ns = dict.fromkeys(range(world_size), 0)
-    plans_of: dict[int, list[ExchangePlan]] = defaultdict(list)
-    ranks_of = {replicas: layouts[0].ranks for replicas, layouts in matrices.items()}
-    most_plans = max(Counter(itertools.chain(*ranks_of.values())).values(), default=0)
-    for replicas, ranks in sorted(ranks_of.items(), key=lambda item: (len(item[1]), item[::-1])):
+    domains = {replicas: layouts[0].ranks for replicas, layouts in matrices.items()}
+    max_num_plans = max(Counter(itertools.chain(*domains.values())).values(), default=0)
+    # By rank, plans so far and their staging memory.
+    num_plans: Counter[int] = Counter()
+    staged_bytes: Counter[int] = Counter()
+    for replicas, ranks in sorted(domains.items(), key=lambda item: (len(item[1]), item[::-1])):
         staging_bytes = settings.share_of_staging(
-            max(sum(plan.staging_bytes for plan in plans_of[rank]) for rank in ranks),
-            most_plans - max(len(plans_of[rank]) for rank in ranks),
+            max(staged_bytes[rank] for rank in ranks),
+            max_num_plans - max(num_plans[rank] for rank in ranks),
         )
         plan = plan_matrices(
             matrices[replicas], settings, load_ns=load_ns, staging_bytes=staging_bytes
         )
         load_ns.update(plan.load_ns)
-        for rank in ranks:
-            plans_of[rank].append(plan)
+        num_plans.update(ranks)
+        staged_bytes.update(dict.fromkeys(ranks, plan.staging_bytes))
         plans.append(plan)
     return plans
 
 
-def _units(
-    model: ModelShape, parallel: Parallelism, splits: Splits, *, is_expert: bool
-) -> list[list[Parameter]]:
-    """List the parameters of the first pipeline stage by layer, experts or all others."""
-    # The first stage has the most layers where they do not divide.
-    layers = range(-(-model.num_layers // parallel.pp))
-    if is_expert:
-        num_local_experts = model.num_experts // parallel.ep
-        return [model.expert_parameters(layer, num_local_experts, splits) for layer in layers]
-    return [model.dense_parameters(layer, splits) for layer in layers]
-
-
 def _rank_grids(parallel: Parallelism, is_expert: bool) -> list[list[list[int]]]:
     """List sets of ranks that share matrices, as ``ranks[tensor_rank][data_parallel_rank]``."""
-    tp = parallel.expert_tp if is_expert else parallel.tp
-    ep = parallel.ep if is_expert else 1
-    dp = parallel.expert_dp if is_expert else parallel.dp
+    tp, ep = (parallel.expert_tp, parallel.ep) if is_expert else (parallel.tp, 1)
+    dp = parallel.stage_size // (tp * ep)
     return [
         [[tensor + tp * (expert + ep * data) for data in range(dp)] for tensor in range(tp)]
         for expert in range(ep)
@@ -185,24 +169,24 @@ def _rank_grids(parallel: Parallelism, is_expert: bool) -> list[list[list[int]]]
 
 
 def _matrices(
-    units: Sequence[Sequence[Parameter]],
+    parameters_by_layer: Sequence[Sequence[Parameter]],
     rank_grid: Sequence[Sequence[int]],
     parallel: Parallelism,
     *,
     is_expert: bool,
-) -> Iterator[tuple[Cells, MatrixLayout]]:
-    """Yield the matrices of some ranks, layer by layer, and the replicas of their shards."""
+) -> Iterator[tuple[Replicas, MatrixLayout]]:
+    """Yield the matrices of a rank grid by layer, with the replicas of their shards."""
     axes = [0, 1] if parallel.shards_outer else [1]
     if parallel.sharding == "no_shard":
         axes = []
     sizes = parallel.hsdp, len(rank_grid[0]) // parallel.hsdp
     holders = [holders_of_segments(sizes, ranks, axes) for ranks in rank_grid]
-    # Matrices joined over tensor parallelism, matrices of one tensor rank, and copies (replicas).
+    # Matrices are joined over tensor-parallel ranks, separate on all of them, or replicated.
     joined, separate = [_domain(holders)], [_domain([segments]) for segments in holders]
     copies = [
         _domain([[tuple(sorted(itertools.chain(*same))) for same in zip(*holders, strict=True)]])
     ]
-    for layer, parameters in enumerate(units):
+    for layer, parameters in enumerate(parameters_by_layer):
         shapes = tuple(_local_shape(parameter, len(rank_grid)) for parameter in parameters)
         size, begins = unit_buffer(shapes, len(holders[0])) if shapes else (0, [])
         for parameter, shape, begin in zip(parameters, shapes, begins, strict=True):
@@ -213,45 +197,31 @@ def _matrices(
                 layout = separate if is_expert else copies
             elif parallel.joins_tensor_ranks and parameter.head_rows is None:
                 layout = joined
-            for columns, replicas, ranks in layout:
+            for columns, replicas in layout:
                 boxes = _boxes(columns, size, begin, shape, parameter.partition_dim or 0)
                 rows, cols = (max(box[dim][1] for box in boxes.values()) for dim in (0, 1))
                 outputs = OutputSlice(RowRange(0, rows), parameter.blocks(shape[0]))
                 blocks, regions = tile((rows, cols), outputs, boxes)
                 name = f"decoder.layers.{layer}.{parameter.name}"
+                ranks = tuple(sorted(itertools.chain(*replicas)))
                 yield replicas, MatrixLayout(name, blocks, regions, ranks)
 
 
-def _domain(
-    columns: Sequence[Sequence[Ranks]],
-) -> tuple[Sequence[Sequence[Ranks]], Cells, Ranks]:
-    """Return the holders of shards by tensor rank, all of them, and their ranks."""
-    replicas = tuple(sorted(itertools.chain(*columns)))
-    return columns, replicas, tuple(sorted(itertools.chain(*replicas)))
+def _domain(columns: Columns) -> tuple[Columns, Replicas]:
+    return columns, tuple(sorted(itertools.chain(*columns)))
 
 
-def _boxes(
-    columns: Sequence[Sequence[Ranks]],
-    size: int,
-    begin: int,
-    shape: Sequence[int],
-    dim: int,
-) -> dict[int, Box]:
-    """Return the boxes of a matrix over tensor-parallel shards of one shape.
+def _boxes(columns: Columns, size: int, begin: int, shape: Shape, dim: int) -> dict[int, Box]:
+    """Return the boxes of a matrix that tensor parallelism shards over ``dim``.
 
-    Args:
-        columns: By tensor rank, the holders of the buffer's segments.
-        size: Size of the buffer.
-        begin: Offset of the parameter in it.
-        shape: Shape of a tensor-parallel shard.
-        dim: Dimension of tensor parallelism.
+    Its shards have one shape, and begin at one offset of buffers of one size.
     """
     rows, cols = shape
     boxes: dict[int, Box] = {}
-    for number, holders in enumerate(columns):
-        down, right = (number * rows, 0) if dim == 0 else (0, number * cols)
+    for tensor_rank, holders in enumerate(columns):
+        row, col = (tensor_rank * rows, 0) if dim == 0 else (0, tensor_rank * cols)
         for rank, (start, stop) in rows_in_buffer(holders, size, begin, rows, cols).items():
-            boxes[rank] = ((down + start, down + stop), (right, right + cols))
+            boxes[rank] = ((row + start, row + stop), (col, col + cols))
     return boxes
 
 

@@ -14,6 +14,7 @@ from megatron_muon.plan.layout import (
     MatrixLayout,
     MatrixShape,
     OutputSlice,
+    Range,
     Ranks,
     RowRange,
     tile,
@@ -38,8 +39,8 @@ class RowIndex:
     cols: slice
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """View them, ``(rows, cols)``, in a tensor shaped like the parameter's local one."""
-        # Of a convolution all dimensions but the first are columns.
+        """View the rows, ``(rows, cols)``, in a tensor shaped like the parameter's local one."""
+        # All dimensions of a convolution but the first are columns.
         matrix = local.flatten(1) if self.index is None else local[self.index]
         return matrix[self.rows, self.cols]
 
@@ -50,7 +51,7 @@ def output_slices(
     """Return the slices of outputs that are orthogonalized separately.
 
     Consecutive and interleaved blocks become separate matrices with their own owners. Blocks of
-    repeating groups are many short pieces, and stay with one owner.
+    repeating groups consist of many short row ranges, and stay with one owner.
 
     Args:
         num_rows: Outputs of the parameter.
@@ -63,7 +64,7 @@ def output_slices(
     """
     whole = RowRange(0, num_rows)
     if split_sizes is None:
-        return [OutputSlice(whole, None)]
+        return [OutputSlice(whole)]
     sizes = split_sizes if isinstance(split_sizes, tuple) else (split_sizes,)
     # Not isinstance: True would be one block, and rows of numpy's integers make floats later.
     if any(type(size) is not int for size in sizes):
@@ -86,7 +87,7 @@ def output_slices(
         sizes, num_groups = sizes * num_groups, 1
     if num_groups == 1:
         ends = itertools.accumulate(sizes, initial=0)
-        return [OutputSlice(RowRange(*ends), None) for ends in itertools.pairwise(ends)]
+        return [OutputSlice(RowRange(*ends)) for ends in itertools.pairwise(ends)]
     if max(sizes) == 1:
         step = len(sizes)
         return [OutputSlice(RowRange(start, num_rows), None, step) for start in range(step)]
@@ -101,56 +102,47 @@ def output_slices(
 def matrices_of(
     parameter: PlannedParameter, domain: Ranks, rank: int
 ) -> Iterator[tuple[MatrixLayout, RowIndex | None]]:
-    """Yield the matrices of a parameter that a domain exchanges, with this rank's rows of them.
-
-    Args:
-        parameter: Viewed as it is planned.
-        domain: Ranks that exchange its matrices, ascending.
-        rank: This rank.
-    """
-    boxes, is_batch = parameter.boxes, parameter.view.ndim == 3
+    """Yield the matrices of a parameter that a domain exchanges, and the rows of ``rank``."""
+    is_batch, is_transposed = parameter.view.ndim == 3, parameter.is_transposed
     shape: MatrixShape = tuple(parameter.view.shape[-2:])  # type: ignore[assignment]
-    dim = int(parameter.is_transposed)
+    dim = int(is_transposed)
     slices = [OutputSlice(RowRange(0, shape[0]), parameter.blocks)]
     if parameter.blocks is None:
-        slices = output_slices(
-            shape[dim], parameter.split_sizes, is_transposed=parameter.is_transposed
-        )
-    # Matrices of the batch that the same ranks hold share one tiling.
-    boxes_of: dict[tuple[int, int], dict[int, Box]] = defaultdict(dict)
-    for holder in boxes.keys() & domain:
-        box = boxes[holder]
-        boxes_of[box[0] if is_batch else (0, 1)][holder] = box[-2:]
+        slices = output_slices(shape[dim], parameter.split_sizes, is_transposed=is_transposed)
+    # Matrices of the batch with the same holders share one tiling.
+    boxes_by_range: dict[Range, dict[int, Box]] = defaultdict(dict)
+    all_boxes = parameter.boxes
+    for holder in all_boxes.keys() & domain:
+        box = all_boxes[holder]
+        boxes_by_range[box[0] if is_batch else (0, 1)][holder] = box[-2:]
     tilings = {
-        part: [tile(shape, outputs, held, dim) for outputs in slices]
-        for part, held in boxes_of.items()
+        batch_range: [tile(shape, outputs, boxes, dim) for outputs in slices]
+        for batch_range, boxes in boxes_by_range.items()
     }
     # In the order of the batch. Matrices that only other domains hold are left to them.
-    order = sorted((number, held_by) for held_by in boxes_of for number in range(*held_by))
-    for number, part in order:
-        index = number if is_batch else None
-        for outputs, (blocks, regions) in zip(slices, tilings[part], strict=True):
-            name = parameter.name if index is None else f"{parameter.name}[{index}]"
+    order = sorted((number, held) for held in boxes_by_range for number in range(*held))
+    for number, batch_range in order:
+        own_box = boxes_by_range[batch_range].get(rank)
+        for outputs, (blocks, regions) in zip(slices, tilings[batch_range], strict=True):
+            name = f"{parameter.name}[{number}]" if is_batch else parameter.name
             if len(slices) > 1:
                 step = f" by {outputs.stride}" if outputs.stride > 1 else ""
                 first, last = outputs.outputs.start, outputs.outputs.stop - 1
                 name += f" {'columns' if dim else 'rows'} {first} to {last}{step}"
-            matrix = MatrixLayout(
-                name, blocks, regions, domain, is_transposed=parameter.is_transposed
-            )
-            holds = rank in boxes_of[part]
-            yield matrix, _own_rows(parameter, boxes[rank], index, outputs) if holds else None
+            index = number - batch_range[0] if is_batch else None
+            rows = None
+            if own_box is not None:
+                rows = _own_rows(parameter.param, own_box, index, outputs, dim)
+            yield MatrixLayout(name, blocks, regions, domain, is_transposed), rows
 
 
 def _own_rows(
-    parameter: PlannedParameter, box: Box, index: int | None, outputs: OutputSlice
+    param: torch.Tensor, box: Box, index: int | None, outputs: OutputSlice, dim: int
 ) -> RowIndex | None:
-    """Return this rank's rows of a slice, or None if it holds none."""
-    ranges = [slice(0, stop - start) for start, stop in box[-2:]]
+    """Return the rows of a slice in the box of this rank, or None if there are none."""
+    ranges = [slice(0, stop - start) for start, stop in box]
     # A slice may begin or end inside a shard, or miss it.
-    dim = int(parameter.is_transposed)
-    _, ranges[dim], count = outputs.within(*box[-2:][dim])
-    if not count or any(side.start >= side.stop for side in ranges):
+    _, ranges[dim], _ = outputs.within(*box[dim])
+    if any(side.start >= side.stop for side in ranges):
         return None
-    position = None if index is None else index - box[0][0]
-    return RowIndex(parameter.param, position, *ranges)
+    return RowIndex(param, index, *ranges)

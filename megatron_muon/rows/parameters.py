@@ -174,13 +174,13 @@ def tensor_shard_of(parameter: PlannedParameter) -> PlannedParameter:
 def over_tensor_ranks(
     tensor_shard: PlannedParameter, mesh: DeviceMesh, dim: int | None
 ) -> PlannedParameter:
-    """View a parameter over its tensor-parallel ranks, with shards in the same places.
+    """View a parameter over its tensor-parallel ranks, from its shard on this one.
 
     Args:
-        tensor_shard: Shard on this tensor-parallel rank; see :func:`tensor_shard_of`.
-        mesh: Its mesh, with tensor parallelism as one more axis at the end.
-        dim: Dimension that tensor parallelism shards; None for copies. They
-            are replicas: a matrix is orthogonalized once, and they cannot differ.
+        tensor_shard: See :func:`tensor_shard_of`.
+        mesh: Mesh of the shard, with tensor parallelism as one more axis at the end.
+        dim: Dimension that tensor parallelism shards; None for copies. They are replicas: a matrix
+            is orthogonalized once, and they cannot differ.
     """
     assert isinstance(tensor_shard.view, DTensor)
     columns = mesh.mesh.flatten(0, -2).T.tolist()

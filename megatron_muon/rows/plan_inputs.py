@@ -139,13 +139,7 @@ def find_plan_inputs(
 
 
 def _problems(key: _Key, name: str, facts: Sequence[_Facts]) -> list[str]:
-    """List errors of a plan, as sentences.
-
-    Args:
-        key: Key of the plan.
-        name: Its first parameter.
-        facts: Facts of all ranks.
-    """
+    """List errors of a plan, as sentences that name its first parameter."""
     first, last, hashed = key.ranks[0], key.ranks[-1], hash(key)
     problems = []
     lacking = [rank for rank in key.ranks if hashed not in facts[rank].keys]
@@ -177,7 +171,7 @@ def _key_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[in
     An axis of the mesh that shards whole matrices of a batch evenly needs no exchange: its ranks
     plan separately. That keeps plans small if there are many experts.
     """
-    # Of a mesh of thousands of ranks only the slice through this rank is looked at.
+    # Only the slice through this rank: a mesh may have thousands of ranks.
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # a rank outside of the mesh has no such parameter
     index: list[slice | int] = [slice(None)] * mesh.ndim
@@ -218,11 +212,7 @@ def _groups(
 ) -> dict[Ranks, dist.ProcessGroup]:
     """Choose a process group per domain and per set of replicas, and make the missing ones.
 
-    Args:
-        keys: Keys of the plans of this rank.
-        stepping: Ranks that step together, if they need a process group.
-        known: Process groups that this rank knows.
-        facts: Facts of all ranks.
+    ``stepping`` are the ranks that step together if they need a group, otherwise ().
     """
     needed = {ranks for key in keys for ranks in (key.ranks, _own_replicas(key)) if len(ranks) > 1}
     # A group of one rank exchanges nothing, but reduces flags: None is all ranks.
@@ -258,7 +248,7 @@ def _plan_input(
     params: list[torch.Tensor] = []
     for parameter in parameters:
         for matrix, rows in matrices_of(parameter, key.ranks, own_rank()):
-            # By position in the list, the same on all ranks of the domain.
+            # Keys are positions in the list, the same on all ranks of the domain.
             if rows is not None:
                 handles[len(matrices)] = rows
             matrices.append(matrix)
