@@ -120,7 +120,7 @@ class CostModel:
         self, num_rows: int, num_cols: int, num_parts: int = 1, backend: str = "standard"
     ) -> FlopCount:
         """Count the work of a backend on one part of a matrix."""
-        n, m = min(num_rows, num_cols), max(num_rows, num_cols)
+        n, m = sorted((num_rows, num_cols))
         segments = segments_of(self.coefficient_type, self.num_ns_steps)
         return BACKENDS[backend].work(n, m, segments, num_parts)
 
@@ -129,7 +129,7 @@ class CostModel:
 
         All owners of a shape get the same one, wherever they are.
         """
-        n, m = min(num_rows, num_cols), max(num_rows, num_cols)
+        n, m = sorted((num_rows, num_cols))
         # min() keeps the first of equals, the preferred one.
         return min(
             (name for name in self.backends if BACKENDS[name].takes(n, m, num_parts)),

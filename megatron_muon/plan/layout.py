@@ -5,7 +5,7 @@
 import functools
 import itertools
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,10 +141,10 @@ class MatrixLayout:
 # Shared by matrices of one tiling, such as a parameter of all layers.
 @functools.lru_cache(maxsize=256)
 def _elements_by_rank(regions: tuple[Region, ...]) -> dict[int, int]:
-    elements: dict[int, int] = {}
+    elements: Counter[int] = Counter()
     for region in regions:
         for rank in region.holders:
-            elements[rank] = elements.get(rank, 0) + region.num_rows * region.num_cols
+            elements[rank] += region.num_rows * region.num_cols
     return elements
 
 
@@ -175,12 +175,11 @@ def block_rows(num_rows: int, split_shapes: Sequence[int] | None) -> list[list[R
             f"{num_rows}. Leave the matrix whole."
         )
     # Fused QKV interleaves: the rows of one query group are query, key, value, then the next group.
-    blocks, first = [], 0
-    for rows in split_shapes:
-        starts = range(first, num_rows, group_rows)
-        blocks.append([RowRange(start, start + rows) for start in starts])
-        first += rows
-    return blocks
+    firsts = itertools.accumulate(split_shapes, initial=0)
+    return [
+        [RowRange(start, start + rows) for start in range(first, num_rows, group_rows)]
+        for first, rows in zip(firsts, split_shapes, strict=False)
+    ]
 
 
 class OutputSlice(NamedTuple):
