@@ -125,7 +125,7 @@ class Backend(ABC):
             Same shape and dtype, in new memory; bf16-valued with ``settings.is_bf16``.
 
         Communication: with ``parts_group`` an all-reduce of the norm unless the stack is
-            normalized, and those of ``n * n`` elements that :meth:`work` counts.
+            normalized, and the all-reduces of ``n * n`` elements that :meth:`work` counts.
         """
 
     def check(self, stack: "torch.Tensor", args: NewtonSchulzArgs) -> None:
@@ -140,7 +140,7 @@ class Backend(ABC):
         Raises:
             RuntimeError: The results differ by more than rounding.
 
-        Communication: that of both backends.
+        Communication: as :meth:`run` of both backends.
         """
         import torch
         import torch.distributed as dist

@@ -3,7 +3,7 @@
 """Standard steps and the Gram form with kernels that compute half of symmetric products.
 
 The other half is stored by the same kernel. ``symmetric`` uses emerging-optimizers' Triton kernels
-for X X^T and its square. ``gram_symmetric`` uses those of Dao-AILab's gram-newton-schulz for all
+for X X^T and its square. ``gram_symmetric`` uses kernels of Dao-AILab's gram-newton-schulz for all
 products of the Gram form but Q X; they are in the package quack-kernels (the extra ``kernels`` of
 this package). Not measured here.
 """

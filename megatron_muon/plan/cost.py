@@ -241,16 +241,15 @@ def _rates() -> dict[str, type[int] | type[float]]:
 
 # Rates by compute capability. Rates of products are CostModel's, scaled by the dense bf16 peak of
 # the datasheets (989 TFLOP/s of the H100); none has been measured by this project.
-_A100 = CostModel(tflops=285.0, gbps=300.0, gbps_between_nodes=22.5)
-_B200 = CostModel(tflops=1500.0, gbps=900.0)
-_BY_CAPABILITY = {8: _A100, 9: CostModel(), 10: _B200}
+_BY_CAPABILITY = {
+    8: CostModel(tflops=285.0, gbps=300.0, gbps_between_nodes=22.5),  # A100
+    9: CostModel(),  # H100, H200
+    10: CostModel(tflops=1500.0, gbps=900.0),  # B200
+}
 
 
 def gpu_rates(capability: int) -> CostModel:
-    """Return the rates of a GPU by the major number of its compute capability.
-
-    Unknown ones, older or newer, count as the nearest known one.
-    """
+    """Return the rates of the nearest known major compute capability."""
     nearest = min(_BY_CAPABILITY, key=lambda known: (abs(known - capability), known))
     return _BY_CAPABILITY[nearest]
 

@@ -189,7 +189,7 @@ class _Placing:
         return max(self.load_ns[rank], self._link_ns[rank])
 
     def _below_capacity(self, task: _Task) -> Ranks:
-        """Return owners within the capacity, of holders the one with the quietest link, or ().
+        """Return owners within the capacity, preferably with quiet links, or ().
 
         Few ranks hold the matrices of a shape. If only the traffic of this matrix counted, they
         would all go to the same ranks. Llama-3-70B with 8 tensor-parallel ranks on 128 ranks in

@@ -18,6 +18,7 @@ from megatron_muon.plan.staging import BucketSizes, PlanStaging, ScatterSizes, S
 
 # Routes by the rank at the other end of a message. Both ends list them in plan order.
 type Messages = Mapping[int, Sequence[Route]]
+type _RoutesByRank = dict[int, list[Route]]
 
 
 class Arrival(NamedTuple):
@@ -107,12 +108,11 @@ class RankBucket:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The part of one rank in a plan: its local matrices, and its share of every bucket.
+    """Share of one rank in a plan: local matrices, and messages and stacks of every bucket.
 
     Args:
         local: Stacks of local matrices, one by one.
-        buckets: Every bucket of the plan, also those the rank has no part in: it joins all
-            collectives.
+        buckets: All buckets of the plan, as the rank joins all collectives.
         order: Numbers of the plan that decide the order of a step.
     """
 
@@ -220,10 +220,10 @@ def _owned(plan: ExchangePlan, stacks: Sequence[Stack], rank: int) -> OwnedStack
 
 
 def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBucket:
-    sends: dict[int, list[Route]] = defaultdict(list)
-    receives: dict[int, list[Route]] = defaultdict(list)
+    sends: _RoutesByRank = defaultdict(list)
+    receives: _RoutesByRank = defaultdict(list)
     # Routes of results, by holders of a shard and by owner.
-    results: dict[Ranks, dict[int, list[Route]]] = defaultdict(lambda: defaultdict(list))
+    results: dict[Ranks, _RoutesByRank] = defaultdict(lambda: defaultdict(list))
     for index in bucket:
         # Most of thousands of ranks neither hold nor own a matrix. With replicas, their messages
         # decide where this rank's results have room.
@@ -257,7 +257,7 @@ def _rank_bucket(plan: ExchangePlan, bucket: Sequence[int], rank: int) -> RankBu
 
 def _rank_scatters(
     plan: ExchangePlan,
-    results: Mapping[Ranks, Mapping[int, Sequence[Route]]],
+    results: Mapping[Ranks, Messages],
     rank: int,
 ) -> Iterator[RankScatter]:
     """Yield the scatters of a bucket; results are evenly distributed over them."""
@@ -271,7 +271,7 @@ def _rank_scatters(
             scatters = list(scatters_of(holders, elements, plan.num_scatters, plan.cost))
             shards.append((by_owner, scatters))
     for number in range(plan.num_scatters):
-        sends: dict[int, list[Route]] = defaultdict(list)
+        sends: _RoutesByRank = defaultdict(list)
         receives: dict[int, int] = {}
         arrivals: list[Arrival] = []
         own_shard = None

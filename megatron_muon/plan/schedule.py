@@ -24,7 +24,7 @@ soon as the scatter has ended, on gloo in ``finish_scatter``
 Ranks of one plan may differ in their other plans, as with expert parallelism. Two rules exclude
 deadlocks:
 
-- The collectives of a plan come in one order on all ranks, whatever other plans there are.
+- The collectives of a plan come in one order on all ranks, independent of other plans.
 - Bucket i of n has its turn when the rank is (i + 1/2) / n through the step; of equal turns the
   earlier plan comes first, and ranks have their plans in one order. A rank waits for collectives
   that all ranks launched in an earlier turn of the same plan, or earlier in the same turn, with one

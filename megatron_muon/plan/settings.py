@@ -26,7 +26,7 @@ class CommDtypes:
         gather_dtype: Dtype of the rows. ``bfloat16`` rows are first divided by the float64 norm of
             their block: rounding them before that would change the norm, and so the result.
         scatter_dtype: Dtype of the results. Results of Newton-Schulz in bf16 are bf16-valued, so
-            ``bfloat16`` loses nothing, whatever the gather dtype. ``float32`` if a method of the
+            ``bfloat16`` loses nothing with any gather dtype. ``float32`` if a method of the
             owner changes them.
         num_norms: Norms per block that a method needs, the norm of the rows sent included.
     """

@@ -132,7 +132,7 @@ class SizeCounter:
         """Return the buffers of every rank for a bucket of some matrices."""
         stacks = self.stacks(indices)
         rows, results = self.traffic(indices)
-        # By rank and number of the scatter.
+        # Keys are ranks and numbers of scatters.
         sends: Counter[tuple[int, int]] = Counter()
         receives: Counter[tuple[int, int]] = Counter()
         for number, shard in self.scatters(results, num_scatters):

@@ -140,7 +140,7 @@ def _plan_all(
     load_ns = dict.fromkeys(range(world_size), 0)
     domains = {replicas: layouts[0].ranks for replicas, layouts in matrices.items()}
     max_num_plans = max(Counter(itertools.chain(*domains.values())).values(), default=0)
-    # By rank, plans so far and their staging memory.
+    # Plans so far and their staging memory, by rank.
     num_plans: Counter[int] = Counter()
     staged_bytes: Counter[int] = Counter()
     for replicas, ranks in sorted(domains.items(), key=lambda item: (len(item[1]), item[::-1])):

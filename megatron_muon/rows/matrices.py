@@ -119,7 +119,7 @@ def matrices_of(
         batch_range: [tile(shape, outputs, boxes, dim) for outputs in slices]
         for batch_range, boxes in boxes_by_range.items()
     }
-    # In the order of the batch. Matrices that only other domains hold are left to them.
+    # In the order of the batch. Other domains plan the matrices that only they hold.
     order = sorted((number, held) for held in boxes_by_range for number in range(*held))
     for number, batch_range in order:
         own_box = boxes_by_range[batch_range].get(rank)

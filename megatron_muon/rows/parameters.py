@@ -23,6 +23,7 @@ from megatron_muon.rows.megatron_fsdp import (
 )
 from megatron_muon.runtime.agreement import own_rank
 
+type Placements = tuple[Placement, ...]
 type SplitSizes = int | tuple[int, ...] | None
 
 
@@ -37,7 +38,7 @@ def sharded_dim(placement: Placement) -> int | None:
     return placement.dim if is_strided(placement) or placement.is_shard() else None  # type: ignore[attr-defined]
 
 
-def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
+def cutting_axes(placements: Placements, dim: int) -> list[int]:
     """Return the axes of the mesh that torch shards a dimension over, in the order of sharding.
 
     Plain axes shard from left to right. A strided axis, left of them, shards the resulting shards:
@@ -50,7 +51,7 @@ def cutting_axes(placements: tuple[Placement, ...], dim: int) -> list[int]:
 # Layers have parameters of the same shapes: the ranks of a large mesh are visited once per shape.
 @functools.lru_cache(maxsize=256)
 def boxes_of_placements(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+    mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]
 ) -> dict[int, Box]:
     """Return boxes by rank of a mesh, for placements of FSDP2."""
     cuts = [(dim, axis) for dim in range(len(shape)) for axis in cutting_axes(placements, dim)]
@@ -137,7 +138,7 @@ def ranks_of_mesh(mesh: DeviceMesh) -> Ranks:
 
 
 @functools.lru_cache(maxsize=256)
-def replicas_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Ranks, ...]:
+def replicas_of(mesh: DeviceMesh, placements: Placements) -> tuple[Ranks, ...]:
     """Return the sets of ranks of a mesh that differ in replicated axes alone."""
     # Not ranks with equal boxes: all empty shards have one.
     sharding = [axis for axis, p in enumerate(placements) if not p.is_replicate()]

@@ -4,17 +4,16 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.plan.layout import MatrixLayout, Ranks
 from megatron_muon.rows.matrices import RowIndex, matrices_of
-from megatron_muon.rows.parameters import PlannedParameter, cutting_axes, replicas_of
+from megatron_muon.rows.parameters import Placements, PlannedParameter, cutting_axes, replicas_of
 from megatron_muon.runtime.agreement import (
     Domain,
     gather_objects,
@@ -26,6 +25,8 @@ from megatron_muon.runtime.agreement import (
     ranks_per_node,
 )
 from megatron_muon.runtime.engine_builder import PlanInput
+
+type Groups = dict[Ranks, dist.ProcessGroup]
 
 _ADVICE = (
     "Build the optimizer with the same parameters on all ranks of a mesh. No optimizer was built."
@@ -165,7 +166,7 @@ def _key(param: torch.Tensor) -> _Key:
 
 # Many layers have few keys, and a key may name thousands of ranks.
 @functools.lru_cache(maxsize=256)
-def _key_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> _Key:
+def _key_of(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) -> _Key:
     """Return the ranks that exchange matrices of a parameter, and their replicas.
 
     An axis of the mesh that shards whole matrices of a batch evenly needs no exchange: its ranks
@@ -209,7 +210,7 @@ def _groups(
     stepping: Ranks,
     known: Sequence[dist.ProcessGroup],
     facts: Sequence[_Facts],
-) -> dict[Ranks, dist.ProcessGroup]:
+) -> Groups:
     """Choose a process group per domain and per set of replicas, and make the missing ones.
 
     ``stepping`` are the ranks that step together if they need a group, otherwise ().
@@ -218,7 +219,7 @@ def _groups(
     # A group of one rank exchanges nothing, but reduces flags: None is all ranks.
     if own_rank() in stepping:
         needed.add(stepping)
-    chosen: dict[Ranks, dist.ProcessGroup] = {}
+    chosen: Groups = {}
     for ranks in needed:
         # Several meshes may have a group of the same ranks, and a rank may know one of them alone:
         # all take the first, by name, that all know.
@@ -240,7 +241,7 @@ def _own_replicas(key: _Key) -> Ranks:
 def _plan_input(
     key: _Key,
     parameters: Sequence[PlannedParameter],
-    groups: Mapping[Ranks, dist.ProcessGroup],
+    groups: Groups,
     nodes: int | None,
 ) -> PlanInput:
     matrices: list[MatrixLayout] = []
