@@ -16,8 +16,8 @@ table of them.
 
 It needs the precision of fp16 with fp32 sums on a GPU: on many matrices, errors in bf16 are three
 times as large as with standard steps. Entries of a normalized X are as small as 1e-4, and entries
-of R as 1e-6, where fp16 has few bits left. So X is multiplied by 64, and b and c are divided by 64^2 and
-64^4, which is exact. Small entries of P do not matter beside a I.
+of R as 1e-6, where fp16 has few bits left. So X is multiplied by 64, and b and c are divided by
+64^2 and 64^4, which is exact. Small entries of P do not matter beside a I.
 
 Source of the form and of restarts: Dao-AILab's gram-newton-schulz.
 """
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 # Steps between restarts, a digit a segment, for 1, 2, 3, ... steps. In fp16 rounding moves an
 # eigenvalue r by a unit in the last place of the largest one. With q the polynomial of a segment,
 # the largest |q(r + unit) - q(r)| sqrt(r) is its error. These are the fewest segments whose errors
-# are below 0.2, and among them the segments with the smallest error: five steps of quintic have 0.12, and
-# 0.30 with the restart after step 3. CPU ranks, in fp32, restart as GPUs do.
+# are below 0.2, and among them the segments with the smallest error: five steps of quintic have
+# 0.12, and 0.30 with the restart after step 3. CPU ranks, in fp32, restart as GPUs do.
 _SEGMENTS = {
     "simple": "1 2 3 22 32 33 322 323 333 3223",
     "quintic": "1 2 21 22 23 222 232 2222 2322 2323",

@@ -110,7 +110,7 @@ class TransformerEngine(Standard):
         is_zero = part.any().logical_not_()
         coefficients = args.settings.coefficients
         newton_schulz(part, self._contexts[args.parts_group], len(coefficients), coefficients)
-        # Zeros stay zeros: the library may return anything for a norm of zero. A part of zeros stays
-        # zero in any matrix, as it is multiplied from the side that is not split.
+        # Zeros stay zeros: the library may return anything for a norm of zero. A part of zeros
+        # stays zero in any matrix, as it is multiplied from the side that is not split.
         part.masked_fill_(is_zero, 0)
         return (part.mT if args.is_tall else part).unsqueeze(0).to(stack.dtype)

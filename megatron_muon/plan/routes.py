@@ -171,9 +171,9 @@ def nearest_holder(holders: Ranks, owner: int, cost: CostModel) -> int:
     """Return the owner itself if it is a holder, otherwise the holder nearest to it."""
     if len(holders) == 1:
         return holders[0]
-    # A holder on the owner's node comes first, since only the node changes the link. There it is the
-    # next lower rank, cyclically: evenly spaced replicas then serve equally many owners. With the
-    # shortest distance, the first and the last would serve up to three times as many as others.
+    # A holder on the owner's node comes first, since only the node changes the link. There it is
+    # the next lower rank, cyclically: evenly spaced replicas then serve equally many owners. With
+    # the shortest distance, the first and the last would serve up to three times as many as others.
     on_node = _by_node(holders, cost.ranks_per_node).get(cost.node(owner), holders)
     return on_node[bisect_right(on_node, owner) - 1]
 
