@@ -74,7 +74,7 @@ def choose_owners(
     before_ns = sum(load_ns.values()) // len(ranks)
     fair_ns = before_ns + sum(whole_ns) // len(ranks)
     room_ns = int(_LONGER_THAN_FAIR * fair_ns) - before_ns
-    num_parts = _choose_parts(matrices, whole_ns, room_ns, cost, settings.max_owners)
+    num_parts = _choose_parts(matrices, whole_ns, room_ns, len(ranks), settings)
     # Layers share their regions, and so the traffic of their matrices.
     traffic_ns: dict[tuple[int, Ranks], Mapping[int, int]] = {}
     tasks = []
@@ -237,8 +237,8 @@ def _choose_parts(
     matrices: Sequence[MatrixLayout],
     whole_ns: Sequence[int],
     room_ns: int,
-    cost: CostModel,
-    max_owners: int,
+    num_ranks: int,
+    settings: PlanSettings,
 ) -> list[int]:
     """Choose the number of owners of every matrix: one, unless it exceeds the room of a rank.
 
@@ -247,7 +247,6 @@ def _choose_parts(
     matrix, so splitting more would cost more than it balances.
     """
     num_parts = [1] * len(matrices)
-    num_ranks = len(set().union(*{matrix.ranks for matrix in matrices}))
     total_ns, total_parts = sum(whole_ns), len(matrices)
     longest = [(-time_ns, index) for index, time_ns in enumerate(whole_ns)]
     heapq.heapify(longest)
@@ -255,9 +254,9 @@ def _choose_parts(
         now_ns, index = -longest[0][0], heapq.heappop(longest)[1]
         parts = num_parts[index]
         # Parts double, so that sets of owners tile a node.
-        if 2 * parts > min(max_owners, len(matrices[index].ranks)):
+        if 2 * parts > min(settings.max_owners, len(matrices[index].ranks)):
             continue
-        half_ns = matrix_ns(matrices[index], cost, 2 * parts)
+        half_ns = matrix_ns(matrices[index], settings.cost, 2 * parts)
         added_ns = parts * (2 * half_ns - now_ns)
         has_free_ranks = total_parts + parts <= num_ranks
         is_sparse = total_ns + added_ns <= num_ranks * now_ns * _SPARSE

@@ -69,11 +69,11 @@ class Parallelism:
 
     def __post_init__(self) -> None:
         """Check that sizes are positive and divide."""
-        sizes = {"dp": self.dp, "tp": self.tp, "ep": self.ep, "pp": self.pp, "hsdp": self.hsdp}
-        for name, value in sizes.items():
-            if value < 1:
+        for name in ("dp", "tp", "ep", "pp", "hsdp"):
+            if getattr(self, name) < 1:
                 raise ValueError(
-                    f"{name}: expected a positive number, got {value}. Pass 1 or more."
+                    f"{name}: expected a positive number, got {getattr(self, name)}. "
+                    "Pass 1 or more."
                 )
         if self.dp % self.hsdp:
             raise ValueError(
