@@ -318,7 +318,7 @@ class TensorParallelMoments(SecondMoments):
             found[moments][numbers] = own
         for moments, values in found.items():
             # Ranks that hold the same rows have the same moments, which are not negative.
-            moments.combine(values, dist.ReduceOp.MAX)
+            moments.all_reduce(values, dist.ReduceOp.MAX)
 
     def _shared(
         self, state: Mapping[torch.Tensor, Mapping[str, Any]]

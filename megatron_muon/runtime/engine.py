@@ -28,7 +28,7 @@ from megatron_muon.plan.schedule import Action
 from megatron_muon.runtime.agreement import first_line
 from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
 from megatron_muon.runtime.exchange import Chain
-from megatron_muon.runtime.local_rows import Rows, StackArgs
+from megatron_muon.runtime.local_rows import Rows, StackTask
 from megatron_muon.runtime.norms import Moments
 from megatron_muon.runtime.plan_runner import BoundPlan, PlanRunner
 from megatron_muon.runtime.row_moves import uses_kernel
@@ -232,7 +232,7 @@ class Engine:
             rows = {i: gradients[handle] for i, handle in bound.handles.items()}
             runner.norms.see_gradients(rows)
 
-    def watch(self, function: Callable[[StackArgs], None] | None) -> None:
+    def watch(self, function: Callable[[StackTask], None] | None) -> None:
         """Let a function see each stack of this rank's results; None for nobody."""
         for runner in self.runners:
             runner.watch = function

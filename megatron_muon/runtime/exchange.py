@@ -44,18 +44,6 @@ def all_gather_rows(
     return matrix
 
 
-def all_reduce_norms(squares: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Add up the squared norms of all ranks, in place.
-
-    Args:
-        squares: Sums of squares of this rank's rows, ``(num_norms, num_blocks)``, float64.
-        group: Ranks that hold rows.
-
-    Communication: one all-reduce of 8 bytes a norm.
-    """
-    dist.all_reduce(squares, group=group)
-
-
 class BucketMessages(NamedTuple):
     """Messages of one rank in one collective, by rank of the job.
 

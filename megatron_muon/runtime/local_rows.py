@@ -188,7 +188,7 @@ _METHOD_TENSORS = 3
 
 
 @dataclass
-class StackArgs:
+class StackTask:
     """A stack of matrices, with the arguments of Newton-Schulz.
 
     Args:

@@ -17,7 +17,6 @@ from megatron_muon.newton_schulz.standard import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import Part, Route
-from megatron_muon.runtime.exchange import all_reduce_norms
 
 
 class Moments:
@@ -57,8 +56,8 @@ class Moments:
                 end += math.prod(shapes[block])
             self._ends.append(end)
         self.values = torch.zeros(end, device=device)
-        # Numbers that other ranks update.
-        self._is_foreign = torch.ones(end, dtype=torch.bool, device=device)
+        # Values that other ranks update.
+        self._is_remote = torch.ones(end, dtype=torch.bool, device=device)
 
     def first(self, matrix: int, block: int) -> int:
         """Return where the numbers of a block begin."""
@@ -68,41 +67,42 @@ class Moments:
         """Return where the numbers of consecutive matrices begin and end."""
         return self._ends[matrix], self._ends[matrix + num_matrices]
 
-    def own(self, stack: Sequence[Part]) -> torch.Tensor:
-        """Return where the numbers of a stack of this rank are, ``(num_matrices, *state_shape)``.
+    def claim(self, stack: Sequence[Part]) -> torch.Tensor:
+        """Register this rank as the owner of a stack's values.
 
         Args:
             stack: Whole blocks of one shape.
+
+        Returns:
+            Indices of the values, ``(num_matrices, *state_shape)`` int64.
         """
         rows, cols = stack[0].num_rows, stack[0].num_cols
         firsts = [self._first[part.matrix, part.block] for part in stack]
         shape = self._shape_of(rows, cols)
         index = torch.tensor(firsts)[:, None] + torch.arange(math.prod(shape))
         index = index.view(-1, *shape).to(self.values.device)
-        self._is_foreign[index] = False
+        self._is_remote[index] = False
         return index
 
     def share(self) -> None:
-        """Let all ranks of the plan know what the owners have; called by all of them together.
+        """Copy the values of their owners to all ranks of the plan; collective.
 
         After each step, so that a state is never out of date, and saving it is no collective.
 
-        Communication: one all-reduce of 4 bytes a number, if owners update them.
+        Communication: one all-reduce of 4 bytes a value, if owners update them.
         """
         if self._group is not None and self.by_owner:
-            dist.all_reduce(self.values.masked_fill_(self._is_foreign, 0.0), group=self._group)
+            dist.all_reduce(self.values.masked_fill_(self._is_remote, 0.0), group=self._group)
 
-    def combine(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-        """Set the numbers to those of all ranks; called by all of them together.
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        """Replace the values by a reduction over the ranks of the plan; collective.
 
         Args:
-            values: ``(num_values,)``, zeros for the numbers of other ranks.
-            operation: Of ``ReduceOp``.
+            values: ``(num_values,)`` float32 of this rank, zeros for those that it does not have.
+            operation: Reduction.
 
-        Communication: one all-reduce of 4 bytes a number, if owners update them.
+        Communication: one all-reduce of 4 bytes a value.
         """
-        if not self.by_owner:
-            return
         if self._group is not None:
             dist.all_reduce(values, operation, self._group)
         self.values.copy_(values)
@@ -216,7 +216,7 @@ class BlockNorms:
         """Add up the squares of all ranks, and compute the norms."""
         self._sum(0, self._rows)
         if self._group is not None:
-            all_reduce_norms(self._squares, self._group)
+            dist.all_reduce(self._squares, group=self._group)
         norms = self._squares.sqrt_()
         if self._method is not None and self._moments is not None:
             update, gradient = norms.float()

@@ -30,7 +30,7 @@ from megatron_muon.runtime.exchange import (
     consecutive_views,
     route_view,
 )
-from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows, StackArgs, StackBuffers
+from megatron_muon.runtime.local_rows import Handle, LocalRows, Rows, StackBuffers, StackTask
 from megatron_muon.runtime.norms import Moments
 from megatron_muon.runtime.row_moves import RowMoves
 
@@ -87,7 +87,7 @@ class _Owned(NamedTuple):
     """
 
     stacks: StackBuffers
-    work: list[StackArgs]
+    work: list[StackTask]
     kept: int
     staying: int
 
@@ -112,7 +112,7 @@ class PlanRunner:
 
     plan: ExchangePlan
     moments: Moments | None  # of a method
-    watch: Callable[[StackArgs], None] | None = None  # given each stack of results
+    watch: Callable[[StackTask], None] | None = None  # given each stack of results
     _gathers: Exchange  # rows, in the gather dtype
     _scatters: Exchange  # results, in the scatter dtype
     _all_gather: ReplicaAllGather | None  # results, between replicas
@@ -227,12 +227,12 @@ class PlanRunner:
         )
         work = [
             # Chosen once: a step would choose before every stack, on the host.
-            StackArgs(
+            StackTask(
                 tensor,
                 BACKENDS[self.plan.backend(stack[0].matrix, stack[0].block)],
                 self._args_of(stack[0]),
                 stack[0].owners,
-                self.moments.own(stack)
+                self.moments.claim(stack)
                 if self.moments is not None and self.moments.by_owner
                 else None,
             )

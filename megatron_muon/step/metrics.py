@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.rows.parameters import PlannedParameter
 from megatron_muon.runtime.agreement import gather_objects
-from megatron_muon.runtime.local_rows import StackArgs
+from megatron_muon.runtime.local_rows import StackTask
 from megatron_muon.runtime.tensors import local_tensor
 from megatron_muon.step.matrix_step import StepHooks
 
@@ -63,7 +63,7 @@ class MetricSums(StepHooks):
         held = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
         self._add("gradient", [i for i, _ in held], [grad for _, grad in held])
 
-    def watch(self, stack: StackArgs) -> None:
+    def watch(self, stack: StackTask) -> None:
         """Take the first matrix that this rank orthogonalizes alone as the sample."""
         if not self._errors and len(stack.owners) == 1:
             self._errors.append(_orthogonality_error(stack.tensor[0]))
