@@ -17,6 +17,7 @@ from megatron_muon.newton_schulz.standard import least_norm
 from megatron_muon.plan.exchange_plan import ExchangePlan
 from megatron_muon.plan.layout import MatrixLayout
 from megatron_muon.plan.routes import Part, Route
+from megatron_muon.runtime.agreement import own_rank
 
 
 class Moments:
@@ -27,12 +28,15 @@ class Moments:
         shape_of: Shape of a block's state, by its rows and columns.
         group: Ranks of the plan; None for a rank alone.
         device: Where they are.
-        by_owner: Whether the owner of a block alone updates its numbers.
+        by_owner: Whether the owner of a block alone updates its values.
 
-    Memory: 4 bytes a number on every rank of the plan, and 8 more on the owner of the block.
+    Attributes:
+        values: Values of all blocks, ``(num_values,)`` float32.
+
+    Memory: 4 bytes a value on every rank of the plan, and 8 more on the owner of the block.
     """
 
-    values: torch.Tensor  # (num_values,) float32, block by block
+    values: torch.Tensor
 
     def __init__(
         self,
@@ -60,11 +64,11 @@ class Moments:
         self._is_remote = torch.ones(end, dtype=torch.bool, device=device)
 
     def first(self, matrix: int, block: int) -> int:
-        """Return where the numbers of a block begin."""
+        """Return the position of the first value of a block."""
         return self._first[matrix, block]
 
     def range_of(self, matrix: int, num_matrices: int = 1) -> tuple[int, int]:
-        """Return where the numbers of consecutive matrices begin and end."""
+        """Return the range of the values of consecutive matrices."""
         return self._ends[matrix], self._ends[matrix + num_matrices]
 
     def claim(self, stack: Sequence[Part]) -> torch.Tensor:
@@ -123,11 +127,10 @@ class BlockNorms:
 
     Args:
         plan: The plan.
-        rank: This rank of the job.
         group: Ranks of the plan; None for a rank alone.
-        device: Of the all-reduce.
+        device: Device of the all-reduce.
         rows_device: Where rows are.
-        method: Needs the norms of gradients too; None for no method.
+        method: Method that needs the norms of gradients too; None for none.
         moments: Its state.
 
     Communication: :meth:`reduce` is one all-reduce of 8 bytes a block, or 16 with a method.
@@ -136,25 +139,23 @@ class BlockNorms:
 
     values: torch.Tensor  # (num_blocks,) float32, once reduced
     factors: torch.Tensor | None = None  # of results, likewise
-    _first: list[int]  # positions of the first blocks of matrices among all blocks
-    # Whose squares this rank adds up: matrix, first row of this rank's, number of rows; and the
-    # positions of their blocks, int64.
+    _first: list[int]  # by matrix, position of its first block among all blocks
+    # Pieces of this rank's rows, in each of which squares are summed at once: matrix, first local
+    # row, number of rows.
     _pieces: list[tuple[int, int, int]]
-    _positions: torch.Tensor
-    _rows: list[torch.Tensor]  # of all pieces
+    _positions: torch.Tensor  # by piece, position of its block, int64
+    _rows: list[torch.Tensor]  # by piece
 
     def __init__(
         self,
         plan: ExchangePlan,
-        rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
         rows_device: torch.device,
         method: Namo | None = None,
         moments: Moments | None = None,
     ) -> None:
-        self._group = group
-        self._device = device
+        self._group, self._device, rank = group, device, own_rank()
         self._method, self._moments = method, moments
         self._first = [0]
         for matrix in plan.matrices:
@@ -178,7 +179,7 @@ class BlockNorms:
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self._rows = []
         num_norms = 1 if method is None else 2
-        # Of this rank, of what is orthogonalized and of gradients.
+        # Sums of this rank's rows: of updates, and with a method of gradients.
         self._squares = torch.zeros(num_norms, self._first[-1], dtype=torch.float64, device=device)
 
     def position(self, route: Route) -> int:

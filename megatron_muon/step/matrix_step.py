@@ -31,8 +31,7 @@ import torch
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 
 from megatron_muon.rows.matrices import RowIndex
-from megatron_muon.runtime.agreement import first_line
-from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, free_memory
+from megatron_muon.runtime.arena import NOTHING, Arena, OtherBytes, allocating
 from megatron_muon.runtime.engine import Engine
 from megatron_muon.runtime.local_rows import Rows
 from megatron_muon.runtime.plan_runner import in_range
@@ -42,6 +41,7 @@ from megatron_muon.step.elementwise import advance_momentum
 # Elements that are copied or computed at once: 64 MB in float32, which a GPU reads in tens of
 # microseconds, longer than a launch takes.
 CHUNK_ELEMENTS = 2**24
+_CONTENTS = "results and momentum"
 
 
 class StepSettings(NamedTuple):
@@ -190,7 +190,7 @@ class MatrixStep:
         num_staged = largest * settings.stages_momentum
         # torch converts bfloat16 on the device, into memory of its own, if it comes from a CPU.
         self._copied_bytes = 2 * num_staged
-        self._arena = Arena(4 * (num_results + num_staged), device)
+        self._arena = Arena(4 * (num_results + num_staged), device, _CONTENTS)
         self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
         stages = settings.stages_momentum
         self._chunks = [
@@ -209,28 +209,22 @@ class MatrixStep:
             first += math.prod(shape)
         return views
 
-    def reserve(self, others: OtherBytes = NOTHING) -> list[str]:
+    def reserve(self, others: OtherBytes = NOTHING) -> None:
         """Reserve the memory of a step; arenas stay until :meth:`step` ends or :meth:`release`.
 
         Args:
             others: Allocations of other optimizers, meanwhile or afterwards.
 
-        Returns:
-            Errors, as sentences.
+        Raises:
+            MemoryError: The device has too little memory, with sizes.
         """
-        try:
+        with allocating(self._arena.num_bytes, self._device, _CONTENTS):
             if self._arena.num_bytes:
                 self._arena.allocate()
-        # A GPU raises torch.OutOfMemoryError, which is one of these.
-        except RuntimeError as error:
-            return [
-                f"expected {self._arena.num_bytes:,} bytes for results and momentum, got "
-                f"{type(error).__name__}: {first_line(error)}{free_memory(self._device)}"
-            ]
         needs = [others.temporaries]
         if not self._is_beside:
             needs += [self._copied_bytes, *(hook.num_bytes for hook in self.hooks)]
-        return self.engine.reserve(OtherBytes(others.state, max(needs)))
+        self.engine.reserve(OtherBytes(others.state, max(needs)))
 
     def release(self) -> None:
         """Return the memory of :meth:`reserve`, if ranks do not step."""
@@ -264,8 +258,9 @@ class MatrixStep:
         for hook in self.hooks:
             hook.begin(grads)
         without = {i for i, grad in enumerate(grads) if grad is None}
-        for chunk in self._chunks:
-            self._advance(chunk, groups[chunk.group], grads)
+        with in_range("momentum"):
+            for chunk in self._chunks:
+                self._advance(chunk, groups[chunk.group], grads)
         if self._in_results:
             # Their results are not used.
             for i in without:
@@ -278,7 +273,8 @@ class MatrixStep:
         with fp32_matmul_precision(self.settings.fp32_matmul_prec):
             arrivals = self.engine.orthogonalize(self._sources, self._targets, overlap_fn)
             for number, done in enumerate(arrivals):
-                self._update(groups, number, done, without)
+                with in_range("update"):
+                    self._update(groups, number, done, without)
         self._arena.free()
         if self.settings.overwrites_gradients and not self.settings.gradients_stay:
             self._forget()
@@ -320,7 +316,6 @@ class MatrixStep:
     def _rows_of(self, tensors: Sequence[torch.Tensor]) -> Rows:
         return {each: each.of(tensors[i]) for each, i in self._position.items()}
 
-    @in_range("momentum")
     def _advance(
         self, chunk: _Chunk, group: Mapping[str, Any], all_grads: Sequence[torch.Tensor | None]
     ) -> None:
@@ -359,7 +354,6 @@ class MatrixStep:
             if not self.settings.nesterov:
                 torch._foreach_copy_(results, staged)
 
-    @in_range("update")
     def _update(
         self,
         groups: Sequence[Mapping[str, Any]],

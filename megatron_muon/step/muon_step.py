@@ -234,9 +234,13 @@ class MuonStep:
             Errors, as sentences: a lack of memory, or other parameters than at construction.
         """
         problems = self._changes()
-        if self._main_params.params:
-            problems += self._main_params.follow(self.state())
-        return problems + self._matrix_step.reserve(others)
+        try:
+            if self._main_params.params:
+                self._main_params.follow(self.state())
+            self._matrix_step.reserve(others)
+        except MemoryError as error:
+            problems.append(str(error))
+        return problems
 
     def _all_params(self) -> list[Any]:
         groups = (group for each in self.optimizers for group in each.param_groups)
