@@ -130,7 +130,7 @@ class Exchange:
         """
         if not any(self._is_used):
             return
-        # By rank of the group, 1 if it is at the other end of a message, otherwise 0.
+        # One element for every rank at the other end of a message.
         sends, receives = (
             [int(any(sizes)) for sizes in zip(*collectives, strict=True)]
             for collectives in (self._send_sizes, self._receive_sizes)

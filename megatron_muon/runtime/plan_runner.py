@@ -114,10 +114,10 @@ class PlanRunner:
     _all_gather: ReplicaAllGather | None  # results, between replicas
     _buckets: list[_Batch]
     _local: list[_Batch]
-    # By bucket: from rows to messages, and from messages to stacks.
+    # Rows to messages, and messages to stacks, by bucket.
     _packing: list[RowTransfer]
     _unpacking: list[RowMoves]
-    # By scatter: from results to messages, and from messages to rows.
+    # Results to messages, and messages to rows, by scatter.
     _packing_results: list[RowMoves]
     _arrivals: list[RowTransfer]
     # Collectives in flight, by gather and by scatter; None if nothing is sent. With replicas a

@@ -290,7 +290,7 @@ class MatrixStep:
         self._seen: tuple[Sequence[torch.Tensor], ...] = ()  # weights, momentum, results
         self._sources: Rows = {}
         self._targets: Rows = {}
-        # By the number of an arrival, which are the same ones in every step.
+        # Arrivals have the same order in every step.
         self._arrivals: list[list[_Arrival]] = []
         self._num_missing = [self._num_matrices[param] for param in self.params]
         for chunk in self._chunks:

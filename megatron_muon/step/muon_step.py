@@ -161,7 +161,7 @@ class MuonStep:
             rows_device,
             rows_elsewhere=rows_device != self.device,
         )
-        # By position of the step.
+        # Optimizer and parameter by position of the step.
         self._held = [(optimizer_of[param], param) for param in self._matrix_step.params]
         self._hooks = self._moments.attach(self._matrix_step, self.plan_inputs, self._state_of)
         self._matrix_step.hooks = list(self._hooks)

@@ -27,13 +27,13 @@ def place_momentum(
     Raises:
         RuntimeError: CPU memory cannot be pinned.
     """
-    for of_param in state.values():
-        if "momentum_buffer" not in of_param:
+    for values in state.values():
+        if "momentum_buffer" not in values:
             continue
-        of_param["momentum_buffer"] = of_param["momentum_buffer"].to(dtype)
+        values["momentum_buffer"] = values["momentum_buffer"].to(dtype)
         if in_cpu_memory:
             try:
-                of_param["momentum_buffer"] = _in_cpu_memory(of_param["momentum_buffer"])
+                values["momentum_buffer"] = _in_cpu_memory(values["momentum_buffer"])
             except RuntimeError as error:
                 raise RuntimeError(
                     "offload_momentum: expected CPU memory that can be pinned, got "
