@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups, whose ranks compare what they know before they act on it, and fail together.
+"""Process groups, and checks by which all ranks of a group go on or raise together.
 
 A process without a process group is a job of one rank.
 """
@@ -111,10 +111,10 @@ def raise_where_ranks_differ(
     """Check that all ranks of a group hold the same list, by its hash.
 
     Args:
-        entries: See :func:`differences_between_ranks`.
-        group: See there.
-        device: See there.
-        what: See there.
+        entries: The list, one line of text per item, in order.
+        group: Ranks that must agree.
+        device: Where the hash that is gathered lives (the backend's device).
+        what: Name of the list for the message.
         advice: What the user should do, the end of the message.
 
     Raises:

@@ -276,7 +276,7 @@ def _schedule(
     schedule = RankSchedule.build(plans, own_rank())
     if limit is not None:
         problem = staging_problem(plans, schedule.staging.num_bytes, limit)
-        problems = [problem] if problem is not None else []
+        problems = [problem] if problem else []
         raise_where_any_rank_fails(problems, None, device, "No optimizer was built.")
     return schedule
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 megatron-muon contributors
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's rows: read normalized for sending, and written scaled as results arrive."""
+"""Transfers of this rank's rows, normalized before sending, and scaled as results arrive."""
 
 import dataclasses
 import math
