@@ -172,27 +172,27 @@ class MatrixStep:
         self.engine, self.settings, self._device = engine, settings, device
         self._is_beside = rows_elsewhere
         self.hooks: list[StepHooks] = []
-        rows: list[RowIndex] = engine.handles
-        self._num_matrices = Counter(each.param for each in rows)
+        handles: list[RowIndex] = engine.handles
+        self._num_matrices = Counter(handle.param for handle in handles)
         self.params = [param for param in group_index if param in self._num_matrices]
         self.group_index = [group_index[param] for param in self.params]
         position = {param: i for i, param in enumerate(self.params)}
-        self._position = {each: position[each.param] for each in rows}
+        self._position = {handle: position[handle.param] for handle in handles}
         self._shapes = [local_tensor(param).shape for param in self.params]
         sizes = list(map(math.prod, self._shapes))
-        limit = CHUNK_ELEMENTS if settings.stages_momentum else math.inf
+        stages = settings.stages_momentum
+        limit = CHUNK_ELEMENTS if stages else math.inf
         by_group: dict[int, list[tuple[int, int]]] = {}
         for i, group in enumerate(self.group_index):
             by_group.setdefault(group, []).append((i, sizes[i]))
         chunks = [(group, c) for group, own in by_group.items() for c in chunks_of(own, limit)]
         num_results = 0 if settings.overwrites_gradients else sum(sizes)
         largest = max((sum(sizes[i] for i in chunk) for _, chunk in chunks), default=0)
-        num_staged = largest * settings.stages_momentum
+        num_staged = largest * stages
         # torch converts bfloat16 on the device, into memory of its own, if it comes from a CPU.
         self._copied_bytes = 2 * num_staged
         self._arena = Arena(4 * (num_results + num_staged), device, _CONTENTS)
         self._results = None if settings.overwrites_gradients else self._views(range(len(sizes)), 0)
-        stages = settings.stages_momentum
         self._chunks = [
             _Chunk(group, chunk, self._views(chunk, num_results) if stages else [])
             for group, chunk in chunks
